@@ -78,7 +78,7 @@ class TrainSplit:
         return dataset
 
     def vocabulary_size(self) -> int:
-        """How many ids there are. DataError if no flag says so."""
+        """The number of ids. DataError if no flag gives it."""
         flags = self.flags
         if flags.tokenizer_type is not None:
             return max(flags.vocab_size or 0, self._tokenizer().vocab_size)
@@ -125,7 +125,7 @@ class Wanted:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Wanted:
-        """Raises DataError for metrics that are unknown, named twice or mean nothing for the data."""
+        """Raise DataError for metrics that are unknown, named twice or mean nothing for the data."""
         shipped = tuple(name for name in args.analyzing_metric if ":" not in name)
         own = [UserMetric(spec) for spec in args.analyzing_metric if ":" in spec]
         own += [UserMetric(spec, accumulates=True) for spec in args.accumulate]
@@ -156,7 +156,7 @@ class Wanted:
 
     @property
     def waves(self) -> Iterator[Wanted]:
-        """Those that need nothing, then those that need the counts of the vocabulary."""
+        """The metrics that need nothing, then those that need the counts of the vocabulary."""
         first = tuple(name for name in self.shipped if name not in NEED_COUNTS)
         second = tuple(name for name in self.shipped if name in NEED_COUNTS)
         yield from (
@@ -195,7 +195,7 @@ def _rarity_table(save: Path, dataset: AnalyzedDataset) -> RarityTable:
 
 
 class Meter:
-    """How far a step is: a bar on a terminal, a line now and then elsewhere."""
+    """The progress of a step: a bar on a terminal, a line now and then elsewhere."""
 
     def __init__(self, what: str, total: int):
         self._what, self._total, self._next = what, total, time.monotonic() + _EVERY
@@ -215,7 +215,7 @@ class Meter:
             self._task = self._bar.add_task(what, total=total)
 
     def show(self, done: int) -> None:
-        """Call after every piece of work."""
+        """Show the progress; called after every piece of work."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, refresh=True)
         elif time.monotonic() >= self._next:

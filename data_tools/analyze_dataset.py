@@ -96,7 +96,7 @@ def _add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze_dataset(args: argparse.Namespace) -> None:
-    """Does what the flags say, and prints what came out. DataError or ConfigError if it cannot."""
+    """Do what the flags say, and print what came out. DataError or ConfigError if it cannot."""
     from data_tools.analysis import TrainSplit, Wanted
     from megazero.data_efficiency.analyzed import AnalyzedDataset
     from megazero.data_efficiency.histogram import check_drawing
@@ -163,7 +163,7 @@ def _reduce(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if all index files are whole, else an error's status."""
+    """Run the tool; 0 if all index files are whole, else an error's status."""
     args = build_parser().parse_args(argv)
     return cli.run(
         analyze_dataset, args, left="finished chunks are kept: the same command goes on from there"

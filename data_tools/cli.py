@@ -15,7 +15,7 @@ from megazero.errors import DataError, MegazeroError
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived; unwinds like KeyboardInterrupt so that temporary files and workers are cleaned up."""
+    """The arrival of SIGTERM; unwinds like KeyboardInterrupt, so that temporary files and workers go."""
 
 
 def run(
@@ -23,7 +23,7 @@ def run(
     args: argparse.Namespace,
     left: str = "nothing was left behind",
 ) -> int:
-    """Runs the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals, after which
+    """Run the tool; exit status 0, the error's own code, 1 for disk errors, 130/143 for signals, after which
     `left` says what there is."""
     previous = _on_sigterm()
     try:
@@ -74,7 +74,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Megatron's flags that choose a tokenizer."""
+    """Add Megatron's flags that choose a tokenizer."""
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type", required=required, choices=TOKENIZER_KINDS, help="kind of tokenizer"

@@ -29,7 +29,7 @@ _BAR = 50
 
 
 def inspect_dataset(args: argparse.Namespace) -> None:
-    """Prints what was asked for. Raises DataError for a damaged dataset or a document that is not there."""
+    """Print what was asked for. Raises DataError for a damaged dataset or a document that is not there."""
     facts = collect(args)
     if args.json:
         print(json.dumps(facts))
@@ -93,7 +93,7 @@ def _document(dataset: IndexedDataset, args: argparse.Namespace) -> dict[str, An
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """The facts as lines for people."""
+    """Print the facts as lines for people."""
     print(facts["prefix"])
     for name in ("documents", "sequences", "tokens", "bin_bytes", "idx_bytes"):
         print(f"  {name:<17} {facts[name]:,}")
@@ -132,7 +132,7 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the dataset is sound, 1 if not."""
+    """Run the tool; 0 if the dataset is sound, 1 if not."""
     parser = argparse.ArgumentParser(prog="inspect_dataset.py", description=__doc__.split("\n")[0])
     parser.add_argument("prefix", metavar="PREFIX", help="path of the dataset without .bin or .idx")
     parser.add_argument("--document", type=int, metavar="K", help="print document K, counted from 0")

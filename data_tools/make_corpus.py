@@ -57,7 +57,7 @@ def documents(root: Path, counts: Counter[str]) -> Iterator[dict[str, str]]:
 
 
 def standard_library() -> Path:
-    """Where this Python keeps its library. DataError if that is not a directory of sources."""
+    """The folder of this Python's library. DataError if that is not a directory of sources."""
     root = Path(sysconfig.get_path("stdlib"))
     if not (root / "os.py").is_file():
         what = "is a zip archive" if root.is_file() else "holds no sources"
@@ -68,7 +68,7 @@ def standard_library() -> Path:
 
 
 def make_corpus(args: argparse.Namespace) -> None:
-    """Writes the corpus and prints the counts."""
+    """Write the corpus and print the counts."""
     counts: Counter[str] = Counter()
     limit = None if args.max_mb is None else args.max_mb * 1e6
     size = number = 0
@@ -87,7 +87,7 @@ def make_corpus(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the corpus was written."""
+    """Run the tool; 0 if the corpus was written."""
     parser = argparse.ArgumentParser(prog="make_corpus.py", description=__doc__.split("\n")[0])
     parser.add_argument("--output", required=True, metavar="FILE", help="jsonl file to write")
     parser.add_argument("--max-mb", type=float, metavar="N", help="stop before the corpus grows beyond N MB")

@@ -54,7 +54,7 @@ LEXNAMES = (
 
 @dataclass(frozen=True)
 class Synset:
-    """What a line of WordNet's database says.
+    """One line of WordNet's database.
 
     Attributes:
         name: part of speech and number.
@@ -92,7 +92,7 @@ def synsets(part: str, text: str) -> Iterator[Synset]:
 
 
 def split_of(name: str, sizes: Sequence[int], total: int) -> int | None:
-    """Which of several sets, about as large as `sizes`, a synset belongs to; None for none."""
+    """The number of the set, of several about as large as `sizes`, that a synset is in; None for none."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     place = int.from_bytes(digest, "little") / 2**64 * total
     for number, size in enumerate(sizes):
@@ -159,7 +159,7 @@ def _download(folder: Path) -> Path:
 
 
 def make_lexnames(args: argparse.Namespace) -> None:
-    """Writes the files and prints the counts."""
+    """Write the files and print the counts."""
     database = read_database(args)
     everything = [synset for part in _ALL for synset in synsets(part, database[part])]
     labelled = [synset for synset in everything if synset.name.startswith(LABELLED)]
@@ -191,7 +191,7 @@ def make_lexnames(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the files were written."""
+    """Run the tool; 0 if the files were written."""
     parser = argparse.ArgumentParser(prog="make_lexnames.py", description=__doc__.split("\n")[0])
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to write to")
     source = parser.add_mutually_exclusive_group()

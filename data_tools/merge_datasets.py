@@ -41,7 +41,7 @@ def input_prefixes(inputs: Sequence[str], output: str) -> list[str]:
 
 
 def merge_datasets(args: argparse.Namespace) -> None:
-    """Merges, and prints what each input contributed."""
+    """Merge, and print what each input contributed."""
     from megazero.data.indexed.reader import open_indexed
     from megazero.data.indexed.writer import IndexedDatasetWriter
 
@@ -56,7 +56,7 @@ def merge_datasets(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the merged dataset is whole."""
+    """Run the tool; 0 if the merged dataset is whole."""
     parser = argparse.ArgumentParser(prog="merge_datasets.py", description=__doc__.split("\n")[0])
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH", help="directories or dataset prefixes"

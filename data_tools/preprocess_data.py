@@ -105,7 +105,7 @@ def _add_sentence_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises DataError for flags that do not go together."""
+    """Raise DataError for flags that do not go together."""
     if len(set(args.json_keys)) != len(args.json_keys):
         raise DataError(f"`--json-keys` must name each key once, but is {' '.join(args.json_keys)}.")
     for key in args.json_keys:
@@ -126,7 +126,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def preprocess_data(args: argparse.Namespace) -> None:
-    """Does what the flags say and prints a summary. Raises DataError; see `pipeline.preprocess`."""
+    """Do what the flags say and print a summary. Raises DataError; see `pipeline.preprocess`."""
     from data_tools.preprocessing.encode import EncodeJob
     from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
     from data_tools.preprocessing.progress import print_table
@@ -166,7 +166,7 @@ def preprocess_data(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the datasets are whole, else an error's status and no dataset."""
+    """Run the tool; 0 if the datasets are whole, else an error's status and no dataset."""
     return cli.run(preprocess_data, build_parser().parse_args(argv))
 
 

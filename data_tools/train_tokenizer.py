@@ -63,7 +63,7 @@ def _bad_line(path: str, line: int, problem: Problem) -> DataError:
 
 
 def train_tokenizer(args: argparse.Namespace) -> None:
-    """Trains and writes the files, each whole or not at all."""
+    """Train and write the files, each whole or not at all."""
     if args.cased and args.type != "wordpiece":
         raise DataError(
             "`--cased` must come with `--type wordpiece`, but does not; BPE always keeps the case."
@@ -116,7 +116,7 @@ def _train_bpe(corpus: Iterator[str], size: int) -> tuple[Tokenizer, dict[str, s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the tool; 0 if the files were written."""
+    """Run the tool; 0 if the files were written."""
     parser = argparse.ArgumentParser(prog="train_tokenizer.py", description=__doc__.split("\n")[0])
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE", help="jsonl files or globs")
     parser.add_argument("--output", required=True, metavar="DIR", help="directory for the files")

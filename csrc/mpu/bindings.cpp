@@ -55,10 +55,10 @@ class Link {
   void wait(std::uint64_t ticket) const {
     const std::shared_ptr<Channel> channel = open();
     py::gil_scoped_release release;
-    channel->lane().wait(ticket);
+    channel->queue().wait(ticket);
   }
 
-  std::uint64_t done() const { return open()->lane().done(); }
+  std::uint64_t done() const { return open()->queue().done(); }
 
  private:
   std::shared_ptr<Channel> open() const {

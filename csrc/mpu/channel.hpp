@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "mpu/collectives.hpp"
-#include "mpu/lane.hpp"
+#include "mpu/job_queue.hpp"
 #include "mpu/segment.hpp"
 
 namespace megazero::mpu {
@@ -20,16 +20,16 @@ class Channel {
   Channel(int file, int rank, std::vector<int> world_ranks, Sizes sizes, double timeout)
       : segment_(file, rank, std::move(world_ranks), sizes, timeout), collectives_(segment_) {}
 
-  // Runs call(collectives), or, if `later` is set, leaves it to the lane's thread and returns its ticket.
+  // Runs call(collectives), or, if `later` is set, leaves it to the queue's thread and returns its ticket.
   template <typename Call>
   std::uint64_t collective(bool later, const Call& call) {
     const auto job = [this, call] { guarded([&] { call(collectives_); }); };
-    if (later) return lane_.start(job);
-    lane_.run(job);
+    if (later) return queue_.start(job);
+    queue_.run(job);
     return 0;
   }
 
-  Lane& lane() { return lane_; }
+  JobQueue& queue() { return queue_; }
   void close_down() { segment_.close_down(); }
 
  private:
@@ -53,7 +53,7 @@ class Channel {
   Collectives collectives_;
   std::mutex mutex_;
   std::string failure_;
-  Lane lane_;  // last, so that it is destroyed before what its thread works on
+  JobQueue queue_;  // last, so that it is destroyed before what its thread works on
 };
 
 }  // namespace megazero::mpu

@@ -127,7 +127,7 @@ def _cut_plain(stretch: Segment, step: int, longest: int, goes_on: bool) -> Iter
 
 
 def skip_line(file: IO[bytes], most: int | None = None) -> int:
-    """Goes to the start of the next line, or as soon as more than `most` bytes are read, there; returns how
+    """Go to the start of the next line, or as soon as more than `most` bytes are read, there; returns how
     many bytes the line had left, without its newline. Keeps no more than a megabyte at once."""
     count = 0
     while (most is None or count < most) and (
@@ -140,7 +140,7 @@ def skip_line(file: IO[bytes], most: int | None = None) -> int:
 
 
 def _last_line(file: IO[bytes], start: int, size: int) -> int:
-    """Where the last line that begins in these bytes begins, counted from `start`."""
+    """The beginning of the last line that begins in these bytes, counted from `start`."""
     file.seek(start)
     return file.read(size).rfind(b"\n") + 1
 
@@ -267,7 +267,7 @@ def _split_all(texts: list[str], split: Split) -> Column:
 
 
 def _parse_all_good(lines: Sequence[bytes], keys: Sequence[str]) -> list[list[str]] | None:
-    """All lines at once if each is an object with a plain string under every key, else None."""
+    """Parse all lines at once if each is an object with a plain string under every key; else return None."""
     loads = fast_loads()
     try:
         rows = [loads(line) for line in lines]
@@ -302,7 +302,7 @@ def parse_carefully(
     accept: Callable[[str], object] | None = None,
     split: Split | None = None,
 ) -> Parsed:
-    """Line by line. A line that is bad under one key is left out under all, so that columns stay aligned.
+    """Parse line by line. A line that is bad under one key is left out under all, so columns stay aligned.
 
     `accept`, and `split` (see `parse`), may raise DataError for a text that they cannot take.
     """

@@ -37,7 +37,7 @@ _FIRST_CHECKED, _CHECKED_PER_CHUNK, _CHECKED_LETTERS = 16, 1, 1000
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """All a worker must know. `sentences` says how to split each text, None leaves it whole; `fast` False
+    """A worker's task. `sentences` says how to split each text, None leaves it whole; `fast` False
     uses only the tokenizer itself; `seed` picks the checked texts."""
 
     spec: TokenizerSpec
@@ -165,7 +165,7 @@ class ChunkEncoder:
             return None, f"{where}, with {type(error).__name__}: {error}"
 
     def _assemble(self, batch: TokenBatch, counts: Sequence[int] | None) -> EncodedColumn:
-        """Drops empty documents, puts EOD after each document (inside its last sequence), narrows the ids."""
+        """Drop empty documents, put EOD after each document (inside its last sequence), narrow the ids."""
         kept = batch.lengths > 0
         lengths = batch.lengths[kept]
         if counts is None:

@@ -43,7 +43,7 @@ def _line_end(path: str, at: int, size: int) -> int:
 
 
 def lines_before(stretch: Segment) -> int:
-    """How many lines of its file come before it."""
+    """The number of lines of its file that come before a segment."""
     count, left = 0, stretch.start
     with open(stretch.path, "rb") as file:
         while left and (block := file.read(min(left, _BLOCK))):

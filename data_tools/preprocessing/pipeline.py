@@ -65,7 +65,7 @@ class _Disagreement(Exception):
 
 
 def preprocess(run: PreprocessRun) -> Outcome:
-    """Runs to the end. The output does not depend on the numbers of workers and partitions.
+    """Carry out the run. The output does not depend on the numbers of workers and partitions.
 
     Raises DataError for bad lines (unless skipped), unfit tokenizers, a killed worker or a disk that refuses;
     nothing is visible then.
@@ -160,7 +160,7 @@ def _write(
     writers: list[IndexedDatasetWriter],
     tally: _Tally,
 ) -> list[str]:
-    """Encodes these sources into the writers, one per key; returns the first skipped lines' descriptions."""
+    """Encode these sources into the writers, one per key; returns the first skipped lines' descriptions."""
     skipped: list[str] = []
     first = next((source for source in sources if isinstance(source, Segment)), None)
     for chunk, first_line in _with_line_numbers(pool.results(run.chunks(sources)), first):

@@ -47,7 +47,7 @@ class InlinePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """There is nothing to end."""
+        """End nothing: there are no other processes."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class _Worker(Watched):
             raise self._death() from error
 
     def take_in(self) -> None:
-        """Waits for the result of the first chunk that it has."""
+        """Wait for the result of the first chunk that it has."""
         self.results.append(self.receive())
         self.working.popleft()
         self.done += 1
@@ -179,7 +179,7 @@ class WorkerPool:
         return min(free, key=lambda worker: len(worker.working), default=None)
 
     def _collect(self) -> None:
-        """Waits for a result, then takes in all there are."""
+        """Wait for a result, then take in all there are."""
         by_pipe: dict[object, _Worker] = {worker.pipe: worker for worker in self._workers if worker.working}
         for pipe in wait([worker.pipe for worker in by_pipe.values()]):
             by_pipe[pipe].take_in()
@@ -193,7 +193,7 @@ class WorkerPool:
             self._waits = False
 
     def close(self) -> None:
-        """Ends the workers, whatever they are doing; again does nothing."""
+        """End the workers, whatever they are doing; a second call does nothing."""
         self._watch.stop()
         for worker in self._workers:
             worker.process.kill()  # SIGTERM would wait until a stopped one goes on

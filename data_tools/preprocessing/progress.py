@@ -1,4 +1,4 @@
-"""How a run tells the user where it is: a bar on a terminal, plain lines elsewhere, a table at the end."""
+"""The progress of a run, for the user: a bar on a terminal, plain lines elsewhere, a table at the end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Totals:
     first_problems: list[str] = field(default_factory=list)
 
     def add(self, chunk: EncodedChunk) -> None:
-        """Counts one chunk in."""
+        """Count one chunk in."""
         self.lines += chunk.lines
         self.bytes += chunk.bytes
         self.problems += chunk.problem_counts
@@ -71,7 +71,7 @@ class Progress:
             self._bar.stop()
 
     def show(self, totals: Totals) -> None:
-        """Call after every chunk."""
+        """Show the totals; called after every chunk."""
         if self._bar is not None:
             self._bar.update(self._task, completed=totals.bytes)
             return

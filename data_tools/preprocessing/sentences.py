@@ -42,8 +42,8 @@ _WIDE_SPACE = re.compile(r"[^\S\x00-\x7f]")
 
 @dataclass(frozen=True)
 class SentenceRules:
-    """How to split. `language` is a name or code of `LANGUAGES`; `keep_newlines` leaves the whitespace after
-    a sentence at its end, so that the sentences of a text add up to it; otherwise it is dropped."""
+    """Rules of splitting. `language` is a name or code of `LANGUAGES`; `keep_newlines` leaves the whitespace
+    after a sentence at its end, so that the sentences of a text add up to it; otherwise it is dropped."""
 
     language: str = "english"
     keep_newlines: bool = False
@@ -78,7 +78,7 @@ class SentenceSplitter:
         return sentences
 
     def _ends(self, text: str) -> Iterator[int]:
-        """Where the sentences end: rising, the last one at the end of the text."""
+        """The ends of the sentences: rising, the last one at the end of the text."""
         start = 0
         for blank in _BLANK_LINES.finditer(text):
             *ends, _ = (start, *self._ends_in_paragraph(text, start, blank.start()))
@@ -94,7 +94,7 @@ class SentenceSplitter:
         return (start + length for length in accumulate(lengths))
 
     def _pieces(self, paragraph: str) -> Iterator[str]:
-        """What the library makes of a paragraph, asked about no more than it needs to see at once."""
+        """Divide a paragraph by the library, which is given no more than it needs to see at once."""
         start, width = 0, _WINDOW
         while len(paragraph) - start > width:
             pieces = self._ask(paragraph[start : start + width])
@@ -122,7 +122,7 @@ class SentenceSplitter:
 
 
 def _sure(pieces: list[str], width: int) -> int:
-    """How many of a window's pieces to take: up to the last end that was seen well, or better up to the last
+    """Count the pieces to take of a window: up to the last end that was seen well, or better up to the last
     end of a line in the window's second half, as quotes seldom go over lines."""
     ends = [end for end in accumulate(map(len, pieces)) if end <= width - _UNSEEN]
     for number in range(len(ends), 0, -1):
@@ -135,7 +135,7 @@ def _sure(pieces: list[str], width: int) -> int:
 
 
 def _rejoined(pieces: Iterator[str]) -> Iterator[str]:
-    """Takes back two kinds of ends that are none in any language: after a full stop without a space
+    """Take back two kinds of ends that are none in any language: after a full stop without a space
     ("J.-P."), and after nothing but initials ("M. Dupont", "J.-P. Sartre")."""
     held = ""
     for piece in pieces:

@@ -51,7 +51,7 @@ class SharedSlots:
         return Parcel(slot, header, tuple(spans))
 
     def unpack(self, packed: Any) -> Any:
-        """What was packed; its arrays lie in the slot and stay valid until that is filled again."""
+        """Return the packed value; its arrays lie in the slot and stay valid until that is filled again."""
         if not isinstance(packed, Parcel):
             return packed
         memory = self._memory[packed.slot]

@@ -28,7 +28,7 @@ _THREADS = 3
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What is known about a file.
+    """The known facts about a file.
 
     Attributes:
         size: the size in bytes.
@@ -153,7 +153,7 @@ class BlockFile:
         if len(wanted) == 1:
             self._read_block(*next(iter(wanted.items())))
             return
-        reads = [self._threads.submit(self._read_block, *each) for each in wanted.items()]
+        reads = [self._threads.submit(self._read_block, block, spans) for block, spans in wanted.items()]
         wait(reads)  # for all of them: once this raises, nobody may still be writing into the memory
         for read in reads:
             read.result()
@@ -177,9 +177,9 @@ class BlockFile:
                 digest.update(piece)
             position = start + len(memory)
         self._pass_over(position, end, digest)
-        if (found := digest.hexdigest()) != self._hashes[block]:
+        if (actual := digest.hexdigest()) != self._hashes[block]:
             raise self.damage(
-                f"block {block} (bytes {begin} to {end}) has hash {found} instead of {self._hashes[block]}"
+                f"block {block} (bytes {begin} to {end}) has hash {actual} instead of {self._hashes[block]}"
             )
         self._verified.add(block)
         for start, memory in again:

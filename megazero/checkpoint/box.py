@@ -32,11 +32,11 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What to index the whole tensor with."""
+        """The index of this box in the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
 
     def within(self, other: Box) -> tuple[slice, ...]:
-        """What to index a tensor that holds `other` with."""
+        """The index of this box in a tensor that holds `other`."""
         return tuple(
             slice(o - p, o - p + n) for o, p, n in zip(self.offset, other.offset, self.shape, strict=True)
         )
@@ -87,15 +87,15 @@ def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator
 
 
 def gaps_or_overlaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """Why the boxes do not cover a tensor exactly once, in words; None if they do."""
+    """Say why the boxes do not cover a tensor exactly once; None if they do."""
     whole = Box.whole(shape)
-    found = sorted(box for box in boxes if box.numel)
-    for box in found:
+    filled = sorted(box for box in boxes if box.numel)
+    for box in filled:
         if not len(box.offset) == len(box.shape) == len(shape) or box.overlap(whole) != box:
             return f"{list(box.shape)} at {list(box.offset)} is not within the shape {list(shape)}"
-    for a, b in _colliding(found):
+    for a, b in _colliding(filled):
         return f"{a} and {b} overlap"
-    covered = sum(box.numel for box in found)
+    covered = sum(box.numel for box in filled)
     if covered != whole.numel:
         return f"{covered} of {whole.numel} elements are there"
     return None

@@ -48,7 +48,7 @@ def iteration_folder(directory: str | Path, iteration: int) -> Path:
 
 
 def hidden_folder(directory: str | Path, iteration: int, state: str) -> Path:
-    """Its folder while it is `partial`, `replaced` or `removed`."""
+    """The folder of a checkpoint while it is `partial`, `replaced` or `removed`."""
     return Path(directory) / f".iter_{iteration:07d}.{state}"
 
 
@@ -66,8 +66,8 @@ def saved_iterations(directory: str | Path) -> list[int]:
         raise CheckpointError(
             f"`{directory}` must be a folder to read, but is not: {error.strerror}; check the path"
         ) from error
-    found = (_VISIBLE.fullmatch(name) for name in names)
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_VISIBLE.fullmatch(name) for name in names)
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def latest_iteration(directory: str | Path) -> int | None:
@@ -107,7 +107,7 @@ class Candidates:
 
 
 def candidates(directory: str | Path, iteration: int | None = None) -> Candidates:
-    """What may be loaded from a run's folder: any checkpoint, or only that of one iteration.
+    """The checkpoints that may be loaded from a run's folder: any, or only the one of an iteration.
 
     Raises:
         CheckpointError: another system wrote the folder, it cannot be read, or it has no such iteration.
@@ -135,16 +135,18 @@ def candidates(directory: str | Path, iteration: int | None = None) -> Candidate
             )
         elif named != order[0]:
             remarks.append(f"`{directory / LATEST}` names iteration {named}, although {order[0]} is there")
-        order = [named] * (named in saved) + [each for each in order if each != named]
-    ailing = list(takewhile(lambda each: not healthy(saved[each]), order))
+        order = [named] * (named in saved) + [number for number in order if number != named]
+    ailing = list(takewhile(lambda number: not healthy(saved[number]), order))
     if len(ailing) < len(order):
-        order = [each for each in order if each not in ailing] + ailing
-        remarks += [f"passed over {saved[each]}: something was wrong with the run then" for each in ailing]
+        order = [number for number in order if number not in ailing] + ailing
+        remarks += [
+            f"passed over {saved[number]}: something was wrong with the run then" for number in ailing
+        ]
     best = saved[order[0]] if order else directory
     ours = any(os.path.lexists(best / name) for name in ("manifest.json", "index.json"))  # perhaps damaged
     if not order or not ours:
         _refuse_foreign(best)
-    return Candidates(tuple(saved[each] for each in order), tuple(remarks))
+    return Candidates(tuple(saved[number] for number in order), tuple(remarks))
 
 
 def healthy(folder: Path) -> bool:
@@ -161,7 +163,7 @@ def healthy(folder: Path) -> bool:
 
 
 def was_healthy(directory: Path, iteration: int) -> bool:
-    """The same of the checkpoint of `iteration` in a run's folder."""
+    """Whether the checkpoint of `iteration` in a run's folder is `healthy`."""
     return healthy(iteration_folder(directory, iteration))
 
 
@@ -169,7 +171,11 @@ def _loadable(directory: Path) -> dict[int, Path]:
     """The folder of each iteration's checkpoint: a killed run may have set one aside and not replaced it."""
     places = {iteration: iteration_folder(directory, iteration) for iteration in saved_iterations(directory)}
     if directory.is_dir():
-        aside = [(each.restored, each.path) for each in leftovers(directory) if each.restored is not None]
+        aside = [
+            (leftover.restored, leftover.path)
+            for leftover in leftovers(directory)
+            if leftover.restored is not None
+        ]
         places |= {int(restored.name.removeprefix("iter_")): path for restored, path in aside}
     return places
 
@@ -182,7 +188,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a killed run left, or what a running one is working on.
+    """A file or folder that a killed run left, or that a running one is working on.
 
     Attributes:
         path: its hidden path.
@@ -195,9 +201,9 @@ class Leftover:
 
 
 def leftovers(directory: str | Path) -> list[Leftover]:
-    """What `recover` would clear, by name."""
+    """The files and folders that `recover` would clear, by name."""
     directory = Path(directory)
-    found = []
+    entries = []
     for name in sorted(os.listdir(directory)):
         match = _LEFTOVER.fullmatch(name)
         if match is None:
@@ -205,19 +211,19 @@ def leftovers(directory: str | Path) -> list[Leftover]:
         restored = None
         if match[2] == "replaced" and not iteration_folder(directory, int(match[1])).exists():
             restored = iteration_folder(directory, int(match[1]))
-        found.append(Leftover(directory / name, restored))
-    return found
+        entries.append(Leftover(directory / name, restored))
+    return entries
 
 
 def recover(disk: Disk, directory: Path, which: Callable[[Path], bool] = lambda path: True) -> None:
     """Clear what a killed run or a failed save left, as far as `which` says; the caller holds the lock."""
-    for each in leftovers(directory):
-        if not which(each.path):
+    for leftover in leftovers(directory):
+        if not which(leftover.path):
             continue
-        if each.restored is not None:
-            disk.rename(each.path, each.restored)
+        if leftover.restored is not None:
+            disk.rename(leftover.path, leftover.restored)
         else:
-            disk.remove(each.path)
+            disk.remove(leftover.path)
 
 
 def publish(disk: Disk, directory: Path, iteration: int) -> Path:
@@ -243,7 +249,7 @@ def publish(disk: Disk, directory: Path, iteration: int) -> Path:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept: the newest, and ...
+    """The checkpoints to keep: the newest, and ...
 
     Attributes:
         last: this many of the newest; None keeps all.
@@ -263,10 +269,18 @@ class Retention:
         if self.last is None:
             return []
         old = sorted(iterations)[: -max(1, self.last)]
-        found = [each for each in old if each != latest and not (self.every and each % self.every == 0)]
-        if found and not any(well(each) for each in iterations if each not in found):
-            found = [each for each in found if each != next(filter(well, reversed(found)), None)]
-        return found
+        removable = [
+            iteration
+            for iteration in old
+            if iteration != latest and not (self.every and iteration % self.every == 0)
+        ]
+        if removable and not any(well(iteration) for iteration in iterations if iteration not in removable):
+            removable = [
+                iteration
+                for iteration in removable
+                if iteration != next(filter(well, reversed(removable)), None)
+            ]
+        return removable
 
 
 def prune(

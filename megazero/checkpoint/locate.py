@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: the folder of a run, or of one checkpoint."""
+"""The checkpoint that a path means: the folder of a run, or of one checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def is_checkpoint(path: Path) -> bool:
     if (path / MANIFEST).exists():
         return True
     folder = path.resolve()
-    return folder.name in {iteration_folder(folder, each).name for each in saved_iterations(folder.parent)}
+    return folder.name in {
+        iteration_folder(folder, iteration).name for iteration in saved_iterations(folder.parent)
+    }
 
 
 def no_checkpoint(path: Path) -> CheckpointError:
@@ -40,11 +42,11 @@ def checkpoints_of(path: Path) -> list[Path]:
     """
     if is_checkpoint(path):
         return [path]
-    found = [iteration_folder(path, each) for each in saved_iterations(path)]
-    found += [each.path for each in leftovers(path) if each.restored is not None]
-    if not found:
+    folders = [iteration_folder(path, iteration) for iteration in saved_iterations(path)]
+    folders += [leftover.path for leftover in leftovers(path) if leftover.restored is not None]
+    if not folders:
         raise no_checkpoint(path)
-    return found
+    return folders
 
 
 def one_checkpoint(path: Path, step: int | None = None) -> Path:
@@ -59,16 +61,16 @@ def one_checkpoint(path: Path, step: int | None = None) -> Path:
     """
     if step is None and is_checkpoint(path):
         return path
-    found = candidates(path, step)
-    if not found.folders:
+    loadable = candidates(path, step)
+    if not loadable.folders:
         raise no_checkpoint(path)
-    for remark in found.remarks:
+    for remark in loadable.remarks:
         print(f"warning: {remark}", file=sys.stderr)
-    return found.folders[0]
+    return loadable.folders[0]
 
 
 def bytes_in(path: Path) -> int:
     """The size of a file, or of all files in a folder; links are not followed."""
     if path.is_dir() and not path.is_symlink():
-        return sum(bytes_in(each) for each in path.iterdir())
+        return sum(bytes_in(entry) for entry in path.iterdir())
     return path.lstat().st_size

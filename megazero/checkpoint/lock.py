@@ -1,4 +1,4 @@
-"""Who may write into a run's folder, and whether it is still the same folder.
+"""The right to write into a run's folder, and whether it is still the same folder.
 
 The system's lock belongs to a file, not to a name: when somebody deletes a folder and makes it anew, the next
 job gets a fresh lock while the first one goes on. So whoever holds a lock looks, before each change of the
@@ -128,7 +128,7 @@ class WriterLock:
         holder = _holder(self._directory / LOCK)
         return LostFolderError(
             f"`{self._directory}` must be written by one job at a time, but was deleted and made anew, or "
-            f"replaced, while this job ran, and is now that of {holder or 'another run'}; this job writes "
+            f"replaced, while this job ran, and now belongs to {holder or 'another run'}; this job writes "
             "nothing more there: begin it again with another folder to save to"
         )
 

@@ -116,7 +116,7 @@ class Logical(_ManifestModel):
 
     @property
     def key(self) -> Key:
-        """Which tensor."""
+        """The key of the tensor."""
         return Key(self.name, self.kind)
 
 

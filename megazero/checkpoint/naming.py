@@ -55,42 +55,42 @@ Take = tuple[str, slice]
 
 
 def always(model: ModelConfig) -> bool:
-    """Present in every model."""
+    """Whether a tensor is present: in every model."""
     return True
 
 
 def every_layer(model: ModelConfig, number: int) -> bool:
-    """Present in every layer."""
+    """Whether a tensor is present: in every layer."""
     return True
 
 
 def biased(model: ModelConfig) -> bool:
-    """Present where linear layers have biases."""
+    """Whether a tensor is present: where linear layers have biases."""
     return model.add_bias_linear
 
 
 def with_experts(model: ModelConfig, number: int) -> bool:
-    """Present in layers with experts."""
+    """Whether a tensor is present: in layers with experts."""
     return experts_of(model, number) > 0
 
 
 def with_shared_experts(model: ModelConfig, number: int) -> bool:
-    """Present in layers with experts, if there are shared ones among them."""
+    """Whether a tensor is present: in layers with experts, if some of them are shared."""
     return model.moe_shared_expert_intermediate_size is not None and with_experts(model, number)
 
 
 def without_experts(model: ModelConfig, number: int) -> bool:
-    """Present in dense layers."""
+    """Whether a tensor is present: in dense layers."""
     return experts_of(model, number) == 0
 
 
 def qkv_biased(model: ModelConfig) -> bool:
-    """Present where queries, keys and values have biases."""
+    """Whether a tensor is present: where queries, keys and values have biases."""
     return model.qkv_bias
 
 
 def untied(model: ModelConfig) -> bool:
-    """Present where the output head has a weight of its own."""
+    """Whether a tensor is present: where the output head has a weight of its own."""
     return model.untie_embeddings_and_output_weights
 
 
@@ -240,10 +240,10 @@ class Table:
     @cached_property
     def by_key(self) -> Mapping[Key, tuple[Link, ...]]:
         """Our tensor -> the links it is made of, in the order of the rules."""
-        found: dict[Key, list[Link]] = defaultdict(list)
+        by_key: dict[Key, list[Link]] = defaultdict(list)
         for link in self.links:
-            found[link.key].append(link)
-        return MappingProxyType({key: tuple(links) for key, links in found.items()})
+            by_key[link.key].append(link)
+        return MappingProxyType({key: tuple(links) for key, links in by_key.items()})
 
     @cached_property
     def by_theirs(self) -> Mapping[str, Link]:
@@ -274,8 +274,8 @@ def _link(
 
     def name(template: str) -> str:
         before = None if number is None else number - 1
-        for mark, each in (("{i}", number), ("{i-1}", before), ("{last}", last), ("{x}", slot)):
-            template = template.replace(mark, str(each))
+        for mark, value in (("{i}", number), ("{i-1}", before), ("{last}", last), ("{x}", slot)):
+            template = template.replace(mark, str(value))
         return template
 
     return Link(Key(name(rule.ours)), shape, box, name(rule.theirs), merged)

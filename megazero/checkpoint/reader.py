@@ -46,7 +46,7 @@ _KEPT_OPEN = 64
 
 
 class Verify(str, Enum):
-    """How a checkpoint is checked while it is loaded.
+    """The checks of a checkpoint while it is loaded.
 
     FULL: the hash of every block that is read. SIZE: only that all files exist with the right sizes.
     """

@@ -146,10 +146,10 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: a key occurs twice.
     """
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise ValueError("a key occurs twice")
-    return found
+    return mapping
 
 
 def _size(digits: str) -> int:

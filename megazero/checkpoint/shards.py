@@ -1,4 +1,4 @@
-"""Which boxes of which logical tensors a rank holds, in an optimizer's buckets or a model's parameters."""
+"""The boxes of logical tensors that a rank holds, in an optimizer's buckets or a model's parameters."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
             elif start == stop and layout.rank != 0:
                 continue
             for kind, flat in flats.items():
-                found = _parts(layout, spec, kind, flat, start, stop, context)
-                parts += [replace(part, offloaded=True) for part in found] if kind in offloaded else found
+                own = _parts(layout, spec, kind, flat, start, stop, context)
+                parts += [replace(part, offloaded=True) for part in own] if kind in offloaded else own
     for layout, flats in _private(optimizer, moments):
         for i, (spec, span) in enumerate(zip(layout.specs, layout.spans, strict=True)):
             if _writes(i, spec, context):
@@ -59,24 +59,24 @@ def parts_to_read(optimizer: Optimizer, context: ParallelContext, *, moments: bo
             for kind, flat in flats.items():
                 if kind == IN_USE:
                     continue
-                found = list(_parts(layout, spec, kind, flat, start, stop, context))
+                own = list(_parts(layout, spec, kind, flat, start, stop, context))
                 if spec.padded_shape != spec.shape:
                     flat[layout.overlap(start, stop)].zero_()
-                parts += found
+                parts += own
     for layout, flats in _private(optimizer, moments):
         for spec, span in zip(layout.specs, layout.spans, strict=True):
-            found = list(_rows(layout, spec, flats, span, context))
+            own = list(_rows(layout, spec, flats, span, context))
             if spec.padded_shape != spec.shape:
                 for flat in flats.values():
                     flat[slice(*span)].zero_()
-            parts += found
+            parts += own
     for _, _, scalars in _scalars(optimizer, moments):
         parts += scalars
     return parts
 
 
 def parts_in_use(optimizer: Optimizer, context: ParallelContext) -> list[Part]:
-    """All parts of the weights in use that this rank holds, where they are not what masters round to."""
+    """All parts of the weights in use that this rank holds, where these are not the rounded masters."""
     return [
         part
         for layout, flats, _ in _flats(optimizer, True)
@@ -86,7 +86,7 @@ def parts_in_use(optimizer: Optimizer, context: ParallelContext) -> list[Part]:
 
 
 def parts_of_parameters(parameters: Iterable[nn.Parameter], context: ParallelContext) -> list[Part]:
-    """Only the weights, of parameters that hold this rank's whole slice."""
+    """The parts of the weights alone, of parameters that hold this rank's whole slice."""
     parts: list[Part] = []
     for param in parameters:
         spec = spec_of(param)
@@ -101,8 +101,8 @@ def state_keys(optimizer: Optimizer) -> set[Key]:
     """The logical tensors of which this rank's buckets, or their copies on other replicas, hold a part."""
     return {
         Key(spec.tied_with or spec.name, kind)
-        for found in (_flats, _private)
-        for layout, flats, *_ in found(optimizer, moments=True)
+        for flats_of in (_flats, _private)
+        for layout, flats, *_ in flats_of(optimizer, moments=True)
         for spec in layout.specs
         for kind in flats
     } | {part.key for _, _, scalars in _scalars(optimizer, moments=True) for part in scalars}
@@ -111,7 +111,8 @@ def state_keys(optimizer: Optimizer) -> set[Key]:
 def _flats(
     optimizer: Optimizer, moments: bool
 ) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor], Collection[str]]]:
-    """What the replicas hold together: flat tensors over the `state_range` of a layout, and which sleep."""
+    """The state that replicas hold together: flat tensors over a layout's `state_range`, and which kinds are
+    offloaded."""
     apart = {*optimizer.private_kinds, *optimizer.rule.needs.scalars, SERVER_ERROR}
     for bucket in optimizer.store.buckets:
         flats, layout = optimizer.store.at_rest(bucket), bucket.layout
@@ -125,7 +126,7 @@ def _flats(
 
 
 def _private(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout, Mapping[str, Tensor]]]:
-    """What each replica has its own of: flat tensors [padded]."""
+    """The state that each replica has for itself: flat tensors [padded]."""
     if moments and (kinds := optimizer.private_kinds):
         for bucket in optimizer.store.buckets:
             flats = optimizer.store.at_rest(bucket)
@@ -139,8 +140,8 @@ def _scalars(optimizer: Optimizer, moments: bool) -> Iterator[tuple[BucketLayout
         flats = optimizer.store.at_rest(bucket)
         for number, spec in enumerate(bucket.layout.specs if bucket.key.trainable else ()):
             name = spec.tied_with or spec.name
-            found = [Part.whole(Key(name, kind), flats[kind][number : number + 1]) for kind in kinds]
-            yield bucket.layout, number, found
+            scalars = [Part.whole(Key(name, kind), flats[kind][number : number + 1]) for kind in kinds]
+            yield bucket.layout, number, scalars
 
 
 def _writes(number: int, spec: ParamSpec, context: ParallelContext) -> bool:

@@ -59,7 +59,7 @@ class Written:
     entries: Sequence[WrittenPiece]
 
     def dump(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return it as JSON."""
         return {
             "files": {n: asdict(r) for n, r in self.files.items()},
             "entries": [asdict(e) for e in self.entries],

@@ -44,7 +44,7 @@ class SampleDataset(Protocol):
 
 
 def whereabouts(dataset: SampleDataset, number: int) -> str:
-    """Where in which files the text of a sample is, for people; empty if it is in none."""
+    """The place of a sample's text in the files, for people; empty if it is in none."""
     find: Callable[[int], str] | None = getattr(dataset, "whereabouts", None)
     return "" if find is None else find(number)
 
@@ -156,7 +156,7 @@ class BlendedDataset(SampleDataset):
         return {**merged, "dataset_id": owners}
 
     def whereabouts(self, number: int) -> str:
-        """Where the text of a sample is, as its dataset says."""
+        """The place of a sample's text, as its dataset says."""
         return whereabouts(self.datasets[self.dataset_index[number]], int(self.sample_index[number]))
 
     @property

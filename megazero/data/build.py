@@ -32,16 +32,16 @@ Sizes = tuple[int | None, int | None, int | None]
 
 
 class DatasetBuilder(Protocol):
-    """How a family of models has its samples made; the rest of this module is the same for all."""
+    """The builder of a family of models' samples; the rest of this module is the same for all."""
 
     unit: str  # what split strings divide, in the plural
 
     @property
     def cache_dir(self) -> str | Path | None:
-        """Where built indexes are kept; None for nowhere."""
+        """The folder of built indexes; None if they are not kept."""
 
     def units(self, indexed: IndexedDataset) -> int:
-        """How many of its units a dataset has."""
+        """The number of units in a dataset."""
 
     def build(
         self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
@@ -57,7 +57,7 @@ class TextVocabulary(Protocol):
 
     @property
     def size(self) -> int:
-        """Its entries, without padding."""
+        """The number of entries, without padding."""
 
     @property
     def eod(self) -> int | None:
@@ -65,7 +65,7 @@ class TextVocabulary(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None if only the size is known."""
+        """The tokenizer; None if only the size is known."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _cache_of(data: DataConfig) -> str | None:
 
 
 def _train_size(config: Config, wanted: int | None) -> int | None:
-    """How many samples to build for training: one epoch (None) for a cyclic order and for a curriculum.
+    """The number of samples to build for training: one epoch (None) for a cyclic order or a curriculum.
 
     An epoch is then the data, whatever the batch size and the length of the training. A weighted blend, which
     gives what its weights say, has no epoch; and Megatron's own order is over what Megatron builds.
@@ -218,7 +218,7 @@ def _train_size(config: Config, wanted: int | None) -> int | None:
 
 
 def default_cache(paths: tuple[str, ...]) -> str | None:
-    """Beside the first dataset, where Megatron-DeepSpeed keeps its indexes too."""
+    """The default cache: beside the first dataset, where Megatron-DeepSpeed keeps its indexes too."""
     if not paths:
         return None
     _, prefix = parse_blend(paths, must_exist=False)[0]

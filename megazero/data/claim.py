@@ -40,7 +40,7 @@ class OutputClaim:
             self._remove_remains()
 
     def release(self) -> None:
-        """Lets others write; again does nothing."""
+        """Let others write; a second call does nothing."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()

@@ -29,6 +29,6 @@ def whole_file(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def flush(file: IO[bytes]) -> None:
-    """Until the bytes are on the disk."""
+    """Return when the file's bytes are on the disk."""
     file.flush()
     os.fsync(file.fileno())

@@ -115,7 +115,7 @@ class GPTDataset(SampleDataset):
         return self.indexed.guard.notes
 
     def whereabouts(self, number: int) -> str:
-        """Where the text of a sample is: its first and its last sequence, and the tokens in them."""
+        """The place of a sample's text: its first and its last sequence, and the tokens in them."""
         row = int(self.index.shuffle_index[number])
         (first, begin), (last, end) = self.index.sample_index[row : row + 2].tolist()
         first, last = (int(self.index.document_index[place]) for place in (first, last))

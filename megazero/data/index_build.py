@@ -25,7 +25,7 @@ MAX_DATASETS = int(np.iinfo(np.int16).max)
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """How many samples a split gives, and over how many epochs.
+    """The number of samples that a split gives, and of epochs that they take.
 
     samples: rows of the shuffle index, at least the number asked for. samples_before_last: samples in all
     epochs but the last. separate_last: the last epoch is shuffled on its own, after the others.
@@ -57,7 +57,7 @@ def plan_samples(
     epochs: int | None = None,
     extra: int = 1,
 ) -> SamplePlan:
-    """Counts epochs and samples.
+    """Count epochs and samples.
 
     num_samples: the least number of samples (None: one epoch); epochs: exactly this many epochs instead.
     extra: 1 if a sample reads one token past its end for the last label, else 0. Raises DataError if the data
@@ -153,7 +153,7 @@ def build_sample_index(
 def sample_index_reference(
     lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, samples: int, extra: int = 1
 ) -> np.ndarray:
-    """The same, by prefix sums: sample k - 1 ends with token k * T + extra - 1, found by binary search."""
+    """The reference of `build_sample_index`, by prefix sums: sample k - 1 ends with token kT + extra - 1."""
     sizes = np.asarray(lengths)[document_index].astype(np.int64)
     ends = np.cumsum(sizes)
     needed = np.arange(1, samples + 1, dtype=np.int64) * sequence_length + extra

@@ -146,7 +146,7 @@ def _shape_fault(name: str, array: np.ndarray, shape: tuple[int, ...]) -> str:
 
 def _range_fault(name: str, numbers: np.ndarray, count: int) -> str | None:
     low, high = int(numbers.min()), int(numbers.max())
-    return None if low >= 0 and high < count else f"{name} names what is not there"
+    return None if low >= 0 and high < count else f"{name} is out of range"
 
 
 def blocks(size: int) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""Which samples a data-parallel rank trains on next: a pure function of the samples consumed so far.
+"""The samples that a data-parallel rank trains on next: a pure function of the samples consumed so far.
 
 Nothing but `consumed_samples` is state, so a resumed run continues exactly, in the first epoch or the fifth,
 and a batch-size ramp changes only how many micro-batches make a step. Ranks and batch sizes cut the order of

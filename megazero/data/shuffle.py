@@ -32,12 +32,12 @@ def cyclic_sample(position: int, num_samples: int, seed: int) -> int:
 
 
 def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """What makes the permutation of one epoch."""
+    """The keys of the permutation of one epoch."""
     return struct.unpack(f"<{_ROUNDS}Q", hashlib.shake_128(f"{seed} {epoch}".encode()).digest(8 * _ROUNDS))
 
 
 def _network(value: int, bits: int, keys: tuple[int, ...]) -> int:
-    """A permutation of all numbers of so many bits: each round changes one half by the other."""
+    """A permutation of all numbers of `bits` bits: each round changes one half by the other."""
     width = bits - bits // 2  # of the low half, which has the odd bit
     low_mask, high_mask = (1 << width) - 1, (1 << bits // 2) - 1
     high, low = value >> width, value & low_mask

@@ -27,9 +27,9 @@ def changed_files(dataset: SampleDataset) -> list[str]:
 
 
 def contents(dataset: SampleDataset) -> list[dict[str, str | None]]:
-    """What is in the files: for each dataset its absolute `prefix`, and the hashes of `file_hashes`.
+    """The contents of the files: for each dataset its absolute `prefix`, and the hashes of `file_hashes`.
 
     They depend neither on the layout, nor on the number of samples, nor on where the files are.
     """
-    found = {abspath(indexed.prefix): indexed for indexed in sources(dataset)}
-    return [{"prefix": prefix, **file_hashes(indexed)} for prefix, indexed in found.items()]
+    by_prefix = {abspath(indexed.prefix): indexed for indexed in sources(dataset)}
+    return [{"prefix": prefix, **file_hashes(indexed)} for prefix, indexed in by_prefix.items()]

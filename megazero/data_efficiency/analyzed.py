@@ -1,4 +1,4 @@
-"""Which dataset an index was made of: `{metric}_dataset.json` beside the analyzer's files.
+"""The dataset that an index was made of: `{metric}_dataset.json` beside the analyzer's files.
 
 An index lists samples by number, and numbers mean something only for one dataset with one sequence length,
 seed, split and number of epochs. So our analyzer writes down what it looked at, and a training compares that
@@ -48,7 +48,7 @@ class AnalyzedDataset:
         return cls(cache_key(description), len(dataset), description)
 
     def check(self, other: AnalyzedDataset, name: str) -> None:
-        """Raises DataError unless `other`, a run's dataset, is this one. name: of the index, for messages."""
+        """Raise DataError unless `other`, a run's dataset, is this one. name: of the index, for messages."""
         if self.key == other.key and self.samples == other.samples:
             return
         differing = _differences("", self.description, other.description)

@@ -14,7 +14,7 @@ from megazero.errors import DataError
 
 @contextmanager
 def disk(path: str | Path) -> Iterator[None]:
-    """Turns an OSError of the block, such as a full disk, into a DataError that names `path`."""
+    """Turn an OSError of the block, such as a full disk, into a DataError that names `path`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which samples may be drawn when: those within the current difficulty, by every metric at once.
+"""The samples that may be drawn at a time: those within the current difficulty, by every metric at once.
 
 Difficulties never fall, so a sample that may be drawn once may be drawn for good. Sorted by when that is, the
 samples of any moment are a prefix of one order.
@@ -57,7 +57,7 @@ class EligibilityOrder:
 
     @classmethod
     def _of_several(cls, counts: list[list[int]], indexes: Sequence[MetricIndex]) -> EligibilityOrder:
-        """counts: of each metric, how many samples are eligible by it in each piece."""
+        """Build the order of several metrics. counts: samples eligible by each metric in each piece."""
         pieces, size = len(counts[0]), len(indexes[0])
         since = np.zeros(size, dtype=np.uint16 if pieces < 1 << 16 else np.uint32)
         for ends, index in zip(counts, indexes, strict=True):
@@ -71,7 +71,7 @@ class EligibilityOrder:
 
 
 def eligible(index: MetricIndex, metric: CurriculumMetric, level: int) -> int:
-    """How many of the first samples of an index are within a difficulty.
+    """The number of the first samples of an index that are within a difficulty.
 
     By value: those whose value is not above it. By percentile: that share of the samples, rounded down, where
     the metric's largest difficulty is all of them, as in DeepSpeed (which rounds a single percent down and
@@ -85,7 +85,7 @@ def eligible(index: MetricIndex, metric: CurriculumMetric, level: int) -> int:
 
 
 def _nobody(difficulties: Difficulties, indexes: Sequence[MetricIndex], counts: list[int]) -> str:
-    """Why there is nothing to begin with."""
+    """Say why there is no sample to begin with."""
     begins = []
     for metric, level, index, count in zip(
         difficulties.metrics, difficulties.levels[0], indexes, counts, strict=True

@@ -1,4 +1,4 @@
-"""How a metric is distributed over a dataset: percentiles, and a picture."""
+"""The distribution of a metric over a dataset: percentiles, and a picture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _POINTS = 2000
 
 
 def percentiles(index: MetricIndex, shares: tuple[int, ...] = PERCENTILES) -> list[int]:
-    """For each share in percent, the least value that so many samples do not exceed."""
+    """The least value that each share of the samples, in percent, does not exceed."""
     wanted = [-(-len(index) * share // 100) for share in shares]
     return [int(index.values[np.searchsorted(index.ends, max(1, count))]) for count in wanted]
 
@@ -40,7 +40,7 @@ def bars(index: MetricIndex, count: int = _BARS) -> tuple[np.ndarray, np.ndarray
 
 
 def draw_values(index: MetricIndex, name: str, path: Path) -> None:
-    """Draws how many samples have which value into a file (.png, .svg or .pdf). Needs matplotlib.
+    """Draw how many samples have which value into a file (.png, .svg or .pdf). Needs matplotlib.
 
     Raises ConfigError if it is not installed or the suffix is another one.
     """
@@ -56,7 +56,7 @@ def draw_values(index: MetricIndex, name: str, path: Path) -> None:
 
 
 def draw_sum(values: np.ndarray, name: str, path: Path) -> None:
-    """Draws an accumulated vector, int64 [n], largest entries first, on logarithmic axes. Errors as above."""
+    """Draw an accumulated vector, int64 [n], largest entries first, on logarithmic axes. Errors as above."""
     check_suffix(path)
     ordered = np.sort(values)[::-1]
     ranks = np.unique(np.geomspace(1, ordered.size, _POINTS).astype(np.int64))
@@ -76,7 +76,7 @@ def draw_sum(values: np.ndarray, name: str, path: Path) -> None:
 
 
 def check_drawing() -> None:
-    """Raises ConfigError if pictures cannot be drawn because matplotlib is not installed."""
+    """Raise ConfigError if pictures cannot be drawn because matplotlib is not installed."""
     new_figure(1.0, 1.0)
 
 

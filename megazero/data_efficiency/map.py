@@ -87,12 +87,12 @@ class MetricFolder:
 
     @property
     def home(self) -> Path:
-        """Where the metric's results go."""
+        """The folder of the metric's results."""
         return self.save / self.name
 
     @property
     def chunks(self) -> Path:
-        """Where the chunks are until they are reduced."""
+        """The folder of the chunks until they are reduced."""
         return self.home / f"map-{cache_key(self.identity)}"
 
     def path(self, chunk: int) -> Path:
@@ -105,7 +105,7 @@ class MetricFolder:
         return [chunk for chunk in among if self.path(chunk).name not in there]
 
     def write(self, chunk: int, values: np.ndarray) -> None:
-        """Stores a chunk's values. DataError if the disk refuses."""
+        """Store a chunk's values. DataError if the disk refuses."""
         path = self.path(chunk)
         with disk(path), whole_file(path) as file:
             np.save(file, values, allow_pickle=False)
@@ -164,7 +164,7 @@ class ChunkMapper:
         return type(self), (self._job,)
 
     def __call__(self, chunk: int) -> int:
-        """Measures a chunk and stores what was missing; returns how many samples it has."""
+        """Measure a chunk and store what was missing; returns how many samples it has."""
         wanted = [
             (metric, folder) for metric, folder in self._job.pairs if folder.missing(range(chunk, chunk + 1))
         ]
@@ -218,7 +218,7 @@ class Share:
 
 
 def run_map(job: MapJob, share: Share, dataset: SampleDataset | None = None) -> Iterator[int]:
-    """Measures the chunks of a share that are missing, and yields how many samples are done, as it goes.
+    """Measure the chunks of a share that are missing, and yield how many samples are done, as it goes.
 
     The first number counts what earlier runs did. dataset: what `job.source` gives, if it is open already.
     Raises DataError if a metric fails, a worker dies or the disk refuses; finished chunks stay.

@@ -67,7 +67,7 @@ class MetricIndex:
         return self.samples.size
 
     def verify(self, total: int | None = None, name: str = "index") -> None:
-        """Checks every sample number: each is below `total` and comes once.
+        """Check every sample number: each is below `total` and comes once.
 
         total: samples of the dataset; None for as many as there are here. name: of the file, for messages.
         Reads all samples, in blocks, and takes one byte of memory for each. Raises DataError.

@@ -87,7 +87,7 @@ class RarityTable:
 
     @classmethod
     def of(cls, counts: np.ndarray) -> RarityTable:
-        """From how often each id occurs, int64 [ids]."""
+        """The table for ids that occur so often, int64 [ids]."""
         occurred = np.maximum(counts, 1).astype(np.float64)
         return cls(-np.log(occurred / occurred.sum()))
 
@@ -141,7 +141,7 @@ class LengthThenRarity(Metric):
 
     @property
     def coefficient(self) -> int:
-        """c; it needs log10 of the largest possible rarity, which is T times that of the rarest id."""
+        """The factor c; it needs log10 of the largest possible rarity, T times that of the rarest id."""
         largest = self.sequence_length * float(self.table.nats.max())
         return 10 ** (math.ceil(math.log10(largest)) + 1) if largest > 0 else 1
 

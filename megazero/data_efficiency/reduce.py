@@ -30,7 +30,7 @@ ROWS, VALUES, MERGED = "index_to_sample", "index_to_metric", "index_to_sample_pe
 
 
 def reduce_metric(folder: MetricFolder, dataset: AnalyzedDataset, processes: int = 1) -> Iterator[int]:
-    """Makes a metric's files from its chunks, and yields how much is done, up to `reduce_steps`, as it goes.
+    """Make a metric's files from its chunks, and yield how much is done, up to `reduce_steps`, as it goes.
 
     The files appear together in `folder.home`, replacing those of an earlier analysis; the chunks are removed
     afterwards. Memory does not grow with the number of samples. Raises DataError if chunks are missing or

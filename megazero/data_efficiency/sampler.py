@@ -27,7 +27,7 @@ _AT_A_TIME = 1 << 20  # turns that are counted at once, to bound memory
 
 
 class CurriculumSampler:
-    """Which samples each micro-batch takes; has the protocol of `megazero.data.BatchSampler`.
+    """The samples of each micro-batch; has the protocol of `megazero.data.BatchSampler`.
 
     spec: this rank's share of each micro-batch; its `num_samples` are those of the dataset. order: what may
     be drawn when. begins: for each piece of `order`, how many samples are consumed when it begins, in this
@@ -65,13 +65,13 @@ class CurriculumSampler:
         """
         first = consumed_samples + self.spec.data_parallel_rank * self.spec.micro_batch_size
         places = range(first, first + self.spec.micro_batch_size)
-        found = np.array([self._drawn(place) for place in places], dtype=np.int64)
-        if found.min() < 0 or found.max() >= self.spec.num_samples:
+        numbers = np.array([self._drawn(place) for place in places], dtype=np.int64)
+        if numbers.min() < 0 or numbers.max() >= self.spec.num_samples:
             raise DataError(
                 f"`index_to_sample_path` must list samples of the dataset, 0..{self.spec.num_samples - 1}, "
-                f"but lists {found.tolist()}; analyze this dataset."
+                f"but lists {numbers.tolist()}; analyze this dataset."
             )
-        return found
+        return numbers
 
     def _drawn(self, place: int) -> int:
         """The sample at a place of the training order."""
@@ -100,16 +100,16 @@ class CurriculumSampler:
         if key != (piece, begin):
             key = (piece, begin)
             phase, bounds = self._phases(piece, piece + 1), self._bounds_of(piece, piece + 1)
-            found, counts = owners(np.arange(begin, end) + phase, bounds[0])
-            counts += (self._turns_before(piece) - shares(phase, bounds)[0])[found]
-            clusters, turns = found[shuffled(end - begin, self._key(f"block {begin}", piece))], counts.copy()
+            owner, counts = owners(np.arange(begin, end) + phase, bounds[0])
+            counts += (self._turns_before(piece) - shares(phase, bounds)[0])[owner]
+            clusters, turns = owner[shuffled(end - begin, self._key(f"block {begin}", piece))], counts.copy()
             # A cluster's turns keep their order.
-            turns[np.argsort(clusters, kind="stable")] = counts[np.argsort(found, kind="stable")]
+            turns[np.argsort(clusters, kind="stable")] = counts[np.argsort(owner, kind="stable")]
             self._dealt = (key, clusters, turns)
         return clusters, turns
 
     def _turns_before(self, piece: int) -> np.ndarray:
-        """How often each cluster is drawn from before a piece, int64 [clusters]."""
+        """The number of draws from each cluster before a piece, int64 [clusters]."""
         known, turns = self._turns
         if known != piece:
             known, turns = (known, turns.copy()) if known < piece else (0, np.zeros_like(turns))
@@ -123,7 +123,7 @@ class CurriculumSampler:
         return turns
 
     def _phases(self, begin: int, end: int) -> np.ndarray:
-        """Where pieces begin to deal, int64: always at the same cluster, that would have more turns."""
+        """The draws at which pieces begin, int64: if always at one cluster, it would have more turns."""
         ends = self._bounds[begin + 1 : end + 1].tolist()
         return np.array([self._key("phase", k) % size for k, size in enumerate(ends, begin)], dtype=np.int64)
 

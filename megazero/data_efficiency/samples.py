@@ -25,7 +25,7 @@ class Samples:
 
     @classmethod
     def of(cls, index: np.ndarray, arrays: Mapping[str, np.ndarray]) -> Samples:
-        """From a dataset's arrays, which tell by `lengths` whether they are padded and masked."""
+        """The samples of a dataset's arrays, which tell by `lengths` whether they are padded and masked."""
         tokens, labels, lengths = arrays["tokens"], arrays["labels"], arrays.get("lengths")
         if lengths is None:
             text = np.concatenate([tokens, labels[:, -1:]], axis=1)
@@ -41,7 +41,7 @@ class Samples:
         return (np.arange(self.text.shape[1]) < self.lengths[:, None]).astype(np.int64)
 
     def as_dict(self) -> dict[str, np.ndarray]:
-        """With the names of Megatron-DeepSpeed: text, padding_mask, index; and the dataset's own arrays."""
+        """The arrays by Megatron-DeepSpeed's names, text, padding_mask and index, and the dataset's own."""
         return {
             **self.arrays,
             "text": self.text,

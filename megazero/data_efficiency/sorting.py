@@ -60,7 +60,7 @@ class ExternalSort:
         object.__setattr__(self, "dtype", neutral_dtype(0, self.grid.samples - 1))
 
     def run(self) -> Iterator[int]:
-        """Does it, and yields the samples handled: each is counted twice. OSError if the disk refuses."""
+        """Sort; yields the numbers of samples handled, each counted twice. OSError if the disk refuses."""
         chunks = range(len(self.grid))
         yield from run_tasks(self.sort_chunk, chunks, self.processes)
         boundaries = self._boundaries()
@@ -78,7 +78,7 @@ class ExternalSort:
         return SortedSamples(self.target, self.dtype, tuple(pieces))
 
     def sort_chunk(self, chunk: int) -> int:
-        """Writes the sorted run of a chunk: its values, and where in the chunk they were."""
+        """Write the sorted run of a chunk: its values, and where in the chunk they were."""
         values = self.values(chunk)
         order = np.argsort(values, kind="stable")
         values[order].tofile(self._path("values", chunk))
@@ -86,7 +86,7 @@ class ExternalSort:
         return values.size
 
     def write_range(self, boundaries: np.ndarray, starts: np.ndarray, number: int) -> int:
-        """Writes the samples of a range of values to their place, and its distinct values with counts.
+        """Write the samples of a range of values to their place, and its distinct values with counts.
 
         boundaries: int64 [ranges], their first values; starts: int64 [ranges], samples before them.
         """
@@ -111,7 +111,7 @@ class ExternalSort:
         return written
 
     def _of_range(self, boundaries: np.ndarray, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For each run, the values within a range and their samples."""
+        """The values within a range and their samples, run by run."""
         for chunk in range(len(self.grid)):
             run, order = self._run(chunk)
             begin = np.searchsorted(run, boundaries[number])

@@ -28,7 +28,7 @@ def owners(draws: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def shares(draws: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    """How many of the first draws each cluster has as its turns, int64 [deals, clusters].
+    """The number of turns that each cluster has among the first draws, int64 [deals, clusters].
 
     draws: how many of each deal, int64 [deals]. bounds: of each deal, [deals, clusters + 1].
     """

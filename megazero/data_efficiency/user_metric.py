@@ -41,12 +41,12 @@ class UserMetric:
         object.__setattr__(self, "function", function)
 
     def __reduce__(self) -> tuple[type, tuple[str, bool]]:
-        """Pickles as the function's name: a process that is started afresh looks it up itself."""
+        """Pickle as the function's name: a process that is started afresh looks it up itself."""
         return type(self), (self.spec, self.accumulates)
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """The function's file is part of it: values of a function that has changed since are made again."""
+        """The identity, with the hash of the function's file: when that changes, values are made again."""
         return {"metric": self.name, "accumulates": self.accumulates, "source": self.source_hash}
 
     def measure(self, samples: Samples) -> np.ndarray:

@@ -69,31 +69,31 @@ def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts
     if rank == 0:
         everyone = {r: json.loads(_read(job_notes, f"facts/{r}", r, patience)) for r in range(world_size)}
         job_notes.post(_key("found"), json.dumps(disagreements(everyone)))
-    found = json.loads(_read(job_notes, "found", 0, patience))
+    sentences = json.loads(_read(job_notes, "found", 0, patience))
     if rank == 0:  # whose process may keep the notes; a rank that has gone must not hide what was found
         with suppress(CommunicationError):
             for other in range(1, world_size):
                 _read(job_notes, f"heard/{other}", other, min(patience, _FAREWELL))
     else:
         job_notes.post(_key(f"heard/{rank}"), "")
-    raise ConfigError(found)
+    raise ConfigError(sentences)
 
 
 def disagreements(facts: Mapping[int, Facts]) -> list[str]:
     """A sentence for each fact that differs, from those of each rank; the value of most ranks comes first."""
-    names = list(dict.fromkeys(name for each in facts.values() for name in each))
-    found = []
+    names = list(dict.fromkeys(name for of_rank in facts.values() for name in of_rank))
+    sentences = []
     for name in names:
         holders: dict[str, list[int]] = {}
-        for rank, each in facts.items():
-            holders.setdefault(each.get(name, "not known"), []).append(rank)
+        for rank, of_rank in facts.items():
+            holders.setdefault(of_rank.get(name, "not known"), []).append(rank)
         if len(holders) > 1:
             order = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-            told = [f"{_short(value)} on {name_ranks(ranks)}" for value, ranks in order[:_SHOWN]]
+            values = [f"{_short(value)} on {name_ranks(ranks)}" for value, ranks in order[:_SHOWN]]
             more = len(order) - _SHOWN
             rest = f" and {more} other values elsewhere" if more > 0 else ""
-            found.append(f"`{name}` must be the same on all ranks, but is {', '.join(told)}{rest}.")
-    return found
+            sentences.append(f"`{name}` must be the same on all ranks, but is {', '.join(values)}{rest}.")
+    return sentences
 
 
 def _short(value: str) -> str:
@@ -109,7 +109,7 @@ def _key(name: str) -> str:
 
 
 def _read(job_notes: JobNotes, name: str, author: int, patience: float) -> str:
-    """A note, when it is there."""
+    """Wait for a note, and return it."""
     pause, end = 0.001, time.monotonic() + patience
     while (text := job_notes.read(_key(name))) is None:
         if time.monotonic() > end:

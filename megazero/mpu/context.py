@@ -36,7 +36,7 @@ class ParallelContext(DeepSpeedMpu):
 
     @property
     def place(self) -> Place:
-        """Where this rank sits along each axis."""
+        """This rank's place along each axis."""
         return self.grid.place(self.rank)
 
     @property

@@ -1,4 +1,4 @@
-"""How many cores this process may use, and how many of them others use already."""
+"""The number of cores that this process may use, and of those that others use already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank sits where: pure coordinates over the mesh axes, no communication.
+"""The places of ranks: pure coordinates over the mesh axes, no communication.
 
 `AXES` is the one list of axes; every other list of them is derived from it. The ranks of a pipeline stage are
 numbered in two ways. Dense parameters, and the batch, see them as `dp` x `cp` x `tp`; experts see the same
@@ -21,7 +21,7 @@ from megazero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Axis:
-    """What tells the ranks along one axis of the mesh apart.
+    """The differences between the ranks along one axis of the mesh.
 
     Attributes:
         setting: the field of `ParallelConfig` that gives the axis's size; None if the axis takes what the
@@ -100,7 +100,7 @@ class ProcessGrid:
 
     @property
     def edp(self) -> int:
-        """How many ranks hold the same slices of the same experts."""
+        """The number of ranks that hold the same slices of the same experts."""
         return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
@@ -127,7 +127,7 @@ class ProcessGrid:
         return replace(grid, dp=world_size // taken, **experts)
 
     def place(self, rank: int) -> Place:
-        """Where `rank` sits."""
+        """The place of `rank`."""
         return Place(self, rank)
 
     def rank(self, indices: Mapping[str, int]) -> int:
@@ -181,7 +181,7 @@ class ProcessGrid:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank sits in its grid, which is all that its slice of a parameter depends on."""
+    """The place of one rank in its grid; nothing else decides its slice of a parameter."""
 
     grid: ProcessGrid
     rank: int
@@ -197,7 +197,7 @@ class Place:
         return self.rank // faster % self.grid[axis]
 
     def size(self, axis: str) -> int:
-        """How many ranks the axis has."""
+        """The number of ranks along the axis."""
         return self.grid[axis]
 
 

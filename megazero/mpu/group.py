@@ -56,7 +56,7 @@ class Group(Protocol):
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """The number of members."""
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False) -> Work:
         """Reduce `tensor` over the members, in place."""

@@ -52,7 +52,7 @@ _METHODS = ("tolist", "cpu", "numpy", "__array__", "to", "cuda")
 
 
 class HostWaits(TorchDispatchMode):
-    """Within it, `found` counts (where in megazero, what) of this thread, autograd's calls included.
+    """A mode that counts this thread's waits, autograd's included, in `found`: (where in megazero, what).
 
     Args:
         refuses: whether what a step may not do is an error at once.
@@ -165,7 +165,7 @@ def _sentence(where: str, what: str) -> str:
 
 @contextmanager
 def host_waits(device: torch.device, *, refuses: bool) -> Iterator[Counter[tuple[str, str]]]:
-    """Within it, count the calls that make the host wait for `device`: (where, what), complete at its end.
+    """Count, within the block, the calls that make the host wait for `device`: (where, what).
 
     `read_values` and `on_device` may wait; on a CPU, groups may too. On CUDA the place is a file and a line.
 

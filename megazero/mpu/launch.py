@@ -30,7 +30,7 @@ _LATER = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher (torchrun, SLURM through torchrun, or none) says about this process."""
+    """This process's place in the job, as the launcher (torchrun, SLURM with torchrun, or none) says."""
 
     rank: int = 0
     world_size: int = 1

@@ -40,6 +40,6 @@ class Matrices:
                 math.prod(matrices.shape[: self.stacked]),
                 math.prod(matrices.shape[self.stacked : -1]),
             )
-            found = change(matrices.reshape(count, rows, matrices.shape[-1]))
-            place.copy_(found.view(matrices.shape))
+            changed = change(matrices.reshape(count, rows, matrices.shape[-1]))
+            place.copy_(changed.view(matrices.shape))
         return result

@@ -44,7 +44,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Where one parameter lives.
+    """The place of one parameter.
 
     Attributes:
         name: global name, the same on every layout, such as ``layers.3.mlp.up.weight``.
@@ -74,15 +74,15 @@ class ParamSpec:
     matrices: Matrices | None = None
 
     def __post_init__(self) -> None:
-        dims, told = [cut.dim for cut in self.cuts], f"{self.name} {self.shape} has {self.cuts}"
-        assert all(0 <= dim < len(self.shape) for dim in dims), f"{told}, but not those dims"
-        assert len(set(dims)) == len(dims), f"{told}, but a dim is cut over one axis"
-        assert len(set(self.axes)) == len(self.axes), f"{told}, but an axis cuts one dim"
-        assert set(self.axes) <= set(SLICE_AXES), f"{told}, but the axes that cut are {SLICE_AXES}"
+        dims, described = [cut.dim for cut in self.cuts], f"{self.name} {self.shape} has {self.cuts}"
+        assert all(0 <= dim < len(self.shape) for dim in dims), f"{described}, but not those dims"
+        assert len(set(dims)) == len(dims), f"{described}, but a dim is cut over one axis"
+        assert len(set(self.axes)) == len(self.axes), f"{described}, but an axis cuts one dim"
+        assert set(self.axes) <= set(SLICE_AXES), f"{described}, but the axes that cut are {SLICE_AXES}"
         numbering((*self.axes, *(("ep",) if self.expert else ())))
-        assert not (self.expert and "ep" in self.axes), f"{told}, but is of one expert"
+        assert not (self.expert and "ep" in self.axes), f"{described}, but is of one expert"
         allocated = zip(self.padded_shape, self.shape, strict=True)
-        assert all(padded >= size for padded, size in allocated), f"{told}, but holds more than that"
+        assert all(padded >= size for padded, size in allocated), f"{described}, but holds more than that"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class ParamSpec:
 
     @property
     def traits(self) -> tuple[object, ...]:
-        """What the gradient norm and the update must tell apart within a bucket; the same on every rank."""
+        """The traits by which the gradient norm and the update divide a bucket; the same on every rank."""
         return (not self.weight_decay, copy_axes(self), self.tied_with is not None, self.partial_grad)
 
     @property
@@ -117,14 +117,14 @@ class ParamSpec:
         return tuple(shape)
 
     def offset(self, place: Place) -> tuple[int, ...]:
-        """Where that slice starts in the whole parameter."""
+        """The offset of the slice at `place` in the whole parameter."""
         start, local = [0] * len(self.shape), self.local_shape(place)
         for cut in self.cuts:
             start[cut.dim] = place.index(cut.axis) * local[cut.dim]
         return tuple(start)
 
     def present(self, place: Place) -> tuple[int, ...]:
-        """How much of each dim of that slice, counted from its start, is not padding."""
+        """The size of each dim of the slice at `place` without padding, which is at its end."""
         bounds = zip(self.local_shape(place), self.shape, self.offset(place), strict=True)
         return tuple(max(0, min(size, whole - start)) for size, whole, start in bounds)
 

@@ -29,7 +29,7 @@ def sample_keys(seed: int, samples: Iterable[int | tuple[int, ...]]) -> np.ndarr
 
     A sample keeps its key wherever it is computed, so dropout is the same on every layout.
     """
-    paths = ((each,) if isinstance(each, int) else each for each in samples)
+    paths = ((sample,) if isinstance(sample, int) else sample for sample in samples)
     return np.array([derive_key(seed, "sample", *path) for path in paths], dtype=np.int64)
 
 

@@ -54,16 +54,16 @@ def open_shared(
 
 
 def _obstacle(base: TorchGroup) -> str | None:
-    """Why the members cannot share memory, the same on each of them, or None if no obstacle is known."""
+    """Say why the members cannot share memory, alike on each of them; None if no obstacle is known."""
     missing = (
         "megazero.mpu._native is not built; install a C++17 compiler and run `pip install -e .` on Linux"
     )
     mine = {"host": _host(), "trouble": missing if NATIVE is None else None}
     everyone = gather_values(base, mine)
-    hosts = sorted({each["host"] for each in everyone})
+    hosts = sorted({answer["host"] for answer in everyone})
     if len(hosts) > 1:
         return f"they are on {len(hosts)} hosts"
-    troubles = [each["trouble"] for each in everyone if each["trouble"]]
+    troubles = [answer["trouble"] for answer in everyone if answer["trouble"]]
     if not troubles and base.size > NATIVE.MOST_RANKS:
         return f"a group in shared memory has at most {NATIVE.MOST_RANKS} members, not {base.size}"
     return troubles[0] if troubles else None
@@ -92,7 +92,7 @@ def _connect(base: TorchGroup, slot_bytes: int, timeout: timedelta) -> tuple[Any
                 link = NATIVE.Link(file, base.rank, list(base.ranks), slot_bytes, timeout.total_seconds())
             except (OSError, RuntimeError) as error:
                 trouble = _explain(error)
-        troubles = [each for each in gather_values(base, trouble) if each is not None]
+        troubles = [answer for answer in gather_values(base, trouble) if answer is not None]
     finally:
         if path is not None:
             path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from megazero.errors import CommunicationError
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.thread_turns import RankThread, Ticket, Turns
 
+_Result = TypeVar("_Result")
+
 
 class _Round:
-    """One call of all members of a group: what each brings, and what each gets."""
+    """One call of all members of a group: the input and the result of each."""
 
     def __init__(self, size: int):
         self.calls: list[str] = [""] * size
@@ -47,7 +49,7 @@ class _Round:
 
 
 class ThreadMeeting:
-    """What the threads of one group share: the round that they gather for, and mailboxes.
+    """The state that the threads of one group share: the round that they gather for, and mailboxes.
 
     All members come together once for each call. The last one to come works out the results of all, and what
     the others brought stays as it is until then, as they sleep.
@@ -66,16 +68,16 @@ class ThreadMeeting:
         """Wake everyone who is waiting here; their calls fail."""
         with self.lock:
             self.broken = True
-            tickets = [*self.round.waiting, *(t for each in self.receivers.values() for t in each)]
+            tickets = [*self.round.waiting, *(t for waiting in self.receivers.values() for t in waiting)]
         for ticket in tickets:
             ticket.call()
 
     def gather(
         self, rank: int, call: str, brought: Any, combine: Callable[[list[Any]], Sequence[Any]]
     ) -> _Round | None:
-        """Come to this round as member `rank`; the round when all have come, or None if they did not.
+        """Join this round as member `rank`; returns it once all have joined, or None if they did not.
 
-        Every member brings something and says how results follow from what all have brought.
+        Every member brings something and says how the results follow from what all have brought.
         """
         with self.lock:
             if self.broken:
@@ -151,7 +153,7 @@ class ThreadWorld:
             for meeting in self._meetings.values():
                 meeting.abort()
 
-    def run(self, work: Callable[[int], Any]) -> list[Any]:
+    def run(self, work: Callable[[int], _Result]) -> list[_Result]:
         """Call ``work(rank)`` on one thread per rank and return the results in rank order.
 
         The earliest failure ends the other ranks and is raised here.
@@ -268,21 +270,21 @@ class ThreadGroup(Group):
         if isinstance(mine, Tensor):
             mine = mine.detach()
             signature = f"{tuple(mine.shape)} {mine.dtype}"
-        found = self._meeting.gather(self.rank, f"{call} {signature}".strip(), mine, combine)
-        if found is None:
+        settled = self._meeting.gather(self.rank, f"{call} {signature}".strip(), mine, combine)
+        if settled is None:
             raise CommunicationError(
                 f"`{call}` over group `{self.name}` on rank {self.ranks[self.rank]}: another member failed "
                 f"or did not arrive within {self._meeting.timeout} s"
             )
-        if found.difference is not None:
-            listing = "; ".join(f"rank {r}: {c}" for r, c in zip(self.ranks, found.difference, strict=True))
+        if settled.difference is not None:
+            listing = "; ".join(f"rank {r}: {c}" for r, c in zip(self.ranks, settled.difference, strict=True))
             raise CommunicationError(f"the members of group `{self.name}` made different calls: {listing}")
-        if found.error is not None:
+        if settled.error is not None:
             raise CommunicationError(
-                f"`{call}` over group `{self.name}` on rank {self.ranks[self.rank]}: {found.error}"
-            ) from found.error
-        assert found.results is not None, "a round that is over has results, a difference or an error"
-        return found.results[self.rank]
+                f"`{call}` over group `{self.name}` on rank {self.ranks[self.rank]}: {settled.error}"
+            ) from settled.error
+        assert settled.results is not None, "a round that is over has results, a difference or an error"
+        return settled.results[self.rank]
 
 
 class _Receipt(Work):

@@ -18,7 +18,7 @@ no turn comes with, such as a file or a thread of its own, and must not hold up 
 
 
 class Turns:
-    """Who runs, and who could.
+    """The thread whose turn it is, and those that are ready for one.
 
     Args:
         running: how many threads that take part are running already.
@@ -50,10 +50,11 @@ class Turns:
 
 
 class Ticket:
-    """What one thread waits with, once.
+    """A wait of one thread; used once.
 
     Args:
-        turns: whose turn it gives back meanwhile. A thread that takes part in none has turns of its own.
+        turns: the turns that the thread takes part in; it gives its turn back while it waits. A thread that
+            takes part in none has turns of its own.
     """
 
     def __init__(self, turns: Turns | None = None):
@@ -64,7 +65,7 @@ class Ticket:
         self._given_up = False
 
     def call(self) -> None:
-        """What was waited for has come; from any thread, before or after `wait` has begun, once or more."""
+        """Let the waiting thread go on; any thread may call this, before or after `wait` begins, or again."""
         turns = self.turns
         with turns._lock:
             if self._called or self._given_up:
@@ -74,7 +75,11 @@ class Ticket:
             turns._pass_on()
 
     def wait(self, seconds: float) -> bool:
-        """Return when called and given a turn, or after so many seconds without a call; whether it was."""
+        """Return when called and given a turn, or after `seconds` without a call.
+
+        Returns:
+            Whether it was called.
+        """
         turns, end = self.turns, time.monotonic() + seconds
         with turns._lock:
             turns._running -= 1
@@ -97,7 +102,7 @@ class RankThread(threading.Thread):
     """A thread that takes part in turns.
 
     Args:
-        turns: those of its world.
+        turns: the turns of its world.
         more: as for a `threading.Thread`.
     """
 

@@ -1,4 +1,4 @@
-"""What a rank sends and receives: the calls and bytes of each communicator, counted or recorded.
+"""The traffic of a rank: the calls and bytes of each communicator, counted or recorded.
 
 Counting happens during a real run. Recording is counting over groups that move nothing, so both report the
 same communicators and operations.

@@ -1,4 +1,4 @@
-"""How the groups of a job move data; this decides the order of their sums, and so the last bits."""
+"""The transports of a job's groups, which decide the order of sums, and so their last bits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ def transports(context: ParallelContext) -> dict[str, str]:
     """
     mine = {name: _transport(group) for name, group in context.groups.items() if group.size > 1}
     everyone = gather_values(context.world, mine, context.device)
-    names = sorted({name for each in everyone for name in each})
-    return {name: " and ".join(sorted({each[name] for each in everyone if name in each})) for name in names}
+    names = sorted({name for theirs in everyone for name in theirs})
+    return {
+        name: " and ".join(sorted({theirs[name] for theirs in everyone if name in theirs})) for name in names
+    }
 
 
 def _transport(group: Group) -> str:
@@ -35,13 +37,13 @@ def _transport(group: Group) -> str:
 
 
 def backends() -> dict[str, str | None]:
-    """What torch can open groups over: ``nccl`` and ``gloo``, each its version, or None where it is absent.
+    """The versions of the libraries that torch can open groups over, ``nccl`` and ``gloo``; None if absent.
 
     Gloo has no version of its own: it is the one of torch.
     """
-    found: dict[str, str | None] = {"nccl": None, "gloo": None}
+    versions: dict[str, str | None] = {"nccl": None, "gloo": None}
     if dist.is_available() and dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     if dist.is_available() and dist.is_gloo_available():
-        found["gloo"] = torch.__version__
-    return found
+        versions["gloo"] = torch.__version__
+    return versions

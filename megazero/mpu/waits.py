@@ -1,4 +1,4 @@
-"""How long a process waits in calls of its groups: for the other members, and for the data to move."""
+"""The time that a process waits in calls of its groups: for other members, and for the data to move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SAMPLED = 10  # one step in so many, on CUDA
 
 @dataclass(frozen=True)
 class Waited:
-    """What one step waited.
+    """The time that one step waited.
 
     Attributes:
         host: seconds that its host was inside of calls; 0 on CUDA, where they return at once.
@@ -34,7 +34,7 @@ class Waited:
 
 
 class Waits:
-    """Adds up what one step after the other waits.
+    """Adds up the time that each step waits.
 
     On a CPU this is the time inside of calls. On CUDA these return before they are done and the stream waits
     in the host's place, so there are events around the wait, in one step out of ten.
@@ -57,25 +57,25 @@ class Waits:
         self._measures = not self._on_cuda
 
     def start_step(self) -> None:
-        """Forget what was counted, and count what comes, if this step is one of those that are measured."""
+        """Begin to count anew, if this step is one of those that are measured."""
         self._host, self._spans = 0.0, []
         self._measures = not self._on_cuda or self._steps % _SAMPLED == 0
         self._steps += 1
 
     def end_step(self) -> Waited | None:
-        """What the step waited; None if it is not measured."""
-        found = Waited(self._host, tuple(self._spans)) if self._measures else None
+        """Return the time that the step waited; None if it is not measured."""
+        waited = Waited(self._host, tuple(self._spans)) if self._measures else None
         self._measures = not self._on_cuda
-        return found
+        return waited
 
     def begin(self) -> float | torch.cuda.Event | None:
-        """The beginning of a wait, which `end` takes."""
+        """Begin a wait; returns its beginning, which `end` takes."""
         if not self._on_cuda:
             return time.perf_counter()
         return self._now() if self._measures else None
 
     def end(self, began: float | torch.cuda.Event | None) -> None:
-        """The end of a wait."""
+        """End a wait."""
         if isinstance(began, float):
             self._host += time.perf_counter() - began
         elif began is not None:

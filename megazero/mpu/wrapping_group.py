@@ -15,8 +15,8 @@ class GroupCall(NamedTuple):
 
     Attributes:
         operation: the method of `Group`.
-        arguments: its positional ones.
-        given: what this member brings.
+        arguments: its positional arguments.
+        given: this member's input.
         payload: the larger side, which is `given` but for all_gather.
         detail: the reduction's name, or the source of a broadcast; None for the others.
         async_op: whether the caller waits for it later.

@@ -26,7 +26,7 @@ SMALL = (
     "--vocab-size 32 --micro-batch-size 1 --global-batch-size 2 --eval-iters 0 --train-iters 8 "
     "--save-interval 2"
 )
-ANEW = "was deleted and made anew, or replaced, while this job ran, and is now that of"
+ANEW = "was deleted and made anew, or replaced, while this job ran, and now belongs to"
 
 
 def save(saver: Saver, iteration: int) -> None:

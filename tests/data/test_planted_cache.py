@@ -89,9 +89,9 @@ def replaced(name: str, new: Callable[[np.ndarray], np.ndarray]) -> Change:
 
 
 GPT_PLANTS = {
-    "a document before the split": (set_to("document_index", 0, 0), "names what is not there"),
-    "a document after the split": (set_to("document_index", 5, 9), "names what is not there"),
-    "a negative document": (set_to("document_index", 5, -1), "names what is not there"),
+    "a document before the split": (set_to("document_index", 0, 0), "is out of range"),
+    "a document after the split": (set_to("document_index", 5, 9), "is out of range"),
+    "a negative document": (set_to("document_index", 5, -1), "is out of range"),
     "a document twice": (set_to("document_index", 0, 3), "each sequence once per epoch"),
     "documents of two epochs exchanged": (
         replaced("document_index", lambda a: np.sort(a)),
@@ -131,7 +131,7 @@ def test_gpt_index(text, tmp_path, plant_name):
 def test_an_index_in_blocks_is_the_same(text, tmp_path, monkeypatch):
     """The blocks of a large index are looked at one by one; each counts on from those before."""
     monkeypatch.setattr("megazero.data.index_check._BLOCK", 2)
-    check(gpt_arrays(text), tmp_path / "sound", set_to("document_index", 5, 9), "names what is not there")
+    check(gpt_arrays(text), tmp_path / "sound", set_to("document_index", 5, 9), "is out of range")
     last = set_to("sample_index", (-1, 1), 5)
     check(gpt_arrays(text), tmp_path / "rows", last, "does not fit the lengths")
 
@@ -166,8 +166,8 @@ def blend(weights: list[float] | None, size: int | None) -> Callable[[Path], dic
 
 
 BLEND_PLANTS = {
-    "a dataset that is not there": (set_to("dataset_index", 3, 3), "names what is not there"),
-    "a negative dataset": (set_to("dataset_index", 3, -1), "names what is not there"),
+    "a dataset that is not there": (set_to("dataset_index", 3, 3), "is out of range"),
+    "a negative dataset": (set_to("dataset_index", 3, -1), "is out of range"),
     "a sample that is not there": (set_to("sample_index", 3, 10**12), "count the samples"),
     "a sample twice": (set_to("sample_index", 7, 0), "count the samples"),
     "samples in another order": (replaced("sample_index", lambda a: a[::-1]), "count the samples"),

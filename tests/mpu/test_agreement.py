@@ -78,7 +78,7 @@ def test_every_rank_hears_who_differs_in_what(way, odd):
 
 
 def test_the_first_rank_stays_until_all_have_heard():
-    """Its process may keep the board, and the others would find it gone."""
+    """Its process may keep the notes, and the others would find it gone."""
     job_notes = Notes()
 
     class Late(Notes):

@@ -174,7 +174,7 @@ def test_a_store_is_read_at_many_keys_of_which_some_are_missing():
     assert job_notes.read_all([]) == []
 
 
-def test_the_thread_of_a_board_ends_with_it():
+def test_the_thread_of_job_notes_ends_with_them():
     before = {*threading.enumerate()}
     job_notes = StoreJobNotes(dist.HashStore())
     (thread,) = {*threading.enumerate()} - before

@@ -56,7 +56,7 @@ def test_a_call_is_placed_where_it_was_made_and_by_whom(tmp_path):
 
 
 class Notes:
-    """A board in memory."""
+    """Notes in memory."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -72,7 +72,7 @@ class Notes:
 
 
 class Lost(Notes):
-    """A board that is out of reach after the first note."""
+    """Notes that are out of reach after the first one."""
 
     def read(self, key: str) -> str | None:
         raise CommunicationError("the notes are gone")
@@ -281,14 +281,14 @@ def test_a_diagnosis_that_fails_keeps_nobody_waiting(capfd):
     close_all([watch, other])
 
 
-def test_a_board_out_of_reach_is_no_alarm_for_a_process_that_is_about_to_end(capfd):
+def test_notes_out_of_reach_are_no_alarm_for_a_process_that_is_about_to_end(capfd):
     watch = Watch(Lost(), 0, 2, WatchLimits(20.0, 5.0, 0.02), Spared())
     time.sleep(0.2)
     watch.close()
     assert capfd.readouterr().err == ""
 
 
-def test_a_board_that_stays_out_of_reach_is_one(capfd):
+def test_notes_that_stay_out_of_reach_are_one(capfd):
     watch = Watch(Lost(), 0, 2, WatchLimits(20.0, 0.1, 0.02), Spared())
     time.sleep(0.5)
     watch.close()

@@ -45,7 +45,7 @@ def stats_of(tensor: Tensor) -> Stats:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far apart two tensors of one shape are.
+    """The distance between two tensors of one shape.
 
     Attributes:
         equal_bits: whether they have the same dtype and the same bytes.

@@ -32,7 +32,7 @@ def pick(facts: Any, *path: str) -> Any:
 
 @dataclass(frozen=True)
 class SavedLayout:
-    """How a run was laid out over ranks when it saved.
+    """The layout of a run over ranks when it saved.
 
     Attributes:
         world_size: the number of ranks.
@@ -95,7 +95,7 @@ class Summary:
 
 
 def summarize(directory: Path, iteration: int, latest: int | None) -> Summary:
-    """One line of a run's list."""
+    """Summarize one checkpoint, for a line of a run's list."""
     folder = iteration_folder(directory, iteration)
     size = bytes_in(folder)
     try:
@@ -132,7 +132,7 @@ class RunSummary:
 
 
 def describe_run(directory: Path) -> RunSummary:
-    """All checkpoints of a run.
+    """Describe all checkpoints of a run.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -215,7 +215,7 @@ def file_rows(reader: CheckpointReader) -> list[dict[str, Any]]:
 
 
 def describe_checkpoint(reader: CheckpointReader) -> dict[str, Any]:
-    """One checkpoint, as JSON."""
+    """Describe one checkpoint, as JSON."""
     layout = layout_of(reader.facts)
     return {
         "folder": str(reader.folder),

@@ -16,7 +16,7 @@ Json = Mapping[str, Any]
 
 
 def same(value: Any) -> Any:
-    """The value itself."""
+    """Return the value itself."""
     return value
 
 
@@ -56,7 +56,7 @@ class TensorLike(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the tensor."""
 
     def rows(self, rows: slice) -> Tensor:
         """Some of its rows (indexes of the first dim)."""
@@ -69,7 +69,7 @@ def as_told(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfi
 
 @dataclass(frozen=True)
 class Limit:
-    """What must hold for a model's shape so that both sides can have it.
+    """A condition on a model's shape, without which one of the two sides cannot have it.
 
     Attributes:
         holds: whether a shape meets it.
@@ -106,7 +106,7 @@ NEVER = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """What megazero has to know about one architecture: a class of transformers that has weights.
+    """One architecture, as megazero has to know it: a class of transformers that has weights.
 
     Classes of one ``model_type`` with different heads are several such values.
 
@@ -159,15 +159,15 @@ class Architecture:
 
     def rules_for(self, names: Iterable[str]) -> tuple[TensorRule, ...]:
         """The rules for a file that holds tensors of these names."""
-        found = tuple(names)
-        stacked = [rule for rule in self.stacked if _is_held(rule, found)]
+        held = tuple(names)
+        stacked = [rule for rule in self.stacked if _is_held(rule, held)]
         replaced = {rule.ours for rule in stacked}
         kept: list[TensorRule] = []
         for rule in self.rules:
             if rule.ours not in replaced:
                 kept.append(rule)
-            elif not any(each.ours == rule.ours for each in kept):
-                kept += [each for each in stacked if each.ours == rule.ours]
+            elif not any(other.ours == rule.ours for other in kept):
+                kept += [other for other in stacked if other.ours == rule.ours]
         return tuple(kept)
 
 

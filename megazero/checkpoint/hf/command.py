@@ -44,8 +44,10 @@ def to_hf_parser() -> argparse.ArgumentParser:
     parser.add_argument("--merge-file", help="merges.txt for GPT2BPETokenizer")
     parser.add_argument("--tokenizer-model", help="file or folder for the other kinds")
     parser.add_argument("--no-tokenizer", action="store_true", help="write the model alone")
-    for each in APPROXIMATIONS:
-        parser.add_argument(each.flag, dest=each.flag, action="store_true", help=each.help)
+    for approximation in APPROXIMATIONS:
+        parser.add_argument(
+            approximation.flag, dest=approximation.flag, action="store_true", help=approximation.help
+        )
     return parser
 
 
@@ -87,7 +89,7 @@ def parse_size(text: str) -> int:
 
 
 def describe_export(exported: Exported, remark: str | None) -> str:
-    """What was written, as a table, and how to load it."""
+    """Describe what was written, as a table, and how to load it."""
     rows = [(name, f"{size:,}") for name, size in exported.files]
     width, digits = (max(len(row[column]) for row in rows) for column in (0, 1))
     lines = [f"  {name:<{width}}  {size:>{digits}} bytes" for name, size in rows]
@@ -108,7 +110,7 @@ def describe_export(exported: Exported, remark: str | None) -> str:
 
 
 def describe_import(imported: Imported) -> str:
-    """What was written, and how to go on from it."""
+    """Describe what was written, and how to go on from it."""
     further, flag = "train it further with the flags of data, batch and optimizer", "--load {} --finetune"
     if imported.model.num_classes is not None:
         further = "evaluate it or train it further with finetune.py, the flags of task, data and optimizer"
@@ -144,7 +146,7 @@ def model_flags(model: ModelConfig) -> list[str]:
 
 
 def _to_hf(flags: argparse.Namespace) -> None:
-    asked = [each for each in APPROXIMATIONS if getattr(flags, each.flag)]
+    asked = [approximation for approximation in APPROXIMATIONS if getattr(flags, approximation.flag)]
     exported, remark = convert_to_hf(
         flags.checkpoint,
         flags.out,
@@ -154,8 +156,8 @@ def _to_hf(flags: argparse.Namespace) -> None:
         approximations=asked,
     )
     print(describe_export(exported, remark))
-    for each in asked:
-        print(each.remark)
+    for approximation in asked:
+        print(approximation.remark)
 
 
 def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig | None:

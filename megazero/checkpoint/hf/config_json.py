@@ -65,7 +65,7 @@ _FREE = frozenset(
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Which tokens begin, end and fill sequences; transformers allows several that end one."""
+    """The tokens that begin, end and fill sequences; transformers allows several that end one."""
 
     bos: int | None = None
     eos: int | tuple[int, ...] | None = None
@@ -85,7 +85,7 @@ class TokenIds:
             return value if type(value) is int and value >= 0 else None
 
         eos = config.get("eos_token_id")
-        several = tuple(each for each in eos if one(each) is not None) if isinstance(eos, list) else ()
+        several = tuple(value for value in eos if one(value) is not None) if isinstance(eos, list) else ()
         return cls(one(config.get("bos_token_id")), several or one(eos), one(config.get("pad_token_id")))
 
 
@@ -94,7 +94,7 @@ NO_TOKENS = TokenIds()
 
 @dataclass(frozen=True)
 class Description:
-    """What ``config.json`` says.
+    """A model as ``config.json`` describes it.
 
     Attributes:
         architecture: the architecture.
@@ -133,8 +133,10 @@ class Description:
             tensors: by name, with the prefix and the names of today.
         """
         model = self.architecture.seen(self.model, tensors)
-        classes = [each for each in ARCHITECTURES if each.model_type == self.architecture.model_type]
-        fitting = next(each for each in classes if not objections(each, model))
+        classes = [
+            candidate for candidate in ARCHITECTURES if candidate.model_type == self.architecture.model_type
+        ]
+        fitting = next(candidate for candidate in classes if not objections(candidate, model))
         return replace(self, architecture=fitting, model=model)
 
     @classmethod
@@ -190,17 +192,17 @@ def find_architecture(config: Json) -> Architecture:
     known = ", ".join(architecture.name for architecture in ARCHITECTURES)
     named = config.get("architectures")
     if named:
-        found = [f for f in ARCHITECTURES if named == [f.name]]
-        if not found:
+        matches = [f for f in ARCHITECTURES if named == [f.name]]
+        if not matches:
             raise ValueError(f"`architectures` must be one of {known}, but is {named!r:.100}")
     else:
-        found = [f for f in ARCHITECTURES if config.get("model_type") == f.model_type]
-        if not found:
+        matches = [f for f in ARCHITECTURES if config.get("model_type") == f.model_type]
+        if not matches:
             raise ValueError(
                 f"`architectures` must be one of {known}, but is missing, and `model_type` is "
                 f"{config.get('model_type')!r:.100}"
             )
-    return found[0]
+    return matches[0]
 
 
 def model_of(architecture: Architecture, config: Json) -> ModelConfig:
@@ -265,9 +267,9 @@ def architecture_of(model: ModelConfig) -> Architecture:
     """
     classifies = model.num_classes is not None
     family = [
-        each
-        for each in ARCHITECTURES
-        if dict(each.ours_fixed)["family"] == model.family and each.classifies == classifies
+        architecture
+        for architecture in ARCHITECTURES
+        if dict(architecture.ours_fixed)["family"] == model.family and architecture.classifies == classifies
     ]
     if not family:
         raise CheckpointError(
@@ -290,17 +292,21 @@ def architecture_of(model: ModelConfig) -> Architecture:
 
 
 def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
-    """Why an architecture cannot express this model; empty if it can."""
+    """The reasons why an architecture cannot express this model; empty if it can."""
     allowed = [(field, [value]) for field, value in architecture.ours_fixed]
-    allowed += [(each.ours, [ours for _, ours in each.words]) for each in architecture.settings if each.words]
-    found = [
+    allowed += [
+        (setting.ours, [ours for _, ours in setting.words])
+        for setting in architecture.settings
+        if setting.words
+    ]
+    reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed
         if getattr(model, field) not in values
     ]
     if architecture.classifies != (model.num_classes is not None):
-        found.append(f"`num_classes` must be {'set' if architecture.classifies else 'unset'}")
-    return found + [limit.words for limit in architecture.limits if not limit.holds(model)]
+        reasons.append(f"`num_classes` must be {'set' if architecture.classifies else 'unset'}")
+    return reasons + [limit.words for limit in architecture.limits if not limit.holds(model)]
 
 
 def config_of(

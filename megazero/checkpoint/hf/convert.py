@@ -32,7 +32,7 @@ KIND = "weights"
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written.
+    """The checkpoint that was written from a Hugging Face model.
 
     Attributes:
         folder: the checkpoint.
@@ -64,27 +64,27 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
     if saved_iterations(out_dir):
         raise CheckpointError(f"`{out_dir}` must hold no checkpoints, but holds some; name another folder")
     with HFReader(hf_dir) as reader:
-        found = reader.description
-        tokenizer = TokenizerConfig(**tokenizer_settings(reader.folder, found.vocab_size))
+        description = reader.description
+        tokenizer = TokenizerConfig(**tokenizer_settings(reader.folder, description.vocab_size))
         facts = {
             "kind": KIND,
-            "converted_from": {"architecture": found.architecture.name, "dtype": found.dtype},
-            "model": {**found.model.model_dump(mode="json"), "vocab_size": found.vocab_size},
-            "vocab_size": found.vocab_size,
+            "converted_from": {"architecture": description.architecture.name, "dtype": description.dtype},
+            "model": {**description.model.model_dump(mode="json"), "vocab_size": description.vocab_size},
+            "vocab_size": description.vocab_size,
             "tokenizer": tokenizer.model_dump(mode="json"),
-            "token_ids": asdict(found.tokens),
-            "finetune": {"labels": list(found.labels)},
+            "token_ids": asdict(description.tokens),
+            "finetune": {"labels": list(description.labels)},
         }
         folder = write_checkpoint(out_dir, 0, later_weights(reader), facts, disk=disk)
         parameters = sum(Box.whole(shape).numel for shape in reader.shapes.values())
         return Imported(
             folder,
-            found.architecture.name,
+            description.architecture.name,
             len(reader.shapes),
             parameters,
-            found.model,
+            description.model,
             tokenizer,
-            found.labels,
+            description.labels,
         )
 
 
@@ -122,8 +122,8 @@ def convert_to_hf(
     facts = _facts_of(reader)
     section = tokenizer or facts.tokenizer
     model = facts.model
-    for each in approximations:
-        model = each.of(model, reader.folder)
+    for approximation in approximations:
+        model = approximation.of(model, reader.folder)
     try:
         files = tokenizer_files(section, facts.model.vocab_size, facts.model.positions)
     except DataError as error:

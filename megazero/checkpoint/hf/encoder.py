@@ -1,4 +1,4 @@
-"""What transformers' two kinds of BERT have in common: all but the place of their norms.
+"""The common parts of transformers' two kinds of BERT, which differ only in the place of their norms.
 
 Each is several classes, one for each set of heads, which are rows of their own. A class without the binary
 head still has token types. Ours has them only if that is set, so a table of zeros stands for none.
@@ -144,7 +144,7 @@ LIMITS = (
 
 
 def heads_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
-    """With the binary head if its tensors are there, and with token types if they say anything.
+    """The model with the binary head if its tensors are there, and token types if they say anything.
 
     Google's own files name the class without the binary head, but hold it.
     """

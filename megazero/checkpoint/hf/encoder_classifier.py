@@ -48,7 +48,7 @@ def _classifier(base: Architecture, name: str, body: tuple[TensorRule, ...]) -> 
         rules=(*body, *encoder.POOLER, *encoder.CLASSIFIER),
         copies=(),
         blank=encoder.BLANK,
-        settings=tuple(each for each in base.settings if each.ours not in _OF_PRETRAINING),
+        settings=tuple(setting for setting in base.settings if setting.ours not in _OF_PRETRAINING),
         ours_fixed=tuple((field, value) for field, value in base.ours_fixed if field not in _OF_PRETRAINING),
         limits=encoder.TRUNK_LIMITS,
         classifies=True,

@@ -1,4 +1,4 @@
-"""What architectures with a mixture of experts have in common: expert tensors, settings and conditions.
+"""The common parts of architectures with a mixture of experts: expert tensors, settings and conditions.
 
 Files hold the matrices of each expert one by one. transformers 5 stacks them in memory, and a state that was
 saved without its help has the stacked ones, so both are read; what is written is one by one, as it writes.

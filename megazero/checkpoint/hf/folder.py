@@ -106,7 +106,7 @@ class TensorFolder:
                 raise CheckpointError(
                     f"`{path}` must name files that are there, but {name:.200} is missing; fetch it again"
                 )
-        found: dict[str, Stored] = {}
+        stored: dict[str, Stored] = {}
         for name in sorted(set(weight_map.values())):
             tensors = self._tensors_of(files, name)
             claimed = {tensor for tensor, file in weight_map.items() if file == name}
@@ -115,8 +115,8 @@ class TensorFolder:
                     f"`{path}` must say what is in {name}, but they differ in {named(wrong)}; fetch both "
                     "again"
                 )
-            found |= tensors
-        return found
+            stored |= tensors
+        return stored
 
     def _tensors_of(self, files: ExitStack, name: str) -> dict[str, Stored]:
         # Download caches consist of links.

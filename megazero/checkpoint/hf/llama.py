@@ -70,7 +70,9 @@ def rules_with(mlp: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
 
 def with_defaults(settings: tuple[FieldPair, ...], **defaults: Any) -> tuple[FieldPair, ...]:
     """The settings of an architecture for which transformers assumes other values, by their names."""
-    return tuple(replace(each, default=defaults.get(each.theirs, each.default)) for each in settings)
+    return tuple(
+        replace(setting, default=defaults.get(setting.theirs, setting.default)) for setting in settings
+    )
 
 
 def plain_rope(config: Json) -> dict[str, Any]:
@@ -166,5 +168,5 @@ LLAMA = Architecture(
     complete=with_rope_parameters,
 )
 
-UNBIASED_SETTINGS = tuple(each for each in LLAMA.settings if each.ours != "add_bias_linear")
+UNBIASED_SETTINGS = tuple(setting for setting in LLAMA.settings if setting.ours != "add_bias_linear")
 """For descendants whose ``config.json`` says nothing of biases."""

@@ -35,7 +35,7 @@ MIXTRAL = replace(
     ),
     settings=(
         *with_defaults(
-            tuple(each for each in UNBIASED_SETTINGS if each.theirs != _WIDTH),
+            tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs != _WIDTH),
             num_key_value_heads=8,
             max_position_embeddings=4096 * 32,
             rms_norm_eps=1e-5,

@@ -54,7 +54,7 @@ BLANK = tuple(replace(rule, layer=_without_shared_experts) for rule in _SHARED_R
 
 
 def shared_seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
-    """Without shared experts if these are one channel of zeros, as they are written for a model without."""
+    """The model, without shared experts if these are one channel of zeros, which stands for none."""
     bare = model.model_copy(
         update={"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
     )
@@ -93,7 +93,7 @@ def plain(config: Json) -> dict[str, Any]:
 
 
 def sparse_step(model: ModelConfig) -> int:
-    """Every how many layers there are experts, the last of each so many; 1 unless that says it all."""
+    """The distance between layers with experts, if they are the last of so many each; else 1."""
     first = next(number for number in range(model.num_layers) if experts_of(model, number))
     regular = all(
         (experts_of(model, number) > 0) == ((number + 1) % (first + 1) == 0)

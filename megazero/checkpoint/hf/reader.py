@@ -152,9 +152,9 @@ class HFReader(Source):
                 for name, tensor in present.items()
             }
         for pattern, name in architecture.renamed:
-            present = {re.sub(rf"\A{pattern}\Z", name, found): tensor for found, tensor in present.items()}
+            present = {re.sub(rf"\A{pattern}\Z", name, theirs): tensor for theirs, tensor in present.items()}
         ignored = [re.compile(pattern) for pattern in architecture.ignored]
-        return {n: t for n, t in present.items() if not any(each.fullmatch(n) for each in ignored)}
+        return {n: t for n, t in present.items() if not any(pattern.fullmatch(n) for pattern in ignored)}
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""
@@ -169,14 +169,14 @@ class HFReader(Source):
         for name, link in self.table.by_theirs.items():
             stored = present.get(name)
             if stored is not None and (stored.shape != link.their_shape or stored.dtype not in FLOATS):
-                found, expected = list(stored.shape), list(link.their_shape)
-                wrong.append(f"hold {name} as {stored.dtype} {found} instead of floats {expected}")
+                actual, expected = list(stored.shape), list(link.their_shape)
+                wrong.append(f"hold {name} as {stored.dtype} {actual} instead of floats {expected}")
         if wrong:
             raise self._misfit("they " + "; ".join(wrong[:8]))
         return present
 
     def _without_copies(self, present: dict[str, Stored]) -> dict[str, Stored]:
-        """Either of two tensors that must be equal may be missing; what the table does not have is left out.
+        """Drop copies that the table does not have; either of two tensors that must be equal may be missing.
 
         Raises:
             CheckpointError: both are there, and differ.
@@ -195,7 +195,7 @@ class HFReader(Source):
         return present
 
     def _check_copy(self, copy: Stored, original: Stored, name: str) -> None:
-        """Two tensors that must be the same: `original`, whose name today is `name`, and its copy."""
+        """Check that a copy equals its `original`, whose name today is `name`."""
         same = (copy.shape, copy.dtype) == (original.shape, original.dtype)
         if same:
             step = max(1, CHUNK // max(1, copy.shape[-1])) if copy.shape else 1

@@ -40,7 +40,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What belongs to a model besides its weights.
+    """The parts of a model besides its weights.
 
     Attributes:
         tokens: the special tokens.
@@ -55,7 +55,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The folder that was written for transformers.
 
     Attributes:
         folder: the folder.
@@ -160,7 +160,7 @@ def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
     straight = link.is_straight and link.box == Box.whole(link.shape) and dtype == torch.float32
     boxes = [link.box] if straight else cut(link.box, range(len(link.shape)), CHUNK)
     source.read([Part(link.key, link.shape, box, seen[box.within(link.box)]) for box in boxes])
-    if dtype == torch.float16 and not all(math.isfinite(each) for each in theirs.aminmax()):
+    if dtype == torch.float16 and not all(math.isfinite(extreme) for extreme in theirs.aminmax()):
         raise CheckpointError(
             f"`{link.key}` must be finite as float16, but has values beyond its range; export bfloat16 or "
             "float32"

@@ -24,7 +24,7 @@ _TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_mod
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Build the parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint import-megatron",
         description="Import the weights of a GPT or BERT from a checkpoint of Megatron-LM or "
@@ -122,7 +122,7 @@ def import_megatron(
 
 
 def report(reader: MegatronReader, folder: Path) -> str:
-    """What was read and written, and how to train on it."""
+    """Describe what was read and written, and how to train on it."""
     elements = sum(Box.whole(shape).numel for shape in reader.shapes.values())
     files = reader.files
     parts = "modules" if files.form is Form.LAYERS else "pipeline stages"
@@ -142,18 +142,19 @@ def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig:
     try:
         return TokenizerConfig(**{name: getattr(flags, name) for name in _TOKENIZER_FLAGS})
     except ValidationError as error:
-        raise ConfigError([f"`{each['loc'][0]}`: {each['msg']}" for each in error.errors()]) from error
+        raise ConfigError([f"`{fault['loc'][0]}`: {fault['msg']}" for fault in error.errors()]) from error
 
 
 def _read_arguments(path: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(read_regular_text(path))
+        arguments = json.loads(read_regular_text(path))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"`--megatron-args` must be a JSON file, but {path} cannot be read: {error}; correct it"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise ConfigError(
-            f"`--megatron-args` must hold a JSON object, but {path} holds a {type(found).__name__}; write one"
+            f"`--megatron-args` must hold a JSON object, but {path} holds a {type(arguments).__name__}; "
+            "write one"
         )
-    return found
+    return arguments

@@ -1,4 +1,4 @@
-"""Which files make up a checkpoint of Megatron-LM or Megatron-DeepSpeed; only text files are opened here.
+"""The files of a checkpoint of Megatron-LM or Megatron-DeepSpeed; only text files are opened here.
 
 Three forms, by pipeline stage PPP and tensor-parallel rank TT::
 
@@ -26,7 +26,7 @@ _TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
 
 
 class Form(Enum):
-    """Who wrote it, and whether as a pipeline of layers; see the module."""
+    """The program that wrote it, and whether as a pipeline of layers; see the module."""
 
     MEGATRON = "Megatron-LM"
     DEEPSPEED = "Megatron-DeepSpeed"
@@ -63,7 +63,7 @@ def find_files(source: Path) -> Files:
     """
     try:
         folder = _checkpoint_folder(source)
-        names = sorted(each.name for each in folder.iterdir())
+        names = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
         raise CheckpointError(f"`{source}` must be a readable folder, but is not: {error}") from error
     _refuse_other_forms(folder, names)
@@ -107,8 +107,8 @@ def _checkpoint_folder(source: Path) -> Path:
 
 def _is_checkpoint(folder: Path) -> bool:
     return any(
-        each.name.startswith(("mp_rank_", "layer_", "zero_pp_rank_")) or each.name == ".metadata"
-        for each in folder.iterdir()
+        entry.name.startswith(("mp_rank_", "layer_", "zero_pp_rank_")) or entry.name == ".metadata"
+        for entry in folder.iterdir()
     )
 
 

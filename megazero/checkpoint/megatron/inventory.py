@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by Core's names over the whole model, and whether that makes our model."""
+"""The tensors of a checkpoint, by Core's names over the whole model, and whether they make our model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """Where a tensor is: the stage, the model chunk in its files, and its name there."""
+    """The place of a tensor: the stage, the model chunk in its files, and its name there."""
 
     stage: int
     chunk: str
@@ -42,8 +42,8 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class Found:
-    """One tensor: where it is, what it is on each rank, and by how much its copies differ at most."""
+class TensorRecord:
+    """One tensor: its place, its shape and dtype on each rank, and by how much its copies differ at most."""
 
     saved: SavedTensor
     shapes: tuple[tuple[int, ...], ...]
@@ -51,8 +51,8 @@ class Found:
     difference: float = 0.0
 
 
-Inventory = Mapping[str, Found]
-"""Megatron-Core's name, with the number of the layer in the whole model -> what was found."""
+Inventory = Mapping[str, TensorRecord]
+"""Megatron-Core's name, with the number of the layer in the whole model -> the record of the tensor."""
 
 
 def take_inventory(stages: Stages) -> Inventory:
@@ -61,27 +61,27 @@ def take_inventory(stages: Stages) -> Inventory:
     Raises:
         CheckpointError: ranks of a stage hold different tensors, or a tensor is there twice.
     """
-    chunks: dict[tuple[int, int], dict[str, Found]] = {}
+    chunks: dict[tuple[int, int], dict[str, TensorRecord]] = {}
     for stage in range(len(stages.files.stages)):
         for chunk, ranks in stages.chunks(stage).items():
             virtual = int(chunk.removeprefix("model") or 0)
             chunks[virtual, stage] = dict(_of_chunk(stage, chunk, ranks))
-    two_stacks = has_two_stacks([name for found in chunks.values() for name in found])
-    whole: dict[str, Found] = {}
+    two_stacks = has_two_stacks([name for names in chunks.values() for name in names])
+    whole: dict[str, TensorRecord] = {}
     first_layer, twice = 0, []
     # A stage's second chunk comes after the last stage's first one.
     for place in sorted(chunks):
-        named = ((core_name(name, two_stacks), each) for name, each in chunks[place].items())
-        found = {name: each for name, each in named if name is not None}
-        numbers = {number for name in found if (number := layer_of(name)) is not None}
+        named = ((core_name(name, two_stacks), record) for name, record in chunks[place].items())
+        own = {name: record for name, record in named if name is not None}
+        numbers = {number for name in own if (number := layer_of(name)) is not None}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(
                 f"`{stages.files.stages[place[1]][0]}` must number its layers from 0, but has "
                 f"{sorted(numbers)}; copy all files"
             )
-        found = {moved(name, first_layer): each for name, each in found.items()}
-        twice += [name for name in found if name in whole]
-        whole |= found
+        own = {moved(name, first_layer): record for name, record in own.items()}
+        twice += [name for name in own if name in whole]
+        whole |= own
         first_layer += len(numbers)
     if twice:
         raise CheckpointError(
@@ -90,7 +90,7 @@ def take_inventory(stages: Stages) -> Inventory:
     return whole
 
 
-def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tuple[str, Found]]:
+def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tuple[str, TensorRecord]]:
     for rank, weights in enumerate(ranks):
         if uneven := weights.keys() ^ ranks[0].keys():
             raise CheckpointError(
@@ -104,7 +104,7 @@ def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tupl
             shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
             comparable = len({*shapes}) == 1 and dtypes[0] in _FLOATS and len({*dtypes}) == 1
             apart = _difference(tensors) if comparable and held_whole(core) else 0.0
-            yield name, Found(SavedTensor(stage, chunk, name), shapes, dtypes, apart)
+            yield name, TensorRecord(SavedTensor(stage, chunk, name), shapes, dtypes, apart)
 
 
 def _difference(copies: Sequence[Tensor]) -> float:
@@ -124,7 +124,7 @@ def check(
 
     Raises:
         CheckpointError: names all tensors that are missing, unknown, of another shape, or unequal although
-    they must be copies.
+            they must be copies.
     """
     copies = {HEAD_COPY, HEAD} - links.keys()
     unknown = inventory.keys() - links.keys() - copies
@@ -153,28 +153,30 @@ def check(
         )
 
 
-def _misfits(name: str, found: Found, sliced: Sliced, link: Link, average_replicas: bool) -> Iterator[str]:
-    ranks = len(found.shapes)
+def _misfits(
+    name: str, record: TensorRecord, sliced: Sliced, link: Link, average_replicas: bool
+) -> Iterator[str]:
+    ranks = len(record.shapes)
     expected = sliced.shape(link, ranks)
     if expected is None:
         yield f"cannot have {name}, {list(link.their_shape)}, split over {ranks} ranks"
         return
     if sliced.letter == "v":  # padded, and the padding is not known before the rows are counted
-        expected = (found.shapes[0][0] if found.shapes[0] else 0, *expected[1:])
-    if any(shape != expected for shape in found.shapes):
-        shapes = [list(shape) for shape in found.shapes]
+        expected = (record.shapes[0][0] if record.shapes[0] else 0, *expected[1:])
+    if any(shape != expected for shape in record.shapes):
+        shapes = [list(shape) for shape in record.shapes]
         yield f"holds {name} as {shapes} instead of {list(expected)} per rank"
-    if found.dtypes[0] not in _FLOATS or len(set(found.dtypes)) > 1:
-        dtypes = ", ".join(sorted({str(dtype) for dtype in found.dtypes}))
+    if record.dtypes[0] not in _FLOATS or len(set(record.dtypes)) > 1:
+        dtypes = ", ".join(sorted({str(dtype) for dtype in record.dtypes}))
         yield f"holds {name} as {dtypes} instead of floats of one kind"
-    if found.difference != 0.0 and not average_replicas:  # NaN counts as a difference too
+    if record.difference != 0.0 and not average_replicas:  # NaN counts as a difference too
         yield (
             f"holds {name}, whose copies on the tensor-parallel ranks differ by up to "
-            f"{found.difference:.2g}; --average-replicas takes their mean"
+            f"{record.difference:.2g}; --average-replicas takes their mean"
         )
 
 
-def _same(word: Found, copy: Found, stages: Stages) -> bool:
+def _same(word: TensorRecord, copy: TensorRecord, stages: Stages) -> bool:
     if (word.shapes, word.dtypes) != (copy.shapes, copy.dtypes):
         return False
     # Copied, because opening the other stage closes this one; one rank's at a time.

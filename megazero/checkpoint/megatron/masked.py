@@ -1,4 +1,4 @@
-"""What Megatron's BERT has beyond its GPT: how to tell it, its settings, and its tensors' conditions.
+"""Megatron's BERT, as far as it differs from its GPT: how to tell it, its settings and conditions of tensors.
 
 Megatron's arguments do not say which kind of model they are of; the names of the tensors do.
 """
@@ -35,15 +35,15 @@ def family_settings(names: Collection[str], arguments: Mapping[str, Any]) -> dic
 
 
 def with_masked_head(model: ModelConfig) -> bool:
-    """Present in a BERT."""
+    """Whether a tensor is present: in a BERT."""
     return model.family == _FAMILY
 
 
 def with_binary_head(model: ModelConfig) -> bool:
-    """Present in a BERT that tells whether two segments are in order."""
+    """Whether a tensor is present: in a BERT that tells whether two segments are in order."""
     return with_masked_head(model) and model.bert_binary_head
 
 
 def with_types(model: ModelConfig) -> bool:
-    """Present in a BERT with token types."""
+    """Whether a tensor is present: in a BERT with token types."""
     return with_masked_head(model) and model.has_token_types

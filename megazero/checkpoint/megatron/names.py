@@ -1,4 +1,4 @@
-"""What Megatron's tensors are called and how ours are made from them.
+"""The names of Megatron's tensors, and how ours are made from them.
 
 Each generation has names of its own. `core_name` turns all of them into those of Megatron-Core's plain
 layers, which are a decoder's; one table says which parts of ours those are, and along which of our dims
@@ -64,7 +64,7 @@ _FOREIGN = tuple(
             r"inter_attention|cross_attention|cross_attn|^language_model\.decoder\.|^encoder\.",
             "encoder-decoder",
         ),
-        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "other heads than those of its kind"),
+        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "heads that its kind does not have"),
         (r"vision|image|patch", "vision"),
         (r"^mtp\.", "multi-token prediction"),
         (r"mixer\.|mamba", "state-space"),
@@ -106,7 +106,7 @@ def moved(name: str, by: int) -> str:
 
 
 def prefix_of_layer_file(names: Iterable[str]) -> str:
-    """What a whole model puts before the names in the file of one module of DeepSpeed's pipeline."""
+    """The prefix that names in the file of one module of DeepSpeed's pipeline have in a whole model."""
     names = set(names)
     if "word_embeddings.weight" in names:
         return "language_model.embedding."
@@ -143,8 +143,8 @@ class Sliced:
         step = rows if self.letter == "v" else size // ranks
         for rank in range(ranks):
             start, stop = min(size, rank * step), min(size, (rank + 1) * step)
-            offset = tuple(start if each == dim else 0 for each in range(len(link.shape)))
-            shape = tuple(stop - start if each == dim else n for each, n in enumerate(link.shape))
+            offset = tuple(start if d == dim else 0 for d in range(len(link.shape)))
+            shape = tuple(stop - start if d == dim else n for d, n in enumerate(link.shape))
             yield Box(offset, shape)
 
     def shape(self, link: Link, ranks: int) -> tuple[int, ...] | None:

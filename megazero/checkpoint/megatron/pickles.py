@@ -132,5 +132,5 @@ def _allowed(inert: Iterable[str]) -> list[SafeGlobal]:
 
 
 def _member(owner: Any, name: str) -> Any:
-    """Stands in for `getattr`, with which some versions of Python store members of enums."""
+    """Stand in for `getattr`, with which some versions of Python store members of enums."""
     return PositionEmbedding[name] if owner is PositionEmbedding else Inert()

@@ -24,7 +24,7 @@ from megazero.errors import CheckpointError, ConfigError
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What a user decides about an import.
+    """A user's decisions about an import.
 
     Attributes:
         trust_pickle: whether the files may be unpickled at all.
@@ -85,12 +85,12 @@ class MegatronReader:
             )
         arguments = {**(header.arguments or {}), **options.arguments}
         self._check_ranks(arguments)
-        core = not any(found.saved.name.startswith("language_model.") for found in inventory.values())
+        core = not any(tensor.saved.name.startswith("language_model.") for tensor in inventory.values())
         family = family_settings(inventory, arguments)
         settings = read_settings(arguments, family=family, core=core)
         if settings.model.num_layers > len(inventory):  # before names are made for all of them
             raise CheckpointError(
-                f"`num_layers` must be that of the {len(inventory)} tensors in `{self.files.folder}`, but "
+                f"`num_layers` must fit the {len(inventory)} tensors in `{self.files.folder}`, but "
                 f"Megatron's arguments say {settings.model.num_layers}; correct them with --megatron-args"
             )
         self.padded_vocab_size = _rows(inventory)
@@ -99,7 +99,7 @@ class MegatronReader:
         links = links_of(rules(self.checkpoint_version), self.model, size)
         check(inventory, links, self._stages, average_replicas=self._average)
         self._places: Mapping[Key, tuple[Sliced, Link, SavedTensor]] = MappingProxyType(
-            {links[n][1].key: (*links[n], found.saved) for n, found in inventory.items() if n in links}
+            {links[n][1].key: (*links[n], tensor.saved) for n, tensor in inventory.items() if n in links}
         )
         self.shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType(
             {key: link.shape for key, (_, link, _) in self._by_stage()}
@@ -147,9 +147,9 @@ class MegatronReader:
             values = [getattr(header, what) for header in headers]
             if len(set(values)) > 1:
                 pairs = zip(values, paths, strict=True)
-                found = ", ".join(f"{value} in {path.relative_to(folder)}" for value, path in pairs)
+                places = ", ".join(f"{value} in {path.relative_to(folder)}" for value, path in pairs)
                 raise CheckpointError(
-                    f"`{folder}` must be of one {what}, but its ranks are of {found[:400]}; copy all "
+                    f"`{folder}` must be of one {what}, but its ranks are of {places[:400]}; copy all "
                     f"ranks of one checkpoint"
                 )
         if headers[0].version not in VERSIONS:

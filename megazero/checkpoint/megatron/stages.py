@@ -26,7 +26,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank's file holds besides its weights.
+    """The contents of a rank's file besides its weights.
 
     Attributes:
         arguments: Megatron's arguments, or None.
@@ -90,7 +90,7 @@ class Stages:
             return {"model": {prefix + name: tensor for name, tensor in names.items()}}
         if self.files.form is Form.DEEPSPEED:
             loaded = {"model": loaded["module"]} if loaded.get("module") is not None else {}
-        chunks = {name: each for name, each in loaded.items() if _MODEL.fullmatch(str(name))}
+        chunks = {name: content for name, content in loaded.items() if _MODEL.fullmatch(str(name))}
         if not chunks or chunks.keys() not in (
             {"model"},
             {f"model{number}" for number in range(len(chunks))},
@@ -99,7 +99,7 @@ class Stages:
                 f"`{path}` must hold `module`, `model`, or `model0`, `model1` and so on, but holds "
                 f"{', '.join(sorted(map(str, loaded)))[:200] or 'nothing'}; copy all files of the checkpoint"
             )
-        return {name: dict(flatten(path, each)) for name, each in chunks.items()}
+        return {name: dict(flatten(path, weights)) for name, weights in chunks.items()}
 
     def _load(self, path: Path) -> Mapping[str, Any]:
         loaded = load_pickle(path, self._inert)
@@ -130,7 +130,7 @@ def _header(loaded: Mapping[str, Any]) -> Header:
 def _plain(value: Any) -> Any:
     """A value that can be compared and printed; anything else becomes inert."""
     if isinstance(value, (list, tuple)):
-        return tuple(_plain(each) for each in value)
+        return tuple(_plain(item) for item in value)
     return value if isinstance(value, (bool, int, float, str, PositionEmbedding, type(None))) else Inert()
 
 
@@ -146,14 +146,15 @@ def flatten(path: Path, tree: Any, prefix: str = "", depth: int = 0) -> Iterator
         )
     if not isinstance(tree, Mapping):
         raise CheckpointError(f"`{path}` must hold weights by name, but holds a {type(tree).__name__}")
-    for name, each in tree.items():
+    for name, value in tree.items():
         if not isinstance(name, str):
             raise CheckpointError(f"`{path}` must hold weights by name, but one is called {name!r}")
-        if isinstance(each, Mapping):
-            yield from flatten(path, each, f"{prefix}{name}.", depth + 1)
-        elif isinstance(each, Tensor):
-            if each.layout is not torch.strided or each.device.type != "cpu":
+        if isinstance(value, Mapping):
+            yield from flatten(path, value, f"{prefix}{name}.", depth + 1)
+        elif isinstance(value, Tensor):
+            if value.layout is not torch.strided or value.device.type != "cpu":
                 raise CheckpointError(
-                    f"`{path}` must hold dense tensors, but {prefix}{name} is {each.layout} on {each.device}"
+                    f"`{path}` must hold dense tensors, but {prefix}{name} is {value.layout} on "
+                    f"{value.device}"
                 )
-            yield prefix + name, each
+            yield prefix + name, value

@@ -1,4 +1,4 @@
-"""How the splits of a BERT run are made, for `megazero.data.build`."""
+"""The builder of the splits of a BERT run, for `megazero.data.build`."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class BERTDataset(SampleDataset):
         return batch
 
     def whereabouts(self, number: int) -> str:
-        """Where the text of a sample is: its first and its last sentence."""
+        """The place of a sample's text: its first and its last sentence."""
         first, end = self.rows[number, :2].tolist()
         return f"{self.indexed.prefix}: sentences {first} to {end - 1}"
 

@@ -11,7 +11,7 @@ from megazero.data.index_check import ONE, blocks
 def sample_map_fault(
     rows: np.ndarray, lengths: np.ndarray, boundaries: np.ndarray, plan: MapPlan
 ) -> str | None:
-    """What is wrong with a sample map, as a clause, or None.
+    """Return a clause that says what is wrong with a sample map, or None.
 
     In each epoch the rows of a document that is used are all its sentences, one row after the other; of other
     documents there are none. Arguments as for `build_sample_map`. Takes time and memory in proportion to the
@@ -49,7 +49,7 @@ def sample_map_fault(
 
 
 def _used(lengths: np.ndarray, boundaries: np.ndarray, min_sentences: int) -> np.ndarray:
-    """Which documents give samples, bool [documents]; as `count_documents` counts them."""
+    """A mask of the documents that give samples, bool [documents], as `count_documents` counts them."""
     sentences = np.diff(boundaries)
     low, high = int(boundaries[0]), int(boundaries[-1])
     places = low + np.flatnonzero(np.asarray(lengths[low:high]) > LONGEST_SENTENCE)

@@ -1,4 +1,4 @@
-"""Which sentences make which sample of a BERT dataset, in Megatron-Core's order.
+"""The sentences of each sample of a BERT dataset, in Megatron-Core's order.
 
 The documents are walked in file order, epoch after epoch, until the samples suffice. Sentences of a document
 are packed until they reach a target length; now and then the target is a short one, so that the model meets
@@ -25,7 +25,7 @@ _DRAWS = 4096  # random numbers that the reference draws in one go
 
 @dataclass(frozen=True)
 class MapPlan:
-    """How to pack sentences.
+    """A plan by which to pack sentences.
 
     num_samples: the least number of samples, over as many epochs as it takes; None: exactly `epochs` epochs.
     target: tokens of a full sample, without the special tokens; at least 2. min_sentences: 2 if a sample has
@@ -48,14 +48,14 @@ class MapPlan:
 
     @property
     def short_ratio(self) -> int:
-        """One target in so many is a short one; 0: none is."""
+        """The number of targets to each short one; 0 if none is short."""
         if self.short_seq_prob == 0:
             return 0
         # Half away from zero, as C rounds. From 2^32 on only the draw 0 is a multiple, whatever the ratio.
         return math.floor(min(1.0 / self.short_seq_prob, 2.0**32) + 0.5)
 
     def is_reached(self, rows: int, epoch: int) -> bool:
-        """Whether no epoch follows after `epoch` of them gave so many rows."""
+        """Whether `epoch` epochs, which gave `rows` rows, are enough."""
         return epoch >= self.epochs if self.num_samples is None else rows >= self.num_samples
 
 
@@ -78,7 +78,7 @@ class DocumentCounts:
 
     @property
     def reasons(self) -> str:
-        """Why documents are left out, with the number of each."""
+        """The reasons for which documents are left out, with the number of documents for each."""
         listed = (
             (self.empty, "empty"),
             (self.single, "of one sentence"),

@@ -109,7 +109,7 @@ class Sidecar:
         return sidecar
 
     def check_index(self, path: Path, idx_hash: str, idx_size: int, bin_size: int) -> None:
-        """Raises DataError unless both files have the recorded sizes and the `.idx` the recorded hash."""
+        """Raise DataError unless both files have the recorded sizes and the `.idx` the recorded hash."""
         for suffix, size, recorded in ((".idx", idx_size, self.idx_size), (".bin", bin_size, self.bin_size)):
             if size != recorded:
                 raise DataError(
@@ -143,7 +143,7 @@ class TokenBlocks:
         return len(self.sidecar.bin_blocks)
 
     def check(self, number: int) -> None:
-        """Raises DataError, naming bytes, sums and documents, unless this block has its recorded sum."""
+        """Raise DataError, naming bytes, sums and documents, unless this block has its recorded sum."""
         begin, end = number * BLOCK, min((number + 1) * BLOCK, self.content.size)
         actual, recorded = crc32(self.content[begin:end]), self.sidecar.bin_blocks[number]
         if actual != recorded:
@@ -160,7 +160,7 @@ class TokenBlocks:
         return sorted({number for first, last in set(pairs) for number in range(first, last + 1)})
 
     def _documents(self, begin: int, end: int) -> str:
-        """Which documents have some of these bytes."""
+        """Name the documents that have some of these bytes."""
         first = int(np.searchsorted(self.offsets, begin, "right")) - 1
         last = int(np.searchsorted(self.offsets, end, "left")) - 1
         numbers = np.searchsorted(self.document_index, [first, last], "right") - 1

@@ -76,7 +76,7 @@ def normal_dtype(dtype: np.dtype | type | str) -> np.dtype:
 
 
 def parse_mmididx(path: Path, index: np.ndarray, bin_size: int, multimodal: bool = False) -> IndexTables:
-    """Checks and splits an MMIDIDX file.
+    """Check and split an MMIDIDX file.
 
     path: the `.idx`, for messages; index: its bytes, uint8 [file size]; bin_size: the `.bin`'s size in bytes.
     Raises DataError naming the file, the field and its value.
@@ -126,7 +126,7 @@ def split_mmididx(index: np.ndarray, sequences: int) -> tuple[np.ndarray, np.nda
 
 
 def parse_tntidx(path: Path, index: np.ndarray, bin_size: int) -> IndexTables:
-    """Checks and converts a legacy TNTIDX file (one-dimensional items); arguments as for `parse_mmididx`."""
+    """Check and convert a legacy TNTIDX file (one-dimensional items); arguments as for `parse_mmididx`."""
     if index.size < TNTIDX_HEADER.size:
         raise DataError(
             f"`{path}` must hold a header of {TNTIDX_HEADER.size} bytes, but is {index.size} bytes long; "
@@ -196,7 +196,7 @@ def _dtype_of_code(path: Path, code: int) -> np.dtype:
 
 
 def check_file_size(path: Path, size: int, sequences: int, entries: int, multimodal: bool = False) -> None:
-    """Raises DataError unless an MMIDIDX file of so many sequences and document entries has this size."""
+    """Raise DataError unless an MMIDIDX file of so many sequences and document entries has this size."""
     plain = MMIDIDX_HEADER.size + 12 * sequences + 8 * entries
     with_modes = plain + sequences
     if size == (with_modes if multimodal else plain):
@@ -242,7 +242,7 @@ def _check_documents(path: Path, document_index: np.ndarray, sequences: int) -> 
 def check_sequences(
     path: Path, lengths: np.ndarray, offsets: np.ndarray, itemsize: int, bin_size: int
 ) -> None:
-    """Raises DataError unless lengths >= 0 and offsets are their running sum, which ends with the `.bin`."""
+    """Raise DataError unless lengths >= 0 and offsets are their running sum, which ends with the `.bin`."""
     total = 0
     for begin in range(0, lengths.size, _CHUNK):
         part = lengths[begin : begin + _CHUNK]

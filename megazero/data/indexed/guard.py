@@ -40,7 +40,7 @@ class FileState:
         return cls(status.st_size, status.st_mtime_ns, status.st_ino)
 
     def difference(self, now: FileState | None) -> str:
-        """How a file that was so differs now, as a clause without its subject."""
+        """Say how a file that was so differs `now`, as a clause without its subject."""
         if now is None:
             return f"is gone or cannot be read, and was {self.size} bytes"
         if now.size != self.size:

@@ -86,7 +86,7 @@ class IndexedDataset:
         return parse_mmididx(self.path_idx, self._index, self._bytes.size, self._multimodal)
 
     def _check_signs(self) -> None:
-        """Signed types of 1 and 2 bytes are so rare that a flipped bit in the header is likelier."""
+        """Refuse negative ids of 1 or 2 bytes: so rare a type is more likely a flipped bit in the header."""
         if (
             self.dtype.kind == "i"
             and self.dtype.itemsize <= 2
@@ -146,7 +146,7 @@ class IndexedDataset:
         )
 
     def __reduce__(self) -> tuple[type, tuple[str, bool, bool, bool]]:
-        """Pickles as a path: a worker process maps the files itself instead of receiving their bytes."""
+        """Pickle as a path: a worker process maps the files itself instead of receiving their bytes."""
         return type(self), (self.prefix, self._multimodal, False, self._guarded)
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -222,7 +222,7 @@ class IndexedDataset:
             yield self._bytes[begin : begin + _SAMPLE_BYTES]
 
     def validate(self, full: bool = False) -> None:
-        """Checks the index again and, with `full`, the tokens against the sidecar; DataError on damage.
+        """Check the index again and, with `full`, the tokens against the sidecar; DataError on damage.
 
         Without a sidecar a full check can only look for negative ids, which no tokenizer produces.
         """
@@ -283,7 +283,7 @@ def file_hashes(dataset: IndexedDataset) -> dict[str, str | None]:
 def open_indexed(
     prefix: str | Path, multimodal: bool = False, verify: bool = False, guarded: bool = False
 ) -> IndexedDataset:
-    """Opens either kind of dataset, told apart by the first 8 bytes of its `.idx`. Raises DataError."""
+    """Open either kind of dataset, told apart by the first 8 bytes of its `.idx`. Raises DataError."""
     head = map_file(prefix_path(prefix, ".idx"))[: len(TNTIDX_MAGIC)]
     kind = LegacyIndexedDataset if bytes(head) == TNTIDX_MAGIC else IndexedDataset
     return kind(prefix, multimodal, verify, guarded)

@@ -13,7 +13,7 @@ from megazero.errors import DataError
 
 
 def write_sums(prefix: str | Path) -> bool:
-    """Writes `prefix.sum`, whole or not at all; False if the dataset, of either kind, has one that agrees.
+    """Write `prefix.sum`, whole or not at all; False if the dataset, of either kind, has one that agrees.
 
     The sums vouch for the files as they are now. Raises DataError for a dataset that contradicts its format,
     for a sidecar that is there and does not agree with the files (it stays), and for files that change

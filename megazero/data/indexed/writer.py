@@ -63,7 +63,7 @@ class IndexedDatasetWriter:
         return self._checksum.size // self.dtype.itemsize
 
     def add_document(self, sequences: Sequence[np.ndarray]) -> None:
-        """Appends one document. sequences: arrays of token ids, [n], of any integer type; may be empty."""
+        """Append one document. sequences: arrays of token ids, [n], of any integer type; may be empty."""
         arrays = [np.asarray(sequence).reshape(-1) for sequence in sequences]
         arrays = [array if array.size else np.empty(0, self.dtype) for array in arrays]
         tokens = np.concatenate(arrays) if arrays else np.empty(0, self.dtype)
@@ -75,7 +75,7 @@ class IndexedDatasetWriter:
         lengths: np.ndarray,
         document_lengths: np.ndarray | None = None,
     ) -> None:
-        """Appends many documents at once.
+        """Append many documents at once.
 
         tokens: all their ids in a row, as an integer array [n] or as bytes already in the dataset's dtype;
         lengths: int [sequences], tokens of each; document_lengths: int [documents], *sequences* in each
@@ -96,7 +96,7 @@ class IndexedDatasetWriter:
         self.documents += counts.size
 
     def append_dataset(self, prefix: str | Path) -> None:
-        """Appends all documents of another dataset; its tokens are verified if it has checksums."""
+        """Append all documents of another dataset; its tokens are verified if it has checksums."""
         self._require_open()
         other = open_indexed(prefix)
         if other.dtype != self.dtype:
@@ -119,7 +119,7 @@ class IndexedDatasetWriter:
         self.documents += other.document_index.size - 1
 
     def close(self) -> None:
-        """Finishes the dataset and makes it visible; again does nothing. DataError if the disk fails."""
+        """Finish the dataset and make it visible; a second call does nothing. DataError if the disk fails."""
         if self._finished:
             return
         try:
@@ -135,7 +135,7 @@ class IndexedDatasetWriter:
         self._release()
 
     def abort(self) -> None:
-        """Removes everything written; a dataset that had the same name before stays as it was."""
+        """Remove everything written; a dataset that had the same name before stays as it was."""
         if not self._finished:
             self._release()
 
@@ -198,7 +198,7 @@ class IndexedDatasetWriter:
             self._checksum.update(data)
 
     def _write_index(self) -> tuple[int, str]:
-        """Writes the temporary `.idx` from the spools; returns its size and hash."""
+        """Write the temporary `.idx` from the spools; returns its size and hash."""
         digest = hashlib.blake2b(digest_size=16)
         size = 0
         with self._open_temporary(".idx") as file:
@@ -237,7 +237,7 @@ class IndexedDatasetWriter:
             os.fsync(file.fileno())
 
     def _publish(self) -> None:
-        """Removes an old dataset of this name, then renames the new files into place, `.idx` last."""
+        """Remove an old dataset of this name, then rename the new files into place, `.idx` last."""
         for suffix in (".idx", ".sum"):
             prefix_path(self.prefix, suffix).unlink(missing_ok=True)
         self._sync_directory()
@@ -281,7 +281,7 @@ class IndexedDatasetWriter:
 
     @contextlib.contextmanager
     def _disk(self, path: Path) -> Iterator[None]:
-        """Turns an OSError into a DataError naming the path; the half-written dataset is removed."""
+        """Turn an OSError into a DataError naming the path; the half-written dataset is removed."""
         try:
             yield
         except OSError as error:

@@ -122,7 +122,7 @@ class EpochOrder(SampleDataset):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """None: `train/finetuning` says what was left out of the files."""
+        """No notes: `train/finetuning` says what was left out of the files."""
         return ()
 
     def _sample(self, position: int) -> int:

@@ -57,8 +57,8 @@ class SampleEncoder:
         missing = [role.upper() for role in ("cls", "sep") if role not in tokenizer.special_ids]
         if missing:
             raise DataError(
-                f"`tokenizer_type` must have [{'] and ['.join(missing)}], but {tokenizer.name} has not; take "
-                "the pretrained model's tokenizer."
+                f"`tokenizer_type` must have [{'] and ['.join(missing)}], but {tokenizer.name} does not; "
+                "take the pretrained model's tokenizer."
             )
         return cls(tokenizer, length, (tokenizer.special_ids["cls"],), (tokenizer.special_ids["sep"],))
 
@@ -92,7 +92,7 @@ class SampleEncoder:
 
 
 def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
-    """How much of two lengths is left when the longer one, the second on ties, shrinks until both fit."""
+    """The rest of two lengths after the longer one, the second on ties, has shrunk until both fit."""
     if a + b <= room:
         return a, b
     half = room // 2
@@ -104,7 +104,7 @@ def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
 
 
 def choice_texts(sample: LabelledText) -> list[str]:
-    """For each choice, the text that stands first in its row."""
+    """The text that stands first in the row of each choice."""
     if len(sample.texts) == 1:
         return list(sample.choices)
     question = sample.texts[1]

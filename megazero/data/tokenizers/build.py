@@ -13,7 +13,7 @@ from megazero.errors import DataError
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Which tokenizer, in Megatron's words; a value that can be sent to another process.
+    """The choice of a tokenizer, in Megatron's words; a value that can be sent to another process.
 
     `kind` is `--tokenizer-type`, `model` is `--tokenizer-model`, `extra_ids` is `--vocab-extra-ids`
     (sentinel tokens after the vocabulary, WordPiece and SentencePieceTokenizer only). `vocab_size` is needed

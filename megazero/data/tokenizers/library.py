@@ -81,7 +81,7 @@ class LibraryTokenizer(Tokenizer):
 
 @contextmanager
 def _refusals(must: str, source: Path | None = None) -> Iterator[None]:
-    """Turns the library's errors into DataErrors: plain Exceptions, and panics of Rust, which are none.
+    """Turn the library's errors into DataErrors: plain Exceptions, and panics of Rust, which are none.
 
     source: the tokenizer's file, where `must` does not name it.
     """

@@ -61,7 +61,7 @@ class WordCache:
 def _remember(
     table: dict[str, tuple[int, ...]], new: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[int, ...]]:
-    """Puts what is not too long into the table; returns one that holds everything."""
+    """Put what is not too long into the table; returns one that holds everything."""
     usual = {word: ids for word, ids in new.items() if len(word) <= _LONGEST_WORD}
     table.update(usual)
     return table if len(usual) == len(new) else table | new

@@ -1,4 +1,4 @@
-"""Who diverged first: a pure function from the processes' reports to what went wrong.
+"""The diagnosis of a failed job: a pure function from the processes' reports to the rank that diverged first.
 
 There are three kinds of evidence, in this order: two members made different calls under one number; a process
 raised an error or left no report; a member did not come in time to a call in which others wait. The last kind
@@ -83,22 +83,22 @@ def _channels(reports: Iterable[Report]) -> dict[str, ChannelRecord]:
 
 
 def _diverged(reports: Mapping[int, Report]) -> list[Finding]:
-    """For each channel, the first call number at which members made different calls, ordered by time."""
+    """The first call number of each channel at which members made different calls, ordered by time."""
     channels = _channels(reports.values())
     by_number: dict[str, dict[int, dict[int, CallRecord]]] = defaultdict(lambda: defaultdict(dict))
     for rank, report in sorted(reports.items()):
         for call in report.calls:
             by_number[call.channel][call.sequence][rank] = call
-    found = []
+    findings = []
     for key, numbers in by_number.items():
         for number in sorted(numbers):
             calls = numbers[number]
             if len({call.signature for call in calls.values()}) > 1:
                 start = min(call.start for call in calls.values())
                 label = channels[key].label if key in channels else key
-                found.append((start, _divergence(label, number, numbers)))
+                findings.append((start, _divergence(label, number, numbers)))
                 break
-    return [finding for _, finding in sorted(found, key=lambda pair: pair[0])]
+    return [finding for _, finding in sorted(findings, key=lambda pair: pair[0])]
 
 
 def _divergence(label: str, number: int, numbers: Mapping[int, Mapping[int, CallRecord]]) -> Finding:
@@ -109,8 +109,8 @@ def _divergence(label: str, number: int, numbers: Mapping[int, Mapping[int, Call
     ordered = sorted(camps.values(), key=lambda ranks: (len(ranks), ranks))
     tie = len(ordered[-1]) == len(ordered[-2])
     odd = sorted(rank for ranks in (ordered if tie else ordered[:-1]) for rank in ranks)
-    told = "; ".join(f"{_ranks(ranks)} made {_call(calls, ranks)}" for ranks in ordered)
-    text = f"{_ranks(odd)} {'differ' if tie else 'diverged'} at call {number} of {label}: {told}"
+    versions = "; ".join(f"{_ranks(ranks)} made {_call(calls, ranks)}" for ranks in ordered)
+    text = f"{_ranks(odd)} {'differ' if tie else 'diverged'} at call {number} of {label}: {versions}"
     hint = _parting(number, odd, numbers)
     return Finding(FindingKind.DIVERGED, tuple(odd), f"{text}{hint}")
 
@@ -137,8 +137,8 @@ def _parting(number: int, odd: Collection[int], numbers: Mapping[int, Mapping[in
     if since in (1, number):
         return ""
     calls = numbers[since]
-    told = "; ".join(f"rank {rank} at {calls[rank].place}" for rank in sorted(calls)[:_MOST_RANKS])
-    return f"; the call sites part before, at call {since}: {told}"
+    places = "; ".join(f"rank {rank} at {calls[rank].place}" for rank in sorted(calls)[:_MOST_RANKS])
+    return f"; the call sites part before, at call {since}: {places}"
 
 
 def _raised(reports: Mapping[int, Report]) -> list[Finding]:
@@ -203,14 +203,14 @@ def _missing(reports: Mapping[int, Report]) -> list[Finding]:
             if call.state is CallState.WAITED and call.channel in channels:
                 calls[call.channel, call.sequence][rank] = call
                 waits[rank] |= _absent(call, channels[call.channel].members, reports)
-    found = []
+    findings = []
     for (key, number), waiting in calls.items():
         absent = _absent(next(iter(waiting.values())), channels[key].members, reports)
         guilty = sorted(rank for rank in absent if _is_root(rank, waits))
         if guilty:
             start = min(call.start for call in waiting.values())
-            found.append((start, _absence(guilty, number, channels[key].label, waiting, reports)))
-    return [finding for _, finding in sorted(found, key=lambda pair: pair[0])]
+            findings.append((start, _absence(guilty, number, channels[key].label, waiting, reports)))
+    return [finding for _, finding in sorted(findings, key=lambda pair: pair[0])]
 
 
 def _absent(call: CallRecord, members: Iterable[int], reports: Mapping[int, Report]) -> set[int]:
@@ -265,13 +265,13 @@ def _failed(reports: Mapping[int, Report]) -> list[Finding]:
 
 def _stuck(reports: Mapping[int, Report]) -> list[Finding]:
     late = [rank for rank, report in sorted(reports.items()) if report.alarm is Alarm.TIMEOUT]
-    told = "; ".join(reports[rank].error for rank in late[:_MOST_STACKS]) or "no rank says why"
-    text = f"all ranks agree on their calls, and yet the job is stuck (is the network down?): {told}"
+    reasons = "; ".join(reports[rank].error for rank in late[:_MOST_STACKS]) or "no rank says why"
+    text = f"all ranks agree on their calls, and yet the job is stuck (is the network down?): {reasons}"
     return [Finding(FindingKind.STUCK, tuple(late), text)]
 
 
 def standing(report: Report) -> str:
-    """What a process is doing: the call it waits in, or where its main thread is."""
+    """Say what a process is doing: the call it waits in, or where its main thread is."""
     if not report.alive:
         return f"gone; its log ends {_last(report)}"
     waited = [call for call in report.calls if call.state is CallState.WAITED]

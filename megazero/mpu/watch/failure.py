@@ -1,4 +1,4 @@
-"""How the processes of a failed job reach one diagnosis over a `JobNotes`."""
+"""The steps by which the processes of a failed job reach one diagnosis over a `JobNotes`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOBODY: Mapping[int, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class JobFailure:
-    """Why a job has failed, as the process that made the diagnosis knows it.
+    """The cause of a job's failure, as the process that made the diagnosis knows it.
 
     Attributes:
         summary: one line.
@@ -104,8 +104,8 @@ class FailureDiagnosis:
             self.job_notes.post(f"report/{self.rank}", report.to_json())
             if (summary := self.job_notes.read("summary")) is not None:
                 return self._end_with(summary)
-            told = json.loads(self.job_notes.read("still") or "{}")
-            still = {int(rank): text for rank, text in told.items() if int(rank) != self.rank}
+            known = json.loads(self.job_notes.read("still") or "{}")
+            still = {int(rank): text for rank, text in known.items() if int(rank) != self.rank}
             lower = [rank for rank in range(self.rank) if rank not in still]
             return self._await(still) if lower else self._collect(self.grace, still)
         except CommunicationError as error:
@@ -177,8 +177,8 @@ class FailureDiagnosis:
     def _speak_for(self, silent: list[int]) -> None:
         """Post reports for those of the `silent` ranks whose logs are on this host."""
         for rank in silent:
-            told = self.job_notes.read(f"log/{rank}")
-            host, path = json.loads(told) if told else ("", None)
+            note = self.job_notes.read(f"log/{rank}")
+            host, path = json.loads(note) if note else ("", None)
             if host != self._host or path is None:
                 continue
             try:

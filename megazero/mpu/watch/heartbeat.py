@@ -75,7 +75,7 @@ class Heartbeat:
         return {rank: text for rank in self._heard if (text := self._verdict(rank)) is not None}
 
     def expect(self, patience: float) -> None:
-        """From now on, `patience` seconds count; the silence until now does not."""
+        """Count silence from now on, and take `patience` seconds of it for a stop."""
         self.patience = patience
         for heard in list(self._heard.values()):
             heard.since = self._clock

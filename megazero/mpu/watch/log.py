@@ -153,10 +153,10 @@ class CallLog:
 
     def records(self) -> list[CallRecord]:
         """The calls in the ring and those pending, oldest first."""
-        found = {record.serial: record for record in _decode(self._ring)}
+        records = {record.serial: record for record in _decode(self._ring)}
         for call in list(self.pending.values()):
-            found[call.serial] = self.record(call)
-        return [found[serial] for serial in sorted(found)]
+            records[call.serial] = self.record(call)
+        return [records[serial] for serial in sorted(records)]
 
     def record(self, call: Call) -> CallRecord:
         """`call` as a record."""
@@ -236,13 +236,13 @@ def _compose(
 
 
 def _decode(ring: mmap.mmap | bytes) -> list[CallRecord]:
-    found = []
+    records = []
     for at in range(0, SLOTS * _SLOT_BYTES, _SLOT_BYTES):
         serial, sequence, start, state, length = _HEADER.unpack_from(ring, at)
         if length:
             text = ring[at + _HEADER.size : at + _HEADER.size + length]
-            found.append(_record(serial, sequence, start, state, text))
-    return found
+            records.append(_record(serial, sequence, start, state, text))
+    return records
 
 
 def _record(serial: int, sequence: int, start: float, state: int, text: bytes) -> CallRecord:

@@ -1,4 +1,4 @@
-"""What a process of a failed job tells the others about itself: plain values, sent as JSON."""
+"""The report of a process of a failed job about itself: plain values, sent as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class CallState(str, Enum):
-    """How far a call has come: `OPEN` runs with nobody waiting for it; in `WAITED`, someone is waiting."""
+    """The state of a call: `OPEN` runs with nobody waiting for it; in `WAITED`, someone is waiting."""
 
     OPEN = "open"
     WAITED = "waited"
@@ -17,7 +17,7 @@ class CallState(str, Enum):
 
 
 class Alarm(str, Enum):
-    """Why a process believes that its job has failed.
+    """The reason for which a process believes that its job has failed.
 
     `TOLD`: another process said so. `TIMEOUT`: a call took too long. `COMMUNICATION`: a call raised.
     `RAISED`: something else raised. `NOTES`: the notes are out of reach. `STILL`: another process
@@ -60,7 +60,7 @@ class CallRecord:
 
     @property
     def signature(self) -> str:
-        """What the members of the channel must agree on; a send and its receive agree on their sizes."""
+        """The part on which the channel's members must agree; for a send and its receive, their sizes."""
         return self.sizes if self.what in ("send", "recv") else self.call
 
     @property
@@ -70,7 +70,7 @@ class CallRecord:
 
     @property
     def place(self) -> str:
-        """Where the call was made."""
+        """The place where the call was made."""
         return f"{self.site} (from {self.asker})" if self.asker else self.site
 
 

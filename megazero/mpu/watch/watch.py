@@ -42,7 +42,7 @@ _LONGEST_ERROR = 500
 
 
 class ProcessExit:
-    """How a process of a failed job ends when its main thread cannot end it."""
+    """The end of a process of a failed job whose main thread cannot end it."""
 
     def prepare(self, seconds: float) -> None:
         """End the process after `seconds` and show all stacks, no matter what holds the interpreter then."""
@@ -63,7 +63,7 @@ class ProcessExit:
 
 @dataclass(frozen=True)
 class WatchLimits:
-    """How long a watch waits for what, in seconds.
+    """The limits of a watch's patience, in seconds.
 
     Attributes:
         call: how long a call may take; the groups' own timeouts should be longer.

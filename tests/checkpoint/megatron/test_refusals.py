@@ -85,8 +85,8 @@ def test_all_that_is_wrong_with_the_arguments_is_said_at_once(tmp_path):
         ("encoder.layers.0.mlp.linear_fc1.weight", "encoder-decoder"),
         ("decoder.layers.0.cross_attention.linear_kv.weight", "encoder-decoder"),
         ("language_model.decoder.layers.0.mlp.dense_h_to_4h.weight", "encoder-decoder"),
-        ("binary_head.weight", "other heads than those of its kind"),
-        ("language_model.embedding.tokentype_embeddings.weight", "other heads than those of its kind"),
+        ("binary_head.weight", "heads that its kind does not have"),
+        ("language_model.embedding.tokentype_embeddings.weight", "heads that its kind does not have"),
         ("language_model.retriever.layers.0.mlp.weight", "RETRO"),
         ("decoder.layers.0.self_attention.q_layernorm.weight", "another attention"),
         ("decoder.layers.0.mlp.adapter.weight", None),
@@ -324,6 +324,4 @@ def test_more_layers_than_there_are_tensors(tmp_path):
     """Names are not made for all of them first."""
     save_megatron(tmp_path, GPT2, WEIGHTS, Layout(1))
     options = ImportOptions(trust_pickle=True, vocab_size=VOCAB, arguments={"num_layers": 10**12})
-    refused(
-        tmp_path, "`num_layers` must be that of the [0-9]+ tensors in .* but .* say 1000000000000;", options
-    )
+    refused(tmp_path, "`num_layers` must fit the [0-9]+ tensors in .* but .* say 1000000000000;", options)

@@ -99,7 +99,7 @@ def test_labels_and_choices_that_do_not_fit_get_a_sentence():
 @pytest.mark.parametrize(
     ("causal", "changes", "says"),
     [
-        (False, {"special_ids": {"cls": 1}}, r"must have \[SEP\], but n has not"),
+        (False, {"special_ids": {"cls": 1}}, r"must have \[SEP\], but n does not"),
         (False, {"special_ids": {}}, r"must have \[CLS\] and \[SEP\]"),
         (True, {"eod": None}, "must have a token that ends a document"),
     ],

@@ -1,5 +1,5 @@
 // Jobs that run one after the other: in the caller if it waits for them, otherwise in a thread that starts with the
-// first such job. A job that fails ends the lane: later jobs fail with the same message.
+// first such job. A job that fails ends the queue: later jobs fail with the same message.
 #pragma once
 
 #include <condition_variable>
@@ -14,11 +14,11 @@
 
 namespace megazero::mpu {
 
-class Lane {
+class JobQueue {
  public:
   using Job = std::function<void()>;
 
-  ~Lane() {
+  ~JobQueue() {
     {
       const std::lock_guard<std::mutex> hold(mutex_);
       closing_ = true;
