@@ -215,7 +215,7 @@ class Meter:
             self._task = self._bar.add_task(what, total=total)
 
     def show(self, done: int) -> None:
-        """Call after every piece of work."""
+        """Show the progress; called after every piece of work."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, refresh=True)
         elif time.monotonic() >= self._next:

@@ -15,7 +15,7 @@ from megazero.errors import DataError, MegazeroError
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived; unwinds like KeyboardInterrupt so that temporary files and workers are cleaned up."""
+    """The arrival of SIGTERM; unwinds like KeyboardInterrupt, so that temporary files and workers go."""
 
 
 def run(
@@ -74,7 +74,7 @@ def expand_inputs(patterns: Sequence[str]) -> list[str]:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool) -> None:
-    """Megatron's flags that choose a tokenizer."""
+    """Add Megatron's flags that choose a tokenizer."""
     group = parser.add_argument_group("tokenizer")
     group.add_argument(
         "--tokenizer-type", required=required, choices=TOKENIZER_KINDS, help="kind of tokenizer"

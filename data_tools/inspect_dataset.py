@@ -93,7 +93,7 @@ def _document(dataset: IndexedDataset, args: argparse.Namespace) -> dict[str, An
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """The facts as lines for people."""
+    """Print the facts as lines for people."""
     print(facts["prefix"])
     for name in ("documents", "sequences", "tokens", "bin_bytes", "idx_bytes"):
         print(f"  {name:<17} {facts[name]:,}")

@@ -47,7 +47,7 @@ class InlinePool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """There is nothing to end."""
+        """End nothing: there are no other processes."""
 
 
 @dataclass

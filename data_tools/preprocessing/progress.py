@@ -71,7 +71,7 @@ class Progress:
             self._bar.stop()
 
     def show(self, totals: Totals) -> None:
-        """Call after every chunk."""
+        """Show the totals; called after every chunk."""
         if self._bar is not None:
             self._bar.update(self._task, completed=totals.bytes)
             return

@@ -69,7 +69,7 @@ class Source(Protocol):
         """Fill the memory of parts, converted to its dtype. All keys must be in `shapes`, in that shape.
 
         Raises:
-            DamagedCheckpointError: what is stored is not what was written.
+            DamagedCheckpointError: the stored bytes are not those that were written.
         """
 
 

@@ -1,4 +1,4 @@
-"""Numbers of samples are looked at before anything is read for them."""
+"""The check of sample numbers, before anything is read for them."""
 
 from __future__ import annotations
 

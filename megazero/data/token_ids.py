@@ -1,4 +1,4 @@
-"""Token ids are looked at where batches are made, on the host: a device would have to be waited for."""
+"""The check of token ids where batches are made, on the host: a device would have to be waited for."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class EligibilityOrder:
 
     @classmethod
     def _of_several(cls, counts: list[list[int]], indexes: Sequence[MetricIndex]) -> EligibilityOrder:
-        """counts: of each metric, how many samples are eligible by it in each piece."""
+        """Build the order of several metrics. counts: samples eligible by each metric in each piece."""
         pieces, size = len(counts[0]), len(indexes[0])
         since = np.zeros(size, dtype=np.uint16 if pieces < 1 << 16 else np.uint32)
         for ends, index in zip(counts, indexes, strict=True):

@@ -141,7 +141,7 @@ class LengthThenRarity(Metric):
 
     @property
     def coefficient(self) -> int:
-        """c; it needs log10 of the largest possible rarity, which is T times that of the rarest id."""
+        """The factor c; it needs log10 of the largest possible rarity, T times that of the rarest id."""
         largest = self.sequence_length * float(self.table.nats.max())
         return 10 ** (math.ceil(math.log10(largest)) + 1) if largest > 0 else 1
 

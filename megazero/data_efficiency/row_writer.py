@@ -23,7 +23,7 @@ _BLOCK = 1 << 18  # bytes of lengths at a time
 
 
 def neutral_dtype(low: int, high: int) -> np.dtype:
-    """int32 if both fit, else int64."""
+    """The dtype for numbers from `low` to `high`: int32 if both fit, else int64."""
     return np.dtype("<i4") if low >= _INT32.min and high <= _INT32.max else np.dtype("<i8")
 
 
@@ -42,7 +42,7 @@ class RowIndexWriter:
         self.rows = 0
 
     def add(self, lengths: np.ndarray) -> None:
-        """The next rows have these lengths, integers [n]."""
+        """Add the next rows, of these lengths, integers [n]."""
         if lengths.size and int(lengths.max()) > _LONGEST:
             raise DataError(
                 f"`samples` of one value must be at most {_LONGEST}, but are {int(lengths.max())}, which "

@@ -46,7 +46,7 @@ class UserMetric:
 
     @property
     def identity(self) -> Mapping[str, object]:
-        """The function's file is part of it: values of a function that has changed since are made again."""
+        """The identity, with the hash of the function's file: when that changes, values are made again."""
         return {"metric": self.name, "accumulates": self.accumulates, "source": self.source_hash}
 
     def measure(self, samples: Samples) -> np.ndarray:

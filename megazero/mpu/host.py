@@ -30,7 +30,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def _waiting(device: torch.device) -> Iterator[None]:
-    """The host may wait for the device here, which torch then does not report."""
+    """Let the host wait for the device within the block, without a report of torch."""
     mode = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
     if not mode:
         yield

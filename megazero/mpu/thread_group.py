@@ -13,7 +13,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from torch import Tensor
 from megazero.errors import CommunicationError
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.thread_turns import RankThread, Ticket, Turns
+
+_Result = TypeVar("_Result")
 
 
 class _Round:
@@ -151,7 +153,7 @@ class ThreadWorld:
             for meeting in self._meetings.values():
                 meeting.abort()
 
-    def run(self, work: Callable[[int], Any]) -> list[Any]:
+    def run(self, work: Callable[[int], _Result]) -> list[_Result]:
         """Call ``work(rank)`` on one thread per rank and return the results in rank order.
 
         The earliest failure ends the other ranks and is raised here.

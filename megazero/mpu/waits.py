@@ -69,13 +69,13 @@ class Waits:
         return waited
 
     def begin(self) -> float | torch.cuda.Event | None:
-        """The beginning of a wait, which `end` takes."""
+        """Begin a wait; returns its beginning, which `end` takes."""
         if not self._on_cuda:
             return time.perf_counter()
         return self._now() if self._measures else None
 
     def end(self, began: float | torch.cuda.Event | None) -> None:
-        """The end of a wait."""
+        """End a wait."""
         if isinstance(began, float):
             self._host += time.perf_counter() - began
         elif began is not None:

@@ -28,7 +28,7 @@ _DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bflo
 
 
 def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The flags of `convert`."""
+    """Add the flags of `convert`."""
     parser = verbs.add_parser(
         "convert",
         help="rewrite a checkpoint as whole tensors in few files",

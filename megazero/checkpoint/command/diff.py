@@ -27,7 +27,7 @@ _ABSENT = "-"
 
 
 def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The flags of `diff`."""
+    """Add the flags of `diff`."""
     parser = verbs.add_parser(
         "diff",
         help="compare two checkpoints, whatever their layouts",

@@ -34,7 +34,7 @@ _STATS = ("min", "max", "mean", "rms", "nan")
 
 
 def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The flags of `inspect`."""
+    """Add the flags of `inspect`."""
     parser = verbs.add_parser(
         "inspect",
         help="show what is in a run's folder or in a checkpoint",

@@ -27,7 +27,7 @@ from megazero.errors import CheckpointError, ConfigError
 
 
 def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The flags of `prune`."""
+    """Add the flags of `prune`."""
     parser = verbs.add_parser(
         "prune",
         help="remove old checkpoints and what killed saves left",

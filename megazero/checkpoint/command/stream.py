@@ -24,7 +24,7 @@ def whole_tensors(
     were read one by one, it would be opened, and its blocks hashed, for each of them.
 
     Raises:
-        DamagedCheckpointError: what is stored is not what was written.
+        DamagedCheckpointError: the stored bytes are not those that were written.
     """
     batch: list[Part] = []
     room = batch_bytes

@@ -24,7 +24,7 @@ _AT_ONCE = 8 * BLOCK
 
 
 def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The flags of `verify`."""
+    """Add the flags of `verify`."""
     parser = verbs.add_parser(
         "verify",
         help="check every byte of a checkpoint, or of all checkpoints of a run",

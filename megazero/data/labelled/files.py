@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,7 @@ def _at(row: dict[str, Any], column: str, place: str) -> Any:
     return row[column]
 
 
-def _missing(column: str, names: Any, place: object) -> DataError:
+def _missing(column: str, names: Iterable[str], place: object) -> DataError:
     shown = ", ".join(list(names)[:20])
     return DataError(
         f"`{column}` must be a column of {place}, but the columns are {shown[:300]}; name the right one."
