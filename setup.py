@@ -143,6 +143,14 @@ setup(
     extras_require={
         "fast": ["gigatoken>=0.10", "isal>=1.5", "orjson>=3.9"],
         "dev": ["pytest>=8", "pytest-xdist>=3.5", "ruff>=0.8", "hypothesis>=6", "transformers>=4.45"],
+        "docs": [
+            "mkdocs>=1.6",
+            "mkdocs-material>=9.5",
+            "mkdocstrings>=1.0",
+            "mkdocstrings-python>=2.0",
+            "pymdown-extensions>=10",
+            "ruff>=0.8",
+        ],
         "plot": ["matplotlib>=3.8"],
         "wandb": ["wandb"],
     },

@@ -58,7 +58,7 @@ class WordPieces:
 
     @staticmethod
     def numbered(size: int) -> WordPieces:
-        """For runs without a tokenizer: `size` words, of which 0 to 4 are [PAD] [UNK] [CLS] [SEP] [MASK].
+        """For runs without a tokenizer: `size` words, of which 0 to 4 are `[PAD] [UNK] [CLS] [SEP] [MASK]`.
 
         Raises DataError if no id is left for words.
         """
