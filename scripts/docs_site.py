@@ -21,6 +21,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+LOOKED_UP = ("configuration.md", "foreign_flags.md")
+"""Pages that a search shows first."""
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".jsonl": "json"}
 
 
@@ -164,6 +166,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lead links out of docs/ to the pages of those files."""
+    """Lead links out of docs/ to the pages of those files, and set how the theme treats some pages."""
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]
+    if page.file.src_uri in LOOKED_UP:
+        page.meta["search"] = {"boost": 10}
     written = page.file.generated_by is None
     return with_site_links(f"docs/{page.file.src_uri}", markdown) if written else markdown

@@ -53,12 +53,12 @@ def configuration_page() -> str:
         "",
         "A run is determined by one tree of settings. Each setting is a flag and a key of the YAML file",
         "that `--config FILE` reads (`section: {key: value}`). Defaults give way to the file, and the file",
-        "to flags. A DeepSpeed JSON is read into the same tree ([deepspeed_json.md](deepspeed_json.md)).",
+        "to flags. A DeepSpeed JSON is read into the same tree ([DeepSpeed JSON](deepspeed_json.md)).",
         "`--check-config` prints the resolved tree, in which what follows from other settings is filled in,",
         "and exits: 0 accepted, 2 refused, with every reason at once. It judges the layout for the number of",
         "ranks in the environment's `WORLD_SIZE` (1 if unset). Names are Megatron-LM's wherever it has one.",
-        "Rules across settings are in [compatibility.md](compatibility.md), the flags of Megatron-LM and",
-        "Megatron-DeepSpeed that are not settings here in [foreign_flags.md](foreign_flags.md).",
+        "Rules across settings are in [compatibility](compatibility.md), the flags of Megatron-LM and",
+        "Megatron-DeepSpeed that are not settings here in [flags of other trainers](foreign_flags.md).",
         "",
         "A YAML file may say `base: FILE`, relative to its own folder. It is then built on that file, whose",
         "settings give way to its own, so it needs to say only what differs.",
@@ -89,7 +89,7 @@ def foreign_flags_page() -> str:
         "Scripts for Megatron-LM and Megatron-DeepSpeed carry flags that are not settings here.",
         "Where that keeps the numbers and the intent, such a flag has no effect, and a warning says so;",
         "otherwise it is refused, with what to do instead. Flags that are settings here are in",
-        "[configuration.md](configuration.md).",
+        "[configuration](configuration.md).",
     ]
     by_name = sorted(FOREIGN_FLAGS.values(), key=_plain_name)
     for letter, rows in groupby(by_name, key=lambda row: _plain_name(row)[0]):

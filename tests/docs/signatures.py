@@ -95,6 +95,11 @@ class Index:
             calls = [self._method(node, method) for node in nodes if isinstance(node, ast.ClassDef)]
         return [replace(signature, name=name) for signature in calls if signature is not None]
 
+    def defines(self, module: str, name: str) -> bool:
+        """Whether a module defines a class or function, or a package below it does."""
+        homes = (home for home, _ in self._homes[name])
+        return any(home == module or home.startswith(f"{module}.") for home in homes)
+
     def _call(self, node: ast.ClassDef | Function) -> Signature | None:
         if not isinstance(node, ast.ClassDef):
             return of_function(node)
@@ -273,6 +278,17 @@ def shown(block: Block) -> Iterator[Signature]:
 def project() -> Index:
     """The definitions of the project."""
     return Index(sources("megazero", "data_tools"))
+
+
+def import_violations(document: Document, index: Index) -> Iterator[str]:
+    """Names that a page's programs import from the package, which has none such."""
+    for block in document.blocks():
+        if block.language == "python" and is_program(block.text):
+            for imported in Source("page", block.text).imports():
+                module, _, name = imported.target.rpartition(".")
+                if module.startswith("megazero.") and not index.defines(module, name):
+                    name = imported.target
+                    yield f"{document.path}:{block.line} imports `{name}`, which the code does not have"
 
 
 def signature_violations(document: Document, index: Index) -> Iterator[str]:

@@ -12,7 +12,7 @@ import pytest
 from tests.docs.commands import command_violations, commands, prose_violations, words_of
 from tests.docs.links import link_violations
 from tests.docs.pages import ROOT, Document, anchor_of, documents
-from tests.docs.signatures import Index, project, signature_violations
+from tests.docs.signatures import Index, import_violations, project, signature_violations
 from tests.source_tree import Source
 
 DOCUMENTS = documents()
@@ -51,6 +51,7 @@ def test_links_lead_somewhere(document: Document) -> None:
 @EVERY_PAGE
 def test_signatures_are_the_codes(document: Document) -> None:
     assert [*signature_violations(document, project())] == []
+    assert [*import_violations(document, project())] == []
 
 
 @EVERY_PAGE
@@ -134,6 +135,15 @@ def test_signatures(line: str, right: str | None) -> None:
     index = Index([Source("megazero.page.code", CODE + "\ndef f(): ...\n")])
     found = [*signature_violations(Document("docs/page.md", f"# page\n\n```python\n{line}\n```\n"), index)]
     assert (found == []) if right is None else (len(found) == 1 and right in found[0]), found
+
+
+def test_imports() -> None:
+    index = Index([Source("megazero.page.code", CODE)])
+    program = "from megazero.page import Engine, Gone\nfrom megazero.other import Shape\nimport torch\n"
+    assert [*import_violations(Document("p.md", f"```python\n{program}```\n"), index)] == [
+        "p.md:2 imports `megazero.page.Gone`, which the code does not have",
+        "p.md:2 imports `megazero.other.Shape`, which the code does not have",
+    ]
 
 
 @pytest.mark.parametrize(
