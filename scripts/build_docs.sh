@@ -23,7 +23,7 @@ if [[ $(cat "$venv/pins" 2>/dev/null) != "$pins" ]]; then
 fi
 
 rm -rf build/site
-NO_MKDOCS_2_WARNING=1 "$venv/bin/python" -m mkdocs build --strict --quiet
+NO_MKDOCS_2_WARNING=1 "$venv/bin/python" -m mkdocs build --strict # with --quiet, mkdocs counts no warnings
 if grep -rnoE --include='*.html' '<(script|link|img|iframe|source)[^>]* (src|href)="?(https?:)?//[^ >]*' build/site ||
     grep -rnoE --include='*.css' '(url\(|@import )["'\'' ]*(https?:)?//[^)]*' build/site ||
     grep -rlE --include='*.html' 'class="?[^">]*mermaid' build/site; then

@@ -107,7 +107,7 @@ def page_of(path: str) -> str:
     """The Markdown of a file or folder outside docs/; a missing one raises FileNotFoundError."""
     file = ROOT / path
     if file.is_dir():
-        names = sorted(f"{each.name}/" if each.is_dir() else each.name for each in file.iterdir())
+        names = sorted(f"{child.name}/" if child.is_dir() else child.name for child in file.iterdir())
         links = (f"- [{name}]({file.name}/{name})" for name in names if not name.startswith(("_", ".")))
         return with_site_links(path, "\n".join([f"# {path}", "", *links]))
     text = file.read_text(encoding="utf-8")
@@ -132,7 +132,8 @@ def outside_pages(files: Files) -> dict[str, str]:
             continue
         pages[place] = page_of(path)
         if (ROOT / path).is_dir():
-            queue += [f"{path}/{each.name}" for each in (ROOT / path).iterdir() if each.name[0] not in "_."]
+            children = (child.name for child in (ROOT / path).iterdir())
+            queue += [f"{path}/{name}" for name in children if name[0] not in "_."]
         elif path.endswith(".md"):
             queue += linked_paths(path, (ROOT / path).read_text(encoding="utf-8"))
     return pages

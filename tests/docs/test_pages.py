@@ -133,8 +133,12 @@ def test_links(tmp_path: Path) -> None:
 )
 def test_signatures(line: str, right: str | None) -> None:
     index = Index([Source("megazero.page.code", CODE + "\ndef f(): ...\n")])
-    found = [*signature_violations(Document("docs/page.md", f"# page\n\n```python\n{line}\n```\n"), index)]
-    assert (found == []) if right is None else (len(found) == 1 and right in found[0]), found
+    violations = [
+        *signature_violations(Document("docs/page.md", f"# page\n\n```python\n{line}\n```\n"), index)
+    ]
+    assert (violations == []) if right is None else (len(violations) == 1 and right in violations[0]), (
+        violations
+    )
 
 
 def test_imports() -> None:
@@ -174,8 +178,12 @@ def test_imports() -> None:
 )
 def test_commands(line: str, problem: str | None) -> None:
     page = Document("docs/page.md", f"# page\n\n```bash\n{line}\n```\n")
-    found = [violation for command in commands(page) for violation in command_violations(command)]
-    assert (found == []) if problem is None else (found and all(problem in violation for violation in found))
+    violations = [violation for command in commands(page) for violation in command_violations(command)]
+    assert (
+        (violations == [])
+        if problem is None
+        else (violations and all(problem in violation for violation in violations))
+    )
 
 
 def test_what_a_line_starts() -> None:
