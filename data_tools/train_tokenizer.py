@@ -3,7 +3,7 @@
 `python data_tools/train_tokenizer.py --input corpus.jsonl --output DIR` writes `tokenizer.json` (for
 HFTokenizer) and `vocab.json` with `merges.txt` (for GPT2BPETokenizer); both give the same ids.
 `<|endoftext|>` is id 0. `--type wordpiece` writes `tokenizer.json` and BERT's `vocab.txt` (for
-BertWordPieceLowerCase, or with `--cased` BertWordPieceCase); [PAD] [UNK] [CLS] [SEP] [MASK] are ids 0 to 4.
+BertWordPieceLowerCase, or with `--cased` BertWordPieceCase); `[PAD] [UNK] [CLS] [SEP] [MASK]` are ids 0 to 4.
 The same corpus and flags give the same files.
 """
 

@@ -44,5 +44,8 @@ lint() {
 step lint lint
 step types mypy
 if [[ " $* " != *" --fast "* ]]; then step csrc bash scripts/check_csrc.sh; fi
-if [[ -n ${CI:-} ]]; then step wheel bash scripts/check_wheel.sh; fi
+if [[ -n ${CI:-} ]]; then
+    step wheel bash scripts/check_wheel.sh
+    step docs bash scripts/build_docs.sh
+fi
 step tests python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@"

@@ -386,7 +386,7 @@ def test_every_flag_is_documented():
 def test_every_package_has_its_page(package):
     page = (ROOT / "docs" / f"{package}.md").read_text(encoding="utf-8")
     assert page.startswith(f"# {package}")
-    assert f"({package}.md)" in (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert f"({package}.md)" in (ROOT / "docs/packages.md").read_text(encoding="utf-8")
 
 
 def text_files() -> Iterator[tuple[str, str]]:

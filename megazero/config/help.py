@@ -17,7 +17,7 @@ def format_help(program: str = "pretrain_gpt.py", width: int = 100) -> str:
             "Settings come from defaults, then the YAML file, then the DeepSpeed JSON, then flags. Choices "
             "are read in any case; "
             "--SWITCH=false turns off a switch that the file turns on. docs/configuration.md lists the "
-            "same, along with the flags of other trainers that are accepted or refused.",
+            "same, docs/foreign_flags.md the flags of other trainers that are accepted or refused.",
             width,
         ),
         "",

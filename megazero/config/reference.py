@@ -1,12 +1,14 @@
 """Write the reference pages from the tree, the compatibility tables and the rules.
 
-`python -m megazero.config.reference docs` writes configuration.md, compatibility.md and deepspeed_json.md.
+`python -m megazero.config.reference docs` writes configuration.md, foreign_flags.md, compatibility.md and
+deepspeed_json.md.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 
 from megazero.config.compat import FOREIGN_FLAGS, Foreign
@@ -46,7 +48,7 @@ determine the third, and one alone implies one accumulation step."""
 
 
 def configuration_page() -> str:
-    """The page docs/configuration.md: every flag and key by section, then the flags of other trainers."""
+    """Return docs/configuration.md: every flag and key by section, and the defaults decided here."""
     lines = [
         "# Configuration",
         "",
@@ -54,11 +56,12 @@ def configuration_page() -> str:
         "",
         "A run is determined by one tree of settings. Each setting is a flag and a key of the YAML file",
         "that `--config FILE` reads (`section: {key: value}`). Defaults give way to the file, and the file",
-        "to flags. A DeepSpeed JSON is read into the same tree ([deepspeed_json.md](deepspeed_json.md)).",
+        "to flags. A DeepSpeed JSON is read into the same tree ([DeepSpeed JSON](deepspeed_json.md)).",
         "`--check-config` prints the resolved tree, in which what follows from other settings is filled in,",
         "and exits: 0 accepted, 2 refused, with every reason at once. It judges the layout for the number of",
         "ranks in the environment's `WORLD_SIZE` (1 if unset). Names are Megatron-LM's wherever it has one.",
-        "Rules across settings are in [compatibility.md](compatibility.md).",
+        "Rules across settings are in [compatibility](compatibility.md), the flags of Megatron-LM and",
+        "Megatron-DeepSpeed that are not settings here in [flags of other trainers](foreign_flags.md).",
         "",
         "A YAML file may say `base: FILE`, relative to its own folder. It is then built on that file, whose",
         "settings give way to its own, so it needs to say only what differs.",
@@ -76,11 +79,30 @@ def configuration_page() -> str:
         rows = (_field_row(spec) for spec in FIELDS if spec.section == section)
         lines += ["", f"## {section_title(section)} (`{section}`)", ""]
         lines += _table(("Flag", "Key", "Type", "Default", "Meaning"), rows)
-    return "\n".join([*lines, *_default_lines(), *_foreign_lines()]) + "\n"
+    return "\n".join([*lines, *_default_lines()]) + "\n"
+
+
+def foreign_flags_page() -> str:
+    """Return docs/foreign_flags.md: what becomes of each flag of other trainers that is no setting here."""
+    lines = [
+        "# Flags of other trainers",
+        "",
+        _HEADER,
+        "",
+        "Scripts for Megatron-LM and Megatron-DeepSpeed carry flags that are not settings here.",
+        "Where that keeps the numbers and the intent, such a flag has no effect, and a warning says so;",
+        "otherwise it is refused, with what to do instead. Flags that are settings here are in",
+        "[configuration](configuration.md).",
+    ]
+    by_name = sorted(FOREIGN_FLAGS.values(), key=_plain_name)
+    for letter, rows in groupby(by_name, key=lambda row: _plain_name(row)[0]):
+        lines += ["", f"## {letter.upper()}", ""]
+        lines += _table(("Flag", "What becomes of it", "Why, or what to do"), map(_foreign_row, rows))
+    return "\n".join(lines) + "\n"
 
 
 def compatibility_page() -> str:
-    """The page docs/compatibility.md: every rule that spans settings."""
+    """Return docs/compatibility.md: every rule that spans settings."""
     lines = [
         "# Compatibility",
         "",
@@ -102,7 +124,7 @@ def compatibility_page() -> str:
 
 
 def deepspeed_page() -> str:
-    """The page docs/deepspeed_json.md: the effect of every key of a DeepSpeed JSON."""
+    """Return docs/deepspeed_json.md: what happens to every key of a DeepSpeed JSON."""
     lines = [
         "# DeepSpeed JSON",
         "",
@@ -138,6 +160,7 @@ def write_pages(folder: Path) -> list[Path]:
     """Write the pages into `folder`; returns their paths."""
     pages = {
         "configuration.md": configuration_page(),
+        "foreign_flags.md": foreign_flags_page(),
         "compatibility.md": compatibility_page(),
         "deepspeed_json.md": deepspeed_page(),
     }
@@ -201,45 +224,20 @@ def _note_row(note: Note) -> tuple[str, ...]:
     return (", ".join(f"`{path}`" for path in note.fields), note.needs, note.effect)
 
 
-def _foreign_lines() -> list[str]:
-    accepted = [row for row in FOREIGN_FLAGS.values() if row.accepted and not row.refused]
-    conditional = [row for row in FOREIGN_FLAGS.values() if row.accepted and row.refused]
-    refused = [row for row in FOREIGN_FLAGS.values() if not row.accepted]
-    return [
-        "",
-        "## Flags of other trainers",
-        "",
-        "Scripts for Megatron-LM and Megatron-DeepSpeed carry flags that are not settings here. They are",
-        "accepted without effect, with one line of warning, where that keeps the numbers and the intent;",
-        "otherwise they are refused with what to do instead.",
-        "",
-        "### Accepted without effect",
-        "",
-        *_table(("Flags", "Why"), _by_reason(accepted, lambda row: row.accepted or "")),
-        "",
-        "### Accepted with some values",
-        "",
-        *_table(("Flag", "Accepted", "Why", "Otherwise"), (_conditional_row(row) for row in conditional)),
-        "",
-        "### Refused",
-        "",
-        *_table(("Flags", "What to do"), _by_reason(refused, lambda row: row.refused or "")),
-    ]
+def _plain_name(row: Foreign) -> str:
+    return row.name.lstrip("-").lower()
 
 
-def _conditional_row(row: Foreign) -> tuple[str, ...]:
+def _foreign_row(row: Foreign) -> tuple[str, ...]:
+    name, accepted, refused = f"`{row.name}`", row.accepted or "", row.refused or ""
+    if not (accepted and refused):
+        return (name, "no effect" if accepted else "refused", accepted or refused)
     if row.where:
-        when = f"where {' or '.join(condition.says for condition in row.where)}"
+        condition = f"where {' or '.join(condition.says for condition in row.where)}"
     else:
-        when = f"with {' or '.join(row.values)}"
-    return (f"`{row.name}`", when, row.accepted or "", row.refused or "")
-
-
-def _by_reason(rows: list[Foreign], reason_of: Callable[[Foreign], str]) -> Iterable[tuple[str, str]]:
-    names: dict[str, list[str]] = {}
-    for row in rows:
-        names.setdefault(reason_of(row), []).append(f"`{row.name}`")
-    return ((", ".join(flags), reason) for reason, flags in names.items())
+        condition = f"with {', '.join(f'`{value}`' for value in row.values)}"
+    reason = refused if refused.startswith(accepted) else f"{accepted}; otherwise {refused}"
+    return (name, f"no effect {condition}; refused otherwise", reason)
 
 
 if __name__ == "__main__":

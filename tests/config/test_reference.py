@@ -20,6 +20,7 @@ from megazero.config.reference import (
     compatibility_page,
     configuration_page,
     deepspeed_page,
+    foreign_flags_page,
     write_pages,
 )
 from megazero.config.rules import RULES
@@ -27,6 +28,7 @@ from megazero.config.rules import RULES
 ROOT = Path(__file__).parents[2]
 SNAPSHOTS = {
     ROOT / "docs" / "configuration.md": configuration_page,
+    ROOT / "docs" / "foreign_flags.md": foreign_flags_page,
     ROOT / "docs" / "compatibility.md": compatibility_page,
     ROOT / "docs" / "deepspeed_json.md": deepspeed_page,
     Path(__file__).with_name("cli_snapshot.txt"): format_help,
@@ -42,11 +44,13 @@ def test_snapshot_is_current(path: Path) -> None:
 
 
 def test_the_pages_name_everything(tmp_path: Path) -> None:
-    configuration, compatibility, deepspeed = (
+    configuration, foreign, compatibility, deepspeed = (
         path.read_text(encoding="utf-8") for path in write_pages(tmp_path)
     )
-    for name in (*FLAGS, *FOREIGN_FLAGS):
+    for name in FLAGS:
         assert f"`{name}`" in configuration
+    for name in FOREIGN_FLAGS:
+        assert foreign.count(f"| `{name}` |") == 1
     for rule in RULES:
         assert f"`{rule.name}`" in compatibility
     for key in DEEPSPEED_ROWS:

@@ -62,8 +62,8 @@ class WordPieces:
 
     @staticmethod
     def numbered(size: int) -> WordPieces:
-        """A vocabulary for runs without a tokenizer: ids 0 to `size` - 1, 0 to 4 of them special tokens:
-        [PAD] [UNK] [CLS] [SEP] [MASK].
+        """A vocabulary for runs without a tokenizer: ids 0 to `size` - 1, 0 to 4 of them the special tokens
+        `[PAD] [UNK] [CLS] [SEP] [MASK]`.
 
         Raises DataError if no id is left for words.
         """
