@@ -101,7 +101,7 @@ stage_done
 
 corpus=$out/corpus.jsonl tokenizer=$out/tokenizer/tokenizer.json
 if [[ $model == gpt ]]; then
-    about="the standard library's sources" kind="byte-level BPE with 8192 tokens"
+    about="the standard library's sources" kind="byte-level BPE with 4096 tokens"
     data=$out/stdlib_text_document tokenize=(--tokenizer-type HFTokenizer --tokenizer-model "$tokenizer")
 else
     about="the King James Bible" kind="WordPiece with 4096 tokens"
@@ -122,7 +122,7 @@ stage "3/7 tokenizer: $kind" "some 10 s"
 if [[ $tokenizer -nt $corpus ]]; then
     echo "$tokenizer is there"
 elif [[ $model == gpt ]]; then
-    python data_tools/train_tokenizer.py --input "$corpus" --output "${tokenizer%/*}" --vocab-size 8192
+    python data_tools/train_tokenizer.py --input "$corpus" --output "${tokenizer%/*}" --vocab-size 4096
 else
     python data_tools/train_tokenizer.py --type wordpiece --input "$corpus" --output "${tokenizer%/*}" \
         --vocab-size 4096
@@ -143,8 +143,8 @@ stage_done
 
 stage "5/7 training: $amount"
 if [[ $model == gpt ]]; then
-    micro=8 global_batch=32 enough=100 shape=(--num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 256)
-    optimizer=(--lr 2e-3 --min-lr 2e-4 --adam-beta2 0.95)
+    micro=16 global_batch=32 enough=100 shape=(--num-layers 4 --hidden-size 192 --num-attention-heads 6 --seq-length 128)
+    optimizer=(--lr 3e-3 --min-lr 2e-4 --adam-beta2 0.95)
 else
     micro=32 global_batch=64 enough=1000 shape=(--num-layers 3 --hidden-size 128 --num-attention-heads 4 --seq-length 64)
     optimizer=(--lr 2e-3 --min-lr 2e-4 --adam-beta2 0.98)

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from megazero.mpu import thread_group
+from megazero.zero.store.disk import _OpenFile
 from tests.durations import DurationsWriter, read_durations
 from tests.pool import WorkerPool
 from tests.tiers import FastTier
@@ -99,6 +101,22 @@ def products_that_take_no_time():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megazero.train.matmul_rate._product_seconds", lambda left, right: 0.02)
         yield
+
+
+@pytest.fixture(autouse=True)
+def threads_of_offload_end(monkeypatch: pytest.MonkeyPatch):
+    """End the threads of the files that a test made: a process with threads is not forked by later tests."""
+    files: list[_OpenFile] = []
+    start = _OpenFile.__init__
+
+    def noted(file: _OpenFile, *arguments: Any) -> None:
+        start(file, *arguments)
+        files.append(file)
+
+    monkeypatch.setattr(_OpenFile, "__init__", noted)
+    yield
+    for file in files:
+        file._threads.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.process
 import os
 import runpy
 import socket
@@ -31,6 +32,12 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+def start_unseen(process: ForkServerProcess) -> None:
+    """Start a process of the suite's own, which tests of other processes do not find among theirs."""
+    process.start()
+    multiprocessing.process._children.discard(process)
+
+
 class Command:
     """A command line under way, from the root of the project.
 
@@ -46,7 +53,7 @@ class Command:
         added = {name: str(value) for name, value in (environment or {}).items()}
         work = (self._words, {**os.environ, **added}, self._output)
         self._process: ForkServerProcess = fork_server().Process(target=_become, args=work)
-        self._process.start()
+        start_unseen(self._process)
 
     @property
     def pid(self) -> int:

@@ -16,7 +16,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from tests.forks import fork_server
+from tests.forks import fork_server, start_unseen
 
 TIMEOUT = 120.0
 
@@ -79,7 +79,7 @@ class WorkerPool:
     def _start(self) -> None:
         here, there = self._context.Pipe()
         process = self._context.Process(target=_serve, args=(there,), daemon=True)
-        process.start()
+        start_unseen(process)
         self._workers.append((process, here))
 
     def _collect(self, chosen) -> list:

@@ -10,7 +10,6 @@ from torch import nn
 
 from megazero.mpu import solo_context
 from megazero.zero import DeviceStore, DiskTier, OffloadStore, StatePlacement, ZeroPolicy, gather
-from megazero.zero.store.disk import _OpenFile
 from tests.zero.harness import Trainer, in_threads
 from tests.zero.models import Zoo, zoo_loss
 from tests.zero.test_store import assert_equal, policy
@@ -40,22 +39,6 @@ class NotedTier(DiskTier):
     def ahead(self) -> int:
         """Slots that have been read and not been asked for."""
         return len(self._reading)
-
-
-@pytest.fixture(autouse=True)
-def threads_end(monkeypatch):
-    """The threads of a test's tiers: a process with threads is not forked by the tests that follow."""
-    files: list[_OpenFile] = []
-    start = _OpenFile.__init__
-
-    def noted(file, *arguments):
-        start(file, *arguments)
-        files.append(file)
-
-    monkeypatch.setattr(_OpenFile, "__init__", noted)
-    yield
-    for file in files:
-        file._threads.shutdown()
 
 
 def trainer(

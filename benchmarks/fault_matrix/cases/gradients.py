@@ -87,7 +87,7 @@ def _not_repeated() -> list[FaultCase]:
         expected = Expected(
             1,
             (
-                r"`max_skipped_updates` in a row, 5, were skipped up to iteration 35",
+                r"`max_skipped_updates` is reached: 5 updates in a row were skipped up to iteration 35",
                 spoil.name.split(".")[-2],
             ),
             KEPT,
