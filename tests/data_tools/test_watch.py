@@ -18,6 +18,7 @@ from data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
 from data_tools.preprocessing.pool import WorkerPool
 from data_tools.preprocessing.watch import WorkerPatience, WorkerWatch
 from megazero.data.tokenizers import TokenizerSpec
+from megazero.data.workers import can_fork
 from megazero.errors import DataError
 from tests.data_tools.conftest import NULL, visible, write_jsonl
 
@@ -33,7 +34,14 @@ def path(tmp_path):
 
 
 def slowed(monkeypatch, seconds):
-    """Each chunk takes a worker so many seconds, or what a function of its number says."""
+    """Each chunk takes a worker so many seconds, or what a function of its number says.
+
+    Only workers that are forked know of it, and a process is not forked while a thread of an earlier test ends.
+    """
+    patience = time.monotonic() + 10
+    while not can_fork() and time.monotonic() < patience:
+        time.sleep(0.01)
+    assert can_fork(), threading.enumerate()
     real = ChunkEncoder.__call__
 
     def slow(self, chunk):
