@@ -36,7 +36,7 @@ def path(tmp_path):
 def slowed(monkeypatch, seconds):
     """Each chunk takes a worker so many seconds, or what a function of its number says.
 
-    Only workers that are forked know of it, and a process is not forked while a thread of an earlier test ends.
+    Only workers that are forked know of it, and no process is forked while an earlier test's thread ends.
     """
     patience = time.monotonic() + 10
     while not can_fork() and time.monotonic() < patience:
