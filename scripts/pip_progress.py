@@ -39,9 +39,11 @@ class Progress:
         self._before = self._installed()
         self._downloading: tuple[str, float] | None = None
         self._installing = 0
+        self._latest = "looking for packages"
 
     def line(self, text: str) -> str | None:
         """Take a line of pip's; return what to tell of it, if anything."""
+        self._latest = f"pip: {text.strip()[:100]}"
         if downloading := re.match(r"\s*Downloading (\S+) \(([\d.]+) (bytes|kB|MB|GB)", text):
             name, size, unit = downloading.groups()
             wheel, octets = name.rpartition("/")[2], float(size) * UNITS[unit]
@@ -59,11 +61,9 @@ class Progress:
             return f"installed {done} of {self._installing} packages"
         if self._downloading is not None:
             wheel, octets = self._downloading
-            here = max(
-                (file.stat().st_size for file in self._scratch.rglob("*") if file.is_file()), default=0
-            )
-            return f"downloading {wheel}: {min(here / octets, 1.0):.0%} of {octets / 1e6:,.0f} MB"
-        return "looking for packages"
+            share = min(largest_file(self._scratch) / octets, 1.0)
+            return f"downloading {wheel}: {share:.0%} of {octets / 1e6:,.0f} MB"
+        return self._latest
 
     def _installed(self) -> set[str]:
         return {path.name for path in self._site.glob("*.dist-info")}

@@ -190,16 +190,17 @@ else
     read -r dp threads precision steps <"$choice"
 fi
 nproc=$((ranks * dp))
-echo "$steps steps of $global_batch sequences in $precision on $nproc ranks with $threads threads each" \
+echo "$steps steps of $global_batch sequences in $precision on $nproc x $threads ranks x threads" \
     "(tensor $tp x pipeline $pp x data $dp, ZeRO stage $zero_stage)"
 export OMP_NUM_THREADS=$threads
 run=$out/steps-$steps-tp$tp-pp$pp-dp$dp-zero$zero_stage
 metrics=$run/metrics.jsonl checkpoint=$run/checkpoint
 done_steps=$(cat "$checkpoint/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
 optimizer+=(--lr-decay-style cosine --lr-warmup-iters $((steps / 10)) --weight-decay 0.1)
-outputs=(--save "$checkpoint" --load "$checkpoint" --save-interval 50
+outputs=(--save "$checkpoint" --save-interval 50
     --eval-interval $((steps < 50 ? 10 : steps / 5)) --eval-iters 10
     --log-interval $((steps < 30 ? 1 : steps / 30)) --metrics-jsonl "$metrics")
+if ((done_steps > 0)); then outputs+=(--load "$checkpoint"); fi
 if ((done_steps >= steps)); then
     echo "$checkpoint stands at step $done_steps; nothing is left to train"
 else
