@@ -43,14 +43,14 @@ class Progress:
 
     def line(self, text: str) -> str | None:
         """Take a line of pip's; return what to tell of it, if anything."""
-        self._latest = f"pip: {text.strip()[:100]}"
+        self._latest, self._downloading = f"pip: {text.strip()[:100]}", None
         if downloading := re.match(r"\s*Downloading (\S+) \(([\d.]+) (bytes|kB|MB|GB)", text):
             name, size, unit = downloading.groups()
             wheel, octets = name.rpartition("/")[2], float(size) * UNITS[unit]
             self._downloading = (wheel, octets)
             return f"downloading {wheel}, {octets / 1e6:,.0f} MB" if octets >= LARGE else None
         if text.startswith("Installing collected packages:"):
-            self._downloading, self._installing = None, text.count(",") + 1
+            self._installing = text.count(",") + 1
             return f"installing {self._installing} packages" if self._installing > 1 else None
         return None
 

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from megazero.config.tree import ModelConfig
 from megazero.layers import Deferred, Placement, activated, residual_std
 from megazero.mpu import Cut, InitialValues, Matrices, ParamSpec
+from megazero.ops.autograd import Gradients, apply
 from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 
 _Defer = Callable[[Tensor, Tensor], None]
@@ -35,7 +36,7 @@ class _GroupedLinear(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = grouped_linear(grad, weight.transpose(1, 2), ctx.sizes)
@@ -47,9 +48,6 @@ class _GroupedLinear(Function):
         if ctx.has_bias:
             grad_bias = torch.stack([rows.sum(0) for rows in grad.split(ctx.sizes)])
         return grad_x, grad_weight, grad_bias, None, None
-
-
-_grouped: Callable[[Tensor, Tensor, Tensor | None, list[int], _Defer | None], Tensor] = _GroupedLinear.apply
 
 
 class _GroupedWeightHalf:
@@ -74,12 +72,12 @@ def _linear(
     stack = weight.flatten(1, -2)
     vectors = None if bias is None else bias.flatten(1)
     if deferred is None or not x.requires_grad:
-        return _grouped(x, stack, vectors, sizes, None)
+        return apply(_GroupedLinear, x, stack, vectors, sizes, None)
 
     def defer(x: Tensor, grad: Tensor) -> None:
         deferred.append(_GroupedWeightHalf(weight, x, grad, sizes))
 
-    return _grouped(x, stack.detach(), vectors, sizes, defer)
+    return apply(_GroupedLinear, x, stack.detach(), vectors, sizes, defer)
 
 
 class Experts(nn.Module):

@@ -25,6 +25,8 @@ def test_the_share_of_a_download_is_that_of_the_largest_file(tmp_path):
     (tmp_path / "pip-unpack-1/small").write_bytes(b"x")
     (tmp_path / "pip-unpack-1/torch.whl").write_bytes(bytes(500_000))
     assert progress.now() == "downloading torch-2.13.0.whl: 25% of 2 MB"
+    progress.line("Collecting sympy")
+    assert progress.now() == "pip: Collecting sympy"
 
 
 def test_installed_packages_are_counted(tmp_path):

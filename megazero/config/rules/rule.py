@@ -46,9 +46,6 @@ STEP_FIELDS = (
 )
 """The fields that determine `Case.steps`."""
 
-END_FIELDS = (*STEP_FIELDS, "training.train_iters", "training.train_samples", "training.train_tokens")
-"""The fields that determine `Case.end`."""
-
 
 @dataclass(frozen=True)
 class Case:
