@@ -27,7 +27,7 @@ from megazero.mpu import (
     leave,
     reporting,
 )
-from megazero.mpu.cores import load_average
+from megazero.mpu.cores import others_running
 from megazero.optim import (
     build_learning_rate,
     build_loss_scaler,
@@ -44,7 +44,7 @@ from megazero.train.distillation import Distillation, Teacher
 from megazero.train.engine import Engine, Programs, Schedules
 from megazero.train.families import family_of
 from megazero.train.feed import Feed, make_feed
-from megazero.train.host_check import host_remarks
+from megazero.train.host_check import host_remarks, ranks_here
 from megazero.train.loop import Loop
 from megazero.train.matmul_rate import measure_matmul_rate
 from megazero.train.monitors import build_monitors
@@ -252,7 +252,7 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     Raises:
         MegazeroError: as `pretrain`.
     """
-    traffic, load = TrafficLog(), load_average()
+    traffic, others = TrafficLog(), others_running(own=ranks_here())
     context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
     vocabulary = build_vocabulary(config)
 
@@ -281,7 +281,7 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
         f"offload: each rank keeps {size / 2**20:,.1f} MiB of its state in {tier}"
         for tier, size in offloaded_bytes(engine.optimizer.store).items()
     ]
-    host = host_remarks(DTYPES[config.precision.dtype], plan.matmul_rate, context.device, load)
+    host = host_remarks(DTYPES[config.precision.dtype], plan.matmul_rate, context.device, others)
     for remark in (*host, *resumed.remarks, *compared, *engine.distillation.remarks, *notes, *offloaded):
         monitor.message(remark)
     snapshots = None

@@ -27,14 +27,19 @@ def precision_remark(dtype: torch.dtype, rate: float, rate_in_fp32: float) -> st
     )
 
 
-def crowding_remarks(ranks: int, threads: int, cores: int, load: float | None) -> Iterator[str]:
+def ranks_here() -> int:
+    """The number of processes of this job on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def crowding_remarks(ranks: int, threads: int, cores: int, others: int | None) -> Iterator[str]:
     """Sentences about cores that are shared.
 
     Args:
         ranks: processes of this job on this host.
         threads: threads of each process.
         cores: cores that they may use.
-        load: processes that wanted to run before the job began; None if unknown.
+        others: tasks besides the job's that ran as it began; None if unknown.
     """
     if ranks * threads > max(cores, ranks):
         yield (
@@ -43,20 +48,19 @@ def crowding_remarks(ranks: int, threads: int, cores: int, load: float | None) -
         )
     elif ranks > cores:
         yield f"warning: {ranks} ranks share {cores} cores, so they take turns; start at most {cores}"
-    if load is not None and load > BUSY * cores:
+    if others is not None and others > BUSY * cores:
         yield (
-            f"warning: other processes keep this machine busy (load {load:.1f} on {cores} cores); times are "
-            "longer than on a quiet one"
+            f"warning: other processes keep this machine busy ({others} run on {cores} cores); "
+            "times are longer than on a quiet one"
         )
 
 
-def host_remarks(dtype: torch.dtype, rate: float, device: torch.device, load: float | None) -> list[str]:
+def host_remarks(dtype: torch.dtype, rate: float, device: torch.device, others: int | None) -> list[str]:
     """All remarks for this process; `rate` is the result of `measure_matmul_rate` for `dtype`."""
     if device.type != "cpu":
         return []
     slow = None
     if dtype != torch.float32:
         slow = precision_remark(dtype, rate, measure_matmul_rate(torch.float32, device))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    crowded = crowding_remarks(ranks, torch.get_num_threads(), usable_cores(), load)
+    crowded = crowding_remarks(ranks_here(), torch.get_num_threads(), usable_cores(), others)
     return [*filter(None, [slow]), *crowded]
