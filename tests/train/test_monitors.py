@@ -384,6 +384,7 @@ class TestTensorBoard:
         monkeypatch.setattr(monitor._writer, "add_scalar", full)
         with pytest.raises(OSError, match=f"No space left.*{tmp_path}"):
             monitor.step(step(1))
+        monitor.close()  # or its thread stays, beside which no later test can fork
 
 
 def test_csv_has_a_file_per_term(tmp_path):
