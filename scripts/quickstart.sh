@@ -190,7 +190,7 @@ else
     read -r dp threads precision steps <"$choice"
 fi
 nproc=$((ranks * dp))
-echo "$steps steps of $global_batch sequences in $precision on $nproc x $threads ranks x threads" \
+echo "$steps steps of $global_batch sequences in $precision; ranks: $nproc, threads of each: $threads" \
     "(tensor $tp x pipeline $pp x data $dp, ZeRO stage $zero_stage)"
 export OMP_NUM_THREADS=$threads
 run=$out/steps-$steps-tp$tp-pp$pp-dp$dp-zero$zero_stage
