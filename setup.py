@@ -4,8 +4,8 @@ The extensions are optional: without a compiler the package installs and uses nu
 
 The CUDA kernels are built too where nvcc is found, unless the torch that is there is built for the CPU; an
 isolated build (`pip install .`, `pip wheel .`) sees no torch. MEGAZERO_CUDA=1 builds them with any torch, and
-then a failure is an error; MEGAZERO_CUDA=0 leaves them out. A wheel carries them, and csrc, from which they
-are built on first use where the wheel had none.
+then a failure is an error; MEGAZERO_CUDA=0 leaves them out, and MEGAZERO_CPU=0 leaves the extensions as they
+are. A wheel carries both, and csrc, from which kernels are built on first use where the wheel had none.
 """
 
 import importlib.util
@@ -80,7 +80,8 @@ class BuildAll(build_ext):
     """The extensions, and the library of CUDA kernels."""
 
     def run(self):
-        super().run()
+        if os.environ.get("MEGAZERO_CPU") != "0":
+            super().run()
         wanted = os.environ.get("MEGAZERO_CUDA", "0" if torch_is_for_the_cpu() else "maybe")
         if wanted == "0":
             return

@@ -88,9 +88,9 @@ setup_install() {
     setup_self "${SETUP_EXTRAS:-}" || setup_die "the dependencies could not be installed; see above."
 }
 
-# megazero with these extras, and what they need.
+# megazero with these extras, and what they need; csrc has been compiled for the CPU by then.
 setup_self() {
-    setup_pip -c "$constraints" --no-build-isolation --editable ".${1:+[$1]}" "${@:2}"
+    MEGAZERO_CPU=0 setup_pip -c "$constraints" --no-build-isolation --editable ".${1:+[$1]}" "${@:2}"
 }
 
 # Compiles csrc for the CPU in place, from scratch: the build's own time stamps do not see changed headers. The extension
