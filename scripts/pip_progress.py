@@ -47,8 +47,10 @@ class Progress:
         if downloading := re.match(r"\s*Downloading (\S+) \(([\d.]+) (bytes|kB|MB|GB)", text):
             name, size, unit = downloading.groups()
             wheel, octets = name.rpartition("/")[2], float(size) * UNITS[unit]
+            if octets < LARGE:
+                return None
             self._downloading = (wheel, octets)
-            return f"downloading {wheel}, {octets / 1e6:,.0f} MB" if octets >= LARGE else None
+            return f"downloading {wheel}, {octets / 1e6:,.0f} MB"
         if text.startswith("Installing collected packages:"):
             self._installing = text.count(",") + 1
             return f"installing {self._installing} packages" if self._installing > 1 else None

@@ -20,11 +20,11 @@ def test_the_share_of_a_download_is_that_of_the_largest_file(tmp_path):
     assert progress.now() == "looking for packages"
     progress.line("  Preparing editable metadata (pyproject.toml): started\n")
     assert progress.now() == "pip: Preparing editable metadata (pyproject.toml): started"
-    progress.line("Downloading https://example.invalid/x/torch-2.13.0.whl (2.0 MB)")
+    progress.line("Downloading https://example.invalid/x/torch-2.13.0.whl (20.0 MB)")
     (tmp_path / "pip-unpack-1").mkdir()
     (tmp_path / "pip-unpack-1/small").write_bytes(b"x")
-    (tmp_path / "pip-unpack-1/torch.whl").write_bytes(bytes(500_000))
-    assert progress.now() == "downloading torch-2.13.0.whl: 25% of 2 MB"
+    (tmp_path / "pip-unpack-1/torch.whl").write_bytes(bytes(5_000_000))
+    assert progress.now() == "downloading torch-2.13.0.whl: 25% of 20 MB"
     progress.line("Collecting sympy")
     assert progress.now() == "pip: Collecting sympy"
 
