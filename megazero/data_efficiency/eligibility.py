@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.difficulties import Difficulties
@@ -59,15 +61,16 @@ class EligibilityOrder:
     def _of_several(cls, counts: list[list[int]], indexes: Sequence[MetricIndex]) -> EligibilityOrder:
         """Build the order of several metrics. counts: samples eligible by each metric in each piece."""
         pieces, size = len(counts[0]), len(indexes[0])
-        since = np.zeros(size, dtype=np.uint16 if pieces < 1 << 16 else np.uint32)
+        narrow = pieces < 1 << 16
+        since: NDArray[np.uint16 | np.uint32] = np.zeros(size, dtype=np.uint16 if narrow else np.uint32)
         for ends, index in zip(counts, indexes, strict=True):
             for piece, (begin, end) in enumerate(zip(ends, [*ends[1:], size], strict=True), 1):
                 # What comes after this piece's prefix, up to the next one's, is eligible a piece later.
                 late = index.samples[begin:end]
                 since[late] = np.maximum(since[late], piece)
         order = np.argsort(since, kind="stable").astype(np.int32 if size < 1 << 31 else np.int64)
-        totals = np.cumsum(np.bincount(since, minlength=pieces + 1)[:pieces])
-        return cls(order, tuple(totals.tolist()))
+        eligible_later = np.bincount(since, minlength=pieces + 1)[:pieces].tolist()
+        return cls(order, tuple(accumulate(eligible_later)))
 
 
 def eligible(index: MetricIndex, metric: CurriculumMetric, level: int) -> int:
