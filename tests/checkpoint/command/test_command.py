@@ -21,7 +21,7 @@ def test_help_names_every_verb(capsys):
     assert end.value.code == 0
     out = capsys.readouterr().out
     assert all(f"    {verb} " in out for verb in (*VERBS, "to-hf", "from-hf"))
-    assert "    import-megatron" in out  # its help follows on the line from Python 3.13 on, before on the next
+    assert "    import-megatron" in out  # Python 3.13 puts its help on the same line, others on the next
 
 
 @pytest.mark.parametrize("verb", VERBS)
