@@ -104,8 +104,9 @@ def products_that_take_no_time():
 
 
 @pytest.fixture(autouse=True)
-def threads_of_offload_end(monkeypatch: pytest.MonkeyPatch):
-    """End the threads of the files that a test made: a process with threads is not forked by later tests."""
+def no_thread_outlives_its_test(monkeypatch: pytest.MonkeyPatch):
+    """A process with threads is not forked by later tests. Those of the files that a test made are ended."""
+    before = set(threading.enumerate())
     files: list[_OpenFile] = []
     start = _OpenFile.__init__
 
@@ -117,6 +118,11 @@ def threads_of_offload_end(monkeypatch: pytest.MonkeyPatch):
     yield
     for file in files:
         file._threads.shutdown()
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(5.0)
+    alive = [thread.name for thread in left if thread.is_alive()]
+    assert not alive, f"threads outlive their test: {alive}"
 
 
 @pytest.fixture(scope="session")
