@@ -399,6 +399,7 @@ def text_files() -> Iterator[tuple[str, str]]:
         "examples_3d",
         "tests",
         "benchmarks",
+        "proofs",
         "docs",
         ".ci",
     )
