@@ -27,8 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CASE = """
 import sys
-from megazero.report.kernels.cases.{op} import CASES
-from megazero.report.kernels.table import kernel_rows
+from megazero.commands.kernels.cases.{op} import CASES
+from megazero.commands.kernels.table import kernel_rows
 problems = [problem for row in kernel_rows(CASES, False) for problem in row.problems()]
 print("\\n".join(problems))
 sys.exit(bool(problems))

@@ -286,7 +286,7 @@ def serve(where: Path, folder: Path, chosen: list[Case]) -> int:
     import sympy  # noqa: F401  (torch loads it late: here once instead of in every rank)
     import torch
 
-    import megazero.checkpoint.command
+    import megazero.cli
     import megazero.train.assemble
 
     assert Path(megazero.__file__).is_relative_to(where), megazero.__file__
@@ -314,12 +314,12 @@ def run(each: Case, out: Path) -> None:
 
 def diff(log: Path, old: str, new: str, tolerance: str) -> Path:
     """What `megazero checkpoint diff` says about two runs' last checkpoints."""
-    from megazero.checkpoint.command import main as checkpoint
+    from megazero.cli import main
 
     # Adam's first steps turn any gradient that is not zero into a step of full size.
     loose = ["--tolerance", "1e-3"] if float(tolerance) else []
-    argv = ["diff", f"{old}/checkpoints", f"{new}/checkpoints", "--top", "5", *loose]
-    os.waitpid(forked(log, lambda: checkpoint(argv)), 0)
+    argv = ["checkpoint", "diff", f"{old}/checkpoints", f"{new}/checkpoints", "--top", "5", *loose]
+    os.waitpid(forked(log, lambda: main(argv)), 0)
     return log
 
 

@@ -25,7 +25,7 @@ LARGE_CONSTRUCTORS = {
     "data_tools.preprocessing.pool._Worker": 8,
     "data_tools.preprocessing.progress.Totals": 10,
     "megazero.ablate.corpus._Recipe": 8,
-    "megazero.checkpoint.command.summary.Summary": 9,
+    "megazero.commands.checkpoint.summary.Summary": 9,
     "megazero.checkpoint.hf.architecture.Architecture": 19,
     "megazero.config.compat.foreign.Foreign": 9,
     "megazero.config.deepspeed.extras.Extras": 11,

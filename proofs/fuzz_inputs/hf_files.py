@@ -13,8 +13,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from megazero.checkpoint.hf import convert_from_hf
-from megazero.checkpoint.hf.command import describe_import
 from megazero.checkpoint.reader import CheckpointReader
+from megazero.commands.checkpoint.hf import describe_import
 from megazero.config.tree import ModelConfig
 from proofs.fuzz_inputs.harness import Kind, Sample
 from proofs.fuzz_inputs.mutate import of_json, of_lines
