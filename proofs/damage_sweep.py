@@ -56,8 +56,8 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
+from tests.layouts.layout import VOCABULARY, Layout
 
 LAYOUTS = (Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=1))
 OLDER, NEWEST = 1, 3  # the bits of 3 hold those of 1, so a flip can turn one name into the other

@@ -38,9 +38,9 @@ from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
 from megazero.verify.compare import Tolerance, compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record, micro_batches, verification_engine
-from megazero.verify.selection import allowed, candidates, covering
+from tests.layouts.layout import Layout
+from tests.layouts.selection import allowed, candidates, covering
 
 # With the padding to a multiple of four per rank: 36 rows on one tensor-parallel rank, 40 on two, and 48 on
 # four, where the last has nothing but padding.

@@ -18,10 +18,8 @@ from megazero.config.tasks import task_of
 from megazero.config.tree import Config
 from megazero.errors import ConfigError, MegazeroError
 from megazero.verify.compare import Deviation, compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import STEPS, Record
 from megazero.verify.run import run_alone, run_in_processes, run_in_threads
-from megazero.verify.selection import all_layouts, covering, encoder_layouts
 from megazero.verify.shrink import shrink
 from megazero.verify.teacher import with_teacher
 
@@ -47,12 +45,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps (default {STEPS})")
     parser.add_argument("--processes", action="store_true", help="Gloo processes instead of threads as ranks")
-    parser.add_argument(
-        "--sweep",
-        metavar="N|all",
-        help="instead of flags: N layouts that cover all pairs of settings, or all layouts (of encoders, "
-        "which have too many, a random selection)",
-    )
     return parser
 
 
@@ -62,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         if flags.ranks < 1 or flags.steps < 1:
             raise ConfigError("`--ranks` and `--steps` must be at least 1, but one is less; raise it")
-        return _sweep(flags, rest) if flags.sweep else _verify_own(flags, rest)
+        return _verify_own(flags, rest)
     except ConfigError as error:
         print(
             "\n".join(["megazero verify: refused:", *(f"  {v}" for v in error.violations)]), file=sys.stderr
@@ -182,28 +174,3 @@ def _show(expected: Record, deviations: list[Deviation]) -> None:
     for deviation in deviations:
         verdict = "ok " if deviation.share <= 1 else "BAD"
         print(f"{verdict}        {deviation}")
-
-
-def _sweep(flags: argparse.Namespace, rest: list[str]) -> int:
-    if rest:
-        raise ConfigError(f"`--sweep` must be alone, but {' '.join(rest)} is also given; leave it out")
-    if flags.sweep != "all" and not (flags.sweep.isdecimal() and int(flags.sweep)):
-        raise ConfigError(f"`--sweep` must be a positive number or all, but is {flags.sweep}; correct it")
-    layouts = [*all_layouts(flags.ranks), *encoder_layouts(flags.ranks)]
-    if flags.sweep != "all":
-        layouts = covering(layouts, int(flags.sweep))
-    run = run_in_processes if flags.processes else run_in_threads
-    alone: dict[Layout, Record] = {}
-    bad = 0
-    for i, layout in enumerate(layouts, 1):
-        if layout.serial not in alone:
-            alone[layout.serial] = run_alone(layout.serial.config(), flags.steps)
-        deviations = compare(run(layout.config(), layout.grid, flags.steps), alone[layout.serial])
-        worst = max(deviations, key=lambda d: d.share)
-        bad += worst.share > 1
-        print(
-            f"{i:>5}/{len(layouts)} {'BAD' if worst.share > 1 else 'ok '} {layout.name:<56} {worst}",
-            flush=True,
-        )
-    print(f"{len(layouts) - bad} of {len(layouts)} layouts are the same training as one process")
-    return 1 if bad else 0

@@ -19,8 +19,8 @@ from megazero.inference import Candidate
 from megazero.mpu import solo_context, spec_of
 from megazero.train.chunks import build_chunks
 from megazero.train.vocabulary import Vocabulary
-from megazero.verify.layouts import Layout
 from tests.inference.masked import WORDS, config_for, word_pieces
+from tests.layouts.layout import Layout
 
 SIZE = len(WORDS) + 2
 

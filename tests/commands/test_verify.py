@@ -160,20 +160,6 @@ def test_so_is_a_bert_of_any_kind(flags, capsys):
     assert out.endswith("the same training as one process\n")
 
 
-def test_the_sweep_covers_encoders_too(capsys, monkeypatch):
-    ran = []
-    monkeypatch.setattr(command, "run_in_threads", lambda config, grid, steps: ran.append(config))
-    monkeypatch.setattr(command, "run_alone", lambda config, steps: None)
-    monkeypatch.setattr(
-        command, "compare", lambda records, expected: [compare.Deviation("loss", 0.5, "here")]
-    )
-    assert main(["--sweep", "5", "--ranks", "2"]) == 0
-    assert {config.model.family for config in ran} == {"gpt", "bert"}
-    assert {config.optimizer.optimizer for config in ran} == {"adam", "lamb"}
-    assert {config.data.bert_pack for config in ran} == {False, True}
-    assert capsys.readouterr().out.endswith(" layouts are the same training as one process\n")
-
-
 def test_a_difference_is_reported_and_fails(capsys, monkeypatch):
     real = compare.compare
     monkeypatch.setattr(
@@ -191,8 +177,6 @@ def test_a_difference_is_reported_and_fails(capsys, monkeypatch):
         ([*BASE, "--tensor-model-parallel-size", "5"], "rule heads_over_tensor_ranks"),
         ([*BASE, "--world-size", "3", "--tensor-model-parallel-size", "2"], "rule world_size_factors"),
         ([*BASE, "--no-such-flag"], "--no-such-flag"),
-        (["--sweep", "0"], "must be a positive number or all"),
-        (["--sweep", "3", "--lr", "1"], "must be alone"),
         ([*BASE, "--ranks", "0"], "must be at least 1"),
     ],
 )

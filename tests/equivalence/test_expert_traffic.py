@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megazero.mpu import TrafficLog, recording_context
-from megazero.verify.layouts import SEQUENCE, Layout
 from tests.equivalence.test_traffic import FP32, HIDDEN, few_micro_batches, step, traffic
+from tests.layouts.layout import SEQUENCE, Layout
 
 LAYERS = 2
 PASSES = 4  # to the experts and back, in forward and in backward

@@ -16,7 +16,6 @@ import torch
 from megazero.config.training_plan import training_plan_of
 from megazero.mpu import ThreadWorld, thread_context
 from megazero.train.snapshot import Snapshots
-from megazero.verify.layouts import Layout
 from megazero.verify.record import verification_engine
 from proofs.reshard_sweep import (
     EXTRA,
@@ -32,6 +31,7 @@ from proofs.reshard_sweep import (
     pairs,
     run,
 )
+from tests.layouts.layout import Layout
 
 COUNT = 43
 RANKS = 4

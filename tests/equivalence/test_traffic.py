@@ -20,10 +20,10 @@ from megazero.mpu import (
 )
 from megazero.train.engine import StepResult
 from megazero.train.timers import Timers
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
 from megazero.verify.record import micro_batches, verification_engine
-from megazero.verify.selection import allowed, candidates, covering
 from tests.equivalence.one_process import pairs_met
+from tests.layouts.layout import GLOBAL_BATCH, SEQUENCE, Layout
+from tests.layouts.selection import allowed, candidates, covering
 
 FP32 = 4
 HIDDEN = 32
