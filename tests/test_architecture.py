@@ -23,7 +23,7 @@ pytestmark = pytest.mark.fast
 
 # A package imports from lower numbers only; of its own number, itself.
 LEVELS = {
-    **dict.fromkeys(("errors", "file_lock", "regular_file", "version"), -1),
+    **dict.fromkeys(("door", "errors", "file_lock", "regular_file", "version"), -1),
     **dict.fromkeys(("config", "kernels", "loss", "pictures"), 0),
     **dict.fromkeys(("mpu", "ops", "data"), 1),
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
@@ -35,6 +35,12 @@ LEVELS = {
 }
 FACADE = 8  # megazero itself, whose names are those of a DeepSpeed script; nothing below may use them.
 SAME_LEVEL = {("moe", "layers"), ("zero", "optim")}
+# A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
+DOORS = {
+    "megazero.moe.layer": "megazero.deepspeed.moe.layer",
+    "megazero.moe.utils": "megazero.deepspeed.moe.utils",
+    "megazero.zero": "megazero.deepspeed.zero",
+}
 TOOLS_MAY_IMPORT = {"errors", "regular_file", "config", "data", "data_efficiency"}
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 75
@@ -315,6 +321,22 @@ def test_only_the_table_names_a_family():
     allowed = {"models", "data"}
     found = [v for s in sources("megazero") if unit_of(s.module) not in allowed for v in family_violations(s)]
     assert {violation.partition(":")[0] for violation in found} == {"megazero.train.families"}
+
+
+def test_doors_are_known_and_lead_to_what_they_show():
+    opened = [(s.module, annex, names) for s in sources("megazero") for annex, names in s.doors()]
+    assert {room: annex for room, annex, _ in opened} == DOORS
+    for room, annex, names in opened:
+        for name in names:
+            shown = getattr(importlib.import_module(room), name)
+            assert shown is getattr(importlib.import_module(annex), name)
+        with pytest.raises(AttributeError, match=f"module '{room}' has no attribute 'missing'"):
+            _ = importlib.import_module(room).missing
+
+
+def test_doors_open_nothing_before_they_are_asked():
+    code = f"import {', '.join(DOORS)}, sys; sys.exit('megazero.deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def mutable(value: object) -> bool:

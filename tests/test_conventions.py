@@ -48,7 +48,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.models.batch.Batch": 10,
     "megazero.models.bert_batch.BertBatch": 14,
     "megazero.models.classifier_batch.LabelledBatch": 12,
-    "megazero.moe.layer.MoE": 15,
+    "megazero.deepspeed.moe.layer.MoE": 15,
     "megazero.mpu.param_spec.ParamSpec": 10,
     "megazero.mpu.watch.report.CallRecord": 9,
     "megazero.mpu.watch.report.Report": 9,

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from megazero.config.training_plan import training_plan_of
-from megazero.moe.copies import ExpertCopies
+from megazero.deepspeed.moe.copies import ExpertCopies
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.moe.layer import MoE
 from megazero.errors import ConfigError
-from megazero.moe.layer import MoE
 from megazero.mpu import ParallelContext
 
 

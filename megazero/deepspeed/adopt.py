@@ -11,13 +11,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megazero.config.tree import ParallelConfig
+from megazero.deepspeed.mpu import DeepSpeedMpu
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch, choose_device, grid_of, open_context
-from megazero.mpu.torch_group import start_world
+from megazero.mpu.torch_group import joined_world, start_world
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -34,9 +34,9 @@ def find_context(
     """This rank's context, from the world that torch has joined, or else from the launcher's environment.
 
     Args:
-        mpu: a `ParallelContext`, which is returned as it is; or an object with methods such as
-            ``get_model_parallel_rank`` and ``get_data_parallel_world_size``, whose layout is adopted; or
-            None, in which case all ranks are data-parallel.
+        mpu: a `ParallelContext`, wrapped in a `DeepSpeedMpu` or not, which is returned as it is; or an object
+            with methods such as ``get_model_parallel_rank`` and ``get_data_parallel_world_size``, whose
+            layout is adopted; or None, in which case all ranks are data-parallel.
         backend: nccl or gloo; by default the device decides.
         timeout: the longest wait in one collective.
         node_size: the number of replicas that ``node`` spans.
@@ -51,7 +51,9 @@ def find_context(
     """
     if isinstance(mpu, ParallelContext):
         return mpu
-    launch = _launch()
+    if isinstance(mpu, DeepSpeedMpu):
+        return mpu.context
+    joined, launch = joined_world(), _launch()
     device = choose_device("auto", launch.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -70,7 +72,7 @@ def find_context(
             "a divisor or start other ranks"
         )
     config = config.model_copy(update={"expert_model_parallel_size": ep_size})
-    if launch.world_size > 1 and not _started():
+    if launch.world_size > 1 and joined is None:
         if not may_start:
             raise ConfigError(
                 "`dist_init_required` must be true when the world of ranks has not been joined, but is "
@@ -83,16 +85,13 @@ def find_context(
     return context
 
 
-def _started() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def _launch() -> Launch:
     """This process's place according to torch, or else according to the launcher."""
-    if not _started():
+    joined = joined_world()
+    if joined is None:
         return Launch.from_environment()
     local_rank = os.environ.get("LOCAL_RANK", "0")
-    return Launch(dist.get_rank(), dist.get_world_size(), int(local_rank) if local_rank.isdigit() else 0)
+    return Launch(*joined, int(local_rank) if local_rank.isdigit() else 0)
 
 
 def _ask(mpu: Any, *names: str) -> int | None:

@@ -10,9 +10,11 @@ from datetime import timedelta
 import pytest
 import torch
 
+from megazero.deepspeed import adopt
+from megazero.deepspeed.adopt import find_context
+from megazero.deepspeed.mpu import DeepSpeedMpu
 from megazero.errors import ConfigError
-from megazero.mpu import adopt, solo_context
-from megazero.mpu.adopt import find_context
+from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,17 @@ class Mpu:
 def test_a_context_is_taken_as_it_is():
     context = solo_context()
     assert find_context(context) is context
+    assert find_context(DeepSpeedMpu(context)) is context
+
+
+def test_a_context_answers_the_contract():
+    context = thread_context(ThreadWorld(4), ProcessGrid(dp=2, tp=2), 3)
+    mpu = DeepSpeedMpu(context)
+    assert mpu.get_model_parallel_rank() == mpu.get_tensor_model_parallel_rank() == 1
+    assert mpu.get_data_parallel_rank() == 1
+    assert mpu.get_data_parallel_world_size() == 2
+    assert mpu.get_pipeline_model_parallel_world_size() == 1
+    assert mpu.get_data_parallel_group() is context.replica
 
 
 def test_without_a_launcher_this_is_a_job_of_one():

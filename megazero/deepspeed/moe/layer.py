@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
+from megazero.deepspeed.moe.copies import ExpertCopies, plain_output
 from megazero.errors import ConfigError
 from megazero.layers import LayerInputs
 from megazero.moe.capacity import kept_choices
-from megazero.moe.copies import ExpertCopies, plain_output
 from megazero.moe.dispatch import ExpertPlacement, all_to_all_dispatch
 from megazero.moe.losses import switch_loss
 from megazero.moe.router import Router

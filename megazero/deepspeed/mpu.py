@@ -2,55 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 
-from megazero.mpu.group import Group
+from megazero.mpu import Group, ParallelContext
 
 
+@dataclass(frozen=True)
 class DeepSpeedMpu:
-    """DeepSpeed's mpu contract (``deepspeed.initialize(mpu=...)``), answered from `groups`.
+    """A context that answers DeepSpeed's mpu contract (``deepspeed.initialize(mpu=...)``).
 
     What it calls model-parallel is our `tp`, and what it calls sequence-parallel our `cp`.
     """
 
-    groups: Mapping[str, Group]
+    context: ParallelContext
 
     def get_model_parallel_rank(self) -> int:
-        return self.groups["tp"].rank
+        return self.context.groups["tp"].rank
 
     def get_model_parallel_world_size(self) -> int:
-        return self.groups["tp"].size
+        return self.context.groups["tp"].size
 
     def get_model_parallel_group(self) -> Group:
-        return self.groups["tp"]
+        return self.context.groups["tp"]
 
     get_tensor_model_parallel_rank = get_model_parallel_rank
     get_tensor_model_parallel_world_size = get_model_parallel_world_size
     get_tensor_model_parallel_group = get_model_parallel_group
 
     def get_data_parallel_rank(self) -> int:
-        return self.groups["data"].rank
+        return self.context.groups["data"].rank
 
     def get_data_parallel_world_size(self) -> int:
-        return self.groups["data"].size
+        return self.context.groups["data"].size
 
     def get_data_parallel_group(self) -> Group:
-        return self.groups["data"]
+        return self.context.groups["data"]
 
     def get_pipeline_model_parallel_rank(self) -> int:
-        return self.groups["pp"].rank
+        return self.context.groups["pp"].rank
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        return self.groups["pp"].size
+        return self.context.groups["pp"].size
 
     def get_pipeline_model_parallel_group(self) -> Group:
-        return self.groups["pp"]
+        return self.context.groups["pp"]
 
     def get_sequence_parallel_rank(self) -> int:
-        return self.groups["cp"].rank
+        return self.context.groups["cp"].rank
 
     def get_sequence_parallel_world_size(self) -> int:
-        return self.groups["cp"].size
+        return self.context.groups["cp"].size
 
     def get_sequence_parallel_group(self) -> Group:
-        return self.groups["cp"]
+        return self.context.groups["cp"]

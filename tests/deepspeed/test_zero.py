@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.zero import DataParallel, ZeroPolicy, build_store, module_units
-from megazero.zero.init import (
+from megazero.deepspeed.zero import (
     GatheredParameters,
     Init,
     external_parameters,
     is_partitioned,
     register_external_parameter,
 )
+from megazero.errors import ConfigError
+from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.zero import DataParallel, ZeroPolicy, build_store, module_units
 
 WIDTH, LAYERS = 16, 6
 
