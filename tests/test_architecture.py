@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
+from tests.house import PAGE, annex_violations, budget, core_lines, lines_by_room, room_of, rooms
 from tests.source_tree import ROOT, Source, find_cycle, sources
 
 pytestmark = pytest.mark.fast
@@ -337,6 +338,46 @@ def test_doors_are_known_and_lead_to_what_they_show():
 def test_doors_open_nothing_before_they_are_asked():
     code = f"import {', '.join(DOORS)}, sys; sys.exit('megazero.deepspeed' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "offends"),
+    [
+        ("megazero.zero.x", "from megazero.deepspeed.zero import Init", True),
+        ("megazero.ops.x", "def f():\n    import megazero.inference", True),
+        ("megazero.config.tree", "from megazero.config.deepspeed import x", True),
+        ("megazero.config.resolve", "from megazero.config.deepspeed import x", False),
+        ("megazero.train.x", "from megazero.train.guards.guard import x", False),
+        ("megazero.inference.x", "from megazero.checkpoint.hf import x", False),
+    ],
+)
+def test_a_core_room_that_imports_an_annex_is_found(module, text, offends):
+    assert bool(list(annex_violations(Source(module, text)))) is offends
+
+
+def test_no_core_room_imports_an_annex():
+    """But at the sockets that docs/house.md names."""
+    assert [violation for source in sources("megazero") for violation in annex_violations(source)] == []
+
+
+def test_every_module_is_in_a_room_of_the_house():
+    assert [module for module in MODULES if room_of(module) is None] == []
+    assert {room.name for room in rooms()} == lines_by_room().keys()
+
+
+def test_the_figures_of_the_house_are_about_right():
+    counts = lines_by_room()
+    wrong = [room.name for room in rooms() if abs(counts[room.name] - room.lines) > max(50, room.lines / 10)]
+    assert wrong == [], f"figures in {PAGE.name} are old; `python -m tests.house` writes them anew"
+
+
+def test_the_core_keeps_to_its_budget():
+    lines = core_lines()
+    assert lines <= budget(), (
+        f"the core has {lines:,} lines, its budget in {PAGE.name} is {budget():,}; move what a run can do "
+        "without to an annex, or raise the budget in a decision record that says what the lines are for"
+    )
+    assert lines > budget() - 1000, "the core has shrunk: `python -m tests.house` lowers its budget"
 
 
 def mutable(value: object) -> bool:
