@@ -22,7 +22,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.kill_job import _free_port
 from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.mpu import Launch, leave
@@ -34,6 +33,7 @@ from megazero.train.monitors import CompositeMonitor
 from megazero.train.signals import StopRequest
 from megazero.train.state import TrainState
 from megazero.train.vocabulary import build_vocabulary
+from proofs.kill_job import _free_port
 
 MODEL = (
     "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --vocab-size 8192 --mock-data "

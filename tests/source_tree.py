@@ -75,6 +75,13 @@ class Source:
             if isinstance(node, ast.ClassDef):
                 yield node
 
+    def doors(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """The module behind each door (see `megazero/door.py`), and the names that the door shows."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "through_door":
+                _, _, annex, *names = node.args
+                yield ast.literal_eval(annex), tuple(map(ast.literal_eval, names))
+
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Every function and method."""
         for node in ast.walk(self.tree):

@@ -17,23 +17,31 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
+from tests.house import PAGE, annex_violations, budget, core_lines, lines_by_room, room_of, rooms
 from tests.source_tree import ROOT, Source, find_cycle, sources
 
 pytestmark = pytest.mark.fast
 
 # A package imports from lower numbers only; of its own number, itself.
 LEVELS = {
-    **dict.fromkeys(("errors", "file_lock", "regular_file", "version"), -1),
+    **dict.fromkeys(("door", "errors", "file_lock", "regular_file", "version"), -1),
     **dict.fromkeys(("config", "kernels", "loss", "pictures"), 0),
     **dict.fromkeys(("mpu", "ops", "data"), 1),
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
     **dict.fromkeys(("models", "checkpoint"), 3),
     "train": 4,
-    **dict.fromkeys(("ablate", "deepspeed", "env", "inference", "plan", "report", "verify"), 5),
-    "cli": 6,
+    **dict.fromkeys(("ablate", "deepspeed", "env", "inference", "verify"), 5),
+    "commands": 6,
+    "cli": 7,
 }
-FACADE = 7  # megazero itself, whose names are those of a DeepSpeed script; nothing below may use them.
+FACADE = 8  # megazero itself, whose names are those of a DeepSpeed script; nothing below may use them.
 SAME_LEVEL = {("moe", "layers"), ("zero", "optim")}
+# A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
+DOORS = {
+    "megazero.moe.layer": "megazero.deepspeed.moe.layer",
+    "megazero.moe.utils": "megazero.deepspeed.moe.utils",
+    "megazero.zero": "megazero.deepspeed.zero",
+}
 TOOLS_MAY_IMPORT = {"errors", "regular_file", "config", "data", "data_efficiency"}
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 75
@@ -166,12 +174,17 @@ def class_of(numbers: Iterable[int]) -> str:
         (import_violations, "megazero.ops.x", "from ..layers import z", True),
         (import_violations, "megazero.errors", "import megazero.config", True),
         (import_violations, "megazero.train.x", "def f():\n    from megazero import cli", True),
-        (import_violations, "megazero.train.x", "if TYPE_CHECKING:\n    import megazero.plan", True),
-        (import_violations, "megazero.train.x", "import_module('megazero.plan')", True),
+        (import_violations, "megazero.train.x", "if TYPE_CHECKING:\n    import megazero.inference", True),
+        (import_violations, "megazero.train.x", "import_module('megazero.inference')", True),
         (import_violations, "megazero.train.x", "importlib.import_module('megazero.mpu')", False),
-        (import_violations, "megazero.plan.x", "import megazero", True),
+        (import_violations, "megazero.env.x", "import megazero", True),
         (import_violations, "megazero.cli", "def f():\n    from megazero import initialize", True),
-        (import_violations, "megazero.cli", "def f():\n    from megazero.plan.command import main", False),
+        (
+            import_violations,
+            "megazero.cli",
+            "def f():\n    from megazero.commands.plan import main",
+            False,
+        ),
         (import_violations, "megazero", "def f():\n    import_module('megazero.deepspeed')", False),
         (tool_violations, "data_tools.x", "from megazero.mpu import y", True),
         (tool_violations, "data_tools.x", "from megazero.data.cache import y", False),
@@ -311,6 +324,62 @@ def test_only_the_table_names_a_family():
     assert {violation.partition(":")[0] for violation in found} == {"megazero.train.families"}
 
 
+def test_doors_are_known_and_lead_to_what_they_show():
+    opened = [(s.module, annex, names) for s in sources("megazero") for annex, names in s.doors()]
+    assert {room: annex for room, annex, _ in opened} == DOORS
+    for room, annex, names in opened:
+        for name in names:
+            shown = getattr(importlib.import_module(room), name)
+            assert shown is getattr(importlib.import_module(annex), name)
+        with pytest.raises(AttributeError, match=f"module '{room}' has no attribute 'missing'"):
+            _ = importlib.import_module(room).missing
+
+
+def test_doors_open_nothing_before_they_are_asked():
+    code = f"import {', '.join(DOORS)}, sys; sys.exit('megazero.deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "offends"),
+    [
+        ("megazero.zero.x", "from megazero.deepspeed.zero import Init", True),
+        ("megazero.ops.x", "def f():\n    import megazero.inference", True),
+        ("megazero.config.tree", "from megazero.config.deepspeed import x", True),
+        ("megazero.config.resolve", "from megazero.config.deepspeed import x", False),
+        ("megazero.train.x", "from megazero.train.guards.guard import x", False),
+        ("megazero.inference.x", "from megazero.checkpoint.hf import x", False),
+    ],
+)
+def test_a_core_room_that_imports_an_annex_is_found(module, text, offends):
+    assert bool(list(annex_violations(Source(module, text)))) is offends
+
+
+def test_no_core_room_imports_an_annex():
+    """But at the sockets that docs/house.md names."""
+    assert [violation for source in sources("megazero") for violation in annex_violations(source)] == []
+
+
+def test_every_module_is_in_a_room_of_the_house():
+    assert [module for module in MODULES if room_of(module) is None] == []
+    assert {room.name for room in rooms()} == lines_by_room().keys()
+
+
+def test_the_figures_of_the_house_are_about_right():
+    counts = lines_by_room()
+    wrong = [room.name for room in rooms() if abs(counts[room.name] - room.lines) > max(50, room.lines / 10)]
+    assert wrong == [], f"figures in {PAGE.name} are old; `python -m tests.house` writes them anew"
+
+
+def test_the_core_keeps_to_its_budget():
+    lines = core_lines()
+    assert lines <= budget(), (
+        f"the core has {lines:,} lines, its budget in {PAGE.name} is {budget():,}; move what a run can do "
+        "without to an annex, or raise the budget in a decision record that says what the lines are for"
+    )
+    assert lines > budget() - 1000, "the core has shrunk: `python -m tests.house` lowers its budget"
+
+
 def mutable(value: object) -> bool:
     """Whether a module-level value could carry state from one call to another."""
     if isinstance(value, tuple):
@@ -399,6 +468,7 @@ def text_files() -> Iterator[tuple[str, str]]:
         "examples_3d",
         "tests",
         "benchmarks",
+        "proofs",
         "docs",
         ".ci",
     )

@@ -25,7 +25,7 @@ LARGE_CONSTRUCTORS = {
     "data_tools.preprocessing.pool._Worker": 8,
     "data_tools.preprocessing.progress.Totals": 10,
     "megazero.ablate.corpus._Recipe": 8,
-    "megazero.checkpoint.command.summary.Summary": 9,
+    "megazero.commands.checkpoint.summary.Summary": 9,
     "megazero.checkpoint.hf.architecture.Architecture": 19,
     "megazero.config.compat.foreign.Foreign": 9,
     "megazero.config.deepspeed.extras.Extras": 11,
@@ -48,7 +48,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.models.batch.Batch": 10,
     "megazero.models.bert_batch.BertBatch": 14,
     "megazero.models.classifier_batch.LabelledBatch": 12,
-    "megazero.moe.layer.MoE": 15,
+    "megazero.deepspeed.moe.layer.MoE": 15,
     "megazero.mpu.param_spec.ParamSpec": 10,
     "megazero.mpu.watch.report.CallRecord": 9,
     "megazero.mpu.watch.report.Report": 9,
@@ -62,7 +62,6 @@ LARGE_CONSTRUCTORS = {
     "megazero.train.run_plan.RunPlan": 15,
     "megazero.train.state.TrainState": 8,
     "megazero.train.stragglers.Straggler": 9,
-    "megazero.verify.layouts.Layout": 31,
     "megazero.zero.plan.BucketMember": 9,
     "megazero.zero.policy.ZeroPolicy": 17,
     "megazero.zero.update._RulePiece": 9,
@@ -92,15 +91,14 @@ RETIRED = {
 VAGUE_OPENINGS = {"What", "That", "Those", "Of"}
 VAGUE_NAMES = {"found", "each", "told"}
 FAMILY_NAMES = {"gpt", "bert", "t5"}
-# Where a family's name decides: its own code, the configuration and its rules, the table of families, the
-# corpora that ablations make for it, and the shapes that `verify` knows by such names.
+# Where a family's name decides: its own code, the configuration and its rules, the table of families, and
+# the corpora that ablations make for it.
 MAY_NAME_FAMILIES = (
     "megazero.ablate.corpus",
     "megazero.config",
     "megazero.data",
     "megazero.models",
     "megazero.train.families",
-    "megazero.verify.layouts",
 )
 # Classes that have the members of a Protocol without being meant for it.
 LOOK_ALIKES = {

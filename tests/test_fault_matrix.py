@@ -1,10 +1,10 @@
-"""The quick part of the matrix of faults; `python -m benchmarks.fault_matrix` runs all of it."""
+"""The quick part of the matrix of faults; `python -m proofs.fault_matrix` runs all of it."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.fault_matrix.cases import FaultCase, all_cases
+from proofs.fault_matrix.cases import FaultCase, all_cases
 
 CASES = all_cases()
 QUICK = [case for case in CASES if case.quick]

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fuzz_inputs.harness import OUTCOMES, WRONG, Finding, Kind, Sample, make_case, run
-from benchmarks.fuzz_inputs.mutate import as_yaml, message_fields, of_json, of_message, parsed, written
 from megazero.errors import DataError
+from proofs.fuzz_inputs.harness import OUTCOMES, WRONG, Finding, Kind, Sample, make_case, run
+from proofs.fuzz_inputs.mutate import as_yaml, message_fields, of_json, of_message, parsed, written
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,7 +27,7 @@ def test_changed_files_are_refused_in_words_or_mean_the_same(kinds, count, tmp_p
     # In a process of its own, because its workers are forked.
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "benchmarks.fuzz_inputs", "--kinds", *kinds),
+            *(sys.executable, "-m", "proofs.fuzz_inputs", "--kinds", *kinds),
             *("--count", str(count), "--jsonl", str(tmp_path / "found.jsonl")),
         ],
         capture_output=True,

@@ -14,12 +14,12 @@ from megazero.checkpoint.hf import HFReader
 from megazero.checkpoint.lock import LOCK, WriterLock
 from megazero.checkpoint.manifest import INDEX, MANIFEST, STATE
 from megazero.checkpoint.megatron import ImportOptions, MegatronReader
-from megazero.checkpoint.megatron.command import main_import_megatron
 from megazero.checkpoint.megatron.pickles import load_pickle
+from megazero.commands.checkpoint.megatron import main_import_megatron
+from megazero.commands.moe_report.loads import read_loads
 from megazero.config.resolve import parse_config
 from megazero.config.user_function import user_function
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
-from megazero.report.loads import read_loads
 from tests.checkpoint.forged import edit_manifest, make
 from tests.checkpoint.hf.samples import GPT2, VOCAB, config_for, their_tensors, write_folder
 

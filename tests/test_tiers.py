@@ -33,7 +33,7 @@ KINDS = {
     "the oracle": "oracle/test_oracle.py",
     "operators": "ops/test_sweep.py",
     "update rules": "optim/test_conformance.py",
-    "`megazero verify`": "verify/test_command.py",
+    "`megazero verify`": "commands/test_verify.py",
     "architecture": "test_architecture.py",
 }
 

@@ -31,12 +31,12 @@ from megazero.checkpoint import (
     together,
 )
 from megazero.checkpoint.tensor_file import read_bytes
-from megazero.deepspeed.experts import with_all_experts
+from megazero.deepspeed.moe.experts import with_all_experts
 from megazero.deepspeed.stepping import EngineCounters, SteppingEngine
+from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError
 from megazero.optim import ScalerState
 from megazero.train.resume import check_tensors
-from megazero.zero.init import GatheredParameters
 
 LATEST = "latest"
 STATE = "state"

@@ -13,9 +13,10 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import DataLoader, Dataset
 
 from megazero.config.deepspeed import read_deepspeed
+from megazero.deepspeed.adopt import TIMEOUT, find_context
 from megazero.deepspeed.data import build_dataloader
 from megazero.deepspeed.engine import UserEngine
-from megazero.deepspeed.experts import agreed_ep_size, check_ep_size, share_experts, without
+from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
 from megazero.deepspeed.muon import matrix_groups
 from megazero.deepspeed.optimizer import UserOptimizer, build_torch_optimizer
 from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
@@ -25,7 +26,6 @@ from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source,
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu import ParallelContext, TrafficLog, count_traffic
-from megazero.mpu.adopt import TIMEOUT, find_context
 from megazero.optim import build_loss_scaler
 from megazero.train.placement import DTYPES
 from megazero.zero import Optimizer, ZeroPolicy, store_kind

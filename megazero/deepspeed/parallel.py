@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from megazero.deepspeed.zero import Home, Partition, external_parameters, partition_of
 from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu import Cut, Group, InitialValues, Matrices, ParallelContext, ParamSpec, spec_of
 from megazero.zero import DataParallel, Store, Unit, ZeroPolicy, build_store, module_units
-from megazero.zero.init import Home, Partition, external_parameters, partition_of
 
 # Their forward passes the weights of modules inside them to one function, without calling those modules.
 _TOGETHER = (nn.MultiheadAttention,)

@@ -5,13 +5,11 @@
 `dispatch` brings tokens to the ranks of their experts and back, and `experts` computes. What a token gets
 does not depend on the layout: every decision is about one sequence.
 
-`layer.MoE` is DeepSpeed's layer for models of any kind, with `copies` of any module as experts; `utils` has
-what scripts call beside it.
+`layer` and `utils` are doors to DeepSpeed's layer for models of any kind (`megazero.deepspeed.moe`).
 """
 
-from megazero.moe import utils
+from megazero.moe import layer, utils
 from megazero.moe.experts import Experts
-from megazero.moe.layer import MoE
 from megazero.moe.loads import RouterLoads
 from megazero.moe.losses import router_terms, terms_of
 from megazero.moe.mlp import MoEMLP
@@ -19,11 +17,11 @@ from megazero.moe.router import Router, Routing
 
 __all__ = [
     "Experts",
-    "MoE",
     "MoEMLP",
     "Router",
     "RouterLoads",
     "Routing",
+    "layer",
     "router_terms",
     "terms_of",
     "utils",

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.mpu.deepspeed_mpu import DeepSpeedMpu
 from megazero.mpu.grid import COMMUNICATORS, Place, ProcessGrid
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
@@ -20,7 +19,7 @@ from megazero.mpu.watch import Watch
 
 
 @dataclass(frozen=True)
-class ParallelContext(DeepSpeedMpu):
+class ParallelContext:
     """One rank's view of the job.
 
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:

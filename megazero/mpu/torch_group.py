@@ -115,6 +115,12 @@ class TorchGroup(Group):
         )
 
 
+def joined_world() -> tuple[int, int] | None:
+    """This process's rank in torch's world and the world's size; None if it has joined none."""
+    joined = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if joined else None
+
+
 def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **where: Any) -> None:
     """Join the world. `where` is torch's init_method, store or device_id; the environment is the default."""
     try:

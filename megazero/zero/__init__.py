@@ -3,9 +3,14 @@
 Start with `table.py` (what each stage shards) and `parallel.py` (what a training step calls). `unit.py`,
 `plan.py` and `layout.py` lay parameters out in buckets. `bucket.py` tracks whether a bucket's whole weights
 are on this rank, `store` holds the rest of its state, and `comm_hooks` move it between the replicas.
-`gather.py` and `reduce.py` decide when, and `optimizer.py` updates.
+`gather.py` and `reduce.py` decide when, and `optimizer.py` updates. `Init` and its like are DeepSpeed's.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
+from megazero.door import through_door
 from megazero.zero.bucket import Bucket
 from megazero.zero.build import build_store
 from megazero.zero.comm_hooks import (
@@ -20,7 +25,6 @@ from megazero.zero.comm_hooks import (
 from megazero.zero.copies import CopyCheck, CopyDifference, CopyFindings
 from megazero.zero.delayed import IN_USE, DelayedUpdates
 from megazero.zero.fingerprint import Fingerprints
-from megazero.zero.init import GatheredParameters, Init, register_external_parameter
 from megazero.zero.layout import BucketLayout, Segment
 from megazero.zero.optimizer import Optimizer, StepReport
 from megazero.zero.parallel import DataParallel
@@ -66,10 +70,8 @@ __all__ = [
     "DiskTier",
     "ExactCommHook",
     "Fingerprints",
-    "GatheredParameters",
     "GradientReducer",
     "HostTier",
-    "Init",
     "LoadedBucket",
     "NodeCommHook",
     "OffloadStore",
@@ -90,7 +92,17 @@ __all__ = [
     "module_units",
     "offloaded_bytes",
     "plan_buckets",
-    "register_external_parameter",
     "store_kind",
     "traffic",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return through_door(
+        __name__,
+        name,
+        "megazero.deepspeed.zero",
+        "GatheredParameters",
+        "Init",
+        "register_external_parameter",
+    )

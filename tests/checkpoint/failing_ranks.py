@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.kill_job import Job
+from proofs.kill_job import Job
 from tests.checkpoint.faulty_disk import FaultyDisk, Full
 
 FLAGS = (

@@ -11,7 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.damage_sweep import (
+from megazero.checkpoint import CheckpointReader, Verify, iteration_folder
+from megazero.checkpoint.blocks import FileRecord
+from megazero.checkpoint.folder import LATEST
+from megazero.checkpoint.manifest import MANIFEST, dump_manifest
+from megazero.errors import DamagedCheckpointError
+from proofs.damage_sweep import (
     LAYOUTS,
     NEWEST,
     OLDER,
@@ -29,11 +34,6 @@ from benchmarks.damage_sweep import (
     sweep,
     zeroes,
 )
-from megazero.checkpoint import CheckpointReader, Verify, iteration_folder
-from megazero.checkpoint.blocks import FileRecord
-from megazero.checkpoint.folder import LATEST
-from megazero.checkpoint.manifest import MANIFEST, dump_manifest
-from megazero.errors import DamagedCheckpointError
 from tests.checkpoint.forged import TENSORS, make
 
 SHARD = "model-00001-of-00001.safetensors"

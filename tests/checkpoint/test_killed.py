@@ -217,9 +217,9 @@ def test_stopped_anywhere(tmp_path, name):
 @pytest.mark.gloo
 @pytest.mark.parametrize("points", [4, pytest.param(12, marks=pytest.mark.slow)])
 def test_kills_of_real_ranks(tmp_path, points):
-    """`benchmarks/kill_sweep.py`, which says what must hold, for a point of each layout, or three."""
+    """`proofs/kill_sweep.py`, which says what must hold, for a point of each layout, or three."""
     done = run(
-        *("benchmarks/kill_sweep.py", "--points", points, "--jobs", 2),
+        *("proofs/kill_sweep.py", "--points", points, "--jobs", 2),
         *("--folder", tmp_path / "sweep", "--output", tmp_path / "results.jsonl"),
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megazero.checkpoint import Box, CheckpointReader, Key, Part, Retention, Saver, iteration_folder
-from megazero.checkpoint.command.verify import check
 from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.lock import LOCK, WriterLock, saved_elsewhere
+from megazero.commands.checkpoint.verify import check
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError, LostFolderError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context

@@ -19,7 +19,7 @@ from tests.source_tree import Source
 
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
 FLAG = re.compile(r"--[\w-]+")
-FOLDERS = ("examples_3d/", "scripts/", "data_tools/", "benchmarks/", "tests/")
+FOLDERS = ("examples_3d/", "scripts/", "data_tools/", "benchmarks/", "proofs/", "tests/")
 LANGUAGES = ("", "bash", "console", "sh")
 PROGRAMS = ("python", "torchrun", "megazero", "bash", "pretrain_gpt.py", "pretrain_bert.py", "finetune.py")
 STARTERS = ("torchrun", "torch.distributed.run")
@@ -84,7 +84,7 @@ def flags_of_verb(words: tuple[str, ...]) -> frozenset[str]:
 @cache
 def all_flags() -> frozenset[str]:
     """Every flag that a source of the repository spells out, or that a training knows or refuses by name."""
-    folders = ("megazero", "data_tools", "scripts", "benchmarks")
+    folders = ("megazero", "data_tools", "scripts", "benchmarks", "proofs")
     paths = [
         path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".sh")
     ]

@@ -77,10 +77,13 @@ class Index:
 
     def __init__(self, files: Iterable[Source]) -> None:
         self._homes: dict[str, list[tuple[str, ast.ClassDef | Function]]] = defaultdict(list)
+        self._doors: dict[tuple[str, str], str] = {}
         for source in files:
             for node in source.tree.body:
                 if isinstance(node, (ast.ClassDef, *Function.__args__)):
                     self._homes[node.name].append((source.module, node))
+            for annex, names in source.doors():
+                self._doors |= {(source.module, name): annex for name in names}
 
     def signatures(self, name: str, package: str) -> list[Signature]:
         """The signatures of `Name` or `Owner.method`; if several things have the name, those in `package`."""
@@ -96,7 +99,8 @@ class Index:
         return [replace(signature, name=name) for signature in calls if signature is not None]
 
     def defines(self, module: str, name: str) -> bool:
-        """Whether a module defines a class or function, or a package below it does."""
+        """Whether a module defines a class or function, or a package below it or behind its door does."""
+        module = self._doors.get((module, name), module)
         homes = (home for home, _ in self._homes[name])
         return any(home == module or home.startswith(f"{module}.") for home in homes)
 

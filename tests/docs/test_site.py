@@ -13,7 +13,7 @@ import pytest
 from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.slow
-NEEDED = ("benchmarks", "data_tools", "docs", "examples_3d", "megazero", "scripts")
+NEEDED = ("benchmarks", "data_tools", "docs", "examples_3d", "megazero", "proofs", "scripts")
 
 
 def build(root: Path) -> subprocess.CompletedProcess[str]:

@@ -10,9 +10,10 @@ from itertools import product
 import pytest
 
 from megazero.verify.compare import compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone
+from tests.layouts.layout import Layout
+from tests.layouts.selection import allowed
 
 
 @cache
@@ -43,14 +44,14 @@ def parametrize(
 
     Args:
         metafunc: of the test.
-        everything: all layouts.
+        everything: all layouts, allowed or not.
         selection: chooses so many of them.
         counts: how many are chosen by default, and with ``--slow``.
         mark: for some small ones, in which each setting has each of its values.
     """
     if "selected" in metafunc.fixturenames:
         options = metafunc.config.option
-        layouts = everything() if options.all_layouts else selection(counts[options.slow])
+        layouts = filter(allowed, everything()) if options.all_layouts else selection(counts[options.slow])
         marked = set(representatives(selection(counts[0])))
         chosen = [pytest.param(x, marks=[mark] * (x in marked), id=x.name) for x in layouts]
         metafunc.parametrize("selected", chosen)

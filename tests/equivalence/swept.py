@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megazero.verify.layouts import Layout
 from tests.equivalence import test_encoder_layouts, test_expert_layouts, test_layouts
+from tests.layouts.layout import Layout
 
 
 def swept(many: bool) -> list[Layout]:

@@ -8,9 +8,9 @@ import pytest
 
 from megazero.config.tree import Config
 from megazero.verify.compare import compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads
+from tests.layouts.layout import Layout
 
 STEPS = 2
 KINDS = [("gpt", 3), ("gpt", 1), ("bert", 3), ("bert", 1)]

@@ -11,10 +11,10 @@ from megazero.errors import ConfigError
 from megazero.layers import compile_layers
 from megazero.mpu import solo_context
 from megazero.train.timers import Timers
-from megazero.verify.layouts import Layout
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.verify.run import run_in_threads
 from tests.equivalence.one_process import check
+from tests.layouts.layout import Layout
 
 TRACED = {"compiled": "aot_eager", "samples": 4}
 LAYOUTS = (

@@ -9,9 +9,9 @@ import pytest
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.tree import Config
 from megazero.verify.compare import compare
-from megazero.verify.layouts import SEQUENCE, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
+from tests.layouts.layout import SEQUENCE, Layout
 
 # 8, 8, 12, 16, 16 tokens in the five steps; by tokens, with 8 samples in a step: 4, 4, 8, 8, 16. In rows: 4
 # of 4 tokens of each sample, twice; then 2 of 6, twice, which leave 4 tokens out; and 1 of 16.

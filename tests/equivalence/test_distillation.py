@@ -12,9 +12,9 @@ from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import solo_context
 from megazero.train.assemble import pretrain_on
 from megazero.verify.compare import compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
+from tests.layouts.layout import Layout
 
 # Wider and deeper than the students; one that is dense and tied, one with experts, a pyramid of them.
 TEACHERS = {

@@ -10,10 +10,10 @@ from megazero.config.curriculum import CurriculumConfig
 from megazero.config.data_sampling import CurriculumMetric, DataSamplingConfig
 from megazero.config.tree import Config
 from megazero.verify.compare import compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads
 from megazero.verify.sampling import shrunk_metric
+from tests.layouts.layout import Layout
 
 BOTH = tuple(
     shrunk_metric(CurriculumMetric(name=name, schedule_type="fixed_linear")) for name in ("rarity", "seqlen")

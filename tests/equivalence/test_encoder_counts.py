@@ -17,9 +17,9 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.models import BertCollate
 from megazero.mpu import ParallelContext, ThreadWorld, solo_context, thread_context
-from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import Record, record_steps, verification_engine
 from megazero.verify.run import run_in_threads
+from tests.layouts.layout import VOCABULARY, Layout
 from tests.models.bert_samples import samples, taken
 from tests.models.plain_bert import PlainBert
 

@@ -11,8 +11,8 @@ from megazero.models import Batch
 from megazero.mpu import solo_context
 from megazero.train.chunks import build_chunks
 from megazero.train.vocabulary import Vocabulary
-from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from tests.equivalence.test_hf_layouts import export
+from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 from tests.models.hf_weights import expert_by_expert
 
 KINDS = {

@@ -20,9 +20,9 @@ from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.vocabulary import Vocabulary
 from megazero.train.weights import take_foreign_weights
-from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import verification_engine
 from tests.checkpoint.hf.encoder_samples import batch_of
+from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 
 PLACES = (
     Layout(),

@@ -8,9 +8,9 @@ import pytest
 
 from megazero.config.tree import Config
 from megazero.verify.compare import compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
+from tests.layouts.layout import Layout
 
 ADAPT_ALL = {"lamb_adapt_all": True, "lamb_bias_correction": "rate"}  # as DeepSpeed has it
 

@@ -13,11 +13,11 @@ import pytest
 
 from megazero.config.tree import RecomputeConfig
 from megazero.verify.compare import compare
-from megazero.verify.layouts import DECODERS, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from megazero.verify.selection import all_layouts, allowed, candidates, covering, with_methods, with_stores
 from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
+from tests.layouts.layout import DECODERS, Layout
+from tests.layouts.selection import allowed, candidates, covering, with_methods, with_stores
 
 FEW, MANY = 56, 200
 
@@ -37,7 +37,7 @@ def run(layout: Layout) -> list[Record]:
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, all_layouts, selection, (FEW, MANY), pytest.mark.fast)
+    parametrize(metafunc, candidates, selection, (FEW, MANY), pytest.mark.fast)
 
 
 def test_layout_equals_one_process(selected):

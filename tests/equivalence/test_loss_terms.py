@@ -25,8 +25,8 @@ from megazero.train.chunks import build_chunks
 from megazero.train.engine import Engine
 from megazero.train.vocabulary import Vocabulary
 from megazero.verify.compare import compare
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import Record, micro_batches, record_steps
+from tests.layouts.layout import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
 
 STEPS = 3
 COEFFICIENT = 3.0

@@ -27,10 +27,10 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
-from megazero.verify.selection import allowed, candidates, expert_layouts
 from megazero.zero import CopyCheck
+from tests.layouts.layout import VOCABULARY, Layout
+from tests.layouts.selection import allowed, candidates, expert_layouts
 
 FRACTIONS = (0.1, 0.3, 0.5, 0.9)
 TIERS = ("cpu", "cpu", "nvme")

@@ -10,12 +10,12 @@ from functools import cache
 
 import pytest
 
-from benchmarks import reshard_sweep as reshard
 from megazero.config.tree import Config
 from megazero.verify.compare import compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads
+from proofs import reshard_sweep as reshard
+from tests.layouts.layout import Layout
 
 LAYOUTS = {
     "lion": [

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.reshard_sweep import (
+from megazero.config.training_plan import training_plan_of
+from megazero.mpu import ThreadWorld, thread_context
+from megazero.train.snapshot import Snapshots
+from megazero.verify.record import verification_engine
+from proofs.reshard_sweep import (
     EXTRA,
     SMALL,
     Case,
@@ -27,11 +31,7 @@ from benchmarks.reshard_sweep import (
     pairs,
     run,
 )
-from megazero.config.training_plan import training_plan_of
-from megazero.mpu import ThreadWorld, thread_context
-from megazero.train.snapshot import Snapshots
-from megazero.verify.layouts import Layout
-from megazero.verify.record import verification_engine
+from tests.layouts.layout import Layout
 
 COUNT = 43
 RANKS = 4

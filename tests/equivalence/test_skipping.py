@@ -12,11 +12,11 @@ from megazero.config.curriculum import CurriculumConfig
 from megazero.config.skipping import SkippingConfig
 from megazero.config.tree import Config
 from megazero.verify.compare import compare
-from megazero.verify.layouts import METHODS, SEQUENCE, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
 from tests.equivalence.one_process import assert_holds_all
 from tests.equivalence.swept import swept
+from tests.layouts.layout import METHODS, SEQUENCE, Layout
 
 # 4, 4, 8, 8, 12 of 16 tokens in the five steps.
 DROPPING = {

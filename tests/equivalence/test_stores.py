@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 from torch import Tensor
 
-from megazero.verify.layouts import METHODS, STORES, Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_in_threads
 from tests.equivalence.one_process import assert_holds_all
 from tests.equivalence.swept import swept
+from tests.layouts.layout import METHODS, STORES, Layout
 
 SHARED = {"dp": 2, "micro_batch": 2}
 FP16 = {"dtype": "fp16", "micro_batch": 2}

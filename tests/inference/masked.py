@@ -15,7 +15,7 @@ from megazero.train.chunks import build_chunks
 from megazero.train.families import family_of
 from megazero.train.programs import schedule_of
 from megazero.train.vocabulary import Vocabulary
-from megazero.verify.layouts import Layout
+from tests.layouts.layout import Layout
 
 WORDS = [
     "[PAD]",

@@ -8,8 +8,8 @@ import torch
 from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
 from megazero.errors import ConfigError, DataError
 from megazero.inference import MaskFiller
-from megazero.verify.layouts import Layout
 from tests.inference.masked import MODEL, WORDS, on_ranks, word_pieces
+from tests.layouts.layout import Layout
 
 TEXTS = [
     "The capital of [MASK] is Paris.",

@@ -11,7 +11,7 @@ from megazero.mpu import ThreadWorld, thread_context
 from megazero.train.chunks import build_chunks
 from megazero.train.programs import schedule_of
 from megazero.train.vocabulary import Vocabulary
-from megazero.verify.layouts import VOCABULARY, Layout
+from tests.layouts.layout import VOCABULARY, Layout
 
 PROMPTS = [[5, 17, 3, 44], [52], [0, 1, 2, 7, 7]]
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megazero.commands.kernels import BEGIN, END, main
+from megazero.commands.kernels.cases import CASES
+from megazero.commands.kernels.compiled import CompiledKernel, occupancy, read_compiled
+from megazero.commands.kernels.table import KernelRow, kernel_rows, markdown
 from megazero.kernels.build import CSRC, ROOT
 from megazero.kernels.on_cpu import KernelCounts
-from megazero.report.kernels.cases import CASES
-from megazero.report.kernels.command import BEGIN, END, main
-from megazero.report.kernels.compiled import CompiledKernel, occupancy, read_compiled
-from megazero.report.kernels.table import KernelRow, kernel_rows, markdown
 
 LOG = """
 ptxas info    : Compiling entry function '_ZN8megazero8rms_normIfLi1EEEvllPKT_' for 'sm_80'

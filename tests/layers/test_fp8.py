@@ -11,8 +11,8 @@ import torch
 from megazero.config.tree import PrecisionConfig
 from megazero.layers.fp8 import Fp8Recipe, Fp8Scaling, Fp8State, fp8_linear, fp8_product, to_fp8
 from megazero.mpu import SoloGroup
-from megazero.verify.layouts import Layout
 from megazero.verify.run import run_in_threads
+from tests.layouts.layout import Layout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE = torch.ones(())

@@ -12,8 +12,8 @@ from megazero.errors import ConfigError
 from megazero.layers import CudaGraphs, LayerInputs, graph_layers
 from megazero.mpu import solo_context
 from megazero.train.timers import Timers
-from megazero.verify.layouts import Layout
 from megazero.verify.record import micro_batches, verification_engine
+from tests.layouts.layout import Layout
 
 
 class StandIn:

@@ -13,7 +13,7 @@ from megazero.layers import initialize
 from megazero.models import GPT, ChunkSpan, DistilledChunk, TextCollate, random_text
 from megazero.mpu import solo_context
 from megazero.train.placement import placement_of
-from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
+from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 
 WIDE = {"hidden_size": 48, "ffn_hidden_size": 64, "hidden_dropout": 0.5}
 

@@ -11,9 +11,9 @@ from megazero.layers import LayerInputs, Placement
 from megazero.mpu import sample_keys, solo_context
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
 from megazero.verify.compare import compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads
+from tests.layouts.layout import Layout
 
 HIDDEN, HEADS = 16, 3
 KEYS = torch.as_tensor(sample_keys(7, (4, 5)))

@@ -13,9 +13,9 @@ from megazero.config.training_plan import training_plan_of
 from megazero.moe import Router
 from megazero.mpu import solo_context
 from megazero.verify.compare import compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record, verification_engine
 from megazero.verify.run import run_alone, run_in_threads
+from tests.layouts.layout import Layout
 
 TOP2 = Layout(experts="top2", micro_batch=2, untied=True)
 

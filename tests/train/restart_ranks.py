@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.kill_job import Job
 from megazero.checkpoint import Disk
 from megazero.data import IndexedDatasetWriter
+from proofs.kill_job import Job
 from tests.checkpoint.faulty_disk import FaultyDisk, Verdict, kill
 from tests.checkpoint.power_cut import Change
 

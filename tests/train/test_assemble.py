@@ -7,7 +7,7 @@ from megazero.config.training_plan import training_plan_of
 from megazero.mpu import solo_context
 from megazero.train.assemble import build_feeds
 from megazero.train.vocabulary import Vocabulary
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
+from tests.layouts.layout import GLOBAL_BATCH, SEQUENCE, Layout
 
 
 def test_datasets_are_as_long_as_the_training_that_is_left_needs():

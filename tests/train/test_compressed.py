@@ -17,9 +17,9 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.zero.copies import CopyCheck
+from tests.layouts.layout import VOCABULARY, Layout
 
 # Frozen after two steps; the fourth is one that each replica of 0/1 Adam makes alone.
 SETTINGS = {

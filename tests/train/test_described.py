@@ -25,8 +25,8 @@ from megazero.train.assemble import pretrain
 from megazero.train.chunks import build_chunks
 from megazero.train.trained import load_for_inference
 from megazero.train.vocabulary import Vocabulary
-from megazero.verify.layouts import VOCABULARY, Layout
 from tests.checkpoint.forged import edit
+from tests.layouts.layout import VOCABULARY, Layout
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "

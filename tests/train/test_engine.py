@@ -16,8 +16,8 @@ from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.optim import DynamicLossScaler, ScalerState, StaticLossScaler
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
+from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 
 
 def make(context, **layout):

@@ -18,7 +18,7 @@ from megazero.train.chunks import build_chunks
 from megazero.train.families import FAMILIES, family_of
 from megazero.train.stage_assignment import assign_layers, estimated_costs, measured_costs, parameter_counts
 from megazero.train.vocabulary import Vocabulary
-from megazero.verify.layouts import ENCODERS, SHAPES, VOCABULARY, Layout
+from tests.layouts.layout import ENCODERS, SHAPES, VOCABULARY, Layout
 
 VOCAB = Vocabulary(VOCABULARY, 64, None, None)
 

@@ -13,8 +13,8 @@ from megazero.config.training_plan import training_plan_of
 from megazero.mpu import HostWaits, ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.ops import Operator
 from megazero.train.timers import Timers
-from megazero.verify.layouts import Layout
 from megazero.verify.record import micro_batches, verification_engine
+from tests.layouts.layout import Layout
 
 PLANTED = {
     "item": lambda x: x[0].item(),

@@ -24,9 +24,9 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 from tests.forks import start_ranks
+from tests.layouts.layout import VOCABULARY, Layout
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "

@@ -28,9 +28,9 @@ from megazero.train.state import TrainState
 from megazero.train.state_json import PRETRAINING, SavedModel
 from megazero.train.timers import Timers
 from megazero.train.trained import load_for_inference
-from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 from tests.checkpoint.forged import edit, reseal
+from tests.layouts.layout import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
 
 STEPS = 2
 LAYOUT = Layout(layers=1, dropout=0.1)

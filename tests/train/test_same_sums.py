@@ -15,8 +15,8 @@ from megazero.train.same_sums import changed_sums
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.state_json import RunFacts
-from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import verification_engine
+from tests.layouts.layout import VOCABULARY, Layout
 
 SHARED, GLOO = "shared memory", "gloo"
 

@@ -20,9 +20,9 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.weights import take_foreign_weights
-from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import verification_engine
 from tests.checkpoint.hf.samples import LLAMA, VOCAB, config_for, their_tensors, write_folder
+from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "

@@ -18,7 +18,6 @@ from megazero.optim import Adam
 from megazero.train import resume
 from megazero.train.assemble import pretrain_on
 from megazero.verify.compare import compare
-from megazero.verify.layouts import Layout
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads
 from megazero.verify.shrink import shrink
@@ -34,6 +33,7 @@ from megazero.zero import (
     build_store,
     module_units,
 )
+from tests.layouts.layout import Layout
 from tests.zero.harness import in_threads
 
 START = 1

@@ -14,10 +14,10 @@ from megazero.config.tree import Config
 from megazero.mpu import ParallelContext, ThreadWorld, solo_context, thread_context
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import Layout
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.zero import Optimizer
 from megazero.zero.layout import counted_parts, present_parts
+from tests.layouts.layout import Layout
 
 STEPS = 2
 WIDTH = 32  # of a row of the vocabulary's weights

@@ -23,10 +23,10 @@ from megazero.train.resume import resume
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState
 from megazero.train.timers import Timers
-from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.verify.run import run_in_threads
 from megazero.zero import CopyCheck, ZeroPolicy
+from tests.layouts.layout import VOCABULARY, Layout
 from tests.zero.harness import SAMPLES, Record, Trainer, in_threads
 from tests.zero.late_group import with_late_groups
 from tests.zero.models import Zoo, gpt_loss, layer_units, make_gpt, zoo_loss

@@ -12,10 +12,10 @@ import torch
 
 from megazero.checkpoint import CheckpointReader, Key, iteration_folder, latest_iteration, write_checkpoint
 from megazero.checkpoint.hf import TokenIds, convert_from_hf, convert_to_hf
-from megazero.checkpoint.hf.command import main_from_hf, main_to_hf, model_flags, parse_size
 from megazero.checkpoint.hf.config_json import differences
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.checkpoint.tensor_file import Later
+from megazero.commands.checkpoint.hf import main_from_hf, main_to_hf, model_flags, parse_size
 from megazero.config import parse_config
 from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.data.tokenizers import TokenizerSpec, build_tokenizer

@@ -10,8 +10,8 @@ import torch
 from megazero.checkpoint import Key
 from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, convert_from_hf, convert_to_hf, write_hf
 from megazero.checkpoint.hf.approximation import ONE_GELU
-from megazero.checkpoint.hf.command import main_to_hf, model_flags
 from megazero.checkpoint.hf.config_json import architecture_of, model_of
+from megazero.commands.checkpoint.hf import main_to_hf, model_flags
 from megazero.config import parse_config
 from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError

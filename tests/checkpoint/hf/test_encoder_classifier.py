@@ -19,8 +19,8 @@ from megazero.checkpoint.hf import (
     write_hf,
 )
 from megazero.checkpoint.hf.approximation import ONE_GELU
-from megazero.checkpoint.hf.command import main_from_hf, main_to_hf, model_flags
 from megazero.checkpoint.hf.config_json import architecture_of, objections
+from megazero.commands.checkpoint.hf import main_from_hf, main_to_hf, model_flags
 from megazero.config import parse_config
 from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError

@@ -12,9 +12,9 @@ from megazero.checkpoint import Box, CheckpointReader, Key, Part
 from megazero.checkpoint.box import gaps_or_overlaps
 from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, convert_from_hf, convert_to_hf, write_hf
 from megazero.checkpoint.hf.approximation import NO_CAPACITY
-from megazero.checkpoint.hf.command import main_to_hf, model_flags
 from megazero.checkpoint.hf.config_json import Description, architecture_of, differences, model_of
 from megazero.checkpoint.naming import Link, Table, TensorRule
+from megazero.commands.checkpoint.hf import main_to_hf, model_flags
 from megazero.config import parse_config
 from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError

@@ -279,7 +279,7 @@ def growth(work):
 
 
 total = sum(4 * torch.Size(l.their_shape).numel() for l in links)
-import megazero.checkpoint.hf.command, tokenizers  # what is imported on the way is not the conversion's
+import megazero.commands.checkpoint.hf, tokenizers  # what is imported on the way is not the conversion's
 growths = [
     growth(lambda: convert_from_hf(folder / "hf", folder / "ours")),
     growth(lambda: convert_to_hf(folder / "ours", folder / "back")),

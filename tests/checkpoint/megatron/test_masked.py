@@ -9,7 +9,7 @@ import torch
 
 from megazero.checkpoint import CheckpointReader, iteration_folder
 from megazero.checkpoint.megatron import ImportOptions, MegatronReader
-from megazero.checkpoint.megatron.command import main_import_megatron
+from megazero.commands.checkpoint.megatron import main_import_megatron
 from megazero.config.tree import ModelConfig
 from megazero.errors import CheckpointError
 from tests.checkpoint.megatron.masked_samples import (

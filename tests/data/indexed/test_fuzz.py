@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from benchmarks.fuzz_index import SITUATIONS, fuzz
+from proofs.fuzz_index import SITUATIONS, fuzz
 
 
 def test_damaged_files_are_refused_or_read_right(tmp_path):

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from benchmarks.fault_matrix.faults import AfterUpdate, FlippedBit
-from benchmarks.fault_matrix.runs import Outcome, Setting, train
 from megazero.checkpoint import CheckpointReader, iteration_folder
+from proofs.fault_matrix.faults import AfterUpdate, FlippedBit
+from proofs.fault_matrix.runs import Outcome, Setting, train
 
 FLAGS = "--global-batch-size 8 --train-iters 36 --save-interval 10 --spike-window 20 "
 NOISE = range(8 * 32, 8 * 33)  # the samples of step 33

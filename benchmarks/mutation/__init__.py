@@ -1,1 +1,0 @@
-"""The parts of `benchmarks/mutants.py`: rules, sampling, which tests to run, and processes to run them in."""

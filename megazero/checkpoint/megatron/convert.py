@@ -1,0 +1,45 @@
+"""Megatron's weights -> a megazero checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megazero.checkpoint.folder import saved_iterations
+from megazero.checkpoint.hf.convert import KIND
+from megazero.checkpoint.megatron.reader import MegatronReader
+from megazero.checkpoint.writer import later_weights, write_checkpoint
+from megazero.config.tree import TokenizerConfig
+from megazero.errors import CheckpointError
+
+
+def import_megatron(
+    reader: MegatronReader, directory: str | Path, tokenizer: TokenizerConfig | None = None
+) -> Path:
+    """Write a checkpoint of iteration 0 with the weights, in fp32, one tensor in memory at a time.
+
+    Args:
+        reader: the weights to import.
+        directory: the run folder for the checkpoint.
+        tokenizer: the tokenizer that the model was trained with.
+
+    Raises:
+        CheckpointError: the folder has a checkpoint already, or cannot be written.
+    """
+    if saved := saved_iterations(directory):
+        raise CheckpointError(
+            f"`{directory}` must have no checkpoint yet, but has one of iteration {saved[-1]}; name "
+            f"another folder"
+        )
+
+    facts = {
+        "kind": KIND,
+        "model": reader.model_settings(),
+        "vocab_size": reader.model.vocab_size,
+        "tokenizer": (tokenizer or TokenizerConfig()).model_dump(mode="json"),
+        "converted_from": {
+            "format": reader.files.form.value,
+            "iteration": reader.iteration,
+            "checkpoint_version": reader.checkpoint_version,
+        },
+    }
+    return write_checkpoint(directory, 0, later_weights(reader), facts)

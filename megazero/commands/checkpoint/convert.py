@@ -1,0 +1,131 @@
+"""`megazero checkpoint convert`: rewrites a checkpoint as whole tensors in few files."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.locate import one_checkpoint
+from megazero.checkpoint.part import WEIGHT, Key
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import NAMES, write_checkpoint
+from megazero.commands.checkpoint.hf import parse_size
+from megazero.commands.checkpoint.stream import whole_tensors
+from megazero.commands.show import printable, size_text
+from megazero.errors import CheckpointError
+from megazero.version import VERSION
+
+_DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
+
+
+def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the flags of `convert`."""
+    parser = verbs.add_parser(
+        "convert",
+        help="rewrite a checkpoint as whole tensors in few files",
+        description="Rewrite a checkpoint with every tensor whole, in as few files as their size allows, and "
+        f"an index by which other programs find the weights ({NAMES}). The result is a checkpoint of the "
+        "same iteration, which loads as the original does.",
+    )
+    parser.add_argument(
+        "source", metavar="CKPT", help="a checkpoint, or a run's folder, whose newest is taken"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder of a run for the result, made if missing")
+    parser.add_argument(
+        "--dtype",
+        choices=[name for name, _ in _DTYPES],
+        help="type of the weights (default: as stored, which is fp32); from a narrower one, training does "
+        "not continue bit for bit",
+    )
+    parser.add_argument("--weights-only", action="store_true", help="leave out optimizer and random state")
+    parser.add_argument(
+        *("--max-shard-size", "--shard-size"), default="5GB", help="most tensor bytes per file (default 5GB)"
+    )
+    parser.set_defaults(run=run, trouble=1)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The form that the result should have.
+
+    Attributes:
+        dtype: the type of the weights; None leaves it as stored.
+        weights_only: leave out optimizer and random state.
+        shard_bytes: the most tensor bytes per file, unless one tensor has more.
+    """
+
+    dtype: torch.dtype | None = None
+    weights_only: bool = False
+    shard_bytes: int = 5 * 10**9
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Convert, and print the result."""
+    dtype = None if flags.dtype is None else dict(_DTYPES)[flags.dtype]
+    choice = Choice(dtype, flags.weights_only, parse_size(flags.max_shard_size))
+    with CheckpointReader(one_checkpoint(Path(flags.source))) as reader:
+        written = CheckpointReader(convert(reader, Path(flags.out), choice))
+    print(f"read   {printable(reader.folder)}")
+    size = sum(entry.size for entry in written.manifest.files.values())
+    files = sum(name.endswith(".safetensors") for name in written.manifest.files)
+    tensors = f"{len(written.shapes)} tensors in {files} file{'s' * (files != 1)}"
+    print(f"wrote  {printable(written.folder)}: {tensors}, {size_text(size)}")
+    return 0
+
+
+def convert(reader: CheckpointReader, directory: Path, choice: Choice, disk: Disk | None = None) -> Path:
+    """Write the checkpoint to a new folder.
+
+    Raises:
+        CheckpointError: `directory` has this iteration already or cannot be written, or a weight is too large
+            for the dtype.
+        DamagedCheckpointError: the original is not as it was written.
+    """
+    iteration = reader.manifest.iteration
+    if iteration_folder(directory, iteration).exists():
+        raise CheckpointError(
+            f"`{directory}` must not hold iteration {iteration} yet, but does; name another folder"
+        )
+    facts = dict(reader.facts)
+    facts["converted"] = {
+        "megazero": VERSION,
+        "dtype": None if choice.dtype is None else str(choice.dtype).removeprefix("torch."),
+        "weights_only": choice.weights_only,
+    }
+    if choice.weights_only:
+        facts |= {"scaler": None, "updates": None}
+    keys = [key for key in reader.shapes if key.kind == WEIGHT or not choice.weights_only]
+    # In the order in which files are written, so that each tensor arrives when its turn comes.
+    keys.sort(key=lambda key: key.kind != WEIGHT)
+    tensors = _laters(reader, keys, choice)
+    return write_checkpoint(directory, iteration, tensors, facts, disk=disk, shard_bytes=choice.shard_bytes)
+
+
+def _laters(reader: CheckpointReader, keys: list[Key], choice: Choice) -> Iterator[tuple[Key, Later]]:
+    stream = whole_tensors(reader, keys)
+    for key in keys:
+        dtype = reader.dtype(key)
+        if key.kind == WEIGHT and choice.dtype is not None and dtype.is_floating_point:
+            dtype = choice.dtype
+        yield key, Later(dtype, reader.shapes[key], partial(_next, stream, key, dtype))
+
+
+def _next(stream: Iterator[tuple[Key, Tensor]], expected: Key, dtype: torch.dtype) -> Tensor:
+    key, tensor = next(stream)
+    assert key == expected, f"{key} came, {expected} is due"
+    made = tensor.to(dtype)
+    if dtype != tensor.dtype and (made.isinf() & ~tensor.isinf()).any():
+        raise CheckpointError(
+            f"`{key}` must fit into {dtype}, but has magnitudes up to {tensor.abs().max():g}; "
+            f"take bf16 or fp32"
+        )
+    return made

@@ -1,0 +1,162 @@
+"""`megazero checkpoint verify`: is every byte still what was written?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.checkpoint.blocks import BLOCK, BlockFile, FileRecord
+from megazero.checkpoint.folder import leftovers
+from megazero.checkpoint.locate import checkpoints_of, is_checkpoint
+from megazero.checkpoint.lock import saved_elsewhere
+from megazero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.commands.checkpoint.summary import latest_or_trouble
+from megazero.commands.show import printable, size_text
+from megazero.errors import CheckpointError, DamagedCheckpointError
+
+# Blocks that are read together are hashed by several threads.
+_AT_ONCE = 8 * BLOCK
+
+
+def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the flags of `verify`."""
+    parser = verbs.add_parser(
+        "verify",
+        help="check every byte of a checkpoint, or of all checkpoints of a run",
+        description="Compare every block of every file with the hash that was taken when it was written, and "
+        "the index with the files. All damage is named, not only the first.",
+        epilog="Status 0: all is whole; 1: something is damaged or missing. Warnings do not count.",
+    )
+    parser.add_argument("path", metavar="DIR", help="folder of a run, or DIR/iter_N of one checkpoint")
+    parser.add_argument("--size-only", action="store_true", help="only check the sizes of all files; fast")
+    parser.set_defaults(run=run, trouble=1)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of checking one checkpoint.
+
+    Attributes:
+        bytes: the size of the files that were looked at.
+        files: how many files these are.
+        damage: each damage in words, with the file that it is in; empty if the checkpoint is whole.
+        warnings: what is odd about it, in words.
+    """
+
+    bytes: int
+    files: int
+    damage: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Check, and print a line per checkpoint and per damaged place."""
+    path = Path(flags.path)
+    began = time.perf_counter()
+    total = bad = 0
+    folders = checkpoints_of(path)
+    for folder in folders:
+        verdict = check(folder, size_only=flags.size_only)
+        total += verdict.bytes
+        bad += bool(verdict.damage)
+        word = "damaged" if verdict.damage else "whole"
+        print(
+            f"{word:<8} {printable(folder)}  {size_text(verdict.bytes)} in {verdict.files} files", flush=True
+        )
+        for words in verdict.damage:
+            print(f"  {printable(words)}")
+        for words in verdict.warnings:
+            print(f"  warning: {printable(words)}")
+    lost = None if is_checkpoint(path) else _check_run(path)
+    seconds = max(time.perf_counter() - began, 1e-9)
+    how = "sizes of" if flags.size_only else "all bytes of"
+    speed = "" if flags.size_only else f" ({total / 1e6 / seconds:,.0f} MB/s)"
+    print(f"checked  {how} {size_text(total)} in {seconds:.1f} s{speed}: {bad} of {len(folders)} damaged")
+    return int(bad > 0 or lost is not None)
+
+
+def check(folder: Path, *, size_only: bool = False) -> Verdict:
+    """Look at one checkpoint."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return Verdict(0, 0, (str(error),))
+    damage: list[str] = []
+    for name, entry in manifest.files.items():
+        damage += _damage(folder / name, entry.record, size_only)
+    if not damage:
+        damage += _misfits(folder, manifest)
+    unknown = sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files})
+    warnings = [f"{name} is not part of the checkpoint" for name in unknown]
+    if not damage:
+        saved_into = CheckpointReader(folder, verify=Verify.SIZE).saved_into
+        warnings += filter(None, [saved_elsewhere(folder, saved_into)])
+    size = sum(entry.size for entry in manifest.files.values())
+    return Verdict(size, len(manifest.files), tuple(damage), tuple(warnings))
+
+
+def _damage(path: Path, record: FileRecord, size_only: bool) -> Iterator[str]:
+    """A clause for each place where a file is not as recorded, with neighboring blocks in one."""
+    try:
+        file = BlockFile(path, record)
+    except DamagedCheckpointError as error:
+        yield str(error)
+        return
+    try:
+        bad = [] if size_only else list(_bad_blocks(file))
+    finally:
+        file.close()
+    runs: list[tuple[int, int]] = []
+    for block in bad:
+        if runs and block == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], block
+        else:
+            runs.append((block, block))
+    for first, last in runs:
+        words = f"block {first} is" if first == last else f"blocks {first} to {last} are"
+        stop = min((last + 1) * BLOCK, file.size)
+        yield f"{path.name}: {words} not as written (bytes {first * BLOCK:,} to {stop:,})"
+
+
+def _bad_blocks(file: BlockFile) -> Iterator[int]:
+    buffer = memoryview(bytearray(min(_AT_ONCE, file.size)))
+    for start in range(0, file.size, _AT_ONCE):
+        if _reads(file, buffer[: file.size - start], start):
+            continue
+        for begin in range(start, min(start + _AT_ONCE, file.size), BLOCK):
+            if not _reads(file, buffer[: min(BLOCK, file.size - begin)], begin):
+                yield begin // BLOCK
+
+
+def _reads(file: BlockFile, memory: memoryview, start: int) -> bool:
+    try:
+        file.read_into(memory, start)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def _misfits(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """A clause for what does not fit together although each file is as it was written."""
+    try:
+        reader = CheckpointReader(folder, verify=Verify.SIZE)
+        for name in manifest.files:
+            if name.endswith(".safetensors"):
+                reader.open(name).close()
+    except CheckpointError as error:
+        yield str(error)
+
+
+def _check_run(directory: Path) -> str | None:
+    """Look at what a run's folder holds besides checkpoints; returns what is wrong with its latest."""
+    lost = latest_or_trouble(directory)[1]
+    if lost is not None:
+        print(f"damaged  {printable(lost)}")
+    for leftover in leftovers(directory):
+        print(f"warning  {printable(leftover.path)} is of a save under way, or of one that was killed")
+    return lost

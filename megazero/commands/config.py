@@ -1,0 +1,13 @@
+"""The command `megazero config`: resolve a training's flags; print the tree, or every reason to refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megazero.config import resolve_or_exit
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; it ends the process with its status."""
+    resolve_or_exit([*argv, "--check-config"], program="megazero config")
+    return 0

@@ -1,0 +1,74 @@
+"""The command `megazero memory-report`: what the memory of each rank holds, measured or planned."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.commands.memory_report.picture import draw_memory
+from megazero.commands.memory_report.table import COLUMNS, merge_alike, read_memory, rows, verdict
+from megazero.config.resolve import parse_config
+from megazero.config.words import split_training_flags
+from megazero.errors import ConfigError, exit_status
+
+
+def build_memory_parser() -> argparse.ArgumentParser:
+    """Build a parser of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="megazero memory-report",
+        description="Show what the memory of each rank holds: weights, masters, moments, gradient sums, "
+        "buffers and activations, on the device, the host and disk.",
+        epilog="Instead of a file, flags of a training may follow after `--`, as in `megazero memory-report "
+        "--nproc 8 -- --config gpt.yaml`: what it would hold is then worked out without running it.",
+    )
+    parser.add_argument("metrics", metavar="METRICS", nargs="?", type=Path, help="a file of --metrics-jsonl")
+    parser.add_argument("--nproc", type=int, help="ranks of the training whose flags follow after `--`")
+    parser.add_argument("--output", type=Path, help="also draw it into this file (.png, .svg or .pdf)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
+    own, training = split_training_flags(argv)
+    flags = build_memory_parser().parse_args(own)
+    return exit_status(lambda: _report(flags, training))
+
+
+def _report(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
+    from megazero.commands.show import print_table
+
+    _check(flags, training)
+    if training is None:
+        memories = merge_alike(read_memory(flags.metrics))
+    else:
+        from megazero.commands.memory_report.planned import planned_memory
+
+        config = parse_config(training, world_size=flags.nproc).config
+        memories = merge_alike(planned_memory(config, flags.nproc))
+    print_table(COLUMNS, rows(memories), left=2)
+    print(verdict(memories))
+    if flags.output is not None:
+        try:
+            draw_memory(memories, flags.output)
+        except OSError as error:
+            raise ConfigError(f"`--output` must be a file that can be written, but: {error}") from error
+
+
+def _check(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
+    if training is None and flags.metrics is None:
+        raise ConfigError(
+            "`METRICS` must be a file of --metrics-jsonl, but is left out; name one, or give `--nproc N` and "
+            "flags of a training after `--`"
+        )
+    if training is not None and flags.metrics is not None:
+        raise ConfigError(
+            f"`METRICS` must be left out with flags of a training after `--`, but is {flags.metrics}; leave "
+            "out one of the two"
+        )
+    if (training is None) != (flags.nproc is None):
+        given = "is left out" if flags.nproc is None else f"is {flags.nproc}"
+        raise ConfigError(
+            f"`--nproc` must be given with flags of a training after `--`, and only then, but {given}; "
+            "correct it"
+        )

@@ -1,0 +1,121 @@
+"""The command `megazero plan`: shows what a launch would do, without launching it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megazero.config.resolve import parse_config
+from megazero.config.words import split_training_flags
+from megazero.errors import ConfigError, exit_status
+from megazero.pipeline import KINDS, Costs, Timeline, add_transfers, build_schedule, simulate
+from megazero.pipeline.render import chrome_trace, draw, render_text
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build a parser of the flags of `megazero plan` and its subjects."""
+    parser = argparse.ArgumentParser(prog="megazero plan", description="Say what a launch would do.")
+    subjects = parser.add_subparsers(dest="subject", required=True, metavar="SUBJECT")
+    schedule = subjects.add_parser(
+        "schedule",
+        help="the timeline of a pipeline schedule",
+        description="Run a pipeline schedule on paper and show its timeline, bubble and activations. F is "
+        "forward and B backward, which may be split into I, the gradient of the input, and W, the gradient "
+        "of the weights.",
+        epilog="Instead of a kind and sizes, flags of a training may follow after `--`, as in `megazero plan "
+        "schedule --nproc 8 -- --config gpt.yaml`: the schedule is then that of the training, and each chunk "
+        "takes its share of the FLOPs, experts included; the times are those of an average stage.",
+    )
+    schedule.add_argument("--kind", help=f"one of {', '.join(KINDS)}")
+    schedule.add_argument("--stages", type=int, help="pipeline stages")
+    schedule.add_argument("--microbatches", type=int, help="micro-batches of a step")
+    schedule.add_argument("--nproc", type=int, help="ranks of the training whose flags follow after `--`")
+    schedule.add_argument(
+        "--virtual", type=int, help="chunks per stage (default 1, or 2 for interleaved and zb-v)"
+    )
+    schedule.add_argument("--forward", type=float, default=1.0, help="time of a stage's F (default 1)")
+    schedule.add_argument("--backward", type=float, default=2.0, help="time of a stage's B (default 2)")
+    schedule.add_argument("--input", type=float, default=1.0, help="time of a stage's I (default 1)")
+    schedule.add_argument("--weight", type=float, default=1.0, help="time of a stage's W (default 1)")
+    schedule.add_argument("--transfer", type=float, default=0.0, help="time of a message (default 0)")
+    schedule.add_argument("--output", help="also draw it into this file (.png, .svg or .pdf)")
+    schedule.add_argument("--trace", help="also write it for chrome://tracing into this file (.json)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
+    own, training = split_training_flags(argv)
+    flags = build_parser().parse_args(own)
+    return exit_status(lambda: _plan_schedule(flags, training))
+
+
+def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
+    costs = _costs(flags)
+    _check_sizes(flags, training is not None)
+    if training is None:
+        schedule = build_schedule(flags.kind, flags.stages, flags.microbatches, flags.virtual)
+    else:
+        from megazero.commands.plan.configured import PlannedPipeline
+
+        pipeline = PlannedPipeline.of(parse_config(training, world_size=flags.nproc).config, flags.nproc)
+        schedule, costs = pipeline.schedule, pipeline.costs(costs)
+        print(f"{pipeline.report()}\n")
+    timeline = simulate(add_transfers(schedule), costs)
+    print(report(timeline))
+    try:
+        if flags.output is not None:
+            draw(timeline, flags.output)
+        if flags.trace is not None:
+            Path(flags.trace).write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"`--output` and `--trace` must be writable files, but: {error}") from error
+
+
+def _check_sizes(flags: argparse.Namespace, configured: bool) -> None:
+    """Check that the sizes are given either by flags or by a training."""
+    needed, excluded = ["kind", "stages", "microbatches"], ["nproc"]
+    if configured:
+        needed, excluded = excluded, [*needed, "virtual"]
+    where = f"{'with' if configured else 'without'} flags of a training after `--`"
+    given = {name: getattr(flags, name) for name in (*needed, *excluded)}
+    violations = [f"`--{name}` must be given {where}; add it" for name in needed if given[name] is None]
+    violations += [
+        f"`--{name}` must be left out {where}, but is {given[name]}; leave it out"
+        for name in excluded
+        if given[name] is not None
+    ]
+    if violations:
+        raise ConfigError(violations)
+
+
+def _costs(flags: argparse.Namespace) -> Costs:
+    violations = [
+        f"`--{name}` must be a finite number above 0, but is {value:g}; correct it"
+        for name in ("forward", "backward", "input", "weight")
+        if not 0 < (value := getattr(flags, name)) < float("inf")
+    ]
+    if not 0 <= flags.transfer < float("inf"):
+        violations.append(
+            f"`--transfer` must be a finite number of at least 0, but is {flags.transfer:g}; correct it"
+        )
+    if violations:
+        raise ConfigError(violations)
+    return Costs(flags.forward, flags.backward, flags.input, flags.weight, flags.transfer)
+
+
+def report(timeline: Timeline) -> str:
+    """The timeline as text: the grid, then makespan, bubble, and peak activations per stage."""
+    schedule = timeline.schedule
+    unit = "micro-batches" if schedule.chunks_per_stage == 1 else "chunks of micro-batches"
+    return "\n".join(
+        [
+            render_text(timeline),
+            "",
+            f"makespan          {timeline.makespan:g}",
+            f"bubble            {timeline.bubble:.1%} of all stages' time",
+            f"peak activations  {', '.join(map(str, timeline.peak_activations))} {unit}, stage by stage",
+        ]
+    )

@@ -1,0 +1,176 @@
+"""The command `megazero verify`: does this configuration's layout train the same as a single process?"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from megazero.config.derive import balanced_by_micro_batch, data_parallel_size
+from megazero.config.document import Document, read_file
+from megazero.config.flags import scan
+from megazero.config.resolve import parse_config
+from megazero.config.tasks import task_of
+from megazero.config.tree import Config
+from megazero.errors import ConfigError, MegazeroError
+from megazero.verify.compare import Deviation, compare
+from megazero.verify.record import STEPS, Record
+from megazero.verify.run import run_alone, run_in_processes, run_in_threads
+from megazero.verify.shrink import shrink
+from megazero.verify.teacher import with_teacher
+
+DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build a parser of the command's own flags; all others are passed on as flags of pretrain_gpt.py."""
+    parser = argparse.ArgumentParser(
+        prog="megazero verify",
+        description="Train a few steps of your configuration, shrunk, on its own layout and in one process, "
+        "and compare loss, gradient norm, every gradient and every weight (fp32, up to rounding). All flags "
+        "of pretrain_gpt.py and finetune.py are accepted, including --config FILE.",
+        epilog="Status 0: the same; 1: not the same; 2: the configuration is refused.",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=8, help="most ranks to run on; axes are shrunk to fit (default 8)"
+    )
+    parser.add_argument(
+        "--world-size",
+        type=int,
+        help="ranks of the real run (default: two replicas, or one if the batch does not divide by two)",
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps (default {STEPS})")
+    parser.add_argument("--processes", action="store_true", help="Gloo processes instead of threads as ranks")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags; returns the exit status."""
+    flags, rest = build_parser().parse_known_args(argv)
+    try:
+        if flags.ranks < 1 or flags.steps < 1:
+            raise ConfigError("`--ranks` and `--steps` must be at least 1, but one is less; raise it")
+        return _verify_own(flags, rest)
+    except ConfigError as error:
+        print(
+            "\n".join(["megazero verify: refused:", *(f"  {v}" for v in error.violations)]), file=sys.stderr
+        )
+        return error.exit_code
+    except MegazeroError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
+    """The user's configuration and its data-parallel size.
+
+    Without a world size, there are two replicas, or one if the batch does not divide by two; more if experts
+    need them.
+    """
+    given = _given(argv)
+    if not {"finetune.task", *(f"data.{name}" for name in DATA_SOURCES)} & set(given):
+        argv = [*argv, "--mock-data"]  # no data is read, so none needs to be named
+    if world_size is not None:
+        config = _without_files(parse_config(argv, world_size=world_size).config)
+        return config, data_parallel_size(config, world_size)
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    replica = math.prod(max(1, given.get(f"parallel.{name}", 1)) for name in names)
+    tensor = given.get("parallel.tensor_model_parallel_size", 1)
+    slices = given.get("parallel.expert_tensor_parallel_size") or tensor
+    sharing = given.get("parallel.expert_model_parallel_size", 1) * slices
+    least = max(1, sharing // math.gcd(sharing, tensor))
+    count = least if least > 1 else 2
+    try:
+        return _without_files(parse_config(argv, world_size=count * replica).config), count
+    except ConfigError:
+        return _without_files(parse_config(argv, world_size=least * replica).config), least
+
+
+def _without_files(config: Config) -> Config:
+    """The configuration; a fine-tuning's has the classes and the length that it would read from its files."""
+    if config.finetune.task is None:
+        return config
+    task = task_of(config.finetune)
+    classes = config.model.num_classes or (1 if task.multiple_choice else len(task.labels) or 2)
+    changes = {"model": {"num_classes": classes}, "training": {"train_iters": 1}}
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
+    return config.model_copy(update=sections)
+
+
+def _given(argv: Sequence[str]) -> dict[str, Any]:
+    """The fields that a command line sets, by path; errors in it are reported when it is resolved."""
+    flags = scan(argv)
+    document = Document() if flags.config_file is None else read_file(flags.config_file)
+    return {s.spec.path: s.value for s in [*document.settings, *flags.settings]}
+
+
+def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
+    config, replicas = resolve(rest, flags.world_size)
+    shrunk = shrink(config, replicas, flags.ranks)
+    grid = shrunk.grid
+    experts = f", experts over {grid.ep} x {grid.etp} ranks" if config.model.num_experts else ""
+    print(
+        f"layout     tensor {grid.tp} x pipeline {grid.pp} x data {grid.dp}{experts}, "
+        f"ZeRO stage {config.zero.stage}"
+    )
+    for note in shrunk.notes:
+        print(f"shrunk     {note}")
+    run = run_in_processes if flags.processes else run_in_threads
+    began = time.perf_counter()
+    with TemporaryDirectory() as folder:
+        small = with_teacher(shrunk.config, folder) if config.distillation.kd else shrunk.config
+        records = run(small, grid, flags.steps)
+        expected = run_alone(serial_of(small), flags.steps)
+    deviations = compare(records, expected)
+    kind = "processes" if flags.processes else "threads"
+    print(
+        f"ran        {flags.steps} steps on {grid.world_size} ranks as {kind}, "
+        f"{time.perf_counter() - began:.1f} s"
+    )
+    _show(expected, deviations)
+    same = all(d.share <= 1 for d in deviations)
+    print("the same training as one process" if same else "NOT the same training as one process")
+    return 0 if same else 1
+
+
+def serial_of(config: Config) -> Config:
+    """The same model and batch in one process: nothing sharded, nothing recomputed, sample by sample.
+
+    Samples that share rows do so here too, because they drop the same elements. So do those that share a
+    micro-batch where a router balances or limits what is in one.
+    """
+    together = config.data.bert_pack or balanced_by_micro_batch(config.model)
+    size = config.batch.micro_batch_size if together else 1
+    return config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(
+                update={
+                    "tensor_model_parallel_size": 1,
+                    "pipeline_model_parallel_size": 1,
+                    "num_virtual_stages_per_pipeline_rank": None,
+                    "pipeline_schedule": "auto",
+                    "pipeline_partition": "uniform",
+                    "sequence_parallel": False,
+                    "expert_model_parallel_size": 1,
+                    "expert_tensor_parallel_size": None,
+                }
+            ),
+            "zero": type(config.zero)(),
+            "recompute": type(config.recompute)(),
+            "batch": config.batch.model_copy(update={"micro_batch_size": size}),
+        }
+    )
+
+
+def _show(expected: Record, deviations: list[Deviation]) -> None:
+    for label in expected.losses[0]:
+        values = (losses.get(label) for losses in expected.losses)
+        print(f"{label:<10} {' '.join('-' if value is None else f'{value:.6f}' for value in values)}")
+    print(f"norm       {' '.join(f'{norm:.6f}' for norm in expected.grad_norms)}")
+    for deviation in deviations:
+        verdict = "ok " if deviation.share <= 1 else "BAD"
+        print(f"{verdict}        {deviation}")

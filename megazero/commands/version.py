@@ -1,0 +1,13 @@
+"""The command `megazero version`: print the version."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megazero.version import VERSION
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the version, whatever follows."""
+    print(f"megazero {VERSION}")
+    return 0

@@ -1,0 +1,285 @@
+"""`MoE`: DeepSpeed's mixture-of-experts layer, for models of any kind under `megazero.initialize`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config.tree import ModelConfig
+from megazero.deepspeed.moe.copies import ExpertCopies, plain_output
+from megazero.errors import ConfigError
+from megazero.layers import LayerInputs
+from megazero.moe.capacity import kept_choices
+from megazero.moe.dispatch import ExpertPlacement, all_to_all_dispatch
+from megazero.moe.losses import switch_loss
+from megazero.moe.router import Router
+from megazero.moe.tokens import Tokens
+from megazero.mpu import Group, ParallelContext, SoloGroup
+from megazero.ops.counter_random import derive
+
+JITTER = 1e-2
+"""How far `noisy_gate_policy` Jitter moves the router's input, as a share of it."""
+_TINY = torch.finfo(torch.float32).eps
+_NOISE = (None, "None", "Jitter", "RSample")
+
+
+class MoE(nn.Module):
+    """Experts of any kind, k for each token, as DeepSpeed's layer has them (Rajbhandari et al. 2022).
+
+    Until `megazero.initialize` the layer holds all E experts, and works by itself in one process. Then each
+    rank keeps E / ep_size of them. Built within `zero.Init`, a rank never has all of them. Weights and
+    checkpoints do not depend on `ep_size`.
+
+    Each expert is a copy of `expert` that draws initial values of its own (see `ExpertCopies`), where
+    DeepSpeed's all start equal. To give experts other values, write them before `initialize`, to
+    ``layer.experts["3"]``.
+
+    The router's logits are in fp32. The weight of an expert is its softmax probability, for k > 1 divided by
+    the sum over a token's experts that have room. An expert has room for ceil(T k / E factor) tokens, at
+    least `min_capacity`, out of the T that the layer is called with on a rank. For k = 1 it takes a random
+    choice of those that ask for it (`use_rts`), or the first ones; for k = 2 all first choices before all
+    second ones, each in order; for k > 2 the most probable ones. A token that no expert takes gets zeros.
+
+    Random numbers follow from torch's random state on the CPU, which is read once in each forward that needs
+    them, so that a recomputed forward (`torch.utils.checkpoint`) repeats them.
+
+    Args:
+        hidden_size: h.
+        expert: the module that is copied; see `ExpertCopies`. With `use_residual` it stays as the dense MLP.
+        num_experts: E.
+        ep_size: how many ranks share the experts; the same in all layers of a model.
+        k: experts of each token.
+        capacity_factor: the factor in training.
+        eval_capacity_factor: the factor in evaluation.
+        min_capacity: see above, in tokens.
+        use_residual: mix the experts' result with that of a dense MLP, by a learned softmax.
+        noisy_gate_policy: in training, ``Jitter`` multiplies the router's input by uniform noise in 0.99 to
+            1.01, and ``RSample`` chooses the expert for k = 1 by logits with Gumbel noise.
+        drop_tokens: False gives every token all its experts, whatever the factors.
+        use_rts: see above.
+        use_tutel: accepted; the numbers are the same.
+        enable_expert_tensor_parallelism: must be False.
+        top2_2nd_expert_sampling: for k = 2, choose the second expert with Gumbel noise in training.
+
+    Raises:
+        ConfigError: names everything that is wrong with the arguments.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        expert: nn.Module,
+        num_experts: int = 1,
+        ep_size: int = 1,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 4,
+        use_residual: bool = False,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        use_tutel: bool = False,
+        enable_expert_tensor_parallelism: bool = False,
+        top2_2nd_expert_sampling: bool = True,
+    ):
+        _check_counts(hidden_size, num_experts, ep_size, k)
+        _check_rules(
+            capacity_factor,
+            eval_capacity_factor,
+            min_capacity,
+            noisy_gate_policy,
+            enable_expert_tensor_parallelism,
+        )
+        super().__init__()
+        if use_tutel:
+            warnings.warn("`use_tutel` changes nothing here: there is one way to dispatch", stacklevel=2)
+        if noisy_gate_policy == "RSample" and k > 1:
+            warnings.warn(f"`noisy_gate_policy` RSample acts for k = 1 alone, and k is {k}", stacklevel=2)
+        self.hidden_size, self.num_experts, self.ep_size, self.k = hidden_size, num_experts, ep_size, k
+        sampling: dict[int, Literal["none", "first", "second"]] = {
+            1: "first" if noisy_gate_policy == "RSample" else "none"
+        }
+        if top2_2nd_expert_sampling:
+            sampling[2] = "second"
+        # A router's settings are a model's; only those that it reads mean anything here.
+        self.config = ModelConfig(
+            num_layers=1,
+            num_attention_heads=1,
+            seq_length=1,
+            hidden_size=hidden_size,
+            num_experts=(num_experts,),
+            moe_router_topk=k,
+            moe_router_pre_softmax=True,
+            moe_router_sampling=sampling.get(k, "none"),
+            moe_input_jitter_eps=JITTER if noisy_gate_policy == "Jitter" else 0.0,
+            moe_expert_capacity_factor=capacity_factor if drop_tokens else None,
+            moe_eval_capacity_factor=eval_capacity_factor if drop_tokens else None,
+            moe_min_capacity=min_capacity,
+            moe_token_drop_policy={1: "random" if use_rts else "position", 2: "position"}.get(k, "probs"),
+            moe_capacity_scope="micro_batch",
+        )
+        gate = nn.Linear(hidden_size, num_experts, bias=False)
+        self.router = Router(0, gate.get_parameter("weight"), self.config)
+        self.experts = ExpertCopies(expert, num_experts)
+        self.mlp: nn.Module | None = None
+        self.coefficient: nn.Linear | None = None
+        if use_residual:
+            self.mlp = expert
+            self.coefficient = nn.Linear(hidden_size, 2)
+        self.group: Group = SoloGroup("ep")
+        self.data_rank = 0
+        for param in self.experts.parameters():
+            # DeepSpeed's tools recognize an expert's parameters by these.
+            param.__dict__.update(allreduce=False, group_name=f"ep_size_{ep_size}")
+
+    def join(self, context: ParallelContext) -> list[nn.Parameter]:
+        """Share the experts with the other ranks; return the parameters of those that left this rank."""
+        self.group, self.data_rank = context.groups["ep"], context.replica.rank
+        count = self.num_experts // self.group.size
+        return self.experts.keep(self.group.rank * count, count)
+
+    def forward(
+        self, hidden_states: Tensor, used_token: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Send each token through its experts.
+
+        Args:
+            hidden_states: [..., h].
+            used_token: [...], zero for tokens that no expert is to see, such as padding; they get zeros.
+
+        Returns:
+            The result [..., h]; the balance loss, a float32 scalar that is 1 where loads are even: E sum_e
+            f_e P_e over the tokens of this call, with f_e the share of tokens whose first choice is e (for
+            k > 2, of all choices) and P_e its mean probability; and int64 [E], how often each expert was
+            chosen, before any choice is dropped.
+
+        Raises:
+            ConfigError: an argument has another shape.
+        """
+        if hidden_states.shape[-1] != self.hidden_size:
+            raise ConfigError(
+                f"`hidden_states` must have `hidden_size` ({self.hidden_size}) as its last dim, but has "
+                f"shape {tuple(hidden_states.shape)}; build the layer for that width"
+            )
+        rows = hidden_states.reshape(-1, self.hidden_size)
+        tokens = _tokens_of(rows, used_token)
+        inputs = LayerInputs(range(tokens.count), sample_keys=self._noise_key(rows.device))
+        with torch.autocast(rows.device.type, enabled=False):
+            choice = self.router(rows, tokens, inputs)
+        kept = kept_choices(self.config, 0, choice, tokens, inputs)
+        if tokens.real is not None:
+            real = tokens.real.unsqueeze(1).expand_as(choice.experts)
+            kept = real if kept is None else kept & real
+        weights = _of_kept(choice.weights, kept)
+        experts_placement = ExpertPlacement(self.num_experts, self._run_experts, self.group, 1)
+        out = all_to_all_dispatch(experts_placement, rows, weights, choice.experts, kept).view(
+            hidden_states.shape
+        )
+        if self.mlp is not None and self.coefficient is not None:
+            mix = self.coefficient(hidden_states).softmax(-1)
+            out = out * mix[..., :1] + plain_output(self.mlp(hidden_states)) * mix[..., 1:]
+        counts = _counts(choice.experts, tokens, self.num_experts)
+        counted = 1 if self.k <= 2 else self.k
+        balanced = _counts(choice.experts[:, :counted], tokens, self.num_experts)
+        total = tokens.lengths[0].clamp_min(1).float()
+        return out, switch_loss(balanced.float(), choice.probabilities.sum(0), total, counted), counts
+
+    def _run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        outputs: Tensor = self.experts(rows, sizes)
+        return outputs
+
+    def _noise_key(self, device: torch.device) -> Tensor | None:
+        """The key of this forward's random numbers, int64 [1]; None in evaluation."""
+        if not self.training:
+            return None
+        config = self.config
+        drops = config.moe_expert_capacity_factor is not None
+        random = config.moe_token_drop_policy == "random" and drops
+        if not (random or config.moe_input_jitter_eps or config.moe_router_sampling != "none"):
+            return torch.zeros(1, dtype=torch.int64, device=device)
+        drawn = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
+        return derive(drawn, torch.tensor([self.data_rank])).to(device)
+
+
+def _tokens_of(rows: Tensor, used: Tensor | None) -> Tokens:
+    """The tokens of a call, as one sequence: rows [T, h], of which `used` names the real ones."""
+    count, device = len(rows), rows.device
+    if used is not None and used.numel() != count:
+        raise ConfigError(
+            f"`used_token` must have one entry for each of the {count} tokens, but has {used.numel()}; give "
+            "it the shape of `hidden_states` without the last dim"
+        )
+    return Tokens(
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.arange(count, device=device),
+        None if used is None else used.reshape(-1).to(device) != 0,
+        torch.full((1,), count, dtype=torch.int64, device=device),
+        SoloGroup("tokens"),
+    )
+
+
+def _of_kept(weights: Tensor, kept: Tensor | None) -> Tensor:
+    """The weights, float32 [n, k]; for k > 1 divided by the sum of those whose choices have room."""
+    if weights.shape[1] == 1:
+        return weights
+    if kept is not None:
+        weights = weights * kept
+    return weights / weights.sum(1, keepdim=True).clamp_min(_TINY)
+
+
+def _counts(chosen: Tensor, tokens: Tokens, experts: int) -> Tensor:
+    """How often real tokens chose each expert: int64 [E]."""
+    ones = tokens.masked(torch.ones_like(chosen))
+    counts = torch.zeros(experts, dtype=torch.int64, device=chosen.device)
+    return counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+
+
+def _check_counts(hidden_size: int, num_experts: int, ep_size: int, k: int) -> None:
+    if isinstance(num_experts, Sequence):
+        raise ConfigError(
+            f"`num_experts` must be one number for one layer, but is {num_experts}; for a pyramid, build "
+            "each layer with its own number"
+        )
+    given = {"hidden_size": hidden_size, "num_experts": num_experts, "ep_size": ep_size, "k": k}
+    wrong = [
+        f"`{name}` must be a whole number of at least 1, but is {value}"
+        for name, value in given.items()
+        if not isinstance(value, int) or value < 1
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+    if num_experts % ep_size:
+        wrong.append(
+            f"`num_experts` must be a multiple of `ep_size` ({ep_size}), but is {num_experts}; choose a "
+            f"divisor of {num_experts} as `ep_size`"
+        )
+    if k > num_experts:
+        wrong.append(f"`k` must be at most `num_experts` ({num_experts}), but is {k}; choose fewer")
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def _check_rules(
+    factor: float, eval_factor: float, least: int, noise: str | None, slices_experts: bool
+) -> None:
+    wrong = [
+        f"`{name}` must be above 0, but is {value}; to drop no token, set `drop_tokens` to False"
+        for name, value in {"capacity_factor": factor, "eval_capacity_factor": eval_factor}.items()
+        if not value > 0
+    ]
+    if least < 0:
+        wrong.append(f"`min_capacity` must be at least 0, but is {least}")
+    if noise not in _NOISE:
+        wrong.append(f"`noisy_gate_policy` must be Jitter, RSample or None, but is {noise}; choose one")
+    if slices_experts:
+        wrong.append(
+            "`enable_expert_tensor_parallelism` must be False, as experts of any kind are not sliced, but is "
+            "True; leave it out, or use a training script such as pretrain_gpt.py"
+        )
+    if wrong:
+        raise ConfigError(wrong)

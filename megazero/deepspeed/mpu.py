@@ -1,0 +1,57 @@
+"""The methods that DeepSpeed calls on a Megatron `mpu` object to learn where its rank sits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megazero.mpu import Group, ParallelContext
+
+
+@dataclass(frozen=True)
+class DeepSpeedMpu:
+    """A context that answers DeepSpeed's mpu contract (``deepspeed.initialize(mpu=...)``).
+
+    What it calls model-parallel is our `tp`, and what it calls sequence-parallel our `cp`.
+    """
+
+    context: ParallelContext
+
+    def get_model_parallel_rank(self) -> int:
+        return self.context.groups["tp"].rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.context.groups["tp"].size
+
+    def get_model_parallel_group(self) -> Group:
+        return self.context.groups["tp"]
+
+    get_tensor_model_parallel_rank = get_model_parallel_rank
+    get_tensor_model_parallel_world_size = get_model_parallel_world_size
+    get_tensor_model_parallel_group = get_model_parallel_group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.context.groups["data"].rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.context.groups["data"].size
+
+    def get_data_parallel_group(self) -> Group:
+        return self.context.groups["data"]
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self.context.groups["pp"].rank
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self.context.groups["pp"].size
+
+    def get_pipeline_model_parallel_group(self) -> Group:
+        return self.context.groups["pp"]
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.context.groups["cp"].rank
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.context.groups["cp"].size
+
+    def get_sequence_parallel_group(self) -> Group:
+        return self.context.groups["cp"]

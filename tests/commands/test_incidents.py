@@ -1,0 +1,105 @@
+"""`megazero incidents`: lists, pages and pictures of what guards found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megazero.commands.incidents import main, read_steps
+from megazero.errors import ConfigError
+from megazero.train.guards.incidents import Incident, IncidentLog
+from megazero.train.monitors import CompositeMonitor
+
+
+@pytest.fixture
+def run(tmp_path):
+    log = IncidentLog(CompositeMonitor(), tmp_path / "run")
+    (tmp_path / "run").mkdir()
+    log.add(Incident("spike", 42, "loss 9, where 2 is usual", "rolled back", (), {"samples": [{"place": 3}]}))
+    log.add(Incident("fault", 50, "rank 1 failed once", "went on", (1,)))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"iteration": i, "lm_loss": 5.0 / i, "grad_norm": 1.0} for i in range(1, 60)]
+    rows[41] = {"iteration": 42, "lm_loss": None, "grad_norm": 0.0}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_they_are_listed(run, capsys):
+    assert main([str(run)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[0] == ["number", "time", "iteration", "kind", "action", "ranks", "what"]
+    assert rows[1][2:6] == ["42", "spike", "rolled", "back"]
+    assert rows[2][2:7] == ["50", "fault", "went", "on", "1"]
+
+
+def test_one_is_shown_whole(run, capsys):
+    assert main([str(run), "--show", "0"]) == 0
+    assert "samples:\n  place 3\n" in capsys.readouterr().out
+
+
+def test_programs_read_json(run, capsys):
+    assert main([str(run), "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["kind"], second["ranks"]) == ("spike", [1])
+
+
+def test_a_run_without_any(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no incidents in {tmp_path}\n"
+
+
+def test_steps_without_a_loss_are_left_out(metrics):
+    steps = read_steps(metrics)
+    assert (len(steps), steps[0], 42 in [step[0] for step in steps]) == (58, (1, 5.0, 1.0), False)
+
+
+@pytest.mark.parametrize("with_metrics", [True, False])
+def test_they_are_drawn(run, metrics, tmp_path, with_metrics, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "picture.png"
+    more = ["--metrics", str(metrics)] if with_metrics else []
+    assert main([str(run), "--output", str(path), *more]) == 0
+    assert path.stat().st_size > 5000
+    assert f"drawn into {path}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--show", "2"], "`--show` must be the number of an incident, of 2"),
+        (["--metrics", "x.jsonl"], "`--output` must be set"),
+        (
+            ["--metrics", "nowhere.jsonl", "--output", "a.png"],
+            "`--metrics` must be a file that can be read, but nowhere.jsonl: No such file",
+        ),
+        (["--output", "a.bmp"], "`--output` must end in one of"),
+    ],
+)
+def test_wrong_flags_are_refused(run, capsys, flags, said):
+    assert main([str(run), *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none(tmp_path, capsys):
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert "must be a run's folder, but is none" in capsys.readouterr().err
+
+
+def test_a_line_that_is_still_being_written_is_left_out(metrics):
+    with metrics.open("a") as file:
+        file.write('{"iteration": 60, "lm_l')
+    assert len(read_steps(metrics)) == 58
+
+
+def test_metrics_that_are_none(tmp_path):
+    (tmp_path / "x.jsonl").write_text("[1]\n")
+    with pytest.raises(
+        ConfigError, match=r"must be a file of metrics, but line 1 of .* is not an object with an"
+    ):
+        read_steps(tmp_path / "x.jsonl")

@@ -1,0 +1,96 @@
+"""Finding this rank's place where a script may have joined the world, or brings an mpu.
+
+Real processes do so in tests/deepspeed/test_initialize.py.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from megazero.deepspeed import adopt
+from megazero.deepspeed.adopt import find_context
+from megazero.deepspeed.mpu import DeepSpeedMpu
+from megazero.errors import ConfigError
+from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    """Without a launcher."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Mpu:
+    """DeepSpeed's contract, of one process."""
+
+    def __init__(self, size: int = 1, rank: int = 0):
+        self.size, self.rank = size, rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.size
+
+    def get_model_parallel_rank(self) -> int:
+        return self.rank
+
+
+def test_a_context_is_taken_as_it_is():
+    context = solo_context()
+    assert find_context(context) is context
+    assert find_context(DeepSpeedMpu(context)) is context
+
+
+def test_a_context_answers_the_contract():
+    context = thread_context(ThreadWorld(4), ProcessGrid(dp=2, tp=2), 3)
+    mpu = DeepSpeedMpu(context)
+    assert mpu.get_model_parallel_rank() == mpu.get_tensor_model_parallel_rank() == 1
+    assert mpu.get_data_parallel_rank() == 1
+    assert mpu.get_data_parallel_world_size() == 2
+    assert mpu.get_pipeline_model_parallel_world_size() == 1
+    assert mpu.get_data_parallel_group() is context.replica
+
+
+def test_without_a_launcher_this_is_a_job_of_one():
+    assert find_context().world_size == 1
+    assert find_context(Mpu(), may_start=False).tp.size == 1
+
+
+def test_the_sizes_of_an_mpu_must_fit_the_world():
+    with pytest.raises(ConfigError, match="`world size` must be a multiple"):
+        find_context(Mpu(size=2))
+
+
+def test_an_mpu_that_places_the_rank_elsewhere_is_refused():
+    with pytest.raises(ConfigError, match="has tensor-parallel rank 0, but it says 1"):
+        find_context(Mpu(rank=1))
+
+
+def test_a_world_that_may_not_be_joined(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="`dist_init_required` must be true"):
+        find_context(may_start=False)
+
+
+def test_a_second_partition_needs_as_many_replicas():
+    with pytest.raises(ConfigError, match="`hpz_partition_size` must divide"):
+        find_context(node_size=2)
+
+
+@pytest.mark.parametrize(("backend", "started"), [(None, "gloo"), ("gloo", "gloo"), ("nccl", "nccl")])
+def test_the_world_is_started_with_the_backend_that_is_named(monkeypatch, backend, started):
+    class Started(Exception):
+        pass
+
+    def start_world(*arguments):
+        raise Started(*arguments)
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(adopt, "start_world", start_world)
+    monkeypatch.setattr(adopt, "choose_device", lambda wanted, local: torch.device("cpu"))
+    with pytest.raises(Started) as caught:
+        find_context(backend=backend, timeout=timedelta(minutes=3))
+    assert caught.value.args == (started, 1, 2, timedelta(minutes=3))

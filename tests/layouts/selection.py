@@ -1,0 +1,230 @@
+"""Layouts of small models: all that could be, and selections that the rules allow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from itertools import combinations, cycle, islice, product
+
+from megazero.config.optimization import OptimizerName
+from tests.layouts.layout import (
+    DECODERS,
+    ENCODERS,
+    EXPERTS,
+    GLOBAL_BATCH,
+    METHODS,
+    STORES,
+    Dispatcher,
+    Layout,
+    Recompute,
+    Schedule,
+    Stage,
+)
+
+_SCHEDULES: tuple[tuple[Schedule, int], ...] = (
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("zb-h1", 1),
+    ("zb-v", 1),
+)
+_STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "full", "selective")
+_OPTIMIZERS: tuple[OptimizerName, ...] = ("adam", "lamb")
+_Pair = tuple[tuple[str, object], tuple[str, object]]
+_DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "alltoall", "allgather")
+
+
+@cache
+def allowed(layout: Layout) -> bool:
+    """Whether a layout breaks no rule."""
+    return not layout.broken_rules()
+
+
+def candidates(most_ranks: int = 8) -> Iterator[Layout]:
+    """Every distinct layout of a decoder on at most `most_ranks` ranks, whether the rules allow it or not."""
+    sizes = [
+        (tp, pp, dp)
+        for tp, pp, dp in product((1, 2, 4, 8), repeat=3)
+        if pp < 8 and tp * pp * dp <= most_ranks
+    ]
+    for (tp, pp, dp), (schedule, virtual), zero in product(sizes, _SCHEDULES, _STAGES):
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        for rest in product((False, True), _RECOMPUTES, (1, 2), (False, True), DECODERS, (False, True)):
+            sequence_parallel, recompute, micro_batch, keep, shape, untied = rest
+            if (sequence_parallel and tp == 1) or (keep and zero < 3):
+                continue
+            yield Layout(
+                tp=tp,
+                pp=pp,
+                dp=dp,
+                schedule=schedule,
+                virtual=virtual,
+                zero=zero,
+                sequence_parallel=sequence_parallel,
+                recompute=recompute,
+                micro_batch=micro_batch,
+                keep=keep,
+                shape=shape,
+                untied=untied,
+                layers=max(2, chunks),
+            )
+
+
+def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts of an encoder on at most `most_ranks` ranks, allowed or not.
+
+    There are too many to list.
+    """
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
+        pp = dice.choice((1, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        dropout, packed = dice.choice(((0.0, False), (0.1, False), (0.0, True), (0.1, True)))
+        layout = Layout(
+            tp=dice.choice((1, 2, 4)),
+            pp=pp,
+            dp=dice.choice((1, 2)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(_STAGES),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice(_RECOMPUTES),
+            micro_batch=dice.choice((1, 2, 4)),
+            shape=dice.choice(ENCODERS),
+            untied=dice.choice((False, True)),
+            binary_head=dice.choice((False, True)),
+            optimizer=dice.choice(_OPTIMIZERS),
+            layers=max(2, chunks),
+            dropout=dropout,
+            packed=packed,
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
+        # Many ranks and many micro-batches take long and show no more together.
+        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
+        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
+        if layout.world_size <= most_ranks and quick:
+            drawn[layout] = None
+    return list(drawn)
+
+
+def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts with experts on at most `most_ranks` ranks, allowed or not."""
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
+        experts = dice.choice(tuple(EXPERTS)[1:])
+        pp = dice.choice((1, 1, 2)) if experts == "pyramid" else dice.choice((1, 1, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        tp = dice.choice((1, 2, 4))
+        layout = Layout(
+            tp=tp,
+            pp=pp,
+            dp=dice.choice((1, 2, 4)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(_STAGES),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice(_RECOMPUTES),
+            micro_batch=dice.choice((1, 2)),
+            shape=dice.choice((*DECODERS, *DECODERS, *ENCODERS)),
+            layers=4 if experts == "pyramid" else max(2, chunks),
+            experts=experts,
+            ep=dice.choice((1, 2, 4)),
+            etp=dice.choice((0, 1, 2)),
+            dispatcher=dice.choice(_DISPATCHERS),
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
+        if layout.tp * layout.dp % (layout.ep * (layout.etp or layout.tp)):
+            continue
+        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
+        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
+        if layout.world_size <= most_ranks and quick:
+            drawn[layout] = None
+    return list(drawn)
+
+
+def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
+    """The layouts; one in `every` also trains by a method, of those that the rules allow it the one that has
+    met the fewest of its settings so far.
+    """
+    chosen = list(layouts)
+    met: dict[str, set[tuple[str, object]]] = {name: set() for name in METHODS if name}
+    for place in range(0, len(chosen), every):
+        settings = set(vars(chosen[place]).items())
+        for method in sorted(met, key=lambda name: len(met[name] & settings)):
+            layout = replace(chosen[place], method=method)
+            if allowed(layout):
+                chosen[place] = layout
+                met[method] |= settings
+                break
+    return chosen
+
+
+def with_stores(layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts; half of them keep their state elsewhere, in the stores by turns, and so does half of those
+    with a method (every third or fourth).
+    """
+    stores = cycle(name for name in STORES if name)
+    return [
+        replace(layout, store=next(stores)) if (place + place // 4) % 2 else layout
+        for place, layout in enumerate(layouts)
+    ]
+
+
+def covering(
+    layouts: Iterable[Layout],
+    count: int,
+    seed: int = 1,
+    few_ranks: int = 4,
+    allowed: Callable[[Layout], bool] = lambda layout: True,
+) -> list[Layout]:
+    """`count` of the `layouts` that cover every pair of values of two settings that occurs in `layouts`.
+
+    They are chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), by the new pairs
+    for the time that they take, then filled up in that order, starting with layouts of `few_ranks`, as four
+    take a quarter of the time of eight. A layout is `allowed` or not when it is about to be chosen: to judge
+    all of them would take longer than to choose.
+    """
+    shuffled = list(layouts)
+    random.Random(seed).shuffle(shuffled)
+    names = [f.name for f in fields(Layout) if len({getattr(x, f.name) for x in shuffled}) > 1]
+    columns = [[(name, getattr(x, name)) for x in shuffled] for name in names]
+    # A set of pairs is a number with a bit for each: a round of the choice takes a millisecond, not 30.
+    bits: dict[_Pair, int] = {}
+    for pair in combinations(columns, 2):
+        for met in dict.fromkeys(zip(*pair, strict=True)):
+            bits[met] = 1 << len(bits)
+
+    def pairs(layout: Layout) -> int:
+        return sum(bits[pair] for pair in combinations([(name, getattr(layout, name)) for name in names], 2))
+
+    pool = {layout: pairs(layout) for layout in shuffled[:1200]}
+    wanted = (1 << len(bits)) - 1
+    chosen: list[Layout] = []
+    while wanted:
+        best = max(pool, key=lambda x: (pool[x] & wanted).bit_count() / (4 + x.world_size), default=None)
+        if best is None or not pool[best] & wanted:
+            # Only rare pairs are left: take any layout that has one.
+            best = next((x for x in shuffled if pairs(x) & wanted and allowed(x)), None)
+            if best is None:
+                break  # what is left is in no layout that is allowed
+        elif not allowed(best):
+            del pool[best]
+            continue
+        chosen.append(best)
+        wanted &= ~pairs(best)
+    taken = set(chosen)
+    rest = sorted((x for x in shuffled if x not in taken), key=lambda x: x.world_size > few_ranks)
+    return [*chosen, *islice(filter(allowed, rest), max(0, count - len(chosen)))]
