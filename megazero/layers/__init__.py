@@ -23,6 +23,7 @@ from megazero.layers.mlp import MLP, MLPResult, activated
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
+from megazero.layers.sums import Sums
 from megazero.layers.transformer import TransformerLayer
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "RowParallelLinear",
     "SelfAttention",
     "Skipping",
+    "Sums",
     "TransformerLayer",
     "activated",
     "column_linear",

@@ -7,7 +7,7 @@ micro-batch is therefore alive at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.sums import Sums
 from megazero.layers.transformer import Forward, TransformerLayer, use_forward
 from megazero.ops.autograd import Gradients, apply
 
@@ -104,7 +105,7 @@ class _GraphedForward:
         self.left = warm_calls
         self.captured: dict[tuple[object, ...], _LayerGraph] = {}
 
-    def __call__(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
         special = inputs.wanted is not None or inputs.cache is not None or inputs.document_ids is not None
         if special or not torch.is_grad_enabled():
             return self.plain(x, inputs)
@@ -118,7 +119,7 @@ class _GraphedForward:
         key = (shapes, tensors.names, x.requires_grad, tuple(p.data_ptr() for p in params))
         if key not in self.captured:
             self.captured[key] = _LayerGraph(self.plain, x, tensors, params, self.graphs)
-        return apply(_Replay, self.captured[key], tensors.values, x, *params), {}
+        return apply(_Replay, self.captured[key], tensors.values, x, *params), Sums()
 
 
 class _LayerGraph:
@@ -141,7 +142,7 @@ class _LayerGraph:
     def _run_forward(self) -> tuple[Tensor]:
         with torch.enable_grad():
             self._y, sums = self._plain(self.x, self.inputs)
-        assert not sums, "rules refuse layers that add to loss terms"
+        assert sums == Sums(), "rules refuse layers that add to loss terms"
         return (self._y.detach(),)
 
     def _run_backward(self) -> Gradients:

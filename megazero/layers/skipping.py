@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,12 +10,13 @@ from torch import Tensor, nn
 from megazero.layers.collectives import gather_for_parts, own_rows
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
+from megazero.layers.sums import Sums
 from megazero.mpu import Group, site_key
 from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.counter_random import derive
 from megazero.ops.kept_columns import kept_columns as kept_by_key
 
-Layers = tuple[Tensor, Mapping[str, Tensor]]
+Layers = tuple[Tensor, Sums]
 
 
 def kept_columns(sample_keys: Tensor, layer: int, length: int, kept: int) -> Tensor:
@@ -55,7 +55,7 @@ def run_layer(
     assert isinstance(placement, Placement), "a layer knows its placement"
     scale = skipping.scale_of(number)
     if scale == 0.0:
-        return inputs.narrow(x), {}
+        return inputs.narrow(x), Sums()
     inputs = replace(inputs, branch_scale=scale)
     length = len(inputs.positions)
     kept = skipping.kept_by(number, length)
@@ -67,8 +67,10 @@ def run_layer(
     rows = KeptRows.of(columns, length, group)
     out, sums = _run(layer, rows.taken(x), inputs.of(columns))
     x = rows.put_back(x, out.to(x.dtype))
-    sums = {name: value * (length / kept) if name in per_token else value for name, value in sums.items()}
-    return inputs.narrow(x), sums
+    terms = {
+        name: value * (length / kept) if name in per_token else value for name, value in sums.terms.items()
+    }
+    return inputs.narrow(x), Sums(terms, sums.tallies)
 
 
 def _run(layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Layers:

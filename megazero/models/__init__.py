@@ -13,6 +13,7 @@ from megazero.models.chunk import Block, ChunkSpan, ModelChunk
 from megazero.models.classifier import (
     OWN,
     PRETRAINING_ONLY,
+    SCORES,
     Classifier,
     FirstTokenClassifier,
     LastTokenClassifier,
@@ -21,7 +22,7 @@ from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, r
 from megazero.models.distilled import DistilledChunk
 from megazero.models.gpt import GPT, gpt_blocks
 from megazero.models.language_model import LanguageModel, MaskedLanguageModel, MeasuredModel
-from megazero.models.sample_losses import NumberedBatch, SampleLosses
+from megazero.models.sample_losses import SampleLosses
 from megazero.models.trunk import Trunk
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "GPT",
     "OWN",
     "PRETRAINING_ONLY",
+    "SCORES",
     "Batch",
     "BertBatch",
     "BertCollate",
@@ -46,7 +48,6 @@ __all__ = [
     "MeasuredModel",
     "MicroBatch",
     "ModelChunk",
-    "NumberedBatch",
     "RowPlace",
     "SampleLosses",
     "TextCollate",

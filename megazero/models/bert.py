@@ -35,6 +35,7 @@ from megazero.models.language_model import MaskedLanguageModel
 from megazero.mpu import Cut, Group, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.pipeline.chunk import ChunkResult
 
 TOKEN_TYPES = 2
 
@@ -160,7 +161,7 @@ class BERT(MaskedLanguageModel):
 
     def run(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> ChunkResult:
         """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
 
         The one with the head adds sums of cross-entropies in nats to ``lm`` and ``sop``, the numbers of
@@ -170,19 +171,20 @@ class BERT(MaskedLanguageModel):
         wanted = None if self.head is None else batch.wanted
         hidden, sums = self.through(batch, hidden, deferred=deferred, wanted=wanted)
         if self.head is None:
-            return hidden, sums
+            return ChunkResult(hidden, sums.terms, sums.tallies)
         logits, order = self._logits(hidden, batch, deferred)
         labels, slice_of = batch.labels.unsqueeze(1), self._slice_of(logits)
         padding = torch.full((), float(batch.padding), device=logits.device)
-        sums |= {
+        terms = {
+            **sums.terms,
             "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of, overwrite=True).sum(),
             "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, *slice_of),
             PADDING: padding,
         }
         if order is not None:
-            sums["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")
-            sums["sop_accuracy"] = (order.detach().argmax(-1) == batch.is_random).sum().float()
-        return None, sums
+            terms["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")
+            terms["sop_accuracy"] = (order.detach().argmax(-1) == batch.is_random).sum().float()
+        return ChunkResult(None, terms, sums.tallies)
 
     def sample_losses(self, batch: BertBatch, hidden: Tensor | None = None) -> Tensor:
         """The summed masked-LM loss of each sample, in nats, float32 [b]; samples must not share rows.

@@ -29,11 +29,15 @@ from megazero.models.trunk import Trunk
 from megazero.mpu import site_key
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import Dropout, dropout_mask_hidden
+from megazero.pipeline.chunk import ChunkResult
 
 OWN = ("pooler.", "classifier.")
 """The beginnings of the names of parameters that a pretrained model need not have."""
 PRETRAINING_ONLY = ("head.", "binary_head.", "pooler.")
 """The beginnings of the names of parameters that a classifier does not use."""
+
+SCORES = "scores"
+"""The name of a classifier's output."""
 
 
 class ClassifierHead(nn.Module):
@@ -130,21 +134,21 @@ class Classifier(Trunk[LabelledBatch]):
 
     def run(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> ChunkResult:
         """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
 
         The one with the head adds the sum of the cross-entropies in nats to ``task``, and the number of right
-        answers to ``accuracy``; both are float32 scalars. It keeps its scores if the batch wants them.
+        answers to ``accuracy``; both are float32 scalars. Its output is the scores, float32 [n, classes].
         """
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
-            return hidden, sums
+            return ChunkResult(hidden, sums.terms, sums.tallies)
         scores = self._scores(hidden, batch, deferred)
-        if batch.answers is not None:
-            batch.answers.append(scores.detach())
+        answers = scores.detach()
         loss = F.cross_entropy(scores, batch.labels, ignore_index=UNKNOWN_LABEL, reduction="sum")
-        right = (scores.detach().argmax(-1) == batch.labels).sum().float()
-        return None, {**sums, "task": loss, "accuracy": right}
+        right = (answers.argmax(-1) == batch.labels).sum().float()
+        terms = {**sums.terms, "task": loss, "accuracy": right}
+        return ChunkResult(None, terms, sums.tallies, {SCORES: answers})
 
     def _scores(self, hidden: Tensor, batch: LabelledBatch, deferred: Deferred | None) -> Tensor:
         assert self.head is not None, "only a chunk with the head has scores"

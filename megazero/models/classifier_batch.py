@@ -31,14 +31,12 @@ class LabelledBatch(MicroBatch):
         labels: int64 [n]; -1 where it is not known, which does not count.
         known: how many labels are known.
         real: number of tokens, without padding.
-        answers: the last part of the model appends its scores, float32 [n, classes]; None keeps none.
     """
 
     pooled: Tensor
     labels: Tensor
     known: int
     real: int
-    answers: list[Tensor] | None = None
 
     @property
     def counts(self) -> dict[str, float]:
@@ -62,7 +60,7 @@ class ClassifierCollate:
         causal: whether attention is, so that the last token of a row speaks for it; otherwise the first does.
         marked: whether padding must be told from tokens; causal attention need not know, but experts must.
         multiple: the number of columns is a multiple of this.
-        seed: seed of the dropout streams; None for evaluation, which drops nothing and keeps the scores.
+        seed: seed of the dropout streams; None for evaluation, which drops nothing.
     """
 
     vocab_size: int
@@ -119,7 +117,6 @@ class ClassifierCollate:
             real=int(lengths.sum()),
             document_ids=None if documents is None else tensor(documents),
             sample_keys=None if keys is None else tensor(keys),
-            answers=[] if self.seed is None else None,
         )
 
 

@@ -12,7 +12,7 @@ from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.gpt import GPT
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
-from megazero.pipeline.chunk import Chunk
+from megazero.pipeline.chunk import Chunk, ChunkResult
 
 TERM = "kd"
 
@@ -71,7 +71,7 @@ class DistilledChunk(Chunk[Batch]):
 
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> ChunkResult:
         """Do what `GPT.run` does, with the teacher's part beside it."""
         teacher = self._teaching()
         if teacher is None:
@@ -84,10 +84,11 @@ class DistilledChunk(Chunk[Batch]):
         mine, sums = self.student.through(batch, mine, deferred=deferred)
         its = _teacher_output(teacher, batch, its)
         if self.student.head is None:
-            return torch.cat([mine.to(self.hidden_dtype), its.to(self.hidden_dtype)], -1), sums
+            both = torch.cat([mine.to(self.hidden_dtype), its.to(self.hidden_dtype)], -1)
+            return ChunkResult(both, sums.terms, sums.tallies)
         logits: Tensor = self.student.head(mine, deferred)
-        sums |= self.student.losses(logits, batch)
-        return None, {**sums, TERM: self._divergence(logits, its, batch)}
+        losses = {**self.student.losses(logits, batch), TERM: self._divergence(logits, its, batch)}
+        return ChunkResult(None, {**sums.terms, **losses}, sums.tallies)
 
     def _divergence(self, logits: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
         """The sum over the positions that count, in nats."""

@@ -30,6 +30,7 @@ from megazero.models.flops import attention_flops, layer_mlp_flops, logits_flops
 from megazero.models.language_model import LanguageModel
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
+from megazero.pipeline.chunk import ChunkResult
 
 
 class Head(nn.Module):
@@ -110,17 +111,19 @@ class GPT(LanguageModel):
 
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> ChunkResult:
         """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
 
         The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
         """
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
-            return hidden, sums
+            return ChunkResult(hidden, sums.terms, sums.tallies)
         if self.recompute.logits:
-            return None, {**sums, "lm": batch.total(self.head(hidden, labels=batch.labels))}
-        return None, {**sums, **self.losses(self.head(hidden, deferred), batch, overwrite=True)}
+            losses = {"lm": batch.total(self.head(hidden, labels=batch.labels))}
+        else:
+            losses = self.losses(self.head(hidden, deferred), batch, overwrite=True)
+        return ChunkResult(None, {**sums.terms, **losses}, sums.tallies)
 
     def losses(self, logits: Tensor, batch: Batch, *, overwrite: bool = False) -> dict[str, Tensor]:
         """The sums that the head adds to the loss terms, from its logits [s, b, v/tp].

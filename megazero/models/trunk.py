@@ -21,6 +21,7 @@ from megazero.layers import (
     LayerInputs,
     Placement,
     SelfAttention,
+    Sums,
     TransformerLayer,
     recompute_units,
     run_layers,
@@ -143,9 +144,9 @@ class Trunk(ModelChunk[M_contra]):
         cache: KeyValueStore | None = None,
         deferred: Deferred | None = None,
         wanted: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Sums]:
         """Hidden states after this chunk's layers, [s, b, h] ([s/tp, b, h] under sequence parallelism), and
-        what the layers add to loss terms and tallies.
+        what the layers add to the step's sums.
 
         Args:
             batch: the micro-batch.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megazero.config.derive import experts_of, moe_layers
 from megazero.config.tree import ModelConfig
-from megazero.layers import MLP, LayerInputs, MLPResult, Placement
+from megazero.layers import MLP, LayerInputs, MLPResult, Placement, Sums
 from megazero.moe.capacity import capacities, factor_of, kept_choices
 from megazero.moe.dispatch import Dispatch, ExpertPlacement, all_gather_dispatch, all_to_all_dispatch
 from megazero.moe.experts import Experts
@@ -68,7 +68,7 @@ class MoEMLP(nn.Module):
         experts_placement = self._experts_placement(x, inputs)
         outputs = self.dispatch(experts_placement, rows, choice.weights, choice.experts, kept)
         out = self._with_dense(give_back(outputs, x.shape, self.placement), x, inputs)
-        return out, None, {**sums.terms, self.router.tally: sums.tokens}
+        return out, None, Sums(sums.terms, {self.router.tally: sums.tokens})
 
     def _experts_placement(self, x: Tensor, inputs: LayerInputs) -> ExpertPlacement:
         groups = self.placement.groups

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
@@ -12,6 +13,25 @@ from megazero.loss import LossTerm
 
 Deferred = list[Callable[[], nn.Parameter]]
 B_contra = TypeVar("B_contra", contravariant=True)
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """The result of a chunk for one micro-batch.
+
+    Attributes:
+        hidden: the hidden states for the next chunk; None from the last one.
+        terms: what the chunk adds to loss terms, by name: float32 scalars, equal on all tensor-parallel
+            ranks.
+        tallies: tensors that are only added up, such as how many tokens each expert got here, by name.
+        outputs: values of this micro-batch alone, such as the loss of each sample, by name. Evaluations keep
+            them, training does not.
+    """
+
+    hidden: Tensor | None
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    tallies: Mapping[str, Tensor] = field(default_factory=dict)
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Chunk(Protocol[B_contra]):
@@ -28,18 +48,11 @@ class Chunk(Protocol[B_contra]):
     def hidden_shape(self, batch: B_contra) -> tuple[int, ...]:
         """The shape of the hidden states between chunks, for this micro-batch."""
 
-    def run(
-        self, batch: B_contra, hidden: Tensor | None, *, deferred: Deferred | None
-    ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+    def run(self, batch: B_contra, hidden: Tensor | None, *, deferred: Deferred | None) -> ChunkResult:
         """Compute the chunk for a micro-batch.
 
         Args:
             batch: the micro-batch.
             hidden: hidden states of the previous chunk; None for the first.
             deferred: collects the computation of weight gradients, which backward then leaves out.
-
-        Returns:
-            The chunk's hidden states, or None from the last chunk; and what it adds up over the micro-batch,
-            by name. To loss terms it adds float32 scalars, equal on all tensor-parallel ranks. Other names
-            are tallies: tensors that are only added up, such as how many tokens each expert got here.
         """

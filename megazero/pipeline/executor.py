@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.loss import LossTerm
 from megazero.mpu import Group, Transfer, Work
 from megazero.pipeline.actions import Action, Exchange, Message, Op, Program
-from megazero.pipeline.chunk import Chunk, Deferred
+from megazero.pipeline.chunk import Chunk, ChunkResult, Deferred
 from megazero.pipeline.sharding import Gathering, Sharding
 
 Key = tuple[int, int]  # (chunk, micro-batch)
@@ -34,10 +34,12 @@ class StepSums:
     Attributes:
         terms: the sum for each loss term, float64 [terms].
         tallies: the sum for each tally, by name.
+        outputs: the outputs of each micro-batch that has some here, by its number; training keeps none.
     """
 
     terms: Tensor
     tallies: Mapping[str, Tensor]
+    outputs: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 class Evaluator(Generic[B]):
@@ -74,7 +76,7 @@ class Evaluator(Generic[B]):
 
     @torch.no_grad()
     def evaluate(self, program: Program, batches: Sequence[B]) -> StepSums:
-        """Run a forward-only program, and return the sums of this stage's chunks for terms and tallies.
+        """Run a forward-only program, and return the sums and outputs of this stage's chunks.
 
         Args:
             program: a program for this number of micro-batches.
@@ -82,7 +84,7 @@ class Evaluator(Generic[B]):
         """
         run = _Forwards(self, program, batches)
         run.all()
-        return StepSums(run.totals, run.tallies)
+        return StepSums(run.totals, run.tallies, run.outputs)
 
 
 class Executor(Evaluator[B]):
@@ -162,6 +164,7 @@ class _Forwards(Generic[B]):
         self.terms = terms = executor.terms
         self.places = {term.name: i for i, term in enumerate(terms)}
         self.tallies: dict[str, Tensor] = {}
+        self.outputs: dict[int, Mapping[str, Tensor]] = {}
         self.totals = torch.zeros(len(terms), dtype=torch.float64, device=executor.device)
         self.inbox: dict[tuple[Kind, Key], tuple[Tensor, Work | None]] = {}
         self.outbox: dict[tuple[Kind, Key], Tensor] = {}
@@ -211,20 +214,21 @@ class _Forwards(Generic[B]):
             self._hand_over("hidden", key, key[0] + 1, result.detach())
 
     def compute(self, key: Key, hidden: Tensor | None) -> Tensor | None:
-        """The hidden states that a chunk makes of `hidden`; its sums are added up."""
+        """The hidden states that a chunk makes of `hidden`; its sums are added up, its outputs kept."""
         chunk, batch = self.executor.chunks[key[0]], self.batches[key[1]]
-        result, sums = chunk.run(batch, hidden, deferred=None)
-        self.add_up(sums)
-        return result
+        result = chunk.run(batch, hidden, deferred=None)
+        self.add_up(result)
+        if result.outputs:
+            self.outputs[key[1]] = result.outputs
+        return result.hidden
 
-    def add_up(self, sums: Mapping[str, Tensor]) -> None:
+    def add_up(self, result: ChunkResult) -> None:
         """Add a chunk's sums to terms and tallies."""
-        for name, value in sums.items():
-            if name in self.places:
-                self.totals[self.places[name]].add_(value.detach())
-            else:
-                tally = self.tallies.setdefault(name, torch.zeros_like(value, requires_grad=False))
-                tally.add_(value.detach())
+        for name, value in result.terms.items():
+            self.totals[self.places[name]].add_(value.detach())
+        for name, value in result.tallies.items():
+            tally = self.tallies.setdefault(name, torch.zeros_like(value, requires_grad=False))
+            tally.add_(value.detach())
 
     def exchange(self, exchange: Exchange) -> None:
         """Start sends and receives, after waiting for all sends but the latest exchange's."""
@@ -314,14 +318,14 @@ class _Training(_Forwards[B]):
         if hidden is not None:
             hidden.requires_grad_()
         deferred: Deferred = []
-        result, sums = chunk.run(batch, hidden, deferred=deferred if self.split else None)
-        self.add_up(sums)
-        trained = [name for name in sums if name in self.places and self.terms[self.places[name]].trained]
+        result = chunk.run(batch, hidden, deferred=deferred if self.split else None)
+        self.add_up(result)
+        trained = [name for name in result.terms if self.terms[self.places[name]].trained]
         # Keep only the edges, so that hidden states that were sent do not stay in memory.
-        weighted = [sums[name] * self.factors[self.places[name]] for name in trained]
-        starts = weighted if result is None else [result, *weighted]
+        weighted = [result.terms[name] * self.factors[self.places[name]] for name in trained]
+        starts = weighted if result.hidden is None else [result.hidden, *weighted]
         self.live[key] = _Live(hidden, [get_gradient_edge(x) for x in starts], deferred)
-        return result
+        return result.hidden
 
     def backward(self, key: Key) -> None:
         """Run a chunk's backward for a micro-batch, or only the input's gradient if backward is split."""

@@ -88,8 +88,9 @@ _METHODS: MappingProxyType[str, Callable[[Config, Vocabulary, ParallelContext], 
 def _seconds(chunk: ModelChunk[MicroBatch], batch: MicroBatch, hidden: torch.Tensor) -> float:
     timers = Timers(hidden.device, synchronize=True)
     with timers("block"):
-        result, sums = chunk.run(batch, hidden, deferred=None)
-        reduce(torch.add, [value.sum() for value in (result, *sums.values()) if value is not None]).backward()
+        result = chunk.run(batch, hidden, deferred=None)
+        values = (result.hidden, *result.terms.values())
+        reduce(torch.add, [value.sum() for value in values if value is not None]).backward()
     return timers.collect()["block"]
 
 

@@ -166,7 +166,7 @@ def test_the_model_is_left_as_it_was(mode):
     generate(model, PROMPTS, max_new_tokens=4, sampling=DRAWN)
     assert model.training is mode
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    _, sums = model.run(Batch(torch.tensor([[1, 2]]), labels=torch.tensor([[2, 3]])))
+    sums = model.run(Batch(torch.tensor([[1, 2]]), labels=torch.tensor([[2, 3]]))).terms
     loss = sums["lm"]
     loss.backward()
     assert model.embedding.word.grad is not None

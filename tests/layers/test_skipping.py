@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.config.tree import ModelConfig
-from megazero.layers import LayerInputs, Placement, Skipping, initialize, run_layers
+from megazero.layers import LayerInputs, Placement, Skipping, Sums, initialize, run_layers
 from megazero.layers.skipping import kept_columns, run_layer
 from megazero.mpu import sample_keys, site_key, solo_context
 from megazero.ops.counter_random.reference import derive_reference
@@ -155,7 +155,7 @@ def test_a_layer_left_out_passes_its_input_on():
     x = make_x()
     got, sums = run_layer(make_layer(1), x, make_inputs(kept=None, scales=(1.0, 0.0, 1.0, 1.0)))
     assert got is x
-    assert sums == {}
+    assert sums == Sums()
 
 
 def test_what_a_layer_adds_is_scaled():
@@ -183,12 +183,12 @@ def test_sums_over_tokens_stand_for_all_of_them():
 
         def forward(self, x, inputs):
             seen = torch.tensor(float(x.shape[0] * x.shape[1]))
-            return x, {"z": seen, "sequences": seen}
+            return x, Sums({"z": seen, "sequences": seen})
 
     _, sums = run_layers(
         [Counting()], make_x(), make_inputs(), [(range(1), False)], per_token=frozenset({"z"})
     )
-    assert (sums["z"].item(), sums["sequences"].item()) == (S * B, KEPT * B)
+    assert (sums.terms["z"].item(), sums.terms["sequences"].item()) == (S * B, KEPT * B)
 
 
 def test_on_the_meta_device():

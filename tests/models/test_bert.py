@@ -102,7 +102,7 @@ def test_logits_losses_and_gradients_are_those_of_the_formulas(variant, tp, sp, 
         batch = batch_of(UNEVEN, packed=packed)
         logits, order = model(batch)
         words = gather_features(logits, context.tp)[:, 0, :VOCABULARY]
-        _, sums = model.run(batch)
+        sums = model.run(batch).terms
         (sums["lm"] / 16 + sums.get("sop", 0) / 5).backward()
         for parameter in model.parameters():
             if spec_of(parameter).partial_grad:  # each rank saw its own rows
@@ -182,7 +182,7 @@ def test_padding_reaches_no_real_position(implementation):
 def test_a_sample_of_three_tokens_among_long_ones_has_finite_gradients(implementation):
     """Rows of padding see padding alone: nowhere does a softmax of nothing make a NaN."""
     model = build(solo_context())
-    _, sums = model.run(batch_of(samples([WIDTH, 3], [4, 1], WIDTH), multiple=WIDTH))
+    sums = model.run(batch_of(samples([WIDTH, 3], [4, 1], WIDTH), multiple=WIDTH)).terms
     (sums["lm"] + sums["sop"]).backward()
     for parameter in model.parameters():
         assert parameter.grad.isfinite().all()
@@ -191,7 +191,7 @@ def test_a_sample_of_three_tokens_among_long_ones_has_finite_gradients(implement
 
 def gradients_of(model: BERT, batch: BertBatch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     model.zero_grad()
-    _, sums = model.run(batch)
+    sums = model.run(batch).terms
     (sums["lm"] + sums["sop"]).backward()
     values = {name: each.item() for name, each in sums.items()}
     return values, {spec_of(each).name: each.grad.clone() for each in model.parameters()}

@@ -58,7 +58,7 @@ def test_wanted_are_the_columns_of_masked_and_first_tokens_and_then_others():
 
 def sums_and_gradients(model: BERT, batch: BertBatch) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    _, sums = model.run(batch)
+    sums = model.run(batch).terms
     (sums["lm"] + 3 * sums.get("sop", 0)).backward()
     return [*(each.detach() for each in sums.values()), *(p.grad for p in model.parameters())]
 

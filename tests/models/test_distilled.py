@@ -39,7 +39,7 @@ def batch(seed: int | None = 3, *, masked: bool = True):
 def test_the_divergence_and_its_gradient_are_torch_s(temperature, masked):
     student, teacher = build(Layout(), 1), build(Layout(), 2, **WIDE)
     given = batch(masked=masked)
-    _, sums = DistilledChunk(student, teacher, 0.5, temperature).run(given)
+    sums = DistilledChunk(student, teacher, 0.5, temperature).run(given).terms
 
     logits = student(given)[..., :VOCABULARY]
     with torch.no_grad():
@@ -71,18 +71,18 @@ def test_chunks_pass_both_on_and_evaluations_the_student_alone():
     ]
     given = batch()
     assert parts[0].hidden_shape(given) == (SEQUENCE, 2, 32 + 48)
-    hidden, _ = parts[0].run(given)
+    hidden = parts[0].run(given).hidden
     assert hidden.shape == (SEQUENCE, 2, 80)
-    _, sums = parts[1].run(given, hidden)
+    sums = parts[1].run(given, hidden).terms
     whole = DistilledChunk(build(Layout(untied=True), 1), build(Layout(untied=True), 2, **WIDE), 1.0, 1.0)
-    _, expected = whole.run(given)
+    expected = whole.run(given).terms
     assert sums["kd"].item() == pytest.approx(expected["kd"].item(), rel=1e-6)
     assert sums["lm"].item() == pytest.approx(expected["lm"].item(), rel=1e-6)
     with torch.no_grad():
         assert parts[0].hidden_shape(given) == (SEQUENCE, 2, 32)
         alone, _ = parts[0].run(given)
         assert alone.shape == (SEQUENCE, 2, 32)
-        assert set(parts[1].run(given, alone)[1]) == {"lm"}
+        assert set(parts[1].run(given, alone).terms) == {"lm"}
 
 
 def test_without_its_teacher_it_is_the_student():

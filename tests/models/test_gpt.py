@@ -80,12 +80,12 @@ def test_the_sum_is_over_what_counts():
     model = make_gpt()
     mask = (np.arange(16).reshape(2, 8) % 3 == 0).astype(np.float32)
     batch = Batch.from_arrays(arrays(loss_mask=mask), CPU, 13)
-    hidden, sums = model.run(batch)
+    result = model.run(batch)
     each = model.token_losses(model(batch), batch.labels)  # [s, b]
-    assert hidden is None
-    torch.testing.assert_close(sums, {"lm": each.t()[batch.loss_mask.bool()].sum()})
-    _, whole = model.run(Batch.from_arrays(arrays(), CPU, 13))
-    torch.testing.assert_close(whole, {"lm": each.sum()})
+    assert result.hidden is None
+    torch.testing.assert_close(result.terms, {"lm": each.t()[batch.loss_mask.bool()].sum()})
+    whole = model.run(Batch.from_arrays(arrays(), CPU, 13))
+    torch.testing.assert_close(whole.terms, {"lm": each.sum()})
 
 
 @pytest.mark.parametrize(("wide", "expected"), [(False, torch.bfloat16), (True, torch.float32)])
@@ -131,12 +131,12 @@ def test_initial_values_and_weight_decay_of_every_parameter():
 
 def test_deferred_weight_gradients_come_later_and_are_the_same():
     model, batch = make_gpt(), Batch.from_arrays(arrays(), CPU, 13)
-    _, sums = model.run(batch)
+    sums = model.run(batch).terms
     sums["lm"].backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     deferred = []
-    _, sums = model.run(batch, deferred=deferred)
+    sums = model.run(batch, deferred=deferred).terms
     sums["lm"].backward()
     waiting = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert waiting == [

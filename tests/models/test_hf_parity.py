@@ -90,7 +90,7 @@ def run_ours(config: ModelConfig, tp: int) -> tuple:
         model = build(config, context)
         with torch.no_grad():
             logits = gather_features(model(batch), context.tp)[..., : VOCAB[0]].transpose(0, 1)
-        loss = model.run(batch)[1]["lm"] / batch.counts["lm"]
+        loss = model.run(batch).terms["lm"] / batch.counts["lm"]
         loss.backward()
         tokens = generate(model, TOKENS[:, :9].tolist(), max_new_tokens=12, sampling=Sampling(greedy=True))
         return (

@@ -20,6 +20,7 @@ from megazero.pipeline import (
     forward_only,
     lower,
 )
+from megazero.pipeline.chunk import ChunkResult
 from tests.pipeline.samples import action
 
 
@@ -46,7 +47,7 @@ class Piece(nn.Module):
         sums = {"squares": (out**2).sum()} if self.number == self.last else {"fourths": (out**4).sum()}
         if self.number == 0:
             sums["reported"] = Forbidden.apply(out)
-        return (None if self.number == self.last else out), sums
+        return ChunkResult(None if self.number == self.last else out, sums)
 
     def product(self, batch, hidden, deferred):
         x = batch if hidden is None else hidden

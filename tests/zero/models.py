@@ -113,7 +113,7 @@ def make_gpt(recompute: str = "none") -> GPT:
 def gpt_loss(model: GPT, step: int, sample: int) -> Tensor:
     """Cross-entropy of one sample."""
     tokens = _tokens(step, sample, 13, 9).unsqueeze(0)
-    return model.run(Batch(tokens[:, :-1], tokens[:, 1:].contiguous()))[1]["lm"]
+    return model.run(Batch(tokens[:, :-1], tokens[:, 1:].contiguous())).terms["lm"]
 
 
 def layer_units(model: GPT) -> list[Unit]:
