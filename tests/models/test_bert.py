@@ -21,7 +21,7 @@ from megazero.mpu import (
     spec_of,
     thread_context,
 )
-from megazero.ops.attention import front
+from megazero.ops import attention as front
 from megazero.ops.counter_random import normal
 from megazero.ops.dispatch import everything
 from megazero.ops.native import available

@@ -80,7 +80,7 @@ def test_chunks_pass_both_on_and_evaluations_the_student_alone():
     assert sums["lm"].item() == pytest.approx(expected["lm"].item(), rel=1e-6)
     with torch.no_grad():
         assert parts[0].hidden_shape(given) == (SEQUENCE, 2, 32)
-        alone, _ = parts[0].run(given)
+        alone = parts[0].run(given).hidden
         assert alone.shape == (SEQUENCE, 2, 32)
         assert set(parts[1].run(given, alone).terms) == {"lm"}
 
@@ -89,4 +89,4 @@ def test_without_its_teacher_it_is_the_student():
     chunk = DistilledChunk(build(Layout(), 1), build(Layout(), 2), 1.0, 1.0)
     chunk.teacher = None
     assert chunk.terms == chunk.student.terms
-    assert set(chunk.run(batch())[1]) == {"lm"}
+    assert set(chunk.run(batch()).terms) == {"lm"}

@@ -148,7 +148,11 @@ def test_padding_is_neither_routed_nor_counted(kind):
         grads = {each.spec.name: each.grad for each in mlp.parameters()}
         if not mlp.config.moe_pad_expert_input_to_capacity:
             assert sum(rows) <= (S + 5) * mlp.config.moe_router_topk, "no expert computes what is no token"
-        return {**{f"term {k}": v.detach() for k, v in sums.items()}, "out": out[:S].detach() * mask, **grads}
+        return {
+            **{f"term {k}": v.detach() for k, v in {**sums.terms, **sums.tallies}.items()},
+            "out": out[:S].detach() * mask,
+            **grads,
+        }
 
     narrow, wide = run(S), run(S + 6)
     assert (
@@ -268,4 +272,4 @@ def test_evaluation_is_without_noise_and_with_its_own_factor():
     assert not torch.allclose(mlp(x, inputs())[0], formula(mlp, x), atol=1e-2)
     capped = mixture(moe_expert_capacity_factor=0.25, moe_eval_capacity_factor=100.0)
     assert torch.allclose(capped(x, quiet)[0], formula(capped, x), atol=1e-4, rtol=1e-4)
-    assert capped(x, inputs())[2]["dropped_tokens"] > 0
+    assert capped(x, inputs())[2].terms["dropped_tokens"] > 0
