@@ -63,7 +63,7 @@ def _check_tools(device: torch.device) -> None:
 
 def _choosing(layer: int, plain: Forward, compiled: Forward) -> Forward:
     def forward(x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
-        special = inputs.wanted is not None or inputs.cache is not None
+        special = inputs.wanted is not None or inputs.generating
         if special or not torch.is_grad_enabled():
             return plain(x, inputs)
         return compiled(x, inputs.at(layer))

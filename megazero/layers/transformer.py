@@ -62,7 +62,7 @@ class TransformerLayer(nn.Module):
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
-        return inputs.layer_dropout(self.dropout, self.placement, self.layer, site)
+        return inputs.layer_dropout(self.dropout, self.layer, site)
 
 
 def use_forward(layer: nn.Module, forward: Forward) -> None:

@@ -23,7 +23,6 @@ from megazero.layers import (
     ReplicatedLinear,
     TransformerLayer,
     column_linear,
-    gather_sequence,
     output_weight,
 )
 from megazero.loss import PADDING, LossTerm
@@ -53,7 +52,7 @@ class BertHead(nn.Module):
         self, config: ModelConfig, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
     ):
         super().__init__()
-        self.sequence_parallel = placement.sequence_parallel
+        self.spread = placement.spread
         self.placement = whole = replace(placement, sequence_parallel=False)
         self.exact = config.bert_head_activation == "gelu_exact"
         size, std = config.hidden_size, config.init_method_std
@@ -76,7 +75,7 @@ class BertHead(nn.Module):
 
         x: [s, b, h] ([s/tp, b, h] under sequence parallelism), or only the wanted rows of it.
         """
-        x = gather_sequence(x, self.placement.tp) if self.sequence_parallel else x
+        x = self.spread.whole(x)
         rows = batch.masked if self.binary is None else torch.cat([batch.masked, batch.firsts])
         if x.shape[0] < batch.tokens.shape[1]:
             rows = batch.places_among_wanted(rows)

@@ -18,7 +18,6 @@ from megazero.layers import (
     Placement,
     ReplicatedLinear,
     TransformerLayer,
-    gather_sequence,
 )
 from megazero.loss import LossTerm
 from megazero.models.bert import TOKEN_TYPES
@@ -49,7 +48,7 @@ class ClassifierHead(nn.Module):
     def __init__(self, config: ModelConfig, placement: Placement, *, pooler: bool):
         super().__init__()
         assert config.num_classes is not None, "a classifier has classes"
-        self.sequence_parallel = placement.sequence_parallel
+        self.spread = placement.spread
         self.placement = whole = replace(placement, sequence_parallel=False)
         self.dropout = config.hidden_dropout
         size, std = config.hidden_size, config.init_method_std
@@ -59,7 +58,7 @@ class ClassifierHead(nn.Module):
 
     def forward(self, x: Tensor, batch: LabelledBatch, deferred: Deferred | None = None) -> Tensor:
         """Hidden states [s, b, h] ([s/tp, b, h] under sequence parallelism) -> scores [b, classes]."""
-        x = gather_sequence(x, self.placement.tp) if self.sequence_parallel else x
+        x = self.spread.whole(x)
         chosen = self.norm(x.flatten(0, 1)[batch.pooled]).to(self.placement.dtype)
         if self.pooler is not None:
             chosen = torch.tanh(self.pooler(chosen, deferred))

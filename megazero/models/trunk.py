@@ -14,12 +14,13 @@ from megazero.config.derive import experts_of
 from megazero.config.tree import ModelConfig, RecomputeConfig
 from megazero.layers import (
     MLP,
+    AttentionCore,
     Deferred,
     Embedding,
     InputKeeping,
-    KeyValueStore,
     LayerInputs,
     Placement,
+    Rows,
     SelfAttention,
     Sums,
     TransformerLayer,
@@ -123,25 +124,24 @@ class Trunk(ModelChunk[M_contra]):
     def hidden_shape(self, batch: M_contra) -> tuple[int, int, int]:
         """The shape of hidden states between chunks: [s, b, h], or [s/tp, b, h] if sequence-parallel."""
         b, s = batch.tokens.shape
-        rows = s // self.placement.tp.size if self.placement.sequence_parallel else s
-        return rows, b, self.config.hidden_size
+        return self.placement.spread.count(s), b, self.config.hidden_size
 
     def blocks(self) -> list[nn.Module]:
         """The blocks that this chunk runs, in order: embedding, layers, head."""
         return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
     def hidden(
-        self, batch: M_contra, hidden: Tensor | None = None, *, cache: KeyValueStore | None = None
+        self, batch: M_contra, hidden: Tensor | None = None, *, core: AttentionCore | None = None
     ) -> Tensor:
         """Hidden states after this chunk's layers, as `through` gives them."""
-        return self.through(batch, hidden, cache=cache)[0]
+        return self.through(batch, hidden, core=core)[0]
 
     def through(
         self,
         batch: M_contra,
         hidden: Tensor | None = None,
         *,
-        cache: KeyValueStore | None = None,
+        core: AttentionCore | None = None,
         deferred: Deferred | None = None,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Sums]:
@@ -151,7 +151,7 @@ class Trunk(ModelChunk[M_contra]):
         Args:
             batch: the micro-batch.
             hidden: hidden states of the previous chunk; None if this one has the embedding.
-            cache: keys and values of earlier positions.
+            core: the attention core of this pass; None for the layers' own.
             deferred: collects the computation of weight gradients, which backward then leaves out.
             wanted: int64 [r, b], the rows that the head reads. If the last layer is here, and sees whole
                 sequences, it computes no others, and the result is [r, b, h]. None for all.
@@ -160,15 +160,14 @@ class Trunk(ModelChunk[M_contra]):
         embedded = batch.position_ids
         if embedded is None:
             embedded = position_tensor(positions, batch.tokens.device)
-        inputs = LayerInputs(
+        rows = Rows(
             _rows_first(positions),
-            self._rotary(embedded),
             batch.document_ids,
             _rows_first(batch.sample_keys),
-            cache,
-            deferred,
-            skipping=batch.skipping,
+            self._rotary(embedded),
+            self.placement.spread,
         )
+        inputs = LayerInputs(rows, core, deferred, skipping=batch.skipping)
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
         assert hidden is not None, "a chunk without an embedding starts from hidden states"

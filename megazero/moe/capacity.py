@@ -19,9 +19,9 @@ def factor_of(config: ModelConfig, inputs: LayerInputs) -> float | None:
 
     Generation drops nothing: it sees a sequence token by token, and none of them may depend on later ones.
     """
-    if inputs.cache is not None:
+    if inputs.generating:
         return None
-    training = inputs.sample_keys is not None
+    training = inputs.rows.keys is not None
     if training or config.moe_eval_capacity_factor is None:
         return config.moe_expert_capacity_factor
     return config.moe_eval_capacity_factor
@@ -84,7 +84,7 @@ def _urgency(config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, i
     """The urgency of each choice, float32 [N, k]; the most urgent ones are taken first."""
     if config.moe_token_drop_policy == "probs":
         return tokens.whole(choice.weights.detach())
-    keys = inputs.sample_keys
+    keys = inputs.rows.keys
     if keys is None:
         keys = torch.zeros_like(tokens.lengths)
     rows = row_keys(keys, tokens, "router", layer, "selection")

@@ -58,7 +58,7 @@ class MoEMLP(nn.Module):
             self.coefficient = _TokenLinear(f"{name}.coefficient", 2, config, placement, bias=True)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
-        rows, tokens = take_share(x, inputs, self.placement)
+        rows, tokens = take_share(x, inputs.rows)
         choice = self.router(rows, tokens, inputs)
         kept = kept_choices(self.config, self.layer, choice, tokens, inputs)
         sums = router_terms(self.config, choice, tokens, kept, self.router.load, self.routers)
@@ -67,7 +67,7 @@ class MoEMLP(nn.Module):
             kept = real if kept is None else kept & real
         experts_placement = self._experts_placement(x, inputs)
         outputs = self.dispatch(experts_placement, rows, choice.weights, choice.experts, kept)
-        out = self._with_dense(give_back(outputs, x.shape, self.placement), x, inputs)
+        out = self._with_dense(give_back(outputs, x.shape, inputs.rows.spread), x, inputs)
         return out, None, Sums(sums.terms, {self.router.tally: sums.tokens})
 
     def _experts_placement(self, x: Tensor, inputs: LayerInputs) -> ExpertPlacement:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.layers import LayerInputs, Placement
+from megazero.layers import LayerInputs, Placement, Rows
 from megazero.layers.collectives import own_rows
 from megazero.moe import MoEMLP, terms_of
 from megazero.mpu import sample_keys, solo_context
@@ -41,7 +39,7 @@ def x_of(seed: int = 1, b: int = B) -> Tensor:
 
 def inputs(b: int = B, ids: Tensor | None = None, s: int = S) -> LayerInputs:
     keys = torch.from_numpy(sample_keys(SEED, range(b)))
-    return LayerInputs(range(s), sample_keys=keys, document_ids=ids)
+    return LayerInputs(Rows(range(s), ids, keys))
 
 
 def mixture(context=None, *, split: bool = False, dispatcher: str = "alltoall", **settings) -> MoEMLP:
@@ -171,7 +169,7 @@ def step(context, x: Tensor, to: Tensor | None, *, split: bool = False, **settin
     columns = slice(part.rank * mine, (part.rank + 1) * mine)
     leaf = (own_rows(x, context.tp) if split else x)[:, columns].clone().requires_grad_()
     keys = torch.from_numpy(sample_keys(SEED, range(x.shape[1])))[columns]
-    out, _, sums = mlp(leaf, LayerInputs(range(S), sample_keys=keys))
+    out, _, sums = mlp(leaf, LayerInputs(Rows(range(S), keys=keys, spread=mlp.placement.spread)))
     trained = sum(sums.terms[t.name] * t.coefficient for t in terms_of(mlp.config) if t.trained)
     if to is not None:
         given = (own_rows(to, context.tp) if split else to)[:, columns]
@@ -267,7 +265,7 @@ def test_all_ties_and_one_token(s, b, factor):
 def test_evaluation_is_without_noise_and_with_its_own_factor():
     noisy = {"moe_input_jitter_eps": 0.3, "moe_router_sampling": "second"}
     mlp, x = mixture(**noisy), x_of()
-    quiet = replace(inputs(), sample_keys=None)
+    quiet = LayerInputs(Rows(range(S)))
     assert torch.allclose(mlp(x, quiet)[0], formula(mlp, x), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(mlp(x, inputs())[0], formula(mlp, x), atol=1e-2)
     capped = mixture(moe_expert_capacity_factor=0.25, moe_eval_capacity_factor=100.0)

@@ -17,7 +17,7 @@ _WORTH = 1 << 14  # pairs of tokens: a call of the kernel takes about as long as
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a query may attend to, and what becomes of its scores.
+    """The keys that a query may attend to, and what becomes of its scores.
 
     Attributes:
         scale: the factor of the products of queries and keys.
