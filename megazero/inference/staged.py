@@ -95,8 +95,7 @@ class StagedModel(Generic[M]):
                 continue
             chunk = self.chunks[number]
             if number > 0 and self.stage_of[number - 1] != stage:
-                shape = chunk.hidden_shape(batch)
-                hidden = torch.empty(shape, dtype=chunk.hidden_dtype, device=batch.tokens.device)
+                hidden = chunk.takes(batch).empty(batch.tokens.device)
                 self._move("recv", hidden, self.stage_of[number - 1], number)
             core = None if cache is None else CachedCore(cache, core_of(chunk.placement))
             hidden = chunk.hidden(batch, hidden, core=core)

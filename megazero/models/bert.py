@@ -14,23 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.config.derive import moe_layers
-from megazero.config.tree import Config, ModelConfig, RecomputeConfig
+from megazero.config.tree import Config, ModelConfig
 from megazero.layers import (
     Deferred,
-    Embedding,
     Norm,
     Placement,
     ReplicatedLinear,
-    TransformerLayer,
     column_linear,
     output_weight,
 )
 from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
-from megazero.models.chunk import Block, ChunkSpan
+from megazero.models.chunk import HEAD, Block
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
+from megazero.models.trunk import trunk_blocks
 from megazero.mpu import Cut, Group, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -99,17 +98,12 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     every = config.parallel.sequence_parallel or bool(moe_layers(model))
     wanted = 1.0 if every else config.data.mask_prob
 
-    def layer(number: int, share: float = 1.0) -> Block:
-        flops = attention_flops(model, causal=False, queried=share) + share * layer_mlp_flops(model, number)
-        return Block(TransformerLayer.__name__, flops)
+    def layer(number: int) -> float:
+        share = wanted if number == model.num_layers - 1 else 1.0
+        return attention_flops(model, causal=False, queried=share) + share * layer_mlp_flops(model, number)
 
     head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
-    return (
-        Block(Embedding.__name__, 0.0),
-        *(layer(number) for number in range(model.num_layers - 1)),
-        layer(model.num_layers - 1, wanted),
-        Block(BertHead.__name__, head),
-    )
+    return trunk_blocks(map(layer, range(model.num_layers)), Block(HEAD, BertHead.__name__, head))
 
 
 class BERT(MaskedLanguageModel):
@@ -117,32 +111,19 @@ class BERT(MaskedLanguageModel):
 
     It learns to restore masked tokens (term ``lm``) and, with the binary head, to tell whether two segments
     are in order (term ``sop``; Lan et al. 2020).
-
-    Args:
-        config: shape of the whole model.
-        vocab: number of vocabulary entries (without padding, with padding).
-        placement: ranks, dtype and device.
-        recompute: what backward recomputes.
-        span: the blocks held here; None holds all of them.
-        tied: the embedding's weight for a tied head, if another chunk on this rank holds it.
     """
 
     causal = False
     head: BertHead | None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab: tuple[int, int],
-        placement: Placement,
-        recompute: RecomputeConfig | None = None,
-        span: ChunkSpan | None = None,
-        tied: nn.Parameter | None = None,
-    ):
-        kinds = TOKEN_TYPES if config.has_token_types else 0
-        super().__init__(config, vocab, placement, recompute, span, token_types=kinds)
-        if self.span.head:
-            self.head = BertHead(config, vocab, placement, self.weight_for_head(tied))
+    @classmethod
+    def token_types(cls, config: ModelConfig) -> int:
+        """Two segments, if the model knows them."""
+        return TOKEN_TYPES if config.has_token_types else 0
+
+    def build_head(self, tied: nn.Parameter | None) -> BertHead:
+        """Both heads."""
+        return BertHead(self.config, self.held.vocab, self.placement, tied)
 
     @property
     def own_terms(self) -> tuple[LossTerm, ...]:

@@ -9,22 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.tree import Config, ModelConfig, RecomputeConfig
+from megazero.config.tree import Config, ModelConfig
 from megazero.data import UNKNOWN_LABEL
 from megazero.layers import (
     Deferred,
-    Embedding,
     Norm,
     Placement,
     ReplicatedLinear,
-    TransformerLayer,
 )
 from megazero.loss import LossTerm
 from megazero.models.bert import TOKEN_TYPES
-from megazero.models.chunk import Block, ChunkSpan
+from megazero.models.chunk import HEAD, Block, Tie
 from megazero.models.classifier_batch import LabelledBatch
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops
-from megazero.models.trunk import Trunk
+from megazero.models.trunk import Trunk, trunk_blocks
 from megazero.mpu import site_key
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import Dropout, dropout_mask_hidden
@@ -78,38 +76,20 @@ class Classifier(Trunk[LabelledBatch]):
     With one class it scores each of a sample's rows, and the highest wins (multiple choice; Radford et al.
     2018). Otherwise a sample is one row with a score for each class (Devlin et al. 2019). It learns by
     cross-entropy over the samples with a label (term ``task``).
-
-    Args:
-        config: shape of the whole model; `num_classes` is set.
-        vocab: number of vocabulary entries (without padding, with padding).
-        placement: ranks, dtype and device.
-        recompute: what backward recomputes.
-        span: the blocks held here; None holds all of them.
-        tied: None, since the head shares no weight.
     """
 
     pooler: ClassVar[bool]
     own_terms = (LossTerm("task"), LossTerm("accuracy", 0.0))
     head: ClassifierHead | None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab: tuple[int, int],
-        placement: Placement,
-        recompute: RecomputeConfig | None = None,
-        span: ChunkSpan | None = None,
-        tied: nn.Parameter | None = None,
-    ):
-        assert tied is None, "a classifier has no tied weight"
-        super().__init__(config, vocab, placement, recompute, span, token_types=self.token_types(config))
-        if self.span.head:
-            self.head = ClassifierHead(config, placement, pooler=self.pooler)
-
     @classmethod
-    def token_types(cls, config: ModelConfig) -> int:
-        """Kinds of tokens that have a vector of their own; 0 for none."""
-        return 0
+    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+        """Nothing: the head has no weight of the vocabulary's size."""
+        return ()
+
+    def build_head(self, tied: nn.Parameter | None) -> ClassifierHead:
+        """The pooler and the scores."""
+        return ClassifierHead(self.config, self.placement, pooler=self.pooler)
 
     @classmethod
     def blocks_of(cls, config: Config, padded_vocab: int) -> tuple[Block, ...]:
@@ -119,11 +99,7 @@ class Classifier(Trunk[LabelledBatch]):
         layers = (attention + layer_mlp_flops(model, number) for number in range(model.num_layers))
         assert model.num_classes is not None, "a classifier has classes"
         head = 2 * model.hidden_size * model.num_classes + (dense_flops(model) if cls.pooler else 0.0)
-        return (
-            Block(Embedding.__name__, 0.0),
-            *(Block(TransformerLayer.__name__, flops) for flops in layers),
-            Block(ClassifierHead.__name__, head / model.seq_length),
-        )
+        return trunk_blocks(layers, Block(HEAD, ClassifierHead.__name__, head / model.seq_length))
 
     def forward(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None

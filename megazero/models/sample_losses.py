@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError
@@ -14,7 +13,7 @@ from megazero.loss import LossTerm
 from megazero.models.batch import M_contra
 from megazero.models.chunk import ModelChunk
 from megazero.models.language_model import MeasuredModel
-from megazero.pipeline.chunk import Chunk, ChunkResult
+from megazero.pipeline.chunk import Boundary, Chunk, ChunkResult
 
 
 @dataclass(frozen=True)
@@ -41,14 +40,11 @@ class SampleLosses(Chunk[M_contra]):
             )
         return cls(chunk)
 
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The dtype of the hidden states between chunks."""
-        return self.chunk.hidden_dtype
+    def takes(self, batch: M_contra) -> Boundary:
+        """The hidden states between chunks, as `Trunk.takes` says."""
+        return self.chunk.takes(batch)
 
-    def hidden_shape(self, batch: M_contra) -> tuple[int, ...]:
-        """The shape of the hidden states between chunks, as `Trunk.hidden_shape` says."""
-        return self.chunk.hidden_shape(batch)
+    gives = takes
 
     def run(
         self, batch: M_contra, hidden: Tensor | None = None, *, deferred: Deferred | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,17 @@ from megazero.loss import LossTerm
 
 Deferred = list[Callable[[], nn.Parameter]]
 B_contra = TypeVar("B_contra", contravariant=True)
+
+
+class Boundary(NamedTuple):
+    """The hidden states between two chunks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A buffer to receive them in."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -38,15 +49,14 @@ class Chunk(Protocol[B_contra]):
     """A contiguous part of the model, which computes micro-batches of type `B`."""
 
     @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The dtype of the hidden states between chunks."""
-
-    @property
     def terms(self) -> tuple[LossTerm, ...]:
         """The loss terms of the whole model; the same on all ranks, in the same order."""
 
-    def hidden_shape(self, batch: B_contra) -> tuple[int, ...]:
-        """The shape of the hidden states between chunks, for this micro-batch."""
+    def takes(self, batch: B_contra) -> Boundary:
+        """The hidden states that the chunk starts from, for this micro-batch; nobody asks the first chunk."""
+
+    def gives(self, batch: B_contra) -> Boundary:
+        """The hidden states that the chunk ends with; nobody asks the last chunk."""
 
     def run(self, batch: B_contra, hidden: Tensor | None, *, deferred: Deferred | None) -> ChunkResult:
         """Compute the chunk for a micro-batch.

@@ -124,6 +124,7 @@ class Executor(Evaluator[B]):
         run = _Training(self, program, batches, self.sharding, factors.unbind())
         self.sharding.start(step)
         run.all()
+        # Only here: reductions of early buckets overlap the backwards of later ones.
         self.sharding.finish()
         return StepSums(run.totals, run.tallies)
 
@@ -183,6 +184,7 @@ class _Forwards(Generic[B]):
                 self.act(instruction)
                 waited = self.waited - waited
                 self.executor.observer(instruction, time.perf_counter() - began - waited)
+        # Nobody else holds these tensors, and memory must not be reused while it is being sent.
         for sent in self.sent:
             sent.wait()
         left = self.undone()
@@ -211,6 +213,7 @@ class _Forwards(Generic[B]):
         last = key[0] == self.program.schedule.chunks - 1
         assert (result is None) == last, f"chunk {key[0]} must give hidden states unless it is the last"
         if result is not None:
+            # Detached: each chunk's backward starts at its own edges, and gradients travel as messages.
             self._hand_over("hidden", key, key[0] + 1, result.detach())
 
     def compute(self, key: Key, hidden: Tensor | None) -> Tensor | None:
@@ -232,6 +235,9 @@ class _Forwards(Generic[B]):
 
     def exchange(self, exchange: Exchange) -> None:
         """Start sends and receives, after waiting for all sends but the latest exchange's."""
+        # Waiting here, and not where a tensor is sent, lets the latest sends run while the next chunk
+        # computes. Waiting for the older ones bounds the memory of what is on the way. It cannot lock: all
+        # stages reach exchanges in one order (`lower.add_transfers`), so the other end has come to these.
         while len(self.sent) > 1:
             self.sent.pop(0).wait()
         outgoing = [self.outbox.pop((m.kind, (m.chunk, m.microbatch))) for m in exchange.sends]
@@ -240,6 +246,7 @@ class _Forwards(Generic[B]):
             *(Transfer("send", t, m.target, m.tag) for m, t in zip(exchange.sends, outgoing, strict=True)),
             *(Transfer("recv", t, m.source, m.tag) for m, t in zip(exchange.receives, incoming, strict=True)),
         ]
+        # Together, so that where two stages send to each other, neither waits for the other to send first.
         works = self.executor.pp.exchange(transfers)
         if outgoing:
             self.sent.append(_Sent(works[: len(outgoing)], outgoing))
@@ -255,6 +262,8 @@ class _Forwards(Generic[B]):
             self.outbox[kind, key] = tensor
 
     def _take(self, kind: Kind, key: Key) -> Tensor:
+        # A receive is posted when its exchange comes and awaited when its tensor is read, so that the message
+        # travels during the instructions in between. It has no work if the sender is a chunk of this stage.
         tensor, work = self.inbox.pop((kind, key))
         if work is not None:
             began = time.perf_counter()
@@ -263,10 +272,13 @@ class _Forwards(Generic[B]):
         return tensor
 
     def _buffer(self, message: Message) -> Tensor:
-        """A buffer to receive a message in. Hidden states and their gradients have the same shape."""
-        batch = self.batches[message.microbatch]
-        chunk = next(iter(self.executor.chunks.values()))
-        return torch.empty(chunk.hidden_shape(batch), dtype=chunk.hidden_dtype, device=self.executor.device)
+        """A buffer for a message: for what the next chunk takes, or the gradient of what this one gave."""
+        chunks, batch = self.executor.chunks, self.batches[message.microbatch]
+        if message.kind == "hidden":
+            boundary = chunks[message.chunk + 1].takes(batch)
+        else:
+            boundary = chunks[message.chunk - 1].gives(batch)
+        return boundary.empty(self.executor.device)
 
 
 class _Training(_Forwards[B]):
@@ -316,7 +328,7 @@ class _Training(_Forwards[B]):
         """The hidden states that a chunk makes of `hidden`; keeps what its backward starts from."""
         chunk, batch = self.executor.chunks[key[0]], self.batches[key[1]]
         if hidden is not None:
-            hidden.requires_grad_()
+            hidden.requires_grad_()  # a leaf, whose `grad` is the message to the previous chunk
         deferred: Deferred = []
         result = chunk.run(batch, hidden, deferred=deferred if self.split else None)
         self.add_up(result)
@@ -334,6 +346,7 @@ class _Training(_Forwards[B]):
         # None lets a scalar start with 1. Tensors would make torch import sympy, which takes seconds.
         received = [] if last else [self._take("grad", (key[0] + 1, key[1]))]
         gradients = [*received, *[None] * (len(live.results) - len(received))]
+        # Before autograd runs: hooks of parameters ask then whose gradients they bring, and what to reduce.
         self._begin_backward(key, ends=not self.split)
         torch.autograd.backward(live.results, gradients)
         self.sharding.end_backward()
@@ -341,7 +354,7 @@ class _Training(_Forwards[B]):
             assert live.hidden.grad is not None, f"chunk {key[0]} must read its hidden states"
             self._hand_over("grad", key, key[0] - 1, live.hidden.grad)
         if self.split:
-            live.hidden = None
+            live.hidden = None  # its gradient is on the way; the weight half needs what `deferred` keeps
         else:
             del self.live[key]
 
@@ -355,6 +368,9 @@ class _Training(_Forwards[B]):
         self.sharding.end_backward()
 
     def _begin_backward(self, key: Key, *, ends: bool) -> None:
+        # REDUCE before its backward asks to reduce each bucket as soon as it is complete, in the midst of the
+        # backward; after it, to reduce what is then there. The input half of a split backward completes
+        # nothing, so only the last half may reduce.
         reduce = ends and key in self.announced
         self.sharding.begin_backward(key[0], reduce=reduce, ends=ends)
         if ends:

@@ -259,7 +259,7 @@ class Engine:
         with timers("forward-backward"):
             if skipping is not NOTHING_SKIPPED:
                 batches = [replace(batch, skipping=skipping) for batch in batches]
-            counts = local_counts(self.executor.terms, batches, self.context.device)
+            counts = local_counts(self.executor.terms, batches, self.context)
             self.context.batch.all_reduce(counts).wait()
             # Everything that counts weighs the same, on whichever rank and micro-batch it fell.
             factors = loss_factors(self.executor.terms, counts, scale)
@@ -281,7 +281,7 @@ class Engine:
         sums, counts = torch.zeros(2, len(terms), dtype=torch.float64, device=device).unbind()
         outputs = []
         for batches in global_batches:
-            counts += local_counts(terms, batches, device)
+            counts += local_counts(terms, batches, self.context)
             step = self.executor.evaluate(self.programs.evaluate(len(batches)), batches)
             sums += step.terms
             outputs.append(step.outputs)

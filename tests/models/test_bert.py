@@ -11,7 +11,7 @@ import torch
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement, initialize
 from megazero.layers.collectives import gather_features
-from megazero.models import BERT, BertBatch, BertCollate
+from megazero.models import BERT, BertBatch, BertCollate, Slice
 from megazero.mpu import (
     ParallelContext,
     ProcessGrid,
@@ -58,7 +58,7 @@ VARIANTS = {
 def build(context: ParallelContext, dtype: torch.dtype = torch.float32, sp: bool = False, **changes) -> BERT:
     """Random everywhere, also where initial weights are ones and zeros, or a swap of two would not show."""
     placement = Placement.of(context, dtype, sequence_parallel=sp)
-    model = BERT(SHAPE.model_copy(update=changes), (VOCABULARY, 64), placement)
+    model = BERT(Slice(SHAPE.model_copy(update=changes), (VOCABULARY, 64), placement))
     initialize(model, 11, context.place)
     for parameter in model.parameters():
         spec = spec_of(parameter)
@@ -245,12 +245,12 @@ def test_the_parameters_of_the_345m_are_as_many_as_published():
         family="bert", num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512
     )
     placement = Placement.of(solo_context(), torch.float32)
-    model = BERT(shape, (30522, 30592), replace(placement, device=torch.device("meta")))
+    model = BERT(Slice(shape, (30522, 30592), replace(placement, device=torch.device("meta"))))
     assert sum(p.numel() for p in model.parameters()) == 336_297_858
 
 
 def test_initial_values_and_weight_decay_of_what_bert_adds():
-    model = BERT(SHAPE, (VOCABULARY, 64), Placement.of(solo_context(), torch.float32))
+    model = BERT(Slice(SHAPE, (VOCABULARY, 64), Placement.of(solo_context(), torch.float32)))
     found = {spec_of(p).name: spec_of(p) for p in model.parameters()}
     wide, ones, zeros = ("normal", 0.15, True), ("ones", 0.0, False), ("zeros", 0.0, False)
     expected = {

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig, RecomputeConfig
 from megazero.layers import Placement, initialize
-from megazero.models import GPT, Batch
+from megazero.models import GPT, Batch, Slice
 from megazero.mpu import solo_context
 from megazero.zero import Unit
 
@@ -105,7 +105,7 @@ def make_gpt(recompute: str = "none") -> GPT:
         init_method_std=0.1,
     )
     placement = Placement.of(solo_context(), torch.float32)
-    model = GPT(config, (13, 16), placement, RecomputeConfig(granularity=recompute))
+    model = GPT(Slice(config, (13, 16), placement, RecomputeConfig(granularity=recompute)))
     initialize(model, 5, placement.place)
     return model
 
