@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megazero.config.tree import ModelConfig, RecomputeConfig
 from megazero.layers import Placement, initialize
-from megazero.models import GPT, Batch
+from megazero.models import GPT, Batch, Slice
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.ops.quantize import Quantization
 from megazero.optim import Adam
@@ -82,7 +82,7 @@ def model() -> GPT:
         attention_dropout=0.0,
     )
     placement = Placement.of(solo_context(), torch.float32)
-    made = GPT(config, (TOKENS, TOKENS), placement, RecomputeConfig())
+    made = GPT(Slice(config, (TOKENS, TOKENS), placement, RecomputeConfig()))
     initialize(made, 1, placement.place)
     return made
 

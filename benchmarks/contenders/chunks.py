@@ -142,7 +142,7 @@ class OurChunk(nn.Module):
         return run(Batch(self.tokens), x, deferred=self.deferred)
 
     def hidden(self) -> Tensor:
-        return torch.empty(self.part.hidden_shape(Batch(self.tokens)), dtype=self.part.hidden_dtype)
+        return self.part.takes(Batch(self.tokens)).empty(torch.device("cpu"))
 
     def logits(self) -> Tensor:
         size = self.shape.sequence, self.shape.micro_batch, self.shape.vocab

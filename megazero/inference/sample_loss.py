@@ -25,7 +25,7 @@ from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.data_efficiency.map import ChunkGrid, MetricFolder
 from megazero.data_efficiency.reduce import is_reduced, reduce_metric
 from megazero.errors import ConfigError, NumericsError
-from megazero.models import Collate, MicroBatch, NumberedBatch, SampleLosses
+from megazero.models import Collate, MicroBatch, SampleLosses
 from megazero.models.batch import M
 from megazero.mpu import ParallelContext, gather_values
 from megazero.pipeline import Evaluator, Program
@@ -58,7 +58,7 @@ class LossMeter(Generic[M]):
     """
 
     dataset: SampleDataset
-    evaluator: Evaluator[NumberedBatch[M]]
+    evaluator: Evaluator[M]
     program: Callable[[int], Program]
     collate: Collate[M]
     context: ParallelContext
@@ -86,19 +86,19 @@ class LossMeter(Generic[M]):
         slots = self._own_slots()
         arrays = [self.dataset.batch(numbers[slot]) for slot in slots]
         batches = [
-            NumberedBatch(i, self.collate(rows, tuple(numbers[slot].tolist())))
-            for i, (rows, slot) in enumerate(zip(arrays, slots, strict=True))
+            self.collate(rows, tuple(numbers[slot].tolist()))
+            for rows, slot in zip(arrays, slots, strict=True)
         ]
-        tallies = self.evaluator.evaluate(self.program(len(batches)), batches).tallies
+        outputs = self.evaluator.evaluate(self.program(len(batches)), batches).outputs
         totals = torch.zeros(2, self.samples_per_step, dtype=torch.float64, device=self.context.device)
-        for rows, slot, batch in zip(arrays, slots, batches, strict=True):
-            if batch.tally in tallies:  # on the last stage
-                totals[0, slot] = tallies[batch.tally].double()
-                totals[1, slot] = torch.from_numpy(rows["loss_mask"].sum(1, dtype=np.float64)).to(totals)
+        for i, output in outputs.items():  # on the last stage
+            totals[0, slots[i]] = output["losses"].double()
+            counts = arrays[i]["loss_mask"].sum(1, dtype=np.float64)
+            totals[1, slots[i]] = torch.from_numpy(counts).to(totals)
         self.context.pp.all_reduce(totals).wait()
         self.context.batch.all_reduce(totals).wait()
-        sums, counts = totals.cpu().numpy()
-        means: np.ndarray = sums / np.maximum(counts, 1.0)
+        sums, counted = totals.cpu().numpy()
+        means: np.ndarray = sums / np.maximum(counted, 1.0)
         return means[: len(samples)]
 
     def _own_slots(self) -> list[slice]:

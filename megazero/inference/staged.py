@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
 from megazero.inference.cache import KeyValueCache
+from megazero.layers import CachedCore, Placement, core_of
 from megazero.layers.collectives import gather_features
-from megazero.layers.placement import Placement
 from megazero.models import Batch, BertBatch, Trunk
 from megazero.models.batch import M
 from megazero.mpu import Group, SoloGroup, Transfer
@@ -95,10 +95,10 @@ class StagedModel(Generic[M]):
                 continue
             chunk = self.chunks[number]
             if number > 0 and self.stage_of[number - 1] != stage:
-                shape = chunk.hidden_shape(batch)
-                hidden = torch.empty(shape, dtype=chunk.hidden_dtype, device=batch.tokens.device)
+                hidden = chunk.takes(batch).empty(batch.tokens.device)
                 self._move("recv", hidden, self.stage_of[number - 1], number)
-            hidden = chunk.hidden(batch, hidden, cache=cache)
+            core = None if cache is None else CachedCore(cache, core_of(chunk.placement))
+            hidden = chunk.hidden(batch, hidden, core=core)
             if number + 1 < len(self.stage_of) and self.stage_of[number + 1] != stage:
                 self._move("send", hidden.contiguous(), self.stage_of[number + 1], number + 1)
         whole = torch.empty(rows, self.vocab_size, device=batch.tokens.device)

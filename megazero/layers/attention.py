@@ -6,11 +6,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.tree import ModelConfig
-from megazero.layers.inputs import LayerInputs
+from megazero.layers.cores import core_of
+from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
 from megazero.mpu import Matrices
-from megazero.ops.attention import attention
 from megazero.ops.rotary import apply_rotary
 
 
@@ -32,11 +32,9 @@ class SelfAttention(nn.Module):
         self, layer: int, config: ModelConfig, placement: Placement, *, causal: bool, recompute: bool = False
     ):
         super().__init__()
-        self.layer = layer
-        self.placement = placement
-        self.causal = causal
+        self.attends = Attends(layer, causal, config.attention_dropout)
+        self.core = core_of(placement)
         self.recompute = recompute
-        self.dropout = config.attention_dropout
         self.queries_per_group = config.num_attention_heads // config.kv_heads
         self.qkv = ColumnParallelLinear(
             f"layers.{layer}.attention.qkv",
@@ -66,29 +64,16 @@ class SelfAttention(nn.Module):
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
         if self.recompute:
             context = checkpoint(
-                self._core, query, key, value, inputs, use_reentrant=False, preserve_rng_state=False
+                self._attend, query, key, value, inputs, use_reentrant=False, preserve_rng_state=False
             )
         else:
-            context = self._core(query, key, value, inputs)
+            context = self._attend(query, key, value, inputs)
         result: tuple[Tensor, Tensor | None] = self.out(context, inputs.deferred)
         return result
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
-        if inputs.rotary is not None:
-            query, key = apply_rotary(query, *inputs.rotary), apply_rotary(key, *inputs.rotary)
-        if inputs.cache is not None:
-            key, value = inputs.cache.extend(self.layer, key, value)
-        dropout = inputs.attention_dropout(self.dropout, query.shape[2], self.placement, self.layer)
-        mask, document_ids = None, inputs.document_ids
-        if inputs.wanted is not None:
-            assert not self.causal, "causality counts the queries from the last key"
-            mask, document_ids = inputs.attention_mask(), None
-        return attention(
-            inputs.narrow(query),
-            key,
-            value,
-            causal=self.causal,
-            mask=mask,
-            document_ids=document_ids,
-            dropout=dropout,
-        )
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
+        rotary = inputs.rows.rotary
+        if rotary is not None:
+            query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
+        core = self.core if inputs.core is None else inputs.core
+        return core(query, key, value, inputs, self.attends)

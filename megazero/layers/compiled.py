@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megazero.errors import ConfigError
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from megazero.layers.sums import Sums
 from megazero.layers.transformer import Forward, TransformerLayer, use_forward
 
 
@@ -61,8 +62,8 @@ def _check_tools(device: torch.device) -> None:
 
 
 def _choosing(layer: int, plain: Forward, compiled: Forward) -> Forward:
-    def forward(x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        special = inputs.wanted is not None or inputs.cache is not None
+    def forward(x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
+        special = inputs.wanted is not None or inputs.generating
         if special or not torch.is_grad_enabled():
             return plain(x, inputs)
         return compiled(x, inputs.at(layer))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
 from megazero.errors import DataError
-from megazero.layers.collectives import own_rows, reduce_from_slices, reduce_scatter_sequence
+from megazero.layers.collectives import reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.mpu import Cut, InitialValues, ParamSpec
@@ -76,24 +76,20 @@ class Embedding(nn.Module):
         self, tokens: Tensor, positions: Tensor, inputs: LayerInputs, token_types: Tensor | None = None
     ) -> Tensor:
         """tokens [b, s], positions [b, s] or [s], and token_types [b, s] where there is a table; int64."""
-        placement = self.placement
+        spread = inputs.rows.spread
         x = self._words(tokens.t())  # [s, b, h]
         if self.position is not None:
             positions = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
-            x = x + _every_row(self._own(positions), self.position)
+            x = x + _every_row(spread.own(positions), self.position)
         if self.token_type is not None:
             assert token_types is not None, "a table of token types needs the tokens' types"
-            x = x + _every_row(self._own(token_types.t()), self.token_type)
+            x = x + _every_row(spread.own(token_types.t()), self.token_type)
         if self.config.fp32_residual_connection:
             x = x.float()
-        drop = inputs.dropout(self.config.hidden_dropout, placement, "hidden", "embedding")
+        drop = inputs.dropout(self.config.hidden_dropout, "hidden", "embedding")
         if drop is None:
             return x
         return x * dropout_mask_hidden(drop, *x.shape) / (1.0 - drop.p)
-
-    def _own(self, numbers: Tensor) -> Tensor:
-        """[s, ...] -> the rows of this rank under sequence parallelism."""
-        return own_rows(numbers, self.placement.tp) if self.placement.sequence_parallel else numbers
 
     def _words(self, tokens: Tensor) -> Tensor:
         tp = self.placement.tp

@@ -7,7 +7,7 @@ micro-batch is therefore alive at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.sums import Sums
 from megazero.layers.transformer import Forward, TransformerLayer, use_forward
 from megazero.ops.autograd import Gradients, apply
 
@@ -73,13 +74,13 @@ class _Tensors:
     @classmethod
     def of(cls, inputs: LayerInputs) -> _Tensors:
         tensors = {f"key {place}": key for place, key in (inputs.site_keys or {}).items()}
-        if inputs.rotary is not None:
-            tensors["cos"], tensors["sin"] = inputs.rotary
-        if isinstance(inputs.positions, Tensor):
-            tensors["positions"] = inputs.positions
-        rest = replace(
-            inputs, site_keys=None, rotary=None, sample_keys=None, positions=range(len(inputs.positions))
-        )
+        rows = inputs.rows
+        if rows.rotary is not None:
+            tensors["cos"], tensors["sin"] = rows.rotary
+        if isinstance(rows.positions, Tensor):
+            tensors["positions"] = rows.positions
+        rows = replace(rows, positions=range(rows.whole_length), rotary=None, keys=None)
+        rest = replace(inputs, rows=rows, site_keys=None)
         return cls(rest, tuple(tensors), tuple(tensors.values()))
 
     def inputs(self, values: Sequence[Tensor]) -> LayerInputs:
@@ -87,11 +88,10 @@ class _Tensors:
         tensors = dict(zip(self.names, values, strict=True))
         keys = {name.removeprefix("key "): x for name, x in tensors.items() if name.startswith("key ")}
         rotary = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
-        positions = tensors.get("positions", self.rest.positions)
+        positions = tensors.get("positions", self.rest.rows.positions)
         any_key = next(iter(keys.values()), None)
-        return replace(
-            self.rest, site_keys=keys or None, rotary=rotary, positions=positions, sample_keys=any_key
-        )
+        rows = replace(self.rest.rows, positions=positions, rotary=rotary, keys=any_key)
+        return replace(self.rest, rows=rows, site_keys=keys or None)
 
 
 class _GraphedForward:
@@ -104,8 +104,8 @@ class _GraphedForward:
         self.left = warm_calls
         self.captured: dict[tuple[object, ...], _LayerGraph] = {}
 
-    def __call__(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
-        special = inputs.wanted is not None or inputs.cache is not None or inputs.document_ids is not None
+    def __call__(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
+        special = inputs.wanted is not None or inputs.generating or inputs.rows.documents is not None
         if special or not torch.is_grad_enabled():
             return self.plain(x, inputs)
         if self.left:
@@ -118,7 +118,7 @@ class _GraphedForward:
         key = (shapes, tensors.names, x.requires_grad, tuple(p.data_ptr() for p in params))
         if key not in self.captured:
             self.captured[key] = _LayerGraph(self.plain, x, tensors, params, self.graphs)
-        return apply(_Replay, self.captured[key], tensors.values, x, *params), {}
+        return apply(_Replay, self.captured[key], tensors.values, x, *params), Sums()
 
 
 class _LayerGraph:
@@ -141,7 +141,7 @@ class _LayerGraph:
     def _run_forward(self) -> tuple[Tensor]:
         with torch.enable_grad():
             self._y, sums = self._plain(self.x, self.inputs)
-        assert not sums, "rules refuse layers that add to loss terms"
+        assert sums == Sums(), "rules refuse layers that add to loss terms"
         return (self._y.detach(),)
 
     def _run_backward(self) -> Gradients:

@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.placement import Placement
+from megazero.layers.rows import Rows, keys_at
 from megazero.mpu import site_key
 from megazero.ops.counter_random import derive
-from megazero.ops.dropout import AttentionDropout, Dropout
-from megazero.ops.positions import Positions, position_tensor
+from megazero.ops.dropout import Dropout
 
 # The work that backward has left: each call adds one weight's gradient to its `grad` and returns the weight.
 Deferred = list[Callable[[], nn.Parameter]]
@@ -23,11 +22,42 @@ PLACES = ("attention", "attention_out", "mlp_out")
 """The places where a layer draws random numbers: attention probabilities, and the outputs of its halves."""
 
 
-class KeyValueStore(Protocol):
-    """Keys and values of earlier positions, kept between generation steps."""
+@dataclass(frozen=True)
+class Attends:
+    """The settings of one layer's attention.
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [s, b, g, d] of `layer` and return all positions so far, [t, b, g, d]."""
+    Attributes:
+        layer: the layer's number.
+        causal: whether a position attends only to itself and earlier ones.
+        dropout: the share of probabilities that is dropped.
+    """
+
+    layer: int
+    causal: bool
+    dropout: float = 0.0
+
+
+class AttentionCore(Protocol):
+    """Attention proper, between the projections of a layer (see `cores`)."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        inputs: LayerInputs,
+        attends: Attends,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the context [s or r, b, n e] of a layer's rows.
+
+        Args:
+            query: [s, b, n, d]; if the inputs want some rows only, the context is of these.
+            key, value: [s, b, g, d] and [s, b, g, e].
+            inputs: the layer's inputs, which say what rows these are.
+            attends: the layer's settings.
+            bias: added to the scaled scores, broadcastable to [b, n, r, s].
+        """
 
 
 @dataclass(frozen=True)
@@ -72,13 +102,9 @@ class LayerInputs:
     """The inputs of a layer besides the hidden states.
 
     Attributes:
-        positions: the places of the hidden states' rows in their sequences: a range, or int64 [s], or [s, b]
-            where samples differ. All s are given, also under sequence parallelism, where a rank has a share.
-        rotary: (cos, sin) tables of the same rows, or None with learned positions.
-        document_ids: int [b, s]; positions attend only within equal ids. None: all earlier positions.
-        sample_keys: int64 [b], the key of each sample's random streams, or [s, b] where samples share a
-            column of rows; None turns dropout off.
-        cache: earlier keys and values during generation.
+        rows: the rows of the hidden states. All are given, also where a rank has a share of them.
+        core: the attention core of this pass, instead of the layers' own: generation's, which knows the keys
+            and values of earlier rows. None: the layers' own.
         deferred: the list to which backward adds the computation of the linear layers' weight gradients (the
             weight half of a split backward, Qi et al. 2023); None: backward computes them.
         wanted: int64 [r, b], the rows to which a layer narrows each sequence: every row is attended to, but
@@ -90,11 +116,8 @@ class LayerInputs:
             makes them.
     """
 
-    positions: Positions
-    rotary: tuple[Tensor, Tensor] | None = None
-    document_ids: Tensor | None = None
-    sample_keys: Tensor | None = None
-    cache: KeyValueStore | None = None
+    rows: Rows
+    core: AttentionCore | None = None
     deferred: Deferred | None = None
     wanted: Tensor | None = None
     skipping: Skipping = NOTHING_SKIPPED
@@ -102,25 +125,21 @@ class LayerInputs:
     site_keys: Mapping[str, Tensor] | None = None
 
     @property
-    def wanted_positions(self) -> Positions:
-        """The positions of the wanted rows."""
-        if self.wanted is None:
-            return self.positions
-        positions = position_tensor(self.positions, self.wanted.device)
-        return positions[self.wanted] if positions.dim() == 1 else positions.gather(0, self.wanted)
+    def generating(self) -> bool:
+        """Whether the rows go on where earlier ones ended, which the core remembers."""
+        return self.core is not None
 
     def at(self, layer: int) -> LayerInputs:
         """The inputs of one layer, with the keys of its random streams."""
-        if self.sample_keys is None:
+        if self.rows.keys is None:
             return self
-        return replace(self, site_keys={place: self._keys(layer, place) for place in PLACES})
+        return replace(self, site_keys={place: self.keys_of(layer, place) for place in PLACES})
 
-    def _keys(self, layer: int, place: str) -> Tensor:
+    def keys_of(self, layer: int, place: str) -> Tensor:
+        """The keys of a layer's random stream at one of `PLACES`."""
         if self.site_keys is not None:
             return self.site_keys[place]
-        site = ("attention", layer) if place == "attention" else ("hidden", layer, place)
-        assert self.sample_keys is not None, "without keys nothing is drawn"
-        return derive(site_key(*site), self.sample_keys)
+        return self._derived(*(("attention", layer) if place == "attention" else ("hidden", layer, place)))
 
     def narrow(self, x: Tensor) -> Tensor:
         """The wanted rows of x [s, b, ...]: [r, b, ...]."""
@@ -129,69 +148,30 @@ class LayerInputs:
         return x[self.wanted, torch.arange(x.shape[1], device=x.device)]
 
     def narrowed(self) -> LayerInputs:
-        """The inputs of the wanted rows alone."""
+        """The inputs of the wanted rows alone, which attend to nothing any more."""
         if self.wanted is None:
             return self
-        return replace(self._keyed(self._wanted_keys), positions=self.wanted_positions, wanted=None)
-
-    def _wanted_keys(self, keys: Tensor) -> Tensor:
-        return keys if self.wanted is None or keys.dim() == 1 else keys.gather(0, self.wanted)
-
-    def _keyed(self, change: Callable[[Tensor], Tensor]) -> LayerInputs:
-        """The inputs with `change` applied to each tensor of keys."""
-        sites = self.site_keys
-        return replace(
-            self,
-            sample_keys=None if self.sample_keys is None else change(self.sample_keys),
-            site_keys=None if sites is None else {place: change(keys) for place, keys in sites.items()},
-        )
+        return replace(self, rows=replace(self.rows, documents=None, rotary=None)).of(self.wanted)
 
     def of(self, columns: Tensor) -> LayerInputs:
         """The inputs of the rows `columns` [r, b] (int64) of each sequence, all of which are computed."""
-        positions = position_tensor(self.positions, columns.device)
-        positions = positions[columns] if positions.dim() == 1 else positions.gather(0, columns)
-        rotary, documents = self.rotary, self.document_ids
-        if rotary is not None:
-            sample = torch.arange(columns.shape[1], device=columns.device)
-            cos, sin = (t[columns, sample if t.shape[1] > 1 else 0] for t in rotary)
-            rotary = cos, sin
-        if documents is not None:
-            documents = documents.gather(1, columns.t())
-        keyed = self._keyed(lambda keys: keys if keys.dim() == 1 else keys.gather(0, columns))
-        return replace(keyed, positions=positions, rotary=rotary, document_ids=documents, wanted=None)
+        sites = self.site_keys
+        if sites is not None:
+            sites = {place: keys_at(keys, columns) for place, keys in sites.items()}
+        return replace(self, rows=self.rows.select(columns), wanted=None, site_keys=sites)
 
-    def dropout(self, p: float, placement: Placement, *site: str | int) -> Dropout | None:
-        """The dropout of hidden states [s or s/tp, b, h] at `site` of the model."""
-        if self.sample_keys is None or p == 0.0:
+    def dropout(self, p: float, *site: str | int) -> Dropout | None:
+        """The dropout of this rank's rows of hidden states at `site` of the model."""
+        if self.rows.keys is None or p == 0.0:
             return None
-        return self._dropout(p, placement, derive(site_key(*site), self.sample_keys))
+        return self.rows.dropout(p, self._derived(*site))
 
-    def layer_dropout(self, p: float, placement: Placement, layer: int, place: str) -> Dropout | None:
-        """The dropout of a layer's contribution to hidden states [s or s/tp, b, h] at one of `PLACES`."""
-        if self.sample_keys is None or p == 0.0:
+    def layer_dropout(self, p: float, layer: int, place: str) -> Dropout | None:
+        """The dropout of a layer's contribution to this rank's rows at one of `PLACES`."""
+        if self.rows.keys is None or p == 0.0:
             return None
-        return self._dropout(p, placement, self._keys(layer, place))
+        return self.rows.dropout(p, self.keys_of(layer, place))
 
-    def _dropout(self, p: float, placement: Placement, keys: Tensor) -> Dropout:
-        positions = self.positions
-        if placement.sequence_parallel:
-            rows, rank = len(positions) // placement.tp.size, placement.tp.rank
-            own = slice(rank * rows, (rank + 1) * rows)
-            positions, keys = positions[own], keys if keys.dim() == 1 else keys[own]
-        return Dropout(p, keys, positions)
-
-    def attention_dropout(
-        self, p: float, heads: int, placement: Placement, layer: int
-    ) -> AttentionDropout | None:
-        """The dropout of attention probabilities of this rank's `heads` heads, over all rows."""
-        if self.sample_keys is None or p == 0.0:
-            return None
-        keys = self._wanted_keys(self._keys(layer, "attention"))
-        return AttentionDropout(p, keys, self.wanted_positions, self.positions, placement.tp.rank * heads)
-
-    def attention_mask(self) -> Tensor | None:
-        """bool [b, 1, r, s]: which rows the wanted ones may attend to; None if all."""
-        if self.wanted is None or self.document_ids is None:
-            return None
-        wanted = self.document_ids.gather(1, self.wanted.t())
-        return (wanted.unsqueeze(-1) == self.document_ids.unsqueeze(1)).unsqueeze(1)
+    def _derived(self, *site: str | int) -> Tensor:
+        assert self.rows.keys is not None, "without keys nothing is drawn"
+        return derive(site_key(*site), self.rows.keys)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
+from megazero.layers.sums import Sums
 from megazero.mpu import Matrices
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 
-MLPResult = tuple[Tensor, Tensor | None, Mapping[str, Tensor]]
-"""Hidden states, a bias still to be added to them, and the contributions to loss terms and tallies."""
-
-_NO_SUMS: Mapping[str, Tensor] = MappingProxyType({})
+MLPResult = tuple[Tensor, Tensor | None, Sums]
+"""Hidden states, a bias still to be added to them, and the contributions to the step's sums."""
 
 
 def activated(inner: Tensor, activation: str) -> Tensor:
@@ -78,4 +74,4 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
         inner = activated(self.up(x, inputs.deferred), self.activation)
-        return *self.down(inner, inputs.deferred), _NO_SUMS
+        return *self.down(inner, inputs.deferred), Sums()

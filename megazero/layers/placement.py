@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from megazero.layers.rows import Spread
 from megazero.mpu import Group, ParallelContext, ParamSpec, Place
 
 TokenDispatcher = Literal["alltoall", "allgather"]
@@ -52,6 +53,11 @@ class Placement:
     def tp(self) -> Group:
         """The ranks that share each layer's weights."""
         return self.groups["tp"]
+
+    @property
+    def spread(self) -> Spread:
+        """How the rows of hidden states lie on the ranks that share each layer's weights."""
+        return Spread(self.tp, self.sequence_parallel)
 
     def parameter(self, spec: ParamSpec) -> nn.Parameter:
         """An uninitialized parameter that holds this rank's slice and carries `spec`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -16,6 +16,7 @@ from megazero.layers.collectives import gather_rows
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.layers.skipping import run_layer
+from megazero.layers.sums import Sums
 from megazero.mpu import Group
 
 
@@ -90,8 +91,8 @@ def run_layers(
     keeping: InputKeeping | None = None,
     wanted: Tensor | None = None,
     per_token: frozenset[str] = frozenset(),
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Apply `layers` in order, as far as the step wants them, and add up their sums by name.
+) -> tuple[Tensor, Sums]:
+    """Apply `layers` in order, as far as the step wants them, and add up their sums.
 
     Random streams are functions of place, so recompute needs no saved state.
 
@@ -105,14 +106,14 @@ def run_layers(
     keeping = keeping or InputKeeping()
     last_inputs = inputs if wanted is None else replace(inputs, wanted=wanted)
 
-    def run(x: Tensor, span: range) -> tuple[Tensor, dict[str, Tensor]]:
-        sums: dict[str, Tensor] = {}
+    def run(x: Tensor, span: range) -> tuple[Tensor, Sums]:
+        sums = Sums()
         for i in span:
             x, more = run_layer(layers[i], x, last_inputs if i == len(layers) - 1 else inputs, per_token)
-            _add_up(sums, more)
+            sums = sums.plus(more)
         return x, sums
 
-    total: dict[str, Tensor] = {}
+    total = Sums()
     for span, again in units:
         if again and torch.is_grad_enabled():
             # Everything that the unit itself saves is dropped, so the hooks see only its input.
@@ -120,10 +121,5 @@ def run_layers(
                 x, sums = checkpoint(run, x, span, use_reentrant=False, preserve_rng_state=False)
         else:
             x, sums = run(x, span)
-        _add_up(total, sums)
+        total = total.plus(sums)
     return x, total
-
-
-def _add_up(sums: dict[str, Tensor], more: Mapping[str, Tensor]) -> None:
-    for name, value in more.items():
-        sums[name] = sums[name] + value if name in sums else value

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.collectives import gather_for_parts, own_rows
+from megazero.layers.collectives import gather_for_parts
 from megazero.layers.inputs import LayerInputs
-from megazero.layers.placement import Placement
-from megazero.mpu import Group, site_key
+from megazero.layers.rows import ALONE, Spread
+from megazero.layers.sums import Sums
+from megazero.mpu import site_key
 from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.counter_random import derive
 from megazero.ops.kept_columns import kept_columns as kept_by_key
 
-Layers = tuple[Tensor, Mapping[str, Tensor]]
+Layers = tuple[Tensor, Sums]
 
 
 def kept_columns(sample_keys: Tensor, layer: int, length: int, kept: int) -> Tensor:
@@ -41,7 +41,7 @@ def run_layer(
     angles, dropout masks and document masks of their positions among all tokens.
 
     Args:
-        layer: a layer with a `layer` number and a `placement`.
+        layer: a layer with a `layer` number.
         x: [s, b, h], or [s/tp, b, h] under sequence parallelism.
         inputs: the inputs of all tokens.
         per_token: the names of the sums over tokens. If the layer sees r of s tokens, these sums are
@@ -50,25 +50,25 @@ def run_layer(
     skipping = inputs.skipping
     if skipping.idle:
         return _run(layer, x, inputs)
-    number, placement = layer.layer, layer.placement
+    number = layer.layer
     assert isinstance(number, int), "a layer knows its number"
-    assert isinstance(placement, Placement), "a layer knows its placement"
     scale = skipping.scale_of(number)
     if scale == 0.0:
-        return inputs.narrow(x), {}
+        return inputs.narrow(x), Sums()
     inputs = replace(inputs, branch_scale=scale)
-    length = len(inputs.positions)
+    length = inputs.rows.whole_length
     kept = skipping.kept_by(number, length)
     if kept == length:
         return _run(layer, x, inputs)
-    assert inputs.sample_keys is not None, "the choice is a function of the samples' keys"
-    columns = kept_columns(inputs.sample_keys, number, length, kept)
-    group = placement.tp if placement.sequence_parallel else None
-    rows = KeptRows.of(columns, length, group)
+    assert inputs.rows.keys is not None, "the choice is a function of the samples' keys"
+    columns = kept_columns(inputs.rows.keys, number, length, kept)
+    rows = KeptRows.of(columns, length, inputs.rows.spread)
     out, sums = _run(layer, rows.taken(x), inputs.of(columns))
     x = rows.put_back(x, out.to(x.dtype))
-    sums = {name: value * (length / kept) if name in per_token else value for name, value in sums.items()}
-    return inputs.narrow(x), sums
+    terms = {
+        name: value * (length / kept) if name in per_token else value for name, value in sums.terms.items()
+    }
+    return inputs.narrow(x), Sums(terms, sums.tallies)
 
 
 def _run(layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Layers:
@@ -84,39 +84,39 @@ class KeptRows:
         numbers: int64 [r b], the row of each kept token.
         places: int64 [s b], for each row its place among the kept ones, and -1 if it is left out.
         columns: b.
-        group: the ranks that have a share of the rows each; None if this one has all.
+        spread: how the rows lie on ranks.
     """
 
     numbers: Tensor
     places: Tensor
     columns: int
-    group: Group | None
+    spread: Spread
 
     @classmethod
-    def of(cls, columns: Tensor, length: int, group: Group | None = None) -> KeptRows:
+    def of(cls, columns: Tensor, length: int, spread: Spread = ALONE) -> KeptRows:
         """The rows of the tokens `columns` [r, b] in b sequences of `length` tokens."""
         b = columns.shape[1]
         numbers = (columns * b + torch.arange(b, device=columns.device)).flatten()
         places = numbers.new_full((length * b,), -1)
         places[numbers] = torch.arange(len(numbers), device=columns.device)
-        return cls(numbers, places, b, group)
+        return cls(numbers, places, b, spread)
 
     def taken(self, x: Tensor) -> Tensor:
         """The kept rows of x: [r, b, h], or a rank's share of them, [r/tp, b, h]."""
-        numbers, places = self.numbers, self.places
-        if self.group is not None:
-            x, numbers = gather_for_parts(x, self.group), own_rows(numbers, self.group)
-            places = _within(places, self.group.rank * len(numbers), len(numbers))
+        numbers, places, group = self.numbers, self.places, self.spread.group
+        if self.spread.split:
+            x, numbers = gather_for_parts(x, group), self.spread.own(numbers)
+            places = _within(places, group.rank * len(numbers), len(numbers))
         rows = chosen_rows(x.flatten(0, 1), numbers, places)
         taken: Tensor = rows.unflatten(0, (-1, self.columns))
         return taken
 
     def put_back(self, x: Tensor, out: Tensor) -> Tensor:
         """x with the kept rows replaced by `out`."""
-        numbers, places = self.numbers, self.places
-        if self.group is not None:
-            out, places = gather_for_parts(out, self.group), own_rows(places, self.group)
-            numbers = _within(numbers, self.group.rank * len(places), len(places))
+        numbers, places, group = self.numbers, self.places, self.spread.group
+        if self.spread.split:
+            out, places = gather_for_parts(out, group), self.spread.own(places)
+            numbers = _within(numbers, group.rank * len(places), len(places))
         return chosen_rows(out.flatten(0, 1), places, numbers, x.flatten(0, 1)).view(x.shape)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
@@ -10,16 +10,17 @@ from megazero.config.tree import ModelConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
+from megazero.layers.sums import Sums
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.dropout import Dropout
 
-Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Mapping[str, Tensor]]]
+Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Sums]]
 """The `forward` of a layer."""
 
 
 class TransformerLayer(nn.Module):
     """[s, b, h] -> ([s, b, h], sums): [s/tp, b, h] under sequence parallelism, [r, b, h] if the inputs name
-    the wanted rows. The sums are the layer's contributions to loss terms and tallies, by name.
+    the wanted rows. The sums are the layer's contributions to the step's sums.
 
     The model passes each layer its two halves, so the layers of a model may differ.
 
@@ -42,7 +43,7 @@ class TransformerLayer(nn.Module):
         self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", *norm)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
         normed = self.input_norm(x)
         out, bias = self.attention(normed.to(self.placement.dtype), inputs)
         residual = inputs.narrow(normed if self.residual_after_norm else x)
@@ -61,7 +62,7 @@ class TransformerLayer(nn.Module):
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
-        return inputs.layer_dropout(self.dropout, self.placement, self.layer, site)
+        return inputs.layer_dropout(self.dropout, self.layer, site)
 
 
 def use_forward(layer: nn.Module, forward: Forward) -> None:

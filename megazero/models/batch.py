@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from megazero.ops.positions import Positions
 M = TypeVar("M", bound="MicroBatch")
 M_co = TypeVar("M_co", bound="MicroBatch", covariant=True)
 M_contra = TypeVar("M_contra", bound="MicroBatch", contravariant=True)
+COLUMNS = 8
+"""Widths of padded micro-batches are multiples of this, which suits every kernel."""
 RowPlace = int | tuple[int, int]
 """A row's sample, by its position in the training order; with the row's number in it, if not the first."""
 Collate = Callable[[Mapping[str, np.ndarray], tuple[RowPlace, ...]], M_co]
@@ -51,13 +54,20 @@ class MicroBatch(ABC):
     positions: Positions | None = None
     skipping: Skipping = NOTHING_SKIPPED
 
+    of_sequences: ClassVar[frozenset[str]] = frozenset({"sequences", "micro_batches"})
+    """Names of the counts that are of whole sequences, so that each rank with a part of them counts all."""
+
     @property
     @abstractmethod
-    def counts(self) -> Mapping[str, float]:
+    def counts(self) -> dict[str, float]:
         """The numbers that sums over the micro-batch may be divided by, by the names in `LossTerm.over`.
 
         They are known on the host.
         """
+
+    def counts_of_share(self, sharers: int) -> dict[str, float]:
+        """The counts of one of so many ranks that share the sequences, which add up to those of all."""
+        return {name: n / sharers if name in self.of_sequences else n for name, n in self.counts.items()}
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,15 @@ class TextCollate:
         if self.seed is not None:
             kept["sample_keys"] = sample_keys(self.seed, samples)
         return Batch.from_arrays(kept, self.device, self.vocab_size)
+
+
+def column_multiple(config: Config) -> int:
+    """The number that widths of padded micro-batches are multiples of.
+
+    Each of the ranks that split the rows has equally many.
+    """
+    parallel = config.parallel
+    return math.lcm(COLUMNS, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
 
 
 def tensor_of(array: np.ndarray, device: torch.device) -> Tensor:

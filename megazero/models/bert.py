@@ -14,27 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.config.derive import moe_layers
-from megazero.config.tree import Config, ModelConfig, RecomputeConfig
+from megazero.config.tree import Config, ModelConfig
 from megazero.layers import (
     Deferred,
-    Embedding,
     Norm,
     Placement,
     ReplicatedLinear,
-    TransformerLayer,
     column_linear,
-    gather_sequence,
     output_weight,
 )
 from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
-from megazero.models.chunk import Block, ChunkSpan
+from megazero.models.chunk import HEAD, Block
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
+from megazero.models.trunk import trunk_blocks
 from megazero.mpu import Cut, Group, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.pipeline.chunk import ChunkResult
 
 TOKEN_TYPES = 2
 
@@ -52,7 +51,7 @@ class BertHead(nn.Module):
         self, config: ModelConfig, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
     ):
         super().__init__()
-        self.sequence_parallel = placement.sequence_parallel
+        self.spread = placement.spread
         self.placement = whole = replace(placement, sequence_parallel=False)
         self.exact = config.bert_head_activation == "gelu_exact"
         size, std = config.hidden_size, config.init_method_std
@@ -75,7 +74,7 @@ class BertHead(nn.Module):
 
         x: [s, b, h] ([s/tp, b, h] under sequence parallelism), or only the wanted rows of it.
         """
-        x = gather_sequence(x, self.placement.tp) if self.sequence_parallel else x
+        x = self.spread.whole(x)
         rows = batch.masked if self.binary is None else torch.cat([batch.masked, batch.firsts])
         if x.shape[0] < batch.tokens.shape[1]:
             rows = batch.places_among_wanted(rows)
@@ -99,17 +98,12 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     every = config.parallel.sequence_parallel or bool(moe_layers(model))
     wanted = 1.0 if every else config.data.mask_prob
 
-    def layer(number: int, share: float = 1.0) -> Block:
-        flops = attention_flops(model, causal=False, queried=share) + share * layer_mlp_flops(model, number)
-        return Block(TransformerLayer.__name__, flops)
+    def layer(number: int) -> float:
+        share = wanted if number == model.num_layers - 1 else 1.0
+        return attention_flops(model, causal=False, queried=share) + share * layer_mlp_flops(model, number)
 
     head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
-    return (
-        Block(Embedding.__name__, 0.0),
-        *(layer(number) for number in range(model.num_layers - 1)),
-        layer(model.num_layers - 1, wanted),
-        Block(BertHead.__name__, head),
-    )
+    return trunk_blocks(map(layer, range(model.num_layers)), Block(HEAD, BertHead.__name__, head))
 
 
 class BERT(MaskedLanguageModel):
@@ -117,32 +111,19 @@ class BERT(MaskedLanguageModel):
 
     It learns to restore masked tokens (term ``lm``) and, with the binary head, to tell whether two segments
     are in order (term ``sop``; Lan et al. 2020).
-
-    Args:
-        config: shape of the whole model.
-        vocab: number of vocabulary entries (without padding, with padding).
-        placement: ranks, dtype and device.
-        recompute: what backward recomputes.
-        span: the blocks held here; None holds all of them.
-        tied: the embedding's weight for a tied head, if another chunk on this rank holds it.
     """
 
     causal = False
     head: BertHead | None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab: tuple[int, int],
-        placement: Placement,
-        recompute: RecomputeConfig | None = None,
-        span: ChunkSpan | None = None,
-        tied: nn.Parameter | None = None,
-    ):
-        kinds = TOKEN_TYPES if config.has_token_types else 0
-        super().__init__(config, vocab, placement, recompute, span, token_types=kinds)
-        if self.span.head:
-            self.head = BertHead(config, vocab, placement, self.weight_for_head(tied))
+    @classmethod
+    def token_types(cls, config: ModelConfig) -> int:
+        """Two segments, if the model knows them."""
+        return TOKEN_TYPES if config.has_token_types else 0
+
+    def build_head(self, tied: nn.Parameter | None) -> BertHead:
+        """Both heads."""
+        return BertHead(self.config, self.held.vocab, self.placement, tied)
 
     @property
     def own_terms(self) -> tuple[LossTerm, ...]:
@@ -160,7 +141,7 @@ class BERT(MaskedLanguageModel):
 
     def run(
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> ChunkResult:
         """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
 
         The one with the head adds sums of cross-entropies in nats to ``lm`` and ``sop``, the numbers of
@@ -170,19 +151,20 @@ class BERT(MaskedLanguageModel):
         wanted = None if self.head is None else batch.wanted
         hidden, sums = self.through(batch, hidden, deferred=deferred, wanted=wanted)
         if self.head is None:
-            return hidden, sums
+            return ChunkResult(hidden, sums.terms, sums.tallies)
         logits, order = self._logits(hidden, batch, deferred)
         labels, slice_of = batch.labels.unsqueeze(1), self._slice_of(logits)
         padding = torch.full((), float(batch.padding), device=logits.device)
-        sums |= {
+        terms = {
+            **sums.terms,
             "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of, overwrite=True).sum(),
             "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, *slice_of),
             PADDING: padding,
         }
         if order is not None:
-            sums["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")
-            sums["sop_accuracy"] = (order.detach().argmax(-1) == batch.is_random).sum().float()
-        return None, sums
+            terms["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")
+            terms["sop_accuracy"] = (order.detach().argmax(-1) == batch.is_random).sum().float()
+        return ChunkResult(None, terms, sums.tallies)
 
     def sample_losses(self, batch: BertBatch, hidden: Tensor | None = None) -> Tensor:
         """The summed masked-LM loss of each sample, in nats, float32 [b]; samples must not share rows.

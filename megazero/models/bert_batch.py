@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,11 +12,9 @@ from torch import Tensor
 from megazero.config.tree import Config
 from megazero.data import check_token_ids
 from megazero.loss import PADDING
-from megazero.models.batch import MicroBatch, RowPlace, tensor_of
+from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, tensor_of
 from megazero.models.packing import Slot, pack
 from megazero.mpu import sample_keys
-
-_COLUMNS = 8  # widths are multiples of this, which suits every kernel
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,8 @@ class BertBatch(MicroBatch):
         wanted: int64 [r, b], the columns of each row that the heads read, those of its masked tokens and of
             its samples' first ones, and others where a row has fewer than r; None: all.
     """
+
+    of_sequences = MicroBatch.of_sequences | {"sop", "sop_accuracy", PADDING}
 
     masked: Tensor
     labels: Tensor
@@ -96,7 +95,7 @@ class BertCollate:
 
     vocab_size: int
     device: torch.device
-    multiple: int = _COLUMNS
+    multiple: int = COLUMNS
     packed: bool = False
     seed: int | None = None
     whole: bool = False
@@ -104,10 +103,8 @@ class BertCollate:
     @classmethod
     def of(cls, config: Config, vocab_size: int, device: torch.device, seed: int | None) -> BertCollate:
         """The collate function for a run's configuration."""
-        parallel = config.parallel
-        shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        multiple, whole = math.lcm(_COLUMNS, shared), config.skipping.random_ltd and seed is not None
-        return cls(vocab_size, device, multiple, config.data.bert_pack, seed, whole)
+        whole = config.skipping.random_ltd and seed is not None
+        return cls(vocab_size, device, column_multiple(config), config.data.bert_pack, seed, whole)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> BertBatch:
         """Make a batch; `samples` are the places of the samples in the training order, one per row.
@@ -189,7 +186,7 @@ def _wanted(shape: tuple[int, int], *read: tuple[np.ndarray, np.ndarray]) -> np.
     for places in read:
         unread[places] = False
     count = shape[1] - int(unread.sum(1).min())
-    count = -(-count // _COLUMNS) * _COLUMNS
+    count = -(-count // COLUMNS) * COLUMNS
     return np.argsort(unread, axis=1, kind="stable")[:, :count].T if count < shape[1] else None
 
 

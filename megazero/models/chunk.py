@@ -1,53 +1,88 @@
-"""The trainer's view of a model: a list of blocks that a pipeline cuts into chunks."""
+"""The trainer's view of a model: a list of blocks that a pipeline cuts into chunks, and their ties."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
+from megazero.config.tree import ModelConfig, RecomputeConfig
+from megazero.layers import Placement
 from megazero.moe import Router
+from megazero.mpu import spec_of
 from megazero.pipeline.chunk import B_contra, Chunk
+
+Part = int | str
+"""A part of a model: a layer, by its number along the model, or another block, by its name."""
+
+EMBEDDING, HEAD = "embedding", "head"
+"""The parts beside the layers."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """One of the blocks that a model consists of.
+    """One of the blocks that a model consists of, in order; a pipeline may cut between any two.
 
     Attributes:
+        part: the part of the model that it is.
         kind: name of its type, which ``--pipeline-partition type:REGEX`` matches.
         flops: floating-point operations of its matrix products for one token, forward only.
     """
 
+    part: Part
     kind: str
     flops: float
 
 
 @dataclass(frozen=True)
-class ChunkSpan:
-    """The blocks of the model that one pipeline chunk holds.
+class Tie:
+    """A weight that several blocks use.
 
     Attributes:
-        layers: the layers, by their numbers along the model.
-        embedding: whether the chunk begins with the block that precedes the layers.
-        head: whether the chunk ends with the block that follows the layers.
-        shared: whether a weight of its embedding is tied to a head on another stage.
+        weight: its global name, under which the first of them holds it.
+        parts: the blocks that use it. One on another stage holds a copy; one on the same stage shares it.
     """
 
-    layers: range
-    embedding: bool = True
-    head: bool = True
-    shared: bool = False
+    weight: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The part of a model that a chunk holds, and where.
+
+    Attributes:
+        config: shape of the whole model.
+        vocab: number of vocabulary entries (without padding, with padding).
+        placement: ranks, dtype and device.
+        recompute: what backward recomputes.
+        parts: the blocks held here, which follow each other in the model; None for all of them.
+        tied: weights by name that blocks here share with another chunk on this rank.
+        copied: names of the tied weights that other stages hold too.
+    """
+
+    config: ModelConfig
+    vocab: tuple[int, int]
+    placement: Placement
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    parts: tuple[Part, ...] | None = None
+    tied: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    copied: frozenset[str] = frozenset()
+
+    def holds(self, part: Part) -> bool:
+        """Whether a block is held here."""
+        return self.parts is None or part in self.parts
+
+    @property
+    def layers(self) -> list[int]:
+        """The numbers of the layers held here."""
+        return [number for number in range(self.config.num_layers) if self.holds(number)]
 
 
 class ModelChunk(nn.Module, Chunk[B_contra]):
     """A chunk of a model that can be built and laid out in memory."""
-
-    @property
-    @abstractmethod
-    def tied_weight(self) -> nn.Parameter | None:
-        """The weight that a tied head on this rank shares; None in a chunk without an embedding."""
 
     @abstractmethod
     def blocks(self) -> list[nn.Module]:
@@ -56,3 +91,7 @@ class ModelChunk(nn.Module, Chunk[B_contra]):
     @abstractmethod
     def routers(self) -> list[Router]:
         """The routers of its layers, in order; none without experts."""
+
+    def weight(self, name: str) -> nn.Parameter:
+        """The parameter of this global name, which must be here."""
+        return next(p for p in self.parameters() if spec_of(p).name == name)

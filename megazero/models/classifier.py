@@ -9,31 +9,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.tree import Config, ModelConfig, RecomputeConfig
+from megazero.config.tree import Config, ModelConfig
 from megazero.data import UNKNOWN_LABEL
 from megazero.layers import (
     Deferred,
-    Embedding,
     Norm,
     Placement,
     ReplicatedLinear,
-    TransformerLayer,
-    gather_sequence,
 )
 from megazero.loss import LossTerm
 from megazero.models.bert import TOKEN_TYPES
-from megazero.models.chunk import Block, ChunkSpan
+from megazero.models.chunk import HEAD, Block, Tie
 from megazero.models.classifier_batch import LabelledBatch
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops
-from megazero.models.trunk import Trunk
+from megazero.models.trunk import Trunk, trunk_blocks
 from megazero.mpu import site_key
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import Dropout, dropout_mask_hidden
+from megazero.pipeline.chunk import ChunkResult
 
 OWN = ("pooler.", "classifier.")
 """The beginnings of the names of parameters that a pretrained model need not have."""
 PRETRAINING_ONLY = ("head.", "binary_head.", "pooler.")
 """The beginnings of the names of parameters that a classifier does not use."""
+
+SCORES = "scores"
+"""The name of a classifier's output."""
 
 
 class ClassifierHead(nn.Module):
@@ -45,7 +46,7 @@ class ClassifierHead(nn.Module):
     def __init__(self, config: ModelConfig, placement: Placement, *, pooler: bool):
         super().__init__()
         assert config.num_classes is not None, "a classifier has classes"
-        self.sequence_parallel = placement.sequence_parallel
+        self.spread = placement.spread
         self.placement = whole = replace(placement, sequence_parallel=False)
         self.dropout = config.hidden_dropout
         size, std = config.hidden_size, config.init_method_std
@@ -55,7 +56,7 @@ class ClassifierHead(nn.Module):
 
     def forward(self, x: Tensor, batch: LabelledBatch, deferred: Deferred | None = None) -> Tensor:
         """Hidden states [s, b, h] ([s/tp, b, h] under sequence parallelism) -> scores [b, classes]."""
-        x = gather_sequence(x, self.placement.tp) if self.sequence_parallel else x
+        x = self.spread.whole(x)
         chosen = self.norm(x.flatten(0, 1)[batch.pooled]).to(self.placement.dtype)
         if self.pooler is not None:
             chosen = torch.tanh(self.pooler(chosen, deferred))
@@ -75,38 +76,20 @@ class Classifier(Trunk[LabelledBatch]):
     With one class it scores each of a sample's rows, and the highest wins (multiple choice; Radford et al.
     2018). Otherwise a sample is one row with a score for each class (Devlin et al. 2019). It learns by
     cross-entropy over the samples with a label (term ``task``).
-
-    Args:
-        config: shape of the whole model; `num_classes` is set.
-        vocab: number of vocabulary entries (without padding, with padding).
-        placement: ranks, dtype and device.
-        recompute: what backward recomputes.
-        span: the blocks held here; None holds all of them.
-        tied: None, since the head shares no weight.
     """
 
     pooler: ClassVar[bool]
     own_terms = (LossTerm("task"), LossTerm("accuracy", 0.0))
     head: ClassifierHead | None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab: tuple[int, int],
-        placement: Placement,
-        recompute: RecomputeConfig | None = None,
-        span: ChunkSpan | None = None,
-        tied: nn.Parameter | None = None,
-    ):
-        assert tied is None, "a classifier has no tied weight"
-        super().__init__(config, vocab, placement, recompute, span, token_types=self.token_types(config))
-        if self.span.head:
-            self.head = ClassifierHead(config, placement, pooler=self.pooler)
-
     @classmethod
-    def token_types(cls, config: ModelConfig) -> int:
-        """Kinds of tokens that have a vector of their own; 0 for none."""
-        return 0
+    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+        """Nothing: the head has no weight of the vocabulary's size."""
+        return ()
+
+    def build_head(self, tied: nn.Parameter | None) -> ClassifierHead:
+        """The pooler and the scores."""
+        return ClassifierHead(self.config, self.placement, pooler=self.pooler)
 
     @classmethod
     def blocks_of(cls, config: Config, padded_vocab: int) -> tuple[Block, ...]:
@@ -116,11 +99,7 @@ class Classifier(Trunk[LabelledBatch]):
         layers = (attention + layer_mlp_flops(model, number) for number in range(model.num_layers))
         assert model.num_classes is not None, "a classifier has classes"
         head = 2 * model.hidden_size * model.num_classes + (dense_flops(model) if cls.pooler else 0.0)
-        return (
-            Block(Embedding.__name__, 0.0),
-            *(Block(TransformerLayer.__name__, flops) for flops in layers),
-            Block(ClassifierHead.__name__, head / model.seq_length),
-        )
+        return trunk_blocks(layers, Block(HEAD, ClassifierHead.__name__, head / model.seq_length))
 
     def forward(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -130,21 +109,21 @@ class Classifier(Trunk[LabelledBatch]):
 
     def run(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> ChunkResult:
         """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
 
         The one with the head adds the sum of the cross-entropies in nats to ``task``, and the number of right
-        answers to ``accuracy``; both are float32 scalars. It keeps its scores if the batch wants them.
+        answers to ``accuracy``; both are float32 scalars. Its output is the scores, float32 [n, classes].
         """
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
-            return hidden, sums
+            return ChunkResult(hidden, sums.terms, sums.tallies)
         scores = self._scores(hidden, batch, deferred)
-        if batch.answers is not None:
-            batch.answers.append(scores.detach())
+        answers = scores.detach()
         loss = F.cross_entropy(scores, batch.labels, ignore_index=UNKNOWN_LABEL, reduction="sum")
-        right = (scores.detach().argmax(-1) == batch.labels).sum().float()
-        return None, {**sums, "task": loss, "accuracy": right}
+        right = (answers.argmax(-1) == batch.labels).sum().float()
+        terms = {**sums.terms, "task": loss, "accuracy": right}
+        return ChunkResult(None, terms, sums.tallies, {SCORES: answers})
 
     def _scores(self, hidden: Tensor, batch: LabelledBatch, deferred: Deferred | None) -> Tensor:
         assert self.head is not None, "only a chunk with the head has scores"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,10 +11,8 @@ from torch import Tensor
 
 from megazero.config.tree import Config
 from megazero.data import UNKNOWN_LABEL, check_token_ids
-from megazero.models.batch import MicroBatch, RowPlace, tensor_of
+from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, tensor_of
 from megazero.mpu import sample_keys
-
-_COLUMNS = 8  # widths are multiples of this, which suits every kernel
 
 
 @dataclass(frozen=True)
@@ -31,14 +28,14 @@ class LabelledBatch(MicroBatch):
         labels: int64 [n]; -1 where it is not known, which does not count.
         known: how many labels are known.
         real: number of tokens, without padding.
-        answers: the last part of the model appends its scores, float32 [n, classes]; None keeps none.
     """
+
+    of_sequences = MicroBatch.of_sequences | {"task", "accuracy"}
 
     pooled: Tensor
     labels: Tensor
     known: int
     real: int
-    answers: list[Tensor] | None = None
 
     @property
     def counts(self) -> dict[str, float]:
@@ -62,14 +59,14 @@ class ClassifierCollate:
         causal: whether attention is, so that the last token of a row speaks for it; otherwise the first does.
         marked: whether padding must be told from tokens; causal attention need not know, but experts must.
         multiple: the number of columns is a multiple of this.
-        seed: seed of the dropout streams; None for evaluation, which drops nothing and keeps the scores.
+        seed: seed of the dropout streams; None for evaluation, which drops nothing.
     """
 
     vocab_size: int
     device: torch.device
     causal: bool
     marked: bool
-    multiple: int = _COLUMNS
+    multiple: int = COLUMNS
     seed: int | None = None
 
     @classmethod
@@ -77,10 +74,8 @@ class ClassifierCollate:
         cls, causal: bool, config: Config, vocab_size: int, device: torch.device, seed: int | None
     ) -> ClassifierCollate:
         """The collate function for a run's configuration."""
-        parallel = config.parallel
-        shared = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
         marked = not causal or bool(config.model.num_experts)
-        return cls(vocab_size, device, causal, marked, math.lcm(_COLUMNS, shared), seed)
+        return cls(vocab_size, device, causal, marked, column_multiple(config), seed)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> LabelledBatch:
         """Make a batch of `tokens`, `token_types` [n, choices, T], `lengths` [n, choices] and `labels` [n].
@@ -119,7 +114,6 @@ class ClassifierCollate:
             real=int(lengths.sum()),
             document_ids=None if documents is None else tensor(documents),
             sample_keys=None if keys is None else tensor(keys),
-            answers=[] if self.seed is None else None,
         )
 
 

@@ -12,7 +12,7 @@ from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.gpt import GPT
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
-from megazero.pipeline.chunk import Chunk
+from megazero.pipeline.chunk import Boundary, Chunk, ChunkResult
 
 TERM = "kd"
 
@@ -55,23 +55,21 @@ class DistilledChunk(Chunk[Batch]):
         weight = self.beta * self.temperature**2
         return (*self.student.terms, LossTerm(TERM, weight, over="lm", evaluated=False))
 
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The dtype of the hidden states between chunks, which holds both exactly."""
-        mine = self.student.hidden_dtype
-        return mine if self.teacher is None else torch.promote_types(mine, self.teacher.hidden_dtype)
-
-    def hidden_shape(self, batch: Batch) -> tuple[int, int, int]:
+    def takes(self, batch: Batch) -> Boundary:
         """[s, b, h of the student + h of the teacher], the student's alone in evaluations; s/tp under
-        sequence parallelism.
+        sequence parallelism. The dtype holds both exactly.
         """
-        rows, b, width = self.student.hidden_shape(batch)
+        (rows, b, width), dtype = self.student.takes(batch)
+        if self.teacher is not None:
+            dtype = torch.promote_types(dtype, self.teacher.hidden_dtype)
         teacher = self._teaching()
-        return rows, b, width + (0 if teacher is None else teacher.config.hidden_size)
+        return Boundary((rows, b, width + (0 if teacher is None else teacher.config.hidden_size)), dtype)
+
+    gives = takes
 
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> ChunkResult:
         """Do what `GPT.run` does, with the teacher's part beside it."""
         teacher = self._teaching()
         if teacher is None:
@@ -84,10 +82,12 @@ class DistilledChunk(Chunk[Batch]):
         mine, sums = self.student.through(batch, mine, deferred=deferred)
         its = _teacher_output(teacher, batch, its)
         if self.student.head is None:
-            return torch.cat([mine.to(self.hidden_dtype), its.to(self.hidden_dtype)], -1), sums
+            dtype = self.gives(batch).dtype
+            both = torch.cat([mine.to(dtype), its.to(dtype)], -1)
+            return ChunkResult(both, sums.terms, sums.tallies)
         logits: Tensor = self.student.head(mine, deferred)
-        sums |= self.student.losses(logits, batch)
-        return None, {**sums, TERM: self._divergence(logits, its, batch)}
+        losses = {**self.student.losses(logits, batch), TERM: self._divergence(logits, its, batch)}
+        return ChunkResult(None, {**sums.terms, **losses}, sums.tallies)
 
     def _divergence(self, logits: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
         """The sum over the positions that count, in nats."""

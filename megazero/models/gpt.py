@@ -14,10 +14,8 @@ from torch import Tensor, nn
 from megazero.config.tree import Config, ModelConfig, RecomputeConfig
 from megazero.layers import (
     Deferred,
-    Embedding,
     Norm,
     Placement,
-    TransformerLayer,
     column_linear,
     gather_for_parts,
     output_weight,
@@ -25,11 +23,13 @@ from megazero.layers import (
 )
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
-from megazero.models.chunk import Block, ChunkSpan
+from megazero.models.chunk import HEAD, Block
 from megazero.models.flops import attention_flops, layer_mlp_flops, logits_flops
 from megazero.models.language_model import LanguageModel
+from megazero.models.trunk import trunk_blocks
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
+from megazero.pipeline.chunk import ChunkResult
 
 
 class Head(nn.Module):
@@ -65,42 +65,23 @@ def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a GPT of this shape consists of: embedding, layers, head."""
     model = config.model
     attention = attention_flops(model, causal=True)
-    layers = tuple(
-        Block(TransformerLayer.__name__, attention + layer_mlp_flops(model, i))
-        for i in range(model.num_layers)
-    )
-    head = Block(Head.__name__, logits_flops(model, padded_vocab))
-    return (Block(Embedding.__name__, 0.0), *layers, head)
+    layers = (attention + layer_mlp_flops(model, i) for i in range(model.num_layers))
+    return trunk_blocks(layers, Block(HEAD, Head.__name__, logits_flops(model, padded_vocab)))
 
 
 class GPT(LanguageModel):
-    """A decoder-only transformer language model (Radford et al. 2019; Touvron et al. 2023), or a part of it.
+    """A decoder-only transformer language model, or a part of it.
 
-    Args:
-        config: shape of the whole model.
-        vocab: number of vocabulary entries (without padding, with padding).
-        placement: ranks, dtype and device.
-        recompute: what backward recomputes.
-        span: the blocks held here; None holds all of them.
-        tied: the embedding's weight for a tied head, if another chunk on this rank holds it.
+    (Radford et al. 2019; Touvron et al. 2023.)
     """
 
     causal = True
     own_terms = (LossTerm("lm"),)
     head: Head | None
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab: tuple[int, int],
-        placement: Placement,
-        recompute: RecomputeConfig | None = None,
-        span: ChunkSpan | None = None,
-        tied: nn.Parameter | None = None,
-    ):
-        super().__init__(config, vocab, placement, recompute, span)
-        if self.span.head:
-            self.head = Head(config, vocab, placement, self.weight_for_head(tied))
+    def build_head(self, tied: nn.Parameter | None) -> Head:
+        """The norm and the projection."""
+        return Head(self.config, self.held.vocab, self.placement, tied)
 
     def forward(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -110,17 +91,19 @@ class GPT(LanguageModel):
 
     def run(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> ChunkResult:
         """The hidden states for the next chunk, and the sums for the loss terms (see `pipeline.chunk.Chunk`).
 
         The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
         """
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
-            return hidden, sums
+            return ChunkResult(hidden, sums.terms, sums.tallies)
         if self.recompute.logits:
-            return None, {**sums, "lm": batch.total(self.head(hidden, labels=batch.labels))}
-        return None, {**sums, **self.losses(self.head(hidden, deferred), batch, overwrite=True)}
+            losses = {"lm": batch.total(self.head(hidden, labels=batch.labels))}
+        else:
+            losses = self.losses(self.head(hidden, deferred), batch, overwrite=True)
+        return ChunkResult(None, {**sums.terms, **losses}, sums.tallies)
 
     def losses(self, logits: Tensor, batch: Batch, *, overwrite: bool = False) -> dict[str, Tensor]:
         """The sums that the head adds to the loss terms, from its logits [s, b, v/tp].
@@ -162,12 +145,8 @@ class GPT(LanguageModel):
         """
         if not self.placement.sequence_parallel:
             return self
-        vocabulary = self.tied_weight
-        if vocabulary is None and self.head is not None:
-            vocabulary = self.head.weight
-        padded_size = self.vocab_size if vocabulary is None else vocabulary.shape[0] * self.placement.tp.size
         on_meta = replace(self.placement, sequence_parallel=False, device=torch.device("meta"))
-        twin = GPT(self.config, (self.vocab_size, padded_size), on_meta, span=self.span)
+        twin = GPT(replace(self.held, placement=on_meta, recompute=RecomputeConfig(), tied={}))
         twin.load_state_dict(self.state_dict(), assign=True)
         for mine, its in zip(self.routers(), twin.routers(), strict=True):
             its.bias, its.load = mine.bias, mine.load

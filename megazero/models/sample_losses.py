@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Generic
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError
 from megazero.layers import Deferred
 from megazero.loss import LossTerm
-from megazero.models.batch import M
+from megazero.models.batch import M_contra
 from megazero.models.chunk import ModelChunk
 from megazero.models.language_model import MeasuredModel
-from megazero.pipeline.chunk import Chunk
+from megazero.pipeline.chunk import Boundary, Chunk, ChunkResult
 
 
 @dataclass(frozen=True)
-class NumberedBatch(Generic[M]):
-    """A micro-batch, and its number in the step."""
+class SampleLosses(Chunk[M_contra]):
+    """A chunk of a model, for evaluation of micro-batches with a sample in each row.
 
-    number: int
-    batch: M
-
-    @property
-    def tally(self) -> str:
-        """The name of the tally that its losses become."""
-        return f"losses of micro-batch {self.number}"
-
-
-@dataclass(frozen=True)
-class SampleLosses(Chunk[NumberedBatch[M]]):
-    """A chunk of a model, for evaluation; its batches are `NumberedBatch`, with a sample in each row.
-
-    The last chunk adds the result of `sample_losses` to the tally of each micro-batch, and to no loss term.
+    The last chunk's output ``losses`` has the result of `sample_losses`; it adds to no loss term.
     """
 
-    chunk: MeasuredModel[M]
+    chunk: MeasuredModel[M_contra]
     terms: ClassVar[tuple[LossTerm, ...]] = ()
 
     @classmethod
-    def of(cls, chunk: ModelChunk[M]) -> SampleLosses[M]:
+    def of(cls, chunk: ModelChunk[M_contra]) -> SampleLosses[M_contra]:
         """Wrap a chunk.
 
         Raises:
@@ -54,19 +40,16 @@ class SampleLosses(Chunk[NumberedBatch[M]]):
             )
         return cls(chunk)
 
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The dtype of the hidden states between chunks."""
-        return self.chunk.hidden_dtype
+    def takes(self, batch: M_contra) -> Boundary:
+        """The hidden states between chunks, as `Trunk.takes` says."""
+        return self.chunk.takes(batch)
 
-    def hidden_shape(self, batch: NumberedBatch[M]) -> tuple[int, int, int]:
-        """The shape of the hidden states between chunks, as `Trunk.hidden_shape` says."""
-        return self.chunk.hidden_shape(batch.batch)
+    gives = takes
 
     def run(
-        self, batch: NumberedBatch[M], hidden: Tensor | None = None, *, deferred: Deferred | None = None
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        self, batch: M_contra, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+    ) -> ChunkResult:
         """The hidden states for the next chunk; the last chunk gives the losses instead."""
         if self.chunk.head is None:
-            return self.chunk.hidden(batch.batch, hidden), {}
-        return None, {batch.tally: self.chunk.sample_losses(batch.batch, hidden)}
+            return ChunkResult(self.chunk.hidden(batch, hidden))
+        return ChunkResult(None, outputs={"losses": self.chunk.sample_losses(batch, hidden)})

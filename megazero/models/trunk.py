@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar, TypeVar
@@ -10,28 +11,31 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megazero.config.derive import experts_of
-from megazero.config.tree import ModelConfig, RecomputeConfig
+from megazero.config.tree import ModelConfig
 from megazero.layers import (
-    MLP,
+    AttentionCore,
     Deferred,
     Embedding,
     InputKeeping,
-    KeyValueStore,
     LayerInputs,
-    Placement,
-    SelfAttention,
+    Rows,
+    Sums,
     TransformerLayer,
     recompute_units,
     run_layers,
 )
 from megazero.loss import LossTerm
 from megazero.models.batch import M_contra
-from megazero.models.chunk import ChunkSpan, ModelChunk
+from megazero.models.chunk import EMBEDDING, HEAD, Block, ModelChunk, Slice, Tie
+from megazero.models.layer import layer_of
 from megazero.moe import MoEMLP, Router, terms_of
 from megazero.mpu import spec_of
 from megazero.ops.positions import Positions, position_tensor
 from megazero.ops.rotary import rotary_table
+from megazero.pipeline.chunk import Boundary
+
+WORD = "embedding.word.weight"
+"""The global name of the weight that a tied head shares."""
 
 _Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 
@@ -39,52 +43,51 @@ _Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 class Trunk(ModelChunk[M_contra]):
     """The part of a transformer below its head, or a contiguous piece of it.
 
-    A family derives from it, says whether attention is `causal`, which loss terms of its `own_terms` its head
-    adds to, and how many `token_types` it knows, and sets `head`.
+    A family derives from it, says whether attention is `causal`, how many `token_types` it knows, which
+    weights its `ties` are, and which loss terms of its `own_terms` its head adds to, and builds the head.
 
     Args:
-        config: shape of the whole model.
-        vocab: number of vocabulary entries (without padding, with padding).
-        placement: ranks, dtype and device.
-        recompute: what backward recomputes.
-        span: the blocks held here; None holds all of them.
-        token_types: kinds of tokens that have a vector of their own; 0 for none.
+        held: the part of the model that is here.
     """
 
     causal: ClassVar[bool]
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab: tuple[int, int],
-        placement: Placement,
-        recompute: RecomputeConfig | None = None,
-        span: ChunkSpan | None = None,
-        *,
-        token_types: int = 0,
-    ):
+    def __init__(self, held: Slice):
         super().__init__()
-        recompute = recompute or RecomputeConfig()
-        self.span = span = span or ChunkSpan(range(config.num_layers))
-        self.config = config
-        self.placement = placement
-        self.recompute = recompute
-        self.keeping = InputKeeping.of(recompute, placement)
-        self.vocab_size = vocab[0]
-        self.embedding = Embedding(config, *vocab, placement, token_types) if span.embedding else None
-        if self.embedding is not None and span.shared:
-            vars(self.embedding.word)["spec"] = replace(spec_of(self.embedding.word), shared=True)
-        self.layers = nn.ModuleList(self._layer(i) for i in span.layers)
-        self.units = recompute_units(len(span.layers), recompute)
+        self.held = held
+        self.config, self.placement, self.recompute = held.config, held.placement, held.recompute
+        self.vocab_size = held.vocab[0]
+        self.keeping = InputKeeping.of(held.recompute, held.placement)
+        self.embedding: Embedding | None = None
+        if held.holds(EMBEDDING):
+            kinds = self.token_types(held.config)
+            self.embedding = Embedding(held.config, *held.vocab, held.placement, kinds)
+        self.layers = nn.ModuleList(layer_of(number, held, causal=self.causal) for number in held.layers)
+        self.units = recompute_units(len(self.layers), held.recompute)
         self.head: nn.Module | None = None
+        if held.holds(HEAD):
+            tied = held.tied.get(WORD)
+            if tied is None and self.embedding is not None and self.ties(held.config):
+                tied = self.embedding.word
+            self.head = self.build_head(tied)
+        for name in held.copied - held.tied.keys():
+            for parameter in self.parameters():
+                if spec_of(parameter).name == name:
+                    vars(parameter)["spec"] = replace(spec_of(parameter), shared=True)
 
-    def _layer(self, i: int) -> TransformerLayer:
-        """Layer `i`: attention and an MLP."""
-        selective = self.recompute.granularity == "selective"
-        attention = SelfAttention(i, self.config, self.placement, causal=self.causal, recompute=selective)
-        kind = MoEMLP if experts_of(self.config, i) else MLP
-        mlp = kind(i, self.config, self.placement)
-        return TransformerLayer(i, self.config, self.placement, attention, mlp)
+    @classmethod
+    def token_types(cls, config: ModelConfig) -> int:
+        """Kinds of tokens that have a vector of their own; 0 for none."""
+        return 0
+
+    @classmethod
+    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+        """The weights that several blocks use: the embedding's, if the head shares it."""
+        return () if config.untie_embeddings_and_output_weights else (Tie(WORD, (EMBEDDING, HEAD)),)
+
+    @abstractmethod
+    def build_head(self, tied: nn.Parameter | None) -> nn.Module:
+        """The block that follows the layers; `tied` is the embedding's weight if it shares that."""
 
     @property
     @abstractmethod
@@ -101,56 +104,44 @@ class Trunk(ModelChunk[M_contra]):
         return (*self.own_terms, *(terms_of(self.config) if self.config.num_experts else ()))
 
     @property
-    def tied_weight(self) -> nn.Parameter | None:
-        """The embedding's weight, which a tied head shares; None if this chunk has no embedding."""
-        return None if self.embedding is None else self.embedding.word
-
-    def weight_for_head(self, tied: nn.Parameter | None) -> nn.Parameter | None:
-        """The embedding's weight for the head of this chunk; None if the head needs a weight of its own.
-
-        `tied` is the weight if another chunk on this rank holds it.
-        """
-        if tied is None and not self.config.untie_embeddings_and_output_weights:
-            return self.tied_weight
-        return tied
-
-    @property
     def hidden_dtype(self) -> torch.dtype:
         """The dtype of the hidden states between chunks."""
         return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
 
-    def hidden_shape(self, batch: M_contra) -> tuple[int, int, int]:
-        """The shape of hidden states between chunks: [s, b, h], or [s/tp, b, h] if sequence-parallel."""
+    def takes(self, batch: M_contra) -> Boundary:
+        """Hidden states between chunks: [s, b, h], or [s/tp, b, h] if sequence-parallel."""
         b, s = batch.tokens.shape
-        rows = s // self.placement.tp.size if self.placement.sequence_parallel else s
-        return rows, b, self.config.hidden_size
+        rows = self.placement.spread.count(s)
+        return Boundary((rows, b, self.config.hidden_size), self.hidden_dtype)
+
+    gives = takes
 
     def blocks(self) -> list[nn.Module]:
         """The blocks that this chunk runs, in order: embedding, layers, head."""
         return [block for block in (self.embedding, *self.layers, self.head) if block is not None]
 
     def hidden(
-        self, batch: M_contra, hidden: Tensor | None = None, *, cache: KeyValueStore | None = None
+        self, batch: M_contra, hidden: Tensor | None = None, *, core: AttentionCore | None = None
     ) -> Tensor:
         """Hidden states after this chunk's layers, as `through` gives them."""
-        return self.through(batch, hidden, cache=cache)[0]
+        return self.through(batch, hidden, core=core)[0]
 
     def through(
         self,
         batch: M_contra,
         hidden: Tensor | None = None,
         *,
-        cache: KeyValueStore | None = None,
+        core: AttentionCore | None = None,
         deferred: Deferred | None = None,
         wanted: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Sums]:
         """Hidden states after this chunk's layers, [s, b, h] ([s/tp, b, h] under sequence parallelism), and
-        what the layers add to loss terms and tallies.
+        what the layers add to the step's sums.
 
         Args:
             batch: the micro-batch.
             hidden: hidden states of the previous chunk; None if this one has the embedding.
-            cache: keys and values of earlier positions.
+            core: the attention core of this pass; None for the layers' own.
             deferred: collects the computation of weight gradients, which backward then leaves out.
             wanted: int64 [r, b], the rows that the head reads. If the last layer is here, and sees whole
                 sequences, it computes no others, and the result is [r, b, h]. None for all.
@@ -159,15 +150,14 @@ class Trunk(ModelChunk[M_contra]):
         embedded = batch.position_ids
         if embedded is None:
             embedded = position_tensor(positions, batch.tokens.device)
-        inputs = LayerInputs(
+        rows = Rows(
             _rows_first(positions),
-            self._rotary(embedded),
             batch.document_ids,
             _rows_first(batch.sample_keys),
-            cache,
-            deferred,
-            skipping=batch.skipping,
+            self._rotary(embedded),
+            self.placement.spread,
         )
+        inputs = LayerInputs(rows, core, deferred, skipping=batch.skipping)
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
         assert hidden is not None, "a chunk without an embedding starts from hidden states"
@@ -193,3 +183,10 @@ class Trunk(ModelChunk[M_contra]):
 def _rows_first(values: _Columns) -> _Columns:
     """[b, s] -> [s, b]; what has one dim, ranges and None stay as they are."""
     return values.t() if isinstance(values, Tensor) and values.dim() == 2 else values
+
+
+def trunk_blocks(layers: Iterable[float], head: Block) -> tuple[Block, ...]:
+    """The blocks of a model of embedding, layers and head, by the FLOPs of each layer."""
+    kind = TransformerLayer.__name__
+    stack = (Block(number, kind, flops) for number, flops in enumerate(layers))
+    return (Block(EMBEDDING, Embedding.__name__, 0.0), *stack, head)

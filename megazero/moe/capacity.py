@@ -19,9 +19,9 @@ def factor_of(config: ModelConfig, inputs: LayerInputs) -> float | None:
 
     Generation drops nothing: it sees a sequence token by token, and none of them may depend on later ones.
     """
-    if inputs.cache is not None:
+    if inputs.generating:
         return None
-    training = inputs.sample_keys is not None
+    training = inputs.rows.keys is not None
     if training or config.moe_eval_capacity_factor is None:
         return config.moe_expert_capacity_factor
     return config.moe_eval_capacity_factor
@@ -54,21 +54,28 @@ def kept_choices(
     factor = factor_of(config, inputs)
     if factor is None:
         return None
+    # All shares of the micro-batch: who is dropped is a matter of whole sequences, whatever ranks share them,
+    # so every rank computes the same for all and takes its own part at the end.
     every = tokens.everywhere()
     chosen, sequence, lengths = tokens.whole(choice.experts), every.sequence, every.lengths
     if config.moe_capacity_scope == "micro_batch":
         sequence, lengths = torch.zeros_like(sequence), lengths.sum().view(1)
     room = capacities(config, lengths, experts, factor)
     # Choice j of token i is number j * N + i: all first choices come before all second ones.
+    # Its cell is the expert that it fell on, for this sequence alone; each cell has a room of its own.
     cell = (sequence.unsqueeze(1) * experts + chosen).t().reshape(-1)
     if every.real is not None:
+        # Padding goes to one more cell, without room, so that it takes nobody's place.
         nowhere = len(lengths) * experts
         cell = torch.where(every.real.repeat(chosen.shape[1]), cell, nowhere)
+    # By urgency, then by cell, both stably: the choices of a cell end up together, the most urgent first, and
+    # equally urgent ones in the order of their numbers, on any device.
     order = torch.arange(len(cell), device=cell.device)
     if config.moe_token_drop_policy != "position":
         urgency = _urgency(config, layer, choice, tokens, inputs).t().reshape(-1)
         order = urgency.argsort(descending=True, stable=True)
     order = order[cell[order].argsort(stable=True)]
+    # The place of a choice in its cell: its place among all, less the number of choices in earlier cells.
     cells = len(lengths) * experts + 1
     filled = torch.zeros(cells, dtype=torch.int64, device=cell.device).scatter_add_(
         0, cell, torch.ones_like(cell)
@@ -84,8 +91,8 @@ def _urgency(config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, i
     """The urgency of each choice, float32 [N, k]; the most urgent ones are taken first."""
     if config.moe_token_drop_policy == "probs":
         return tokens.whole(choice.weights.detach())
-    keys = inputs.sample_keys
-    if keys is None:
+    keys = inputs.rows.keys
+    if keys is None:  # Evaluations drop by the same rule, at random but the same every time.
         keys = torch.zeros_like(tokens.lengths)
     rows = row_keys(keys, tokens, "router", layer, "selection")
     return tokens.whole(hash_uniform(rows.unsqueeze(1), choice.experts))

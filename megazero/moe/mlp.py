@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megazero.config.derive import experts_of, moe_layers
 from megazero.config.tree import ModelConfig
-from megazero.layers import MLP, LayerInputs, MLPResult, Placement
+from megazero.layers import MLP, LayerInputs, MLPResult, Placement, Sums
 from megazero.moe.capacity import capacities, factor_of, kept_choices
 from megazero.moe.dispatch import Dispatch, ExpertPlacement, all_gather_dispatch, all_to_all_dispatch
 from megazero.moe.experts import Experts
@@ -58,7 +58,7 @@ class MoEMLP(nn.Module):
             self.coefficient = _TokenLinear(f"{name}.coefficient", 2, config, placement, bias=True)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
-        rows, tokens = take_share(x, inputs, self.placement)
+        rows, tokens = take_share(x, inputs.rows)
         choice = self.router(rows, tokens, inputs)
         kept = kept_choices(self.config, self.layer, choice, tokens, inputs)
         sums = router_terms(self.config, choice, tokens, kept, self.router.load, self.routers)
@@ -67,8 +67,8 @@ class MoEMLP(nn.Module):
             kept = real if kept is None else kept & real
         experts_placement = self._experts_placement(x, inputs)
         outputs = self.dispatch(experts_placement, rows, choice.weights, choice.experts, kept)
-        out = self._with_dense(give_back(outputs, x.shape, self.placement), x, inputs)
-        return out, None, {**sums.terms, self.router.tally: sums.tokens}
+        out = self._with_dense(give_back(outputs, x.shape, inputs.rows.spread), x, inputs)
+        return out, None, Sums(sums.terms, {self.router.tally: sums.tokens})
 
     def _experts_placement(self, x: Tensor, inputs: LayerInputs) -> ExpertPlacement:
         groups = self.placement.groups

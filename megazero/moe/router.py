@@ -133,8 +133,8 @@ class _Noise:
     """Random numbers that are functions of (seed, layer, sample, position, column) alone."""
 
     def __init__(self, layer: int, tokens: Tokens, inputs: LayerInputs):
-        self.layer, self.tokens, self.keys = layer, tokens, inputs.sample_keys
-        self.on = inputs.sample_keys is not None
+        self.layer, self.tokens, self.keys = layer, tokens, inputs.rows.keys
+        self.on = inputs.rows.keys is not None
 
     def uniform(self, site: str, columns: int) -> Tensor:
         """Uniform numbers in [0, 1), float32 [n, columns]."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.layers import LayerInputs, Placement
+from megazero.layers import Rows, Spread
 from megazero.layers.collectives import gather_rows, gather_sequence, own_rows, split_rows
 from megazero.mpu import Group
 from megazero.ops.positions import position_tensor
@@ -63,20 +63,18 @@ class Tokens:
         return Tokens(self.whole(self.sequence), self.whole(self.position), real, self.lengths, self.sharers)
 
 
-def take_share(x: Tensor, inputs: LayerInputs, placement: Placement) -> tuple[Tensor, Tokens]:
+def take_share(x: Tensor, rows: Rows) -> tuple[Tensor, Tokens]:
     """This rank's share of the tokens of x [s, b, h] ([s/tp, b, h] under sequence parallelism): [n, h]."""
-    group, device = placement.tp, x.device
-    rows = x.reshape(-1, x.shape[-1])
-    b, split = x.shape[1], placement.sequence_parallel
-    total = len(rows) * (group.size if split else 1)
+    group, device, b = rows.spread.group, x.device, x.shape[1]
+    own, total = x.reshape(-1, x.shape[-1]), rows.whole_length * b
     share = -(-total // group.size)
-    if not split and group.size > 1:
-        rows = split_rows(F.pad(rows, (0, 0, 0, share * group.size - total)), group)
+    if not rows.spread.split and group.size > 1:
+        own = split_rows(F.pad(own, (0, 0, 0, share * group.size - total)), group)
     number = torch.arange(group.rank * share, (group.rank + 1) * share, device=device)
     column, sequence = number.clamp_max(total - 1) // b, number % b
-    position = position_tensor(inputs.positions, device)
+    position = position_tensor(rows.positions, device)
     position = position[column] if position.dim() == 1 else position[column, sequence]
-    documents = inputs.document_ids
+    documents = rows.documents
     real = None
     if documents is None:
         lengths = torch.full((b,), total // b, device=device)
@@ -87,11 +85,11 @@ def take_share(x: Tensor, inputs: LayerInputs, placement: Placement) -> tuple[Te
     if share * group.size > total:
         inside = number < total
         real = inside if real is None else real & inside
-    return rows, Tokens(sequence, position, real, lengths, group)
+    return own, Tokens(sequence, position, real, lengths, group)
 
 
-def give_back(rows: Tensor, shape: torch.Size, placement: Placement) -> Tensor:
+def give_back(rows: Tensor, shape: torch.Size, spread: Spread) -> Tensor:
     """The hidden states of this shape from this rank's share [n, h]: the inverse of `take_share`."""
-    if placement.sequence_parallel or placement.tp.size == 1:
+    if spread.split or spread.group.size == 1:
         return rows.view(shape)
-    return gather_sequence(rows, placement.tp)[: shape[0] * shape[1]].view(shape)
+    return gather_sequence(rows, spread.group)[: shape[0] * shape[1]].view(shape)

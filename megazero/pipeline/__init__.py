@@ -17,7 +17,7 @@ from megazero.pipeline.actions import (
 from megazero.pipeline.check import check
 from megazero.pipeline.executor import Evaluator, Executor
 from megazero.pipeline.lower import add_gathers, add_reductions, add_transfers, lower
-from megazero.pipeline.partition import partition, partition_layers
+from megazero.pipeline.partition import partition, partition_blocks
 from megazero.pipeline.schedules import (
     KINDS,
     activation_bound,
@@ -58,7 +58,7 @@ __all__ = [
     "lower",
     "one_f_one_b",
     "partition",
-    "partition_layers",
+    "partition_blocks",
     "simulate",
     "zb_h1",
     "zb_v",

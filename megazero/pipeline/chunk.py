@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,32 +15,54 @@ Deferred = list[Callable[[], nn.Parameter]]
 B_contra = TypeVar("B_contra", contravariant=True)
 
 
+class Boundary(NamedTuple):
+    """The hidden states between two chunks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A buffer to receive them in."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class ChunkResult:
+    """The result of a chunk for one micro-batch.
+
+    Attributes:
+        hidden: the hidden states for the next chunk; None from the last one.
+        terms: what the chunk adds to loss terms, by name: float32 scalars, equal on all tensor-parallel
+            ranks.
+        tallies: tensors that are only added up, such as how many tokens each expert got here, by name.
+        outputs: values of this micro-batch alone, such as the loss of each sample, by name. Evaluations keep
+            them, training does not.
+    """
+
+    hidden: Tensor | None
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    tallies: Mapping[str, Tensor] = field(default_factory=dict)
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 class Chunk(Protocol[B_contra]):
     """A contiguous part of the model, which computes micro-batches of type `B`."""
-
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The dtype of the hidden states between chunks."""
 
     @property
     def terms(self) -> tuple[LossTerm, ...]:
         """The loss terms of the whole model; the same on all ranks, in the same order."""
 
-    def hidden_shape(self, batch: B_contra) -> tuple[int, ...]:
-        """The shape of the hidden states between chunks, for this micro-batch."""
+    def takes(self, batch: B_contra) -> Boundary:
+        """The hidden states that the chunk starts from, for this micro-batch; nobody asks the first chunk."""
 
-    def run(
-        self, batch: B_contra, hidden: Tensor | None, *, deferred: Deferred | None
-    ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+    def gives(self, batch: B_contra) -> Boundary:
+        """The hidden states that the chunk ends with; nobody asks the last chunk."""
+
+    def run(self, batch: B_contra, hidden: Tensor | None, *, deferred: Deferred | None) -> ChunkResult:
         """Compute the chunk for a micro-batch.
 
         Args:
             batch: the micro-batch.
             hidden: hidden states of the previous chunk; None for the first.
             deferred: collects the computation of weight gradients, which backward then leaves out.
-
-        Returns:
-            The chunk's hidden states, or None from the last chunk; and what it adds up over the micro-batch,
-            by name. To loss terms it adds float32 scalars, equal on all tensor-parallel ranks. Other names
-            are tallies: tensors that are only added up, such as how many tokens each expert got here.
         """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megazero.loss import LossTerm
 from megazero.mpu import Group, Transfer, Work
 from megazero.pipeline.actions import Action, Exchange, Message, Op, Program
-from megazero.pipeline.chunk import Chunk, Deferred
+from megazero.pipeline.chunk import Chunk, ChunkResult, Deferred
 from megazero.pipeline.sharding import Gathering, Sharding
 
 Key = tuple[int, int]  # (chunk, micro-batch)
@@ -34,10 +34,12 @@ class StepSums:
     Attributes:
         terms: the sum for each loss term, float64 [terms].
         tallies: the sum for each tally, by name.
+        outputs: the outputs of each micro-batch that has some here, by its number; training keeps none.
     """
 
     terms: Tensor
     tallies: Mapping[str, Tensor]
+    outputs: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 class Evaluator(Generic[B]):
@@ -74,7 +76,7 @@ class Evaluator(Generic[B]):
 
     @torch.no_grad()
     def evaluate(self, program: Program, batches: Sequence[B]) -> StepSums:
-        """Run a forward-only program, and return the sums of this stage's chunks for terms and tallies.
+        """Run a forward-only program, and return the sums and outputs of this stage's chunks.
 
         Args:
             program: a program for this number of micro-batches.
@@ -82,7 +84,7 @@ class Evaluator(Generic[B]):
         """
         run = _Forwards(self, program, batches)
         run.all()
-        return StepSums(run.totals, run.tallies)
+        return StepSums(run.totals, run.tallies, run.outputs)
 
 
 class Executor(Evaluator[B]):
@@ -122,6 +124,7 @@ class Executor(Evaluator[B]):
         run = _Training(self, program, batches, self.sharding, factors.unbind())
         self.sharding.start(step)
         run.all()
+        # Only here: reductions of early buckets overlap the backwards of later ones.
         self.sharding.finish()
         return StepSums(run.totals, run.tallies)
 
@@ -162,6 +165,7 @@ class _Forwards(Generic[B]):
         self.terms = terms = executor.terms
         self.places = {term.name: i for i, term in enumerate(terms)}
         self.tallies: dict[str, Tensor] = {}
+        self.outputs: dict[int, Mapping[str, Tensor]] = {}
         self.totals = torch.zeros(len(terms), dtype=torch.float64, device=executor.device)
         self.inbox: dict[tuple[Kind, Key], tuple[Tensor, Work | None]] = {}
         self.outbox: dict[tuple[Kind, Key], Tensor] = {}
@@ -180,6 +184,7 @@ class _Forwards(Generic[B]):
                 self.act(instruction)
                 waited = self.waited - waited
                 self.executor.observer(instruction, time.perf_counter() - began - waited)
+        # Nobody else holds these tensors, and memory must not be reused while it is being sent.
         for sent in self.sent:
             sent.wait()
         left = self.undone()
@@ -208,26 +213,31 @@ class _Forwards(Generic[B]):
         last = key[0] == self.program.schedule.chunks - 1
         assert (result is None) == last, f"chunk {key[0]} must give hidden states unless it is the last"
         if result is not None:
+            # Detached: each chunk's backward starts at its own edges, and gradients travel as messages.
             self._hand_over("hidden", key, key[0] + 1, result.detach())
 
     def compute(self, key: Key, hidden: Tensor | None) -> Tensor | None:
-        """The hidden states that a chunk makes of `hidden`; its sums are added up."""
+        """The hidden states that a chunk makes of `hidden`; its sums are added up, its outputs kept."""
         chunk, batch = self.executor.chunks[key[0]], self.batches[key[1]]
-        result, sums = chunk.run(batch, hidden, deferred=None)
-        self.add_up(sums)
-        return result
+        result = chunk.run(batch, hidden, deferred=None)
+        self.add_up(result)
+        if result.outputs:
+            self.outputs[key[1]] = result.outputs
+        return result.hidden
 
-    def add_up(self, sums: Mapping[str, Tensor]) -> None:
+    def add_up(self, result: ChunkResult) -> None:
         """Add a chunk's sums to terms and tallies."""
-        for name, value in sums.items():
-            if name in self.places:
-                self.totals[self.places[name]].add_(value.detach())
-            else:
-                tally = self.tallies.setdefault(name, torch.zeros_like(value, requires_grad=False))
-                tally.add_(value.detach())
+        for name, value in result.terms.items():
+            self.totals[self.places[name]].add_(value.detach())
+        for name, value in result.tallies.items():
+            tally = self.tallies.setdefault(name, torch.zeros_like(value, requires_grad=False))
+            tally.add_(value.detach())
 
     def exchange(self, exchange: Exchange) -> None:
         """Start sends and receives, after waiting for all sends but the latest exchange's."""
+        # Waiting here, and not where a tensor is sent, lets the latest sends run while the next chunk
+        # computes. Waiting for the older ones bounds the memory of what is on the way. It cannot lock: all
+        # stages reach exchanges in one order (`lower.add_transfers`), so the other end has come to these.
         while len(self.sent) > 1:
             self.sent.pop(0).wait()
         outgoing = [self.outbox.pop((m.kind, (m.chunk, m.microbatch))) for m in exchange.sends]
@@ -236,6 +246,7 @@ class _Forwards(Generic[B]):
             *(Transfer("send", t, m.target, m.tag) for m, t in zip(exchange.sends, outgoing, strict=True)),
             *(Transfer("recv", t, m.source, m.tag) for m, t in zip(exchange.receives, incoming, strict=True)),
         ]
+        # Together, so that where two stages send to each other, neither waits for the other to send first.
         works = self.executor.pp.exchange(transfers)
         if outgoing:
             self.sent.append(_Sent(works[: len(outgoing)], outgoing))
@@ -251,6 +262,8 @@ class _Forwards(Generic[B]):
             self.outbox[kind, key] = tensor
 
     def _take(self, kind: Kind, key: Key) -> Tensor:
+        # A receive is posted when its exchange comes and awaited when its tensor is read, so that the message
+        # travels during the instructions in between. It has no work if the sender is a chunk of this stage.
         tensor, work = self.inbox.pop((kind, key))
         if work is not None:
             began = time.perf_counter()
@@ -259,10 +272,13 @@ class _Forwards(Generic[B]):
         return tensor
 
     def _buffer(self, message: Message) -> Tensor:
-        """A buffer to receive a message in. Hidden states and their gradients have the same shape."""
-        batch = self.batches[message.microbatch]
-        chunk = next(iter(self.executor.chunks.values()))
-        return torch.empty(chunk.hidden_shape(batch), dtype=chunk.hidden_dtype, device=self.executor.device)
+        """A buffer for a message: for what the next chunk takes, or the gradient of what this one gave."""
+        chunks, batch = self.executor.chunks, self.batches[message.microbatch]
+        if message.kind == "hidden":
+            boundary = chunks[message.chunk + 1].takes(batch)
+        else:
+            boundary = chunks[message.chunk - 1].gives(batch)
+        return boundary.empty(self.executor.device)
 
 
 class _Training(_Forwards[B]):
@@ -312,16 +328,16 @@ class _Training(_Forwards[B]):
         """The hidden states that a chunk makes of `hidden`; keeps what its backward starts from."""
         chunk, batch = self.executor.chunks[key[0]], self.batches[key[1]]
         if hidden is not None:
-            hidden.requires_grad_()
+            hidden.requires_grad_()  # a leaf, whose `grad` is the message to the previous chunk
         deferred: Deferred = []
-        result, sums = chunk.run(batch, hidden, deferred=deferred if self.split else None)
-        self.add_up(sums)
-        trained = [name for name in sums if name in self.places and self.terms[self.places[name]].trained]
+        result = chunk.run(batch, hidden, deferred=deferred if self.split else None)
+        self.add_up(result)
+        trained = [name for name in result.terms if self.terms[self.places[name]].trained]
         # Keep only the edges, so that hidden states that were sent do not stay in memory.
-        weighted = [sums[name] * self.factors[self.places[name]] for name in trained]
-        starts = weighted if result is None else [result, *weighted]
+        weighted = [result.terms[name] * self.factors[self.places[name]] for name in trained]
+        starts = weighted if result.hidden is None else [result.hidden, *weighted]
         self.live[key] = _Live(hidden, [get_gradient_edge(x) for x in starts], deferred)
-        return result
+        return result.hidden
 
     def backward(self, key: Key) -> None:
         """Run a chunk's backward for a micro-batch, or only the input's gradient if backward is split."""
@@ -330,6 +346,7 @@ class _Training(_Forwards[B]):
         # None lets a scalar start with 1. Tensors would make torch import sympy, which takes seconds.
         received = [] if last else [self._take("grad", (key[0] + 1, key[1]))]
         gradients = [*received, *[None] * (len(live.results) - len(received))]
+        # Before autograd runs: hooks of parameters ask then whose gradients they bring, and what to reduce.
         self._begin_backward(key, ends=not self.split)
         torch.autograd.backward(live.results, gradients)
         self.sharding.end_backward()
@@ -337,7 +354,7 @@ class _Training(_Forwards[B]):
             assert live.hidden.grad is not None, f"chunk {key[0]} must read its hidden states"
             self._hand_over("grad", key, key[0] - 1, live.hidden.grad)
         if self.split:
-            live.hidden = None
+            live.hidden = None  # its gradient is on the way; the weight half needs what `deferred` keeps
         else:
             del self.live[key]
 
@@ -351,6 +368,9 @@ class _Training(_Forwards[B]):
         self.sharding.end_backward()
 
     def _begin_backward(self, key: Key, *, ends: bool) -> None:
+        # REDUCE before its backward asks to reduce each bucket as soon as it is complete, in the midst of the
+        # backward; after it, to reduce what is then there. The input half of a split backward completes
+        # nothing, so only the last half may reduce.
         reduce = ends and key in self.announced
         self.sharding.begin_backward(key[0], reduce=reduce, ends=ends)
         if ends:

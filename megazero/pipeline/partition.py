@@ -64,47 +64,43 @@ def partition(weights: Sequence[float], parts: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(reversed(cuts))]
 
 
-def partition_layers(
-    method: str,
-    num_layers: int,
-    chunks: int,
-    *,
-    embedding: float,
-    layers: Sequence[float],
-    head: float,
-    types: Sequence[str],
+def partition_blocks(
+    method: str, chunks: int, *, costs: Sequence[float], types: Sequence[str | None]
 ) -> list[range]:
-    """The layers of each chunk. Every chunk has at least one.
+    """The blocks of each chunk. Every chunk has at least one layer.
+
+    A block that is no layer, such as an embedding, stays with the layer that follows it, or if none does,
+    with the last one.
 
     Args:
         method: one of
 
             - ``uniform``: the same number of layers each; any left over go to the first chunks, one each.
-            - ``parameters``, ``cost``, ``measured``: the heaviest chunk is as light as possible by the given
-              weights.
+            - ``parameters``, ``cost``, ``measured``: the heaviest chunk is as light as possible by `costs`.
             - ``type:REGEX``: the same, by the number of layers whose type name matches (ignoring case).
             - ``5,6,6,5``: these numbers of layers.
-        num_layers: number of layers in the model, without embedding and head.
         chunks: number of chunks in the whole pipeline.
-        embedding: weight of what precedes the first layer, in the first chunk.
-        layers: weight of each layer.
-        head: weight of what follows the last layer, in the last chunk.
-        types: type name of each layer.
+        costs: weight of each block.
+        types: type name of each block that is a layer; None for the others.
 
     Raises:
         ConfigError: there are fewer layers than chunks, the method is unknown, the regular expression is
             invalid or matches nothing, or the numbers do not fit.
     """
-    assert len(layers) == len(types) == num_layers
+    layers = [number for number, name in enumerate(types) if name is not None]
+    # The blocks that stay together, one group for each layer.
+    stops = [*(number + 1 for number in layers[:-1]), len(types)]
+    groups = [range(start, stop) for start, stop in pairwise([0, *stops])]
     if method == "uniform":
-        return partition([1] * num_layers, chunks)
-    if method in ("parameters", "cost", "measured"):
-        # Every chunk has a layer, so the embedding always goes with the first one and the head with the last.
-        ends = [embedding, *[0] * (num_layers - 2), head] if num_layers > 1 else [embedding + head]
-        return partition([own + end for own, end in zip(layers, ends, strict=True)], chunks)
-    if method.startswith("type:"):
-        return partition(_matches(method.removeprefix("type:"), types), chunks)
-    return _explicit(method, num_layers, chunks)
+        parts = partition([1] * len(layers), chunks)
+    elif method in ("parameters", "cost", "measured"):
+        parts = partition([sum(costs[number] for number in group) for group in groups], chunks)
+    elif method.startswith("type:"):
+        names = [name for name in types if name is not None]
+        parts = partition(_matches(method.removeprefix("type:"), names), chunks)
+    else:
+        parts = _explicit(method, len(layers), chunks)
+    return [range(groups[part[0]].start, groups[part[-1]].stop) for part in parts]
 
 
 def _matches(regex: str, types: Sequence[str]) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +113,20 @@ class Judgement:
 
     attempt: Attempt
     hold: bool = False
+
+
+class Evaluation(NamedTuple):
+    """The result of an evaluation.
+
+    Attributes:
+        losses: the losses over the batches of all ranks.
+        counted: the first term's count.
+        outputs: for each global batch, the outputs of the micro-batches whose last chunk is here, by number.
+    """
+
+    losses: Losses
+    counted: int
+    outputs: Sequence[Mapping[int, Mapping[str, Tensor]]]
 
 
 Replay = Callable[[Sequence[MicroBatch]], Attempt]
@@ -244,7 +259,7 @@ class Engine:
         with timers("forward-backward"):
             if skipping is not NOTHING_SKIPPED:
                 batches = [replace(batch, skipping=skipping) for batch in batches]
-            counts = local_counts(self.executor.terms, batches, self.context.device)
+            counts = local_counts(self.executor.terms, batches, self.context)
             self.context.batch.all_reduce(counts).wait()
             # Everything that counts weighs the same, on whichever rank and micro-batch it fell.
             factors = loss_factors(self.executor.terms, counts, scale)
@@ -256,20 +271,23 @@ class Engine:
             norm = 0.0 if losses.total is None else self.optimizer.grad_norm()
         return Attempt(losses, norm, norm * (1.0 / scale), local, tuple(self._prints), sums.tallies)
 
-    def evaluate(self, global_batches: Iterable[Sequence[MicroBatch]]) -> tuple[Losses, int]:
-        """The losses over the batches of all ranks, and the first term's count.
+    def evaluate(self, global_batches: Iterable[Sequence[MicroBatch]]) -> Evaluation:
+        """Compute the losses over the batches of all ranks, and the outputs of those on this one.
 
         Args:
             global_batches: this rank's micro-batches of each.
         """
         terms, device = self.executor.terms, self.context.device
         sums, counts = torch.zeros(2, len(terms), dtype=torch.float64, device=device).unbind()
+        outputs = []
         for batches in global_batches:
-            counts += local_counts(terms, batches, device)
-            sums += self.executor.evaluate(self.programs.evaluate(len(batches)), batches).terms
+            counts += local_counts(terms, batches, self.context)
+            step = self.executor.evaluate(self.programs.evaluate(len(batches)), batches)
+            sums += step.terms
+            outputs.append(step.outputs)
         self.context.batch.all_reduce(counts).wait()
         losses, counted = self._losses(sums, counts)
-        return losses.evaluated(), counted
+        return Evaluation(losses.evaluated(), counted, outputs)
 
     def _losses(self, sums: Tensor, counts: Tensor) -> tuple[Losses, int]:
         """The losses and the first term's count, from this rank's sums and all counts, both float64 [terms].

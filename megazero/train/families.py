@@ -11,22 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import numpy as np
 import torch
-from torch import nn
 
 from megazero.checkpoint.hf import DECODERS, ENCODERS, Architecture
-from megazero.config.tree import Config, ModelConfig, RecomputeConfig
+from megazero.config.tree import Config, ModelConfig
 from megazero.data import Datasets, bert_datasets, gpt_datasets
-from megazero.layers import Placement
 from megazero.models import (
     BERT,
     GPT,
     BertCollate,
     Block,
-    ChunkSpan,
     Classifier,
     ClassifierCollate,
     Collate,
@@ -35,42 +32,20 @@ from megazero.models import (
     LastTokenClassifier,
     MicroBatch,
     ModelChunk,
+    Slice,
     TextCollate,
+    Tie,
     bert_blocks,
     gpt_blocks,
     random_labelled,
     random_samples,
     random_text,
 )
-from megazero.models.batch import M, M_contra
+from megazero.models.batch import M
 from megazero.train.vocabulary import Vocabulary
 
 Sizes = tuple[int | None, int | None, int | None]
 """Number of samples for training, validation and test."""
-
-
-class ChunkBuilder(Protocol[M_contra]):
-    """Builds one chunk of a family's model; the families' model classes are such builders."""
-
-    def __call__(
-        self,
-        config: ModelConfig,
-        vocab: tuple[int, int],
-        placement: Placement,
-        recompute: RecomputeConfig | None = None,
-        span: ChunkSpan | None = None,
-        tied: nn.Parameter | None = None,
-    ) -> ModelChunk[M_contra]:
-        """Build a chunk.
-
-        Args:
-            config: shape of the whole model.
-            vocab: number of vocabulary entries (without padding, with padding).
-            placement: ranks, dtype and device.
-            recompute: what backward recomputes.
-            span: the blocks of the chunk; None for all of them.
-            tied: a weight that this chunk's head shares with another chunk on this rank.
-        """
 
 
 @dataclass(frozen=True)
@@ -79,10 +54,10 @@ class Family(Generic[M]):
 
     Attributes:
         name: its name, as in `model.family` of the configuration.
-        blocks: (configuration, rows of the padded vocabulary) -> the blocks that the model consists of: the
-            embedding, the layers, which may differ, and the head.
-        chunk: builds a contiguous part of that list of blocks.
-        ties: whether a model of this shape has a head that shares a weight with its embedding.
+        blocks: (configuration, rows of the padded vocabulary) -> the blocks that the model consists of, in
+            order; layers may differ.
+        chunk: builds a slice of that list of blocks.
+        ties: the weights that several blocks of a model of this shape use.
         collate: (configuration, vocabulary size, device, dropout seed or None) -> a function that checks
             arrays and turns them into micro-batches.
         datasets: (configuration, vocabulary, samples of each split) -> the three splits.
@@ -97,8 +72,8 @@ class Family(Generic[M]):
 
     name: str
     blocks: Callable[[Config, int], tuple[Block, ...]]
-    chunk: ChunkBuilder[M]
-    ties: Callable[[ModelConfig], bool]
+    chunk: Callable[[Slice], ModelChunk[M]]
+    ties: Callable[[ModelConfig], tuple[Tie, ...]]
     collate: Callable[[Config, int, torch.device, int | None], Collate[M]]
     datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
     objective: Callable[[Config], dict[str, float]]
@@ -123,7 +98,7 @@ _ROWS: tuple[Family[Any], ...] = (
         name="gpt",
         blocks=gpt_blocks,
         chunk=GPT,
-        ties=lambda model: not model.untie_embeddings_and_output_weights,
+        ties=GPT.ties,
         collate=TextCollate.of,
         datasets=gpt_datasets,
         objective=lambda config: {},
@@ -136,7 +111,7 @@ _ROWS: tuple[Family[Any], ...] = (
         name="bert",
         blocks=bert_blocks,
         chunk=BERT,
-        ties=lambda model: not model.untie_embeddings_and_output_weights,
+        ties=BERT.ties,
         collate=BertCollate.of,
         datasets=bert_datasets,
         objective=lambda config: {"mask_prob": config.data.mask_prob},
@@ -170,7 +145,7 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
         name=family.name,
         blocks=classifier.blocks_of,
         chunk=classifier,
-        ties=lambda model: False,
+        ties=classifier.ties,
         collate=partial(ClassifierCollate.of, classifier.causal),
         datasets=family.datasets,
         objective=family.objective,

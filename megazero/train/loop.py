@@ -148,7 +148,7 @@ class Loop:
 
         began = time.perf_counter()
         with self.timers("evaluation"):
-            losses, tokens = self.engine.evaluate(batches())
+            losses, tokens, _ = self.engine.evaluate(batches())
         self.monitor.evaluation(
             EvalMetrics(
                 iteration=state.iteration,

@@ -10,13 +10,19 @@ from torch import Tensor
 
 from megazero.loss import PADDING, LossTerm
 from megazero.models import MicroBatch
+from megazero.mpu import ParallelContext
 
 
-def local_counts(terms: Sequence[LossTerm], batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
-    """The count of each term in these micro-batches, float64 [terms], on `device`, without waiting for it."""
-    by_batch = [batch.counts for batch in batches]
+def local_counts(
+    terms: Sequence[LossTerm], batches: Iterable[MicroBatch], context: ParallelContext
+) -> Tensor:
+    """This rank's share of the count of each term in these micro-batches, float64 [terms], on the device.
+
+    Nothing waits for the device.
+    """
+    by_batch = [batch.counts_of_share(context.groups["cp"].size) for batch in batches]
     counts = [sum(counts[term.over] for counts in by_batch) for term in terms]
-    return torch.tensor(counts, dtype=torch.float64).to(device, non_blocking=True)
+    return torch.tensor(counts, dtype=torch.float64).to(context.device, non_blocking=True)
 
 
 def loss_factors(terms: Sequence[LossTerm], counts: Tensor, scale: float) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import reduce
 from types import MappingProxyType
 
@@ -11,9 +12,9 @@ import torch
 
 from megazero.config.tree import Config
 from megazero.layers import initialize
-from megazero.models import ChunkSpan, MicroBatch, ModelChunk
+from megazero.models import MicroBatch, ModelChunk, Part, Slice
 from megazero.mpu import ParallelContext
-from megazero.pipeline import partition_layers
+from megazero.pipeline import partition_blocks
 from megazero.train.families import family_of
 from megazero.train.placement import placement_of
 from megazero.train.programs import schedule_of
@@ -21,11 +22,11 @@ from megazero.train.timers import Timers
 from megazero.train.vocabulary import Vocabulary
 
 Costs = Sequence[float]
-"""The cost of each block, in model order: embedding, layers, head."""
+"""The cost of each block, in model order."""
 
 
-def assign_layers(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> list[range]:
-    """The layers of each chunk, according to `--pipeline-partition`.
+def assign_parts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> list[tuple[Part, ...]]:
+    """The parts of the model in each chunk, according to `--pipeline-partition`.
 
     Raises:
         ConfigError: there are fewer layers than chunks, or the method's numbers do not fit.
@@ -33,22 +34,16 @@ def assign_layers(config: Config, vocabulary: Vocabulary, context: ParallelConte
     method = config.parallel.pipeline_partition
     blocks = family_of(config.model).blocks(config, vocabulary.padded)
     weigh = _METHODS.get(method)
-    costs = weigh(config, vocabulary, context) if weigh else [0.0, *[1.0] * (len(blocks) - 2), 0.0]
-    return partition_layers(
-        method,
-        len(blocks) - 2,
-        len(schedule_of(config).stage_of),
-        embedding=costs[0],
-        layers=costs[1:-1],
-        head=costs[-1],
-        types=[block.kind for block in blocks[1:-1]],
-    )
+    costs = weigh(config, vocabulary, context) if weigh else [1.0] * len(blocks)
+    types = [block.kind if isinstance(block.part, int) else None for block in blocks]
+    chunks = partition_blocks(method, len(schedule_of(config).stage_of), costs=costs, types=types)
+    return [tuple(blocks[number].part for number in numbers) for numbers in chunks]
 
 
 def parameter_counts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
     """Number of parameters in each block; a tied head counts, because its stage holds a copy."""
     build = _piece_builder(config, vocabulary, context, torch.device("meta"))
-    pieces = map(build, range(config.model.num_layers + 2))
+    pieces = [build(block.part) for block in family_of(config.model).blocks(config, vocabulary.padded)]
     return [float(sum(p.numel() for p in piece.parameters())) for piece in pieces]
 
 
@@ -66,14 +61,15 @@ def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelCont
     arrays = family.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
     batch = family.collate(config, vocabulary.size, context.device, None)(arrays, tuple(range(shape[0])))
     blocks = family.blocks(config, vocabulary.padded)
-    alike = list(zip(blocks, parameter_counts(config, vocabulary, context), strict=True))
+    counts = parameter_counts(config, vocabulary, context)
+    alike = [(block.kind, block.flops, count) for block, count in zip(blocks, counts, strict=True)]
     firsts = [alike.index(kind) for kind in alike]
     seconds = torch.zeros(len(blocks), dtype=torch.float64, device=context.device)
     build = _piece_builder(config, vocabulary, context, context.device)
     for i in sorted(set(firsts)):
-        piece = build(i)
+        piece = build(blocks[i].part)
         initialize(piece, config.training.seed, context.place)
-        hidden = torch.zeros(piece.hidden_shape(batch), dtype=piece.hidden_dtype, device=context.device)
+        hidden = piece.takes(batch).empty(context.device).zero_()
         seconds[i] = min(_seconds(piece, batch, hidden.requires_grad_()) for _ in range(3))
     context.world.all_reduce(seconds, "max").wait()
     slowest: list[float] = seconds[firsts].tolist()
@@ -88,23 +84,19 @@ _METHODS: MappingProxyType[str, Callable[[Config, Vocabulary, ParallelContext], 
 def _seconds(chunk: ModelChunk[MicroBatch], batch: MicroBatch, hidden: torch.Tensor) -> float:
     timers = Timers(hidden.device, synchronize=True)
     with timers("block"):
-        result, sums = chunk.run(batch, hidden, deferred=None)
-        reduce(torch.add, [value.sum() for value in (result, *sums.values()) if value is not None]).backward()
+        result = chunk.run(batch, hidden, deferred=None)
+        values = (result.hidden, *result.terms.values())
+        reduce(torch.add, [value.sum() for value in values if value is not None]).backward()
     return timers.collect()["block"]
 
 
 def _piece_builder(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, device: torch.device
-) -> Callable[[int], ModelChunk[MicroBatch]]:
-    """Return a function that builds a block of the model, given its number, as a chunk of its own.
+) -> Callable[[Part], ModelChunk[MicroBatch]]:
+    """Return a function that builds a part of the model as a chunk of its own.
 
     A tied head gets its own weight, because its stage holds a copy.
     """
-    family, count = family_of(config.model), config.model.num_layers
-    vocab, placement = (vocabulary.size, vocabulary.padded), placement_of(config, context, device)
-    spans = [
-        ChunkSpan(range(0), head=False),
-        *(ChunkSpan(range(i, i + 1), embedding=False, head=False) for i in range(count)),
-        ChunkSpan(range(0), embedding=False),
-    ]
-    return lambda number: family.chunk(config.model, vocab, placement, config.recompute, spans[number])
+    placement = placement_of(config, context, device)
+    whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
+    return lambda part: family_of(config.model).chunk(replace(whole, parts=(part,)))

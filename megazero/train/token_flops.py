@@ -6,6 +6,7 @@ from functools import cache
 
 from megazero.config.tree import Config
 from megazero.layers import Skipping
+from megazero.models import Block
 from megazero.train.families import family_of
 from megazero.train.vocabulary import Vocabulary
 
@@ -26,18 +27,19 @@ class TokenFlops:
         self._blocks = cache(self._count)
 
     def __call__(self, sequence_length: int, skipping: Skipping) -> float:
-        embedding, *layers, head = self._blocks(sequence_length)
-        total = embedding + head
-        for layer, flops in enumerate(layers):
-            kept = skipping.kept_by(layer, sequence_length)
+        blocks = self._blocks(sequence_length)
+        total = sum(block.flops for block in blocks if not isinstance(block.part, int))
+        for number, block in enumerate(blocks):
+            if not isinstance(block.part, int):
+                continue
+            flops, kept = block.flops, skipping.kept_by(block.part, sequence_length)
             if kept < sequence_length:
-                flops = self._blocks(kept)[1 + layer] * kept / sequence_length
-            total += flops * (skipping.scale_of(layer) != 0.0)
+                flops = self._blocks(kept)[number].flops * kept / sequence_length
+            total += flops * (skipping.scale_of(block.part) != 0.0)
         return 3.0 * total
 
-    def _count(self, length: int) -> tuple[float, ...]:
-        """FLOPs of the forward pass of each block: the embedding, the layers, the head."""
+    def _count(self, length: int) -> tuple[Block, ...]:
+        """The blocks of a model of sequences of this length."""
         model = self._config.model.model_copy(update={"seq_length": length})
         whole = self._config.model_copy(update={"model": model})
-        blocks = family_of(model).blocks(whole, self._vocabulary.padded)
-        return tuple(block.flops for block in blocks)
+        return family_of(model).blocks(whole, self._vocabulary.padded)

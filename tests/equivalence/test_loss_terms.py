@@ -6,7 +6,7 @@ positions that the batch names, and a number of its first part that is reported 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import numpy as np
@@ -62,12 +62,13 @@ class ManyTerms:
                 layer.register_forward_hook(lambda module, args, output: self.seen.append(output[0]))
 
     def run(self, batch: TermBatch, hidden=None, *, deferred=None):
-        result, sums = self.part.run(batch, hidden, deferred=deferred)
+        result = self.part.run(batch, hidden, deferred=deferred)
+        terms = dict(result.terms)
         if self.seen:
-            sums["size"] = self.size(self.seen.pop(), batch.weights.t())
+            terms["size"] = self.size(self.seen.pop(), batch.weights.t())
         if self.part.embedding is not None:
-            sums["tokens"] = batch.tokens.float().sum()
-        return result, sums
+            terms["tokens"] = batch.tokens.float().sum()
+        return replace(result, terms=terms)
 
     def size(self, x: Tensor, weights: Tensor) -> Tensor:
         """From [s, b, h], or this rank's rows [s/tp, b, h], and weights [s, b]."""
@@ -153,14 +154,14 @@ def test_one_process_minimizes_the_weighted_sum_of_the_means():
     training_plan = training_plan_of(config, 1)
     engine = make(config, 0, context)
     model, mine = engine.executor.chunks[0], batches(config, context, training_plan.at(Progress()))
-    sums = [model.run(batch)[1] for batch in mine]
+    sums = [model.run(batch).terms for batch in mine]
     counts = [batch.counts for batch in mine]
     lm, size = (sum(s[name] for s in sums) / sum(c[name] for c in counts) for name in ("lm", "size"))
     total = lm + COEFFICIENT * size
     names = [spec_of(p).name for p in model.part.parameters()]
     gradients = torch.autograd.grad(total, list(model.part.parameters()))
     alone = torch.autograd.grad(
-        lm.detach() + COEFFICIENT * model.run(mine[0])[1]["size"], model.part.layers[0].parameters()
+        lm.detach() + COEFFICIENT * model.run(mine[0]).terms["size"], model.part.layers[0].parameters()
     )
     assert all(gradient.any() for gradient in alone), "the second term says nothing"
 

@@ -9,7 +9,7 @@ import torch
 
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement, initialize
-from megazero.models import GPT
+from megazero.models import GPT, Slice
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
 
 VOCAB = (53, 64)  # entries, entries after padding
@@ -38,7 +38,7 @@ def build(config: ModelConfig, context: ParallelContext | None = None, *, sequen
     """The model of seed 7 on this rank; the same weights on every layout."""
     context = context or solo_context()
     placement = Placement.of(context, torch.float32, sequence_parallel=sequence_parallel)
-    model = GPT(config, VOCAB, placement)
+    model = GPT(Slice(config, VOCAB, placement))
     initialize(model, 7, context.place)
     return model
 

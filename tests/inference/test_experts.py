@@ -7,7 +7,7 @@ import torch
 
 from megazero.inference import Sampling, generate
 from megazero.layers import Placement, initialize
-from megazero.models import GPT, Batch
+from megazero.models import GPT, Batch, Slice
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
 from tests.inference.samples import GPT2, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB
 
@@ -28,7 +28,7 @@ CONFIGS = {
 
 
 def build(name: str, context: ParallelContext, **options) -> GPT:
-    model = GPT(CONFIGS[name], VOCAB, Placement.of(context, torch.float32, **options))
+    model = GPT(Slice(CONFIGS[name], VOCAB, Placement.of(context, torch.float32, **options)))
     initialize(model, 7, context.place)
     for router in model.routers():
         if CONFIGS[name].moe_router_enable_expert_bias:

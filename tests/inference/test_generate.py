@@ -10,7 +10,7 @@ from megazero.errors import ConfigError, DataError
 from megazero.inference import Sampling, generate
 from megazero.inference.sampling import choose_tokens
 from megazero.layers.collectives import gather_features
-from megazero.models import GPT, Batch
+from megazero.models import GPT, Batch, Slice
 from megazero.mpu import ParallelContext, ProcessGrid, make_context
 from tests.inference.samples import GPT2, LLAMA, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB, build, on_threads
 
@@ -166,7 +166,7 @@ def test_the_model_is_left_as_it_was(mode):
     generate(model, PROMPTS, max_new_tokens=4, sampling=DRAWN)
     assert model.training is mode
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    _, sums = model.run(Batch(torch.tensor([[1, 2]]), labels=torch.tensor([[2, 3]])))
+    sums = model.run(Batch(torch.tensor([[1, 2]]), labels=torch.tensor([[2, 3]]))).terms
     loss = sums["lm"]
     loss.backward()
     assert model.embedding.word.grad is not None
@@ -176,7 +176,7 @@ def test_recompute_settings_do_not_matter():
     plain = build(GPT2)
     expected = generate(plain, PROMPTS, max_new_tokens=NEW, sampling=DRAWN)
     for granularity in ("selective", "full"):
-        model = GPT(GPT2, VOCAB, plain.placement, RecomputeConfig(granularity=granularity))
+        model = GPT(Slice(GPT2, VOCAB, plain.placement, RecomputeConfig(granularity=granularity)))
         model.load_state_dict(plain.state_dict())
         assert generate(model, PROMPTS, max_new_tokens=NEW, sampling=DRAWN) == expected
 

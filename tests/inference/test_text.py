@@ -12,7 +12,7 @@ from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
 from megazero.errors import ConfigError, DataError
 from megazero.inference import Sampling, TextGenerator, generate
 from megazero.layers import Placement, initialize
-from megazero.models import GPT
+from megazero.models import GPT, Slice
 from megazero.mpu import solo_context
 from tests.inference.samples import LLAMA
 
@@ -21,7 +21,7 @@ PROMPTS = ["def f(", "", "naïve", "x"]
 
 
 def byte_model(vocab: int = 257) -> GPT:
-    model = GPT(LLAMA, (vocab, 384), Placement.of(solo_context(), torch.float32))
+    model = GPT(Slice(LLAMA, (vocab, 384), Placement.of(solo_context(), torch.float32)))
     initialize(model, 3, model.placement.place)
     return model
 
@@ -84,7 +84,7 @@ def test_a_batch_size_below_one_is_refused():
 
 def test_a_model_with_learned_positions_says_when_the_text_is_too_long():
     config = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=2, seq_length=6)
-    model = GPT(config, (257, 384), Placement.of(solo_context(), torch.float32))
+    model = GPT(Slice(config, (257, 384), Placement.of(solo_context(), torch.float32)))
     initialize(model, 3, model.placement.place)
     with pytest.raises(ConfigError, match="at most the 6 learned positions, but is 8"):
         TextGenerator(model, BYTES).complete(["abcde"], max_new_tokens=4)

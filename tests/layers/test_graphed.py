@@ -9,7 +9,7 @@ import torch
 
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
-from megazero.layers import CudaGraphs, LayerInputs, graph_layers
+from megazero.layers import CudaGraphs, LayerInputs, Rows, graph_layers
 from megazero.mpu import solo_context
 from megazero.train.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
@@ -94,7 +94,7 @@ def test_keys_are_read_at_each_replay():
 
     def run(seed):
         keys = torch.arange(seed, seed + 2)
-        return layer(x, LayerInputs(range(16), sample_keys=keys))[0].detach().clone()
+        return layer(x, LayerInputs(Rows(range(16), keys=keys)))[0].detach().clone()
 
     first, second, again = run(1), run(5), run(1)
     assert torch.equal(first, again)
@@ -105,19 +105,19 @@ def test_keys_are_read_at_each_replay():
 def test_another_shape_or_other_weights_are_captured_anew():
     layer, graphs = one_layer()
     for rows in (16, 8, 16):
-        layer(torch.randn(rows, 2, 32, requires_grad=True), LayerInputs(range(rows)))
+        layer(torch.randn(rows, 2, 32, requires_grad=True), LayerInputs(Rows(range(rows))))
     assert graphs.captures == 4
     layer.input_norm.weight.data = layer.input_norm.weight.data.clone()
-    layer(torch.randn(16, 2, 32, requires_grad=True), LayerInputs(range(16)))
+    layer(torch.randn(16, 2, 32, requires_grad=True), LayerInputs(Rows(range(16))))
     assert graphs.captures == 6
 
 
 def test_documents_and_evaluations_are_not_captured():
     layer, graphs = one_layer()
     x = torch.randn(16, 2, 32, requires_grad=True)
-    layer(x, LayerInputs(range(16), document_ids=torch.zeros(2, 16, dtype=torch.int32)))
+    layer(x, LayerInputs(Rows(range(16), documents=torch.zeros(2, 16, dtype=torch.int32))))
     with torch.no_grad():
-        layer(x, LayerInputs(range(16)))
+        layer(x, LayerInputs(Rows(range(16))))
     assert graphs.captures == 0
 
 

@@ -11,7 +11,7 @@ import torch
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement, initialize
 from megazero.layers.initialize import initialize_parameters
-from megazero.models import GPT
+from megazero.models import GPT, Slice
 from megazero.mpu import (
     Cut,
     InitialValues,
@@ -32,7 +32,7 @@ def small(**changes) -> ModelConfig:
 
 
 def test_norms_begin_as_the_identity_and_biases_at_zero():
-    model = GPT(small(), (13, 16), Placement.of(solo_context(), torch.float32))
+    model = GPT(Slice(small(), (13, 16), Placement.of(solo_context(), torch.float32)))
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, 7.0)
     initialize(model, 3, solo_context().place)
@@ -43,7 +43,7 @@ def test_norms_begin_as_the_identity_and_biases_at_zero():
 
 
 def gathered(context, config: ModelConfig, seed: int, padded: int) -> dict[str, str]:
-    model = GPT(config, (13, padded), Placement.of(context, torch.float32))
+    model = GPT(Slice(config, (13, padded), Placement.of(context, torch.float32)))
     initialize(model, seed, context.place)
     whole = {spec_of(p).name: spec_of(p).unshard(p.detach(), context.groups) for p in model.parameters()}
     return {k: hashlib.sha256(v.contiguous().numpy().tobytes()).hexdigest() for k, v in whole.items()}
@@ -86,7 +86,7 @@ def test_weights_are_normal_with_the_wanted_deviation():
 
 
 def test_padding_rows_are_zero_and_stay_out_of_sight():
-    model = GPT(small(), (13, 32), Placement.of(solo_context(), torch.float32))
+    model = GPT(Slice(small(), (13, 32), Placement.of(solo_context(), torch.float32)))
     initialize(model, 1, model.placement.place)
     assert torch.equal(model.embedding.word[13:], torch.zeros(19, 16))
     assert model.embedding.word[:13].abs().min() > 0
@@ -96,7 +96,7 @@ def test_a_rank_of_a_thousand_constructs_on_meta():
     log = TrafficLog()
     context = recording_context(ProcessGrid(dp=128, tp=8), 1023, log)
     config = small(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
-    model = GPT(config, (50257, 51200), Placement.of(context, torch.bfloat16, sequence_parallel=True))
+    model = GPT(Slice(config, (50257, 51200), Placement.of(context, torch.bfloat16, sequence_parallel=True)))
     initialize(model, 1, context.place)
     mine = sum(p.numel() for p in model.parameters())
     assert all(p.is_meta for p in model.parameters())
@@ -139,7 +139,8 @@ def test_slices_cut_over_two_axes_are_those_of_the_whole():
 
 
 def test_parameters_may_be_initialized_in_any_parts():
-    whole, parts = (GPT(small(), (13, 16), Placement.of(solo_context(), torch.float32)) for _ in range(2))
+    held = Slice(small(), (13, 16), Placement.of(solo_context(), torch.float32))
+    whole, parts = GPT(held), GPT(held)
     initialize(whole, 5, whole.placement.place)
     for param in reversed(list(parts.parameters())):
         initialize_parameters([param], 5, parts.placement.place)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megazero.config.tree import ModelConfig
-from megazero.layers import LayerInputs, Placement, initialize
+from megazero.layers import Attends, LayerInputs, Placement, Rows, core_of, initialize
 from megazero.layers.collectives import own_rows
 from megazero.mpu import ProcessGrid, ThreadWorld, sample_keys, solo_context, thread_context
 from megazero.ops.counter_random import keep_mask
@@ -34,9 +34,17 @@ KEYS = torch.from_numpy(sample_keys(5, (3, 4)))
 def inputs_of(positions: torch.Tensor) -> LayerInputs:
     """Of the rows at `positions`, [s] or [s, b]."""
     columns = positions.t() if positions.dim() == 2 else positions.expand(B, -1)
-    return LayerInputs(
-        positions, rotary_table(positions, CONFIG.head_dim, 1e4), ALONE.gather(1, columns), KEYS
-    )
+    rotary = rotary_table(positions, CONFIG.head_dim, 1e4)
+    return LayerInputs(Rows(positions, ALONE.gather(1, columns), KEYS, rotary))
+
+
+def counted(inputs: LayerInputs, count: int) -> LayerInputs:
+    """The inputs with positions 0, 1, ... instead."""
+    return replace(inputs, rows=replace(inputs.rows, positions=range(count)))
+
+
+def attention_dropout(placement: Placement, inputs: LayerInputs, layer: int):
+    return core_of(placement)._dropout(4, inputs, Attends(layer, causal=True, dropout=0.5))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,7 @@ def test_a_layer_of_some_rows_gives_the_rows_of_all(positions):
     index = index.unsqueeze(-1).expand(-1, -1, H)
     some, _ = layer(x.gather(0, index), inputs_of(positions))
     assert torch.allclose(some, whole.gather(0, index), atol=1e-6)
-    elsewhere, _ = layer(x.gather(0, index), replace(inputs_of(positions), positions=range(len(positions))))
+    elsewhere, _ = layer(x.gather(0, index), counted(inputs_of(positions), len(positions)))
     assert not torch.allclose(some, elsewhere, atol=1e-2), "dropout does depend on the positions"
 
 
@@ -66,20 +74,20 @@ def test_a_range_is_the_tensor_of_its_numbers():
     initialize(layer, 3, solo_context().place)
     x = torch.randn(S, B, H)
     inputs = inputs_of(torch.arange(S))
-    assert torch.equal(layer(x, inputs)[0], layer(x, replace(inputs, positions=range(S)))[0])
+    assert torch.equal(layer(x, inputs)[0], layer(x, counted(inputs, S))[0])
 
 
 @pytest.mark.parametrize("positions", [range(S), torch.randperm(S), torch.stack([torch.randperm(S)] * B, 1)])
 def test_a_sequence_parallel_rank_drops_in_its_own_rows(positions):
-    inputs = LayerInputs(positions, sample_keys=KEYS)
-    whole = inputs.dropout(0.3, Placement.of(solo_context(), torch.float32), "hidden")
+    inputs = LayerInputs(Rows(positions, keys=KEYS))
+    whole = inputs.dropout(0.3, "hidden")
     mask = dropout_mask_hidden(whole, S, B, H)
     world, grid = ThreadWorld(4), ProcessGrid(tp=4)
 
     def part(rank: int) -> bool:
         context = thread_context(world, grid, rank)
         placement = Placement.of(context, torch.float32, sequence_parallel=True)
-        dropout = inputs.dropout(0.3, placement, "hidden")
+        dropout = LayerInputs(replace(inputs.rows, spread=placement.spread)).dropout(0.3, "hidden")
         return torch.equal(dropout_mask_hidden(dropout, S // 4, B, H), own_rows(mask, context.tp))
 
     assert world.run(part) == [True] * 4
@@ -91,9 +99,9 @@ def test_keys_of_sites_samples_and_seeds_share_nothing():
     sites = [("hidden", layer, half) for layer in range(8) for half in ("attention_out", "mlp_out")]
     keys = []
     for seed in (1, 2):
-        inputs = LayerInputs(range(1), sample_keys=torch.from_numpy(sample_keys(seed, range(16))))
-        keys += [inputs.dropout(0.5, placement, *site).keys for site in sites]
-        keys += [inputs.attention_dropout(0.5, 4, placement, layer).keys for layer in range(8)]
+        inputs = LayerInputs(Rows(range(1), keys=torch.from_numpy(sample_keys(seed, range(16)))))
+        keys += [inputs.dropout(0.5, *site).keys for site in sites]
+        keys += [attention_dropout(placement, inputs, layer).keys for layer in range(8)]
     keys = torch.stack(keys).view(-1)  # 2 seeds, 24 sites, 16 samples
     assert len(set(keys.tolist())) == 2 * 24 * 16
     shifts = torch.arange(64)
@@ -113,11 +121,9 @@ def test_keys_of_sites_samples_and_seeds_share_nothing():
 
 def test_neighbouring_samples_and_layers_drop_independently():
     """The mean product of the choices of any two of four sites and four samples is what chance gives."""
-    placement = Placement.of(solo_context(), torch.float32)
-    inputs = LayerInputs(range(64), sample_keys=torch.from_numpy(sample_keys(1, range(4))))
+    inputs = LayerInputs(Rows(range(64), keys=torch.from_numpy(sample_keys(1, range(4)))))
     masks = [
-        dropout_mask_hidden(inputs.dropout(0.1, placement, "hidden", layer, "mlp_out"), 64, 4, 512)
-        for layer in range(4)
+        dropout_mask_hidden(inputs.dropout(0.1, "hidden", layer, "mlp_out"), 64, 4, 512) for layer in range(4)
     ]
     rows = torch.stack(masks).permute(0, 2, 1, 3).reshape(16, -1).double()
     centered = (rows - 0.9) / 0.3

@@ -15,6 +15,7 @@ from megazero.layers import (
     LayerInputs,
     Placement,
     RowParallelLinear,
+    Rows,
     column_linear,
     initialize,
     recompute_units,
@@ -76,7 +77,8 @@ def step(context, case: Case, split: bool) -> tuple[dict[str, torch.Tensor], lis
     x = (own_rows(x, placement.tp) if placement.sequence_parallel else x).requires_grad_()
     deferred = [] if split else None
     units = recompute_units(3, recompute)
-    hidden, _ = run_layers(layers, x, LayerInputs(range(S), deferred=deferred), units)
+    inputs = LayerInputs(Rows(range(S), spread=placement.spread), deferred=deferred)
+    hidden, _ = run_layers(layers, x, inputs, units)
     logits = column_linear(
         hidden, model.head, None, placement.tp, placement.sequence_parallel, deferred=deferred
     )

@@ -11,6 +11,7 @@ from megazero.layers import (
     Embedding,
     LayerInputs,
     Placement,
+    Rows,
     initialize,
     recompute_units,
     run_layers,
@@ -57,7 +58,7 @@ def gradients(context, recompute: RecomputeConfig, sequence_parallel: bool, spli
         for layer in layers:
             bring_and_take_away(layer, backward=True)
     deferred = [] if split else None
-    inputs = LayerInputs(range(8), deferred=deferred)
+    inputs = LayerInputs(Rows(range(8), spread=placement.spread), deferred=deferred)
     tokens = torch.arange(16).view(2, 8) % 12
     x = embedding(tokens, torch.arange(8), inputs)
     x, _ = run_layers(layers, x, inputs, recompute_units(CONFIG.num_layers, recompute))

@@ -13,6 +13,7 @@ from megazero.layers import (
     InputKeeping,
     LayerInputs,
     Placement,
+    Rows,
     initialize,
     recompute_units,
     run_layers,
@@ -79,7 +80,8 @@ class Stack:
         initialize(self.layers, 3, context.place)
         x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1)).to(context.device)
         self.x = (own_rows(x, context.tp).clone() if placement.sequence_parallel else x).requires_grad_()
-        self.inputs = LayerInputs(range(S), sample_keys=torch.from_numpy(sample_keys(5, range(B))))
+        keys = torch.from_numpy(sample_keys(5, range(B)))
+        self.inputs = LayerInputs(Rows(range(S), keys=keys, spread=placement.spread))
         self.units = recompute_units(LAYERS, recompute)
         self.keeping = InputKeeping.of(recompute, placement)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megazero.config.tree import ModelConfig
-from megazero.layers import LayerInputs, Placement, Skipping, initialize, run_layers
+from megazero.layers import LayerInputs, Placement, Rows, Skipping, Sums, initialize, run_layers
 from megazero.layers.skipping import kept_columns, run_layer
 from megazero.mpu import sample_keys, site_key, solo_context
 from megazero.ops.counter_random.reference import derive_reference
@@ -47,9 +47,9 @@ def make_x() -> torch.Tensor:
     return torch.randn(S, B, H, dtype=torch.float64, generator=generator, requires_grad=True)
 
 
-def make_inputs(kept: int | None = KEPT, scales=None, **rest) -> LayerInputs:
+def make_inputs(kept: int | None = KEPT, scales=None, wanted=None, keys=KEYS, **rows) -> LayerInputs:
     skipping = Skipping(kept, (1,), scales)
-    return LayerInputs(range(S), sample_keys=KEYS, skipping=skipping, **rest)
+    return LayerInputs(Rows(range(S), keys=keys, **rows), wanted=wanted, skipping=skipping)
 
 
 class TestKeptColumns:
@@ -108,16 +108,13 @@ def test_equals_a_loop_over_samples(positions):
     documents = None
     if positions == "documents":
         documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9, [0, 0, 1, 1, 1, 2, 2, 2, 2]], dtype=torch.int32)
-    inputs = make_inputs(rotary=table, document_ids=documents)
+    inputs = make_inputs(rotary=table, documents=documents)
     columns = kept_columns(KEYS, 1, S, KEPT)
 
     def inputs_of(b: int, rows: torch.Tensor) -> LayerInputs:
-        return LayerInputs(
-            rows,
-            None if table is None else (table[0][rows], table[1][rows]),
-            None if documents is None else documents[b : b + 1, rows],
-            KEYS[b : b + 1],
-        )
+        own_documents = None if documents is None else documents[b : b + 1, rows]
+        rotary = None if table is None else (table[0][rows], table[1][rows])
+        return LayerInputs(Rows(rows, own_documents, KEYS[b : b + 1], rotary))
 
     (got, _), expected = run_layer(layer, x, inputs), by_sample(layer, x, columns, inputs_of)
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
@@ -148,21 +145,21 @@ def test_other_layers_and_evaluations_see_all():
     x = make_x()
     for layer, inputs in ((make_layer(2), make_inputs()), (make_layer(1), make_inputs(kept=None))):
         got, _ = run_layer(layer, x, inputs)
-        assert got.equal(layer(x, LayerInputs(range(S), sample_keys=KEYS))[0])
+        assert got.equal(layer(x, LayerInputs(Rows(range(S), keys=KEYS)))[0])
 
 
 def test_a_layer_left_out_passes_its_input_on():
     x = make_x()
     got, sums = run_layer(make_layer(1), x, make_inputs(kept=None, scales=(1.0, 0.0, 1.0, 1.0)))
     assert got is x
-    assert sums == {}
+    assert sums == Sums()
 
 
 def test_what_a_layer_adds_is_scaled():
     """Both branches, and what the second sees of the first (Zhang & He 2020, algorithm 1)."""
     layer, x = make_layer(1), make_x()
     got, _ = run_layer(layer, x, make_inputs(kept=None, scales=(1.0, 2.0, 1.0, 1.0)))
-    inputs = LayerInputs(range(S), sample_keys=KEYS)
+    inputs = LayerInputs(Rows(range(S), keys=KEYS))
     out, bias = layer.attention(layer.input_norm(x), inputs)
     middle = x + 2 * out + (0 if bias is None else 2 * bias)
     out, bias, _ = layer.mlp(layer.mlp_norm(middle), inputs)
@@ -183,16 +180,16 @@ def test_sums_over_tokens_stand_for_all_of_them():
 
         def forward(self, x, inputs):
             seen = torch.tensor(float(x.shape[0] * x.shape[1]))
-            return x, {"z": seen, "sequences": seen}
+            return x, Sums({"z": seen, "sequences": seen})
 
     _, sums = run_layers(
         [Counting()], make_x(), make_inputs(), [(range(1), False)], per_token=frozenset({"z"})
     )
-    assert (sums["z"].item(), sums["sequences"].item()) == (S * B, KEPT * B)
+    assert (sums.terms["z"].item(), sums.terms["sequences"].item()) == (S * B, KEPT * B)
 
 
 def test_on_the_meta_device():
     layer = causal_layer(1, CONFIG, Placement.of(solo_context(torch.device("meta")), torch.float32))
-    inputs = replace(make_inputs(), sample_keys=KEYS.to("meta"))
+    inputs = make_inputs(keys=KEYS.to("meta"))
     out, _ = run_layer(layer, torch.empty(S, B, H, device="meta"), inputs)
     assert (out.shape, out.device.type) == ((S, B, H), "meta")

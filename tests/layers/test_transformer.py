@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.config.tree import ModelConfig
-from megazero.layers import LayerInputs, Placement, initialize
+from megazero.layers import LayerInputs, Placement, Rows, initialize
 from megazero.mpu import sample_keys, solo_context
 from megazero.ops.dropout import Dropout
 from tests.layers.samples import causal_layer
@@ -40,7 +40,7 @@ def test_it_is_an_add_and_a_norm_bit_for_bit(normalization: str, after_norm: boo
         normalization=normalization,
         apply_residual_connection_post_layernorm=after_norm,
     )
-    inputs = LayerInputs(range(S), branch_scale=0.5)
+    inputs = LayerInputs(Rows(range(S)), branch_scale=0.5)
     results = []
     for together in (True, False):
         x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -60,12 +60,12 @@ def test_it_is_an_add_and_a_norm_bit_for_bit(normalization: str, after_norm: boo
 
 
 def test_a_bias_or_dropout_comes_between() -> None:
-    x, inputs = torch.randn(S, B, H), LayerInputs(range(S), sample_keys=KEYS)
+    x, inputs = torch.randn(S, B, H), LayerInputs(Rows(range(S), keys=KEYS))
     assert residuals_given(make_layer(add_bias_linear=False), inputs, x) == 1
     biased = make_layer(add_bias_linear=False)
     biased.attention.register_forward_hook(lambda module, args, results: (results[0], torch.ones(H)))
     assert residuals_given(biased, inputs, x) == 0
     dropping = make_layer(add_bias_linear=False, hidden_dropout=0.1)
-    assert isinstance(inputs.dropout(0.1, dropping.placement, "hidden", 0, "attention_out"), Dropout)
+    assert isinstance(inputs.dropout(0.1, "hidden", 0, "attention_out"), Dropout)
     assert residuals_given(dropping, inputs, x) == 0
-    assert residuals_given(dropping, LayerInputs(range(S)), x) == 1
+    assert residuals_given(dropping, LayerInputs(Rows(range(S))), x) == 1

@@ -11,7 +11,7 @@ import torch
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement, initialize
 from megazero.layers.collectives import gather_features
-from megazero.models import BERT, BertBatch, BertCollate
+from megazero.models import BERT, BertBatch, BertCollate, Slice
 from megazero.mpu import (
     ParallelContext,
     ProcessGrid,
@@ -21,7 +21,7 @@ from megazero.mpu import (
     spec_of,
     thread_context,
 )
-from megazero.ops.attention import front
+from megazero.ops import attention as front
 from megazero.ops.counter_random import normal
 from megazero.ops.dispatch import everything
 from megazero.ops.native import available
@@ -58,7 +58,7 @@ VARIANTS = {
 def build(context: ParallelContext, dtype: torch.dtype = torch.float32, sp: bool = False, **changes) -> BERT:
     """Random everywhere, also where initial weights are ones and zeros, or a swap of two would not show."""
     placement = Placement.of(context, dtype, sequence_parallel=sp)
-    model = BERT(SHAPE.model_copy(update=changes), (VOCABULARY, 64), placement)
+    model = BERT(Slice(SHAPE.model_copy(update=changes), (VOCABULARY, 64), placement))
     initialize(model, 11, context.place)
     for parameter in model.parameters():
         spec = spec_of(parameter)
@@ -102,7 +102,7 @@ def test_logits_losses_and_gradients_are_those_of_the_formulas(variant, tp, sp, 
         batch = batch_of(UNEVEN, packed=packed)
         logits, order = model(batch)
         words = gather_features(logits, context.tp)[:, 0, :VOCABULARY]
-        _, sums = model.run(batch)
+        sums = model.run(batch).terms
         (sums["lm"] / 16 + sums.get("sop", 0) / 5).backward()
         for parameter in model.parameters():
             if spec_of(parameter).partial_grad:  # each rank saw its own rows
@@ -182,7 +182,7 @@ def test_padding_reaches_no_real_position(implementation):
 def test_a_sample_of_three_tokens_among_long_ones_has_finite_gradients(implementation):
     """Rows of padding see padding alone: nowhere does a softmax of nothing make a NaN."""
     model = build(solo_context())
-    _, sums = model.run(batch_of(samples([WIDTH, 3], [4, 1], WIDTH), multiple=WIDTH))
+    sums = model.run(batch_of(samples([WIDTH, 3], [4, 1], WIDTH), multiple=WIDTH)).terms
     (sums["lm"] + sums["sop"]).backward()
     for parameter in model.parameters():
         assert parameter.grad.isfinite().all()
@@ -191,7 +191,7 @@ def test_a_sample_of_three_tokens_among_long_ones_has_finite_gradients(implement
 
 def gradients_of(model: BERT, batch: BertBatch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     model.zero_grad()
-    _, sums = model.run(batch)
+    sums = model.run(batch).terms
     (sums["lm"] + sums["sop"]).backward()
     values = {name: each.item() for name, each in sums.items()}
     return values, {spec_of(each).name: each.grad.clone() for each in model.parameters()}
@@ -245,12 +245,12 @@ def test_the_parameters_of_the_345m_are_as_many_as_published():
         family="bert", num_layers=24, hidden_size=1024, num_attention_heads=16, seq_length=512
     )
     placement = Placement.of(solo_context(), torch.float32)
-    model = BERT(shape, (30522, 30592), replace(placement, device=torch.device("meta")))
+    model = BERT(Slice(shape, (30522, 30592), replace(placement, device=torch.device("meta"))))
     assert sum(p.numel() for p in model.parameters()) == 336_297_858
 
 
 def test_initial_values_and_weight_decay_of_what_bert_adds():
-    model = BERT(SHAPE, (VOCABULARY, 64), Placement.of(solo_context(), torch.float32))
+    model = BERT(Slice(SHAPE, (VOCABULARY, 64), Placement.of(solo_context(), torch.float32)))
     found = {spec_of(p).name: spec_of(p) for p in model.parameters()}
     wide, ones, zeros = ("normal", 0.15, True), ("ones", 0.0, False), ("zeros", 0.0, False)
     expected = {

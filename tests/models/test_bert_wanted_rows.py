@@ -10,7 +10,7 @@ import torch
 
 from megazero.config.tree import ModelConfig, RecomputeConfig
 from megazero.layers import Placement, initialize
-from megazero.models import BERT, BertBatch, BertCollate, random_samples
+from megazero.models import BERT, BertBatch, BertCollate, Slice, random_samples
 from megazero.mpu import solo_context
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def bert(recompute: RecomputeConfig | None = None, **settings) -> BERT:
     config = ModelConfig(**SHAPE, **settings)
     context = solo_context()
     placement = Placement.of(context, torch.float64)
-    model = BERT(config, (VOCAB, VOCAB), placement, recompute)
+    model = BERT(Slice(config, (VOCAB, VOCAB), placement, recompute))
     initialize(model, 1, context.place)
     with torch.no_grad():  # otherwise a bias that is left out would not be missed
         for number, parameter in enumerate(model.parameters()):
@@ -58,7 +58,7 @@ def test_wanted_are_the_columns_of_masked_and_first_tokens_and_then_others():
 
 def sums_and_gradients(model: BERT, batch: BertBatch) -> list[torch.Tensor]:
     model.zero_grad(set_to_none=True)
-    _, sums = model.run(batch)
+    sums = model.run(batch).terms
     (sums["lm"] + 3 * sums.get("sop", 0)).backward()
     return [*(each.detach() for each in sums.values()), *(p.grad for p in model.parameters())]
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megazero.layers import initialize
-from megazero.models import GPT, ChunkSpan, DistilledChunk, TextCollate, random_text
+from megazero.models import EMBEDDING, GPT, HEAD, DistilledChunk, Part, Slice, TextCollate, random_text
 from megazero.mpu import solo_context
 from megazero.train.placement import placement_of
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
@@ -18,11 +18,11 @@ from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 WIDE = {"hidden_size": 48, "ffn_hidden_size": 64, "hidden_dropout": 0.5}
 
 
-def build(layout: Layout, seed: int, span: ChunkSpan | None = None, **shape) -> GPT:
+def build(layout: Layout, seed: int, parts: tuple[Part, ...] | None = None, **shape) -> GPT:
     config, context = layout.config(), solo_context()
     model = config.model.model_copy(update=shape)
     placement = placement_of(config, context, torch.device("cpu"))
-    gpt = GPT(model, (VOCABULARY, 64), placement, config.recompute, span)
+    gpt = GPT(Slice(model, (VOCABULARY, 64), placement, config.recompute, parts))
     initialize(gpt, seed, context.place)
     return gpt
 
@@ -39,7 +39,7 @@ def batch(seed: int | None = 3, *, masked: bool = True):
 def test_the_divergence_and_its_gradient_are_torch_s(temperature, masked):
     student, teacher = build(Layout(), 1), build(Layout(), 2, **WIDE)
     given = batch(masked=masked)
-    _, sums = DistilledChunk(student, teacher, 0.5, temperature).run(given)
+    sums = DistilledChunk(student, teacher, 0.5, temperature).run(given).terms
 
     logits = student(given)[..., :VOCABULARY]
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_its_weight_is_beta_times_the_temperature_squared():
 
 
 def test_chunks_pass_both_on_and_evaluations_the_student_alone():
-    first, last = ChunkSpan(range(1), head=False), ChunkSpan(range(1, 2), embedding=False)
+    first, last = (EMBEDDING, 0), (1, HEAD)
     parts = [
         DistilledChunk(
             build(Layout(untied=True), 1, span), build(Layout(untied=True), 2, span, **WIDE), 1.0, 1.0
@@ -70,23 +70,23 @@ def test_chunks_pass_both_on_and_evaluations_the_student_alone():
         for span in (first, last)
     ]
     given = batch()
-    assert parts[0].hidden_shape(given) == (SEQUENCE, 2, 32 + 48)
-    hidden, _ = parts[0].run(given)
+    assert parts[0].gives(given).shape == (SEQUENCE, 2, 32 + 48)
+    hidden = parts[0].run(given).hidden
     assert hidden.shape == (SEQUENCE, 2, 80)
-    _, sums = parts[1].run(given, hidden)
+    sums = parts[1].run(given, hidden).terms
     whole = DistilledChunk(build(Layout(untied=True), 1), build(Layout(untied=True), 2, **WIDE), 1.0, 1.0)
-    _, expected = whole.run(given)
+    expected = whole.run(given).terms
     assert sums["kd"].item() == pytest.approx(expected["kd"].item(), rel=1e-6)
     assert sums["lm"].item() == pytest.approx(expected["lm"].item(), rel=1e-6)
     with torch.no_grad():
-        assert parts[0].hidden_shape(given) == (SEQUENCE, 2, 32)
-        alone, _ = parts[0].run(given)
+        assert parts[0].gives(given).shape == (SEQUENCE, 2, 32)
+        alone = parts[0].run(given).hidden
         assert alone.shape == (SEQUENCE, 2, 32)
-        assert set(parts[1].run(given, alone)[1]) == {"lm"}
+        assert set(parts[1].run(given, alone).terms) == {"lm"}
 
 
 def test_without_its_teacher_it_is_the_student():
     chunk = DistilledChunk(build(Layout(), 1), build(Layout(), 2), 1.0, 1.0)
     chunk.teacher = None
     assert chunk.terms == chunk.student.terms
-    assert set(chunk.run(batch())[1]) == {"lm"}
+    assert set(chunk.run(batch()).terms) == {"lm"}

@@ -9,7 +9,7 @@ import torch
 from megazero.config.tree import ModelConfig
 from megazero.errors import DataError
 from megazero.layers import Placement
-from megazero.models import GPT, Batch
+from megazero.models import GPT, Batch, Slice
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, spec_of, thread_context
 from tests.zero.models import make_gpt
 
@@ -46,7 +46,7 @@ def test_foreign_tokens_of_a_batch_made_by_hand_are_refused(tp, sequence_paralle
         placement = Placement.of(
             thread_context(world, grid, rank), torch.float32, sequence_parallel=sequence_parallel
         )
-        model = GPT(CONFIG, (13, 16), placement)
+        model = GPT(Slice(CONFIG, (13, 16), placement))
         with pytest.raises(DataError) as raised:
             model.hidden(Batch(tokens))
         return str(raised.value)
@@ -80,19 +80,19 @@ def test_the_sum_is_over_what_counts():
     model = make_gpt()
     mask = (np.arange(16).reshape(2, 8) % 3 == 0).astype(np.float32)
     batch = Batch.from_arrays(arrays(loss_mask=mask), CPU, 13)
-    hidden, sums = model.run(batch)
+    result = model.run(batch)
     each = model.token_losses(model(batch), batch.labels)  # [s, b]
-    assert hidden is None
-    torch.testing.assert_close(sums, {"lm": each.t()[batch.loss_mask.bool()].sum()})
-    _, whole = model.run(Batch.from_arrays(arrays(), CPU, 13))
-    torch.testing.assert_close(whole, {"lm": each.sum()})
+    assert result.hidden is None
+    torch.testing.assert_close(result.terms, {"lm": each.t()[batch.loss_mask.bool()].sum()})
+    whole = model.run(Batch.from_arrays(arrays(), CPU, 13))
+    torch.testing.assert_close(whole.terms, {"lm": each.sum()})
 
 
 @pytest.mark.parametrize(("wide", "expected"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_the_residual_stream_is_fp32_where_asked_for(wide, expected):
     """Whatever the layers compute in; in 20 steps of half precision, no loss would show it."""
     config = CONFIG.model_copy(update={"fp32_residual_connection": wide})
-    model = GPT(config, (13, 16), Placement.of(solo_context(), torch.bfloat16))
+    model = GPT(Slice(config, (13, 16), Placement.of(solo_context(), torch.bfloat16)))
     entering = []
     model.layers[0].register_forward_pre_hook(lambda _, given: entering.append(given[0].dtype))
     left = model.hidden(Batch.from_arrays(arrays(), CPU, 13))
@@ -102,7 +102,9 @@ def test_the_residual_stream_is_fp32_where_asked_for(wide, expected):
 def test_initial_values_and_weight_decay_of_every_parameter():
     """GPT-2: 0.02, at the ends of the residual branches 0.02 / sqrt(2 L); norms and biases do not decay."""
     shape = ModelConfig(num_layers=8, hidden_size=8, num_attention_heads=2, seq_length=8)
-    model = GPT(shape, (13, 16), Placement.of(solo_context(), sequence_parallel=False, dtype=torch.float32))
+    model = GPT(
+        Slice(shape, (13, 16), Placement.of(solo_context(), sequence_parallel=False, dtype=torch.float32))
+    )
     wide, narrow = ("normal", 0.02, True), ("normal", 0.005, True)
     ones, zeros = ("ones", 0.0, False), ("zeros", 0.0, False)
     norm = {"weight": ones, "bias": zeros}
@@ -131,12 +133,12 @@ def test_initial_values_and_weight_decay_of_every_parameter():
 
 def test_deferred_weight_gradients_come_later_and_are_the_same():
     model, batch = make_gpt(), Batch.from_arrays(arrays(), CPU, 13)
-    _, sums = model.run(batch)
+    sums = model.run(batch).terms
     sums["lm"].backward()
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     deferred = []
-    _, sums = model.run(batch, deferred=deferred)
+    sums = model.run(batch, deferred=deferred).terms
     sums["lm"].backward()
     waiting = [name for name, parameter in model.named_parameters() if parameter.grad is None]
     assert waiting == [

@@ -9,7 +9,7 @@ from megazero.config.tree import ModelConfig
 from megazero.inference import Sampling, generate
 from megazero.layers import Placement, initialize
 from megazero.layers.collectives import gather_features
-from megazero.models import GPT, Batch
+from megazero.models import GPT, Batch, Slice
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, derive_key, spec_of, thread_context
 from megazero.ops.counter_random import normal
 from tests.models.hf_weights import (
@@ -70,7 +70,7 @@ TOKENS = torch.randint(VOCAB[0], (3, 30), generator=torch.Generator().manual_see
 @torch.no_grad()
 def build(config: ModelConfig, context: ParallelContext) -> GPT:
     """Random everywhere, also where initial weights are ones and zeros, or a swap of two would not show."""
-    model = GPT(config, VOCAB, Placement.of(context, torch.float32))
+    model = GPT(Slice(config, VOCAB, Placement.of(context, torch.float32)))
     initialize(model, 11, context.place)
     for parameter in model.parameters():
         spec = spec_of(parameter)
@@ -90,7 +90,7 @@ def run_ours(config: ModelConfig, tp: int) -> tuple:
         model = build(config, context)
         with torch.no_grad():
             logits = gather_features(model(batch), context.tp)[..., : VOCAB[0]].transpose(0, 1)
-        loss = model.run(batch)[1]["lm"] / batch.counts["lm"]
+        loss = model.run(batch).terms["lm"] / batch.counts["lm"]
         loss.backward()
         tokens = generate(model, TOKENS[:, :9].tolist(), max_new_tokens=12, sampling=Sampling(greedy=True))
         return (

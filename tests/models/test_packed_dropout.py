@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.layers import LayerInputs, Placement
+from megazero.layers import Attends, LayerInputs, Placement, Rows, core_of
 from megazero.mpu import sample_keys, solo_context
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
 from megazero.verify.compare import compare
@@ -36,15 +36,15 @@ def test_a_packed_sample_has_the_masks_that_it_has_alone():
 
 
 def test_wanted_rows_and_slices_keep_their_masks():
-    inputs = LayerInputs(PLACES, sample_keys=PACKED_KEYS)
-    placement = Placement.of(solo_context(), torch.float32)
-    whole = inputs.layer_dropout(0.4, placement, 1, "mlp_out")
+    inputs = LayerInputs(Rows(PLACES, keys=PACKED_KEYS))
+    core, attends = core_of(Placement.of(solo_context(), torch.float32)), Attends(1, False, 0.4)
+    whole = inputs.layer_dropout(0.4, 1, "mlp_out")
     mask = dropout_mask_hidden(whole, 10, 1, HIDDEN)
     wanted = torch.tensor([[0], [4], [8]])
-    narrow = replace(inputs, wanted=wanted).narrowed().layer_dropout(0.4, placement, 1, "mlp_out")
+    narrow = replace(inputs, wanted=wanted).narrowed().layer_dropout(0.4, 1, "mlp_out")
     assert dropout_mask_hidden(narrow, 3, 1, HIDDEN).equal(mask[wanted[:, 0]])
-    queries = replace(inputs, wanted=wanted).attention_dropout(0.4, HEADS, placement, 1)
-    every = inputs.attention_dropout(0.4, HEADS, placement, 1)
+    queries = core._dropout(HEADS, replace(inputs, wanted=wanted), attends)
+    every = core._dropout(HEADS, inputs, attends)
     assert dropout_mask_attention(queries, 1, HEADS, 3, 10).equal(
         dropout_mask_attention(every, 1, HEADS, 10, 10)[:, :, wanted[:, 0]]
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig
-from megazero.layers import LayerInputs, Placement, initialize
+from megazero.layers import LayerInputs, Placement, Rows, initialize
 from megazero.moe.router import Router, Routing, router_weight
 from megazero.moe.tokens import Tokens
 from megazero.mpu import (
@@ -86,7 +86,7 @@ def joined(lists: Iterable[Sequence]) -> list:
 def inputs(samples: Sequence[int] | None = (), columns: int = 16, seed: int = SEED) -> LayerInputs:
     """Those of a training on these samples; of an evaluation if there are none."""
     keys = torch.from_numpy(sample_keys(seed, samples)) if samples else None
-    return LayerInputs(range(columns), sample_keys=keys)
+    return LayerInputs(Rows(range(columns), keys=keys))
 
 
 def route(

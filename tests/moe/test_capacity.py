@@ -186,7 +186,7 @@ def test_capacity_rounds_up_and_knows_no_error_of_floats():
 
 def test_which_factor_counts():
     training, evaluation = inputs((1,)), inputs()
-    generation = replace(evaluation, cache=object())
+    generation = replace(evaluation, core=object())
 
     def factors(**settings) -> list[float | None]:
         return [factor_of(config(**settings), given) for given in (training, evaluation, generation)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.layers import LayerInputs, Placement
+from megazero.layers import LayerInputs, Placement, Rows
 from megazero.layers.collectives import own_rows
 from megazero.moe import MoEMLP, terms_of
 from megazero.mpu import sample_keys, solo_context
@@ -41,7 +39,7 @@ def x_of(seed: int = 1, b: int = B) -> Tensor:
 
 def inputs(b: int = B, ids: Tensor | None = None, s: int = S) -> LayerInputs:
     keys = torch.from_numpy(sample_keys(SEED, range(b)))
-    return LayerInputs(range(s), sample_keys=keys, document_ids=ids)
+    return LayerInputs(Rows(range(s), ids, keys))
 
 
 def mixture(context=None, *, split: bool = False, dispatcher: str = "alltoall", **settings) -> MoEMLP:
@@ -101,7 +99,7 @@ def test_formula(kind):
     out, bias, sums = mlp(x, inputs())
     assert bias is None
     assert torch.allclose(out, formula(mlp, x), atol=1e-4, rtol=1e-4)
-    counts = sums["layers.1.mlp.router.tokens"]
+    counts = sums.tallies["layers.1.mlp.router.tokens"]
     assert counts.sum() == S * B * mlp.config.moe_router_topk
     names = {each.spec.name.removeprefix("layers.1.mlp.") for each in mlp.parameters()}
     assert ("shared_gate.weight" in names) == (kind == "gate")
@@ -125,7 +123,8 @@ def test_formula_with_capacity(kind):
     assert len(dropped) > 4
     out, _, sums = mlp(x, inputs())
     assert torch.allclose(out, formula(mlp, x, dropped), atol=1e-4, rtol=1e-4)
-    assert sums["dropped_tokens"].item() == pytest.approx(len(dropped) / 2 / 2), "of two choices, in 2 layers"
+    share = pytest.approx(len(dropped) / 2 / 2)  # of two choices, in two layers
+    assert sums.terms["dropped_tokens"].item() == share
 
 
 @pytest.mark.parametrize("kind", ["biases", "gate", "residual", "capacity", "padded to capacity"])
@@ -142,12 +141,16 @@ def test_padding_is_neither_routed_nor_counted(kind):
         mlp.experts.register_forward_pre_hook(lambda _, given: rows.extend(given[1]))
         out, _, sums = mlp(leaf, inputs(ids=ids, s=columns))
         mask = (ids[:, :S] >= 0).t().unsqueeze(-1)
-        trained = [sums[term.name] * term.coefficient for term in terms_of(mlp.config)]
+        trained = [sums.terms[term.name] * term.coefficient for term in terms_of(mlp.config)]
         ((out[:S] * to * mask).sum() + sum(trained)).backward()
         grads = {each.spec.name: each.grad for each in mlp.parameters()}
         if not mlp.config.moe_pad_expert_input_to_capacity:
             assert sum(rows) <= (S + 5) * mlp.config.moe_router_topk, "no expert computes what is no token"
-        return {**{f"term {k}": v.detach() for k, v in sums.items()}, "out": out[:S].detach() * mask, **grads}
+        return {
+            **{f"term {k}": v.detach() for k, v in {**sums.terms, **sums.tallies}.items()},
+            "out": out[:S].detach() * mask,
+            **grads,
+        }
 
     narrow, wide = run(S), run(S + 6)
     assert (
@@ -166,8 +169,8 @@ def step(context, x: Tensor, to: Tensor | None, *, split: bool = False, **settin
     columns = slice(part.rank * mine, (part.rank + 1) * mine)
     leaf = (own_rows(x, context.tp) if split else x)[:, columns].clone().requires_grad_()
     keys = torch.from_numpy(sample_keys(SEED, range(x.shape[1])))[columns]
-    out, _, sums = mlp(leaf, LayerInputs(range(S), sample_keys=keys))
-    trained = sum(sums[t.name] * t.coefficient for t in terms_of(mlp.config) if t.trained)
+    out, _, sums = mlp(leaf, LayerInputs(Rows(range(S), keys=keys, spread=mlp.placement.spread)))
+    trained = sum(sums.terms[t.name] * t.coefficient for t in terms_of(mlp.config) if t.trained)
     if to is not None:
         given = (own_rows(to, context.tp) if split else to)[:, columns]
         trained = trained + (out * given).sum()
@@ -179,7 +182,8 @@ def step(context, x: Tensor, to: Tensor | None, *, split: bool = False, **settin
             context.tp.all_reduce(grad).wait()
         context.groups[each.spec.replicas].all_reduce(grad).wait()
         grads[each.spec.name] = each.spec.unshard(grad, context.groups)
-    values = torch.stack([sums[t.name].detach() for t in terms_of(mlp.config) if t.name != "load_balancing"])
+    names = [term.name for term in terms_of(mlp.config) if term.name != "load_balancing"]
+    values = torch.stack([sums.terms[name].detach() for name in names])
     part.all_reduce(values).wait()
     return {"terms": values, **grads}
 
@@ -234,7 +238,7 @@ def test_the_terms_reach_the_router_when_the_experts_cannot():
         out, _, sums = mlp(x_of().requires_grad_(), inputs())
         assert out.abs().max() == 0
         (term,) = (each for each in terms_of(mlp.config) if each.trained)
-        (grad,) = torch.autograd.grad(sums[term.name], mlp.router.weight)
+        (grad,) = torch.autograd.grad(sums.terms[term.name], mlp.router.weight)
         assert grad.abs().max() > 0.01, kind
 
 
@@ -249,7 +253,7 @@ def test_all_ties_and_one_token(s, b, factor):
     x = randn(1, s, b, H).float().requires_grad_()
     out, _, sums = mlp(x, inputs(b, s=s))
     out.sum().backward()
-    assert sums["layers.1.mlp.router.tokens"].tolist() == [s * b, s * b, 0, 0]
+    assert sums.tallies["layers.1.mlp.router.tokens"].tolist() == [s * b, s * b, 0, 0]
     room = s if factor is None else -(-s * 2 // 4)
     dropped = {(i * b + j, e) for i in range(room, s) for j in range(b) for e in (0, 1)}
     assert torch.allclose(out, formula(mlp, x.detach(), dropped), atol=1e-4, rtol=1e-4)
@@ -261,9 +265,9 @@ def test_all_ties_and_one_token(s, b, factor):
 def test_evaluation_is_without_noise_and_with_its_own_factor():
     noisy = {"moe_input_jitter_eps": 0.3, "moe_router_sampling": "second"}
     mlp, x = mixture(**noisy), x_of()
-    quiet = replace(inputs(), sample_keys=None)
+    quiet = LayerInputs(Rows(range(S)))
     assert torch.allclose(mlp(x, quiet)[0], formula(mlp, x), atol=1e-4, rtol=1e-4)
     assert not torch.allclose(mlp(x, inputs())[0], formula(mlp, x), atol=1e-2)
     capped = mixture(moe_expert_capacity_factor=0.25, moe_eval_capacity_factor=100.0)
     assert torch.allclose(capped(x, quiet)[0], formula(capped, x), atol=1e-4, rtol=1e-4)
-    assert capped(x, inputs())[2]["dropped_tokens"] > 0
+    assert capped(x, inputs())[2].terms["dropped_tokens"] > 0

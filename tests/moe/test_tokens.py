@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.layers import LayerInputs, Placement
+from megazero.layers import Placement, Rows
 from megazero.layers.collectives import own_rows
 from megazero.moe.tokens import give_back, take_share
 from tests.moe.samples import joined, on_ranks, randn
@@ -33,9 +33,8 @@ def shares(s: int, b: int, tp: int, *, split: bool = False, **given) -> list[Sha
     def work(context) -> Share:
         placement = Placement.of(context, torch.float32, sequence_parallel=split)
         own = own_rows(x, context.tp) if split else x
-        rows, tokens = take_share(
-            own, LayerInputs(given.get("positions", range(s)), document_ids=given.get("ids")), placement
-        )
+        given_rows = Rows(given.get("positions", range(s)), given.get("ids"), spread=placement.spread)
+        rows, tokens = take_share(own, given_rows)
         assert tokens.count == len(rows)
         real = None if tokens.real is None else tokens.real.tolist()
         lists = (tokens.sequence.tolist(), tokens.position.tolist(), real, tokens.lengths.tolist())
@@ -124,8 +123,8 @@ def test_what_is_given_back_is_whole_and_so_is_its_gradient(s, b, tp, split):
     def work(context) -> tuple[Tensor, Tensor]:
         placement = Placement.of(context, torch.float64, sequence_parallel=split)
         leaf = (own_rows(x, context.tp) if split else x).clone().requires_grad_()
-        rows, _ = take_share(leaf, LayerInputs(range(s)), placement)
-        out = give_back(rows * 3, leaf.shape, placement)
+        rows, _ = take_share(leaf, Rows(range(s), spread=placement.spread))
+        out = give_back(rows * 3, leaf.shape, placement.spread)
         out.backward(own_rows(to, context.tp) if split else to)
         return out.detach(), leaf.grad
 
@@ -145,7 +144,7 @@ def test_masked_values_whole_values_and_own_ones():
         placement = Placement.of(context, torch.float32)
         ids = torch.tensor([[0, 0, -1], [0, -1, -1]], dtype=torch.int32)
         x = torch.arange(6.0).view(3, 2, 1)
-        rows, tokens = take_share(x, LayerInputs(range(3), document_ids=ids), placement)
+        rows, tokens = take_share(x, Rows(range(3), ids, spread=placement.spread))
         every = tokens.everywhere()
         whole = tokens.whole(rows).flatten().tolist()
         own = torch.equal(tokens.own(tokens.whole(rows)), rows)

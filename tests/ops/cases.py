@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megazero.mpu import SoloGroup
 from megazero.ops import CallFacts, operators
-from megazero.ops.attention import MaskKind
+from megazero.ops.attention import AttentionCall, MaskKind
 from megazero.ops.dropout import AttentionDropout, Dropout
 from megazero.ops.gate import Gating
 from megazero.ops.rotary import rotary_table
@@ -207,15 +207,12 @@ def attention_cases() -> list[Case]:
 
 
 def _attention_case(label, inputs, mask, causal, dropout, small) -> Case:
-    """Below the front, which joins causal and mask where torch's kernels cannot take both."""
     s, t, d = inputs[0].shape[0], inputs[1].shape[0], inputs[0].shape[-1]
-    if causal and (mask is not None or s != t):
-        order = torch.ones(s, t, dtype=torch.bool).tril(t - s).view(1, 1, s, t)
-        mask = order if mask is None else mask & order
     slack = (8.0 if " x 12" in label else 1.0) * (1.0 if dropout is None else 2.0)
-    kind = MaskKind.DENSE if mask is not None else MaskKind.CAUSAL if causal else MaskKind.NONE
-    own = {"mask": kind, "dropout": dropout is not None, "head_size": d, "lse": False}
-    call = lambda f, *a: f(*a, mask, causal, dropout, d**-0.5)[0]  # noqa: E731
+    dense = mask is not None or (causal and s != t)
+    kind = MaskKind.DENSE if dense else MaskKind.CAUSAL if causal else MaskKind.NONE
+    own = {"mask": kind, "dropout": dropout is not None, "lse": False}
+    call = lambda f, *a: f(*a, AttentionCall(d**-0.5, causal, mask, dropout=dropout))[0]  # noqa: E731
     return Case("attention", label, inputs, call, small, slack, own)
 
 

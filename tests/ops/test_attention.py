@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.ops.attention import attention
+from megazero.ops.attention import attention, attention_with_lse
 from megazero.ops.dropout import AttentionDropout
 
 
@@ -106,6 +106,68 @@ def test_bf16_gradients_are_near_those_of_fp64(dropout: AttentionDropout | None)
         grads[dtype] = torch.autograd.grad(out, leaves, weights.to(dtype))
     for ours, true in zip(grads[torch.bfloat16], grads[torch.float64], strict=True):
         assert ((ours.double() - true).norm() / true.norm()).item() < 0.01
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(d) + bias) v and its log-sum-exp, in plain torch."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) / q.shape[-1] ** 0.5
+    scores = (scores if bias is None else scores + bias).masked_fill(~allowed, -torch.inf)
+    return torch.einsum("bnst,tbne->sbne", scores.softmax(-1), v).flatten(2), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("e", "bias_shape", "causal"),
+    [
+        (8, (2, 4, 9, 9), True),
+        (8, (4, 9, 9), False),
+        (12, None, True),
+        (5, (1, 4, 9, 9), True),
+        (5, None, False),
+    ],
+)
+def test_a_bias_and_values_of_another_width_follow_the_formula(dtype, e, bias_shape, causal) -> None:
+    """Results, log-sum-exp and all gradients, with a mask and documents, as T5 and latent attention ask."""
+    q, k, _ = _qkv()
+    leaves = [q, k, torch.randn(9, 2, 2, e)] + ([] if bias_shape is None else [2 * torch.randn(bias_shape)])
+    leaves = [x.to(dtype).requires_grad_() for x in leaves]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    mask = (torch.rand(2, 1, 9, 9) > 0.3) | torch.eye(9, dtype=torch.bool)
+    ids = torch.tensor([[0] * 4 + [1] * 5, [7] * 6 + [8] * 3])
+    allowed = mask & (ids[:, None, :, None] == ids[:, None, None, :])
+    allowed = allowed.tril() if causal else allowed
+    given = {
+        "bias": leaves[3] if len(leaves) > 3 else None,
+        "mask": mask,
+        "document_ids": ids,
+        "causal": causal,
+    }
+    true_out, true_lse = _formula(*wide[:3], wide[3] if len(wide) > 3 else None, allowed)
+    true_grads = torch.autograd.grad(true_out.sin().sum(), wide, retain_graph=True)
+    true_both = torch.autograd.grad(true_out.sin().sum() + true_lse.sum(), wide)
+    alone = attention(*leaves[:3], **given)
+    out, lse = attention_with_lse(*leaves[:3], **given)
+    bound = 3e-6 if dtype == torch.float32 else 4e-2
+    pairs = [(alone, true_out), (out, true_out), (lse, true_lse)]
+    pairs += zip(torch.autograd.grad(alone.sin().sum(), leaves), true_grads, strict=True)
+    pairs += zip(torch.autograd.grad(out.sin().sum() + lse.sum(), leaves), true_both, strict=True)
+    for ours, true in pairs:
+        assert ours.shape == true.shape
+        assert (ours.double() - true).abs().max() <= bound * max(1.0, true.abs().max().item())
+
+
+def test_dropout_drops_the_same_under_a_bias() -> None:
+    """A bias of zeros, and values that are padded with zeros, change nothing."""
+    q, k, v = _qkv()
+    dropout = AttentionDropout(0.3, torch.tensor([3, 9]), range(9), range(9))
+    plain = attention(q, k, v, causal=True, dropout=dropout)
+    biased = attention(q, k, v, causal=True, dropout=dropout, bias=torch.zeros(9, 9))
+    padded = torch.cat([v, torch.zeros(9, 2, 2, 3)], -1)
+    wider = attention(q, k, padded, causal=True, dropout=dropout).view(9, 2, 4, 11)
+    assert torch.allclose(biased, plain, atol=1e-6)
+    assert torch.allclose(wider[..., :8].flatten(2), plain, atol=1e-6)
+    assert not wider[..., 8:].any()
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.ops.attention import attention, composed
-from megazero.ops.attention.documents import document_runs
+from megazero.ops.attention import AttentionCall, attention, reference
+from megazero.ops.attention.call import document_runs
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.scaled_softmax import scaled_softmax
@@ -56,7 +56,7 @@ def test_they_equal_the_formula_with_a_mask(ids, positions, dropped, causal):
     mask = ids[:, None, :, None] == ids[:, None, None, :]
     if causal:
         mask = mask.tril()
-    theirs, _ = attention_reference(*leaves, mask, False, dropout, 0.7)
+    theirs, _ = attention_reference(*leaves, AttentionCall(0.7, mask=mask, dropout=dropout))
     upstream = torch.randn_like(ours)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     for mine, expected in zip(
@@ -84,7 +84,7 @@ def test_the_composition_has_the_softmax_compare_ids(s, masked, causal, monkeypa
         given.append((mask, document_ids))
         return scaled_softmax(scores, scale, causal, mask, document_ids=document_ids)
 
-    monkeypatch.setattr(composed, "scaled_softmax", spied)
+    monkeypatch.setattr(reference, "scaled_softmax", spied)
     torch.manual_seed(3)
     ids = torch.tensor([[0] * 9 + [1] + [2] * 10 + [0] * 4, [5] * 24], dtype=torch.int32)
     q, k, v = (

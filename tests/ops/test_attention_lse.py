@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.ops.attention import ATTENTION, AttentionFacts, MaskKind, attention, attention_with_lse
+from megazero.ops.attention import (
+    ATTENTION,
+    AttentionCall,
+    AttentionFacts,
+    MaskKind,
+    attention,
+    attention_with_lse,
+)
 from megazero.ops.dropout import AttentionDropout
 
 S, B, HEADS, GROUPS, D = 48, 2, 4, 2, 16
@@ -75,12 +82,12 @@ def test_every_implementation_that_serves_gives_the_references(dtype: torch.dtyp
     """Result, log-sum-exp and the gradients of both, with a query that may attend to nothing."""
     mask = torch.rand(B, 1, S, S) > 0.3
     mask[0, 0, 5] = False
-    facts = AttentionFacts("cpu", dtype, MaskKind.DENSE, dropout=True, head_size=D, lse=True)
+    facts = AttentionFacts("cpu", dtype, MaskKind.DENSE, dropout=True, lse=True)
     dropout = AttentionDropout(0.2, torch.tensor([3, 9]), range(S), range(S), head_offset=4)
 
     def run(fn, dtype: torch.dtype) -> list[Tensor]:
         leaves = [each.detach().to(dtype).requires_grad_() for each in qkv(facts.dtype)]
-        out, lse = fn(*leaves, mask, False, dropout, 0.25)
+        out, lse = fn(*leaves, AttentionCall(0.25, mask=mask, dropout=dropout))
         assert (lse[0, :, 5] == -torch.inf).all()
         assert (out[5, 0] == 0).all()
         finite = lse.masked_fill(lse == -torch.inf, 0)

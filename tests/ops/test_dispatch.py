@@ -88,21 +88,28 @@ def test_explain_names_the_facts_that_change_the_choice_and_no_others() -> None:
 
 @pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 def test_what_attention_says() -> None:
-    assert explain(ATTENTION).splitlines() == [
-        "attention on cpu, dropout=False, lse=False: native_cpu (bfloat16, float32), sdpa (float16, float64)",
-        *(
-            f"attention on cpu, {facts}: native_cpu (bfloat16, float32), {half} (float16), {full} (float64)"
-            for facts, half, full in (
-                ("dropout=False, lse=True", "reference", "flash_cpu"),
-                ("dropout=True, lse=False", "composed", "flash_cpu"),
-                ("dropout=True, lse=True", "reference", "flash_cpu"),
-            )
-        ),
-        "attention on cuda, dropout=False, lse=False: sdpa (bfloat16, float16, float32, float64)",
-        "attention on cuda, dropout=False, lse=True: reference (bfloat16, float16, float32, float64)",
-        "attention on cuda, dropout=True, lse=False: composed (bfloat16, float16, float32, float64)",
-        "attention on cuda, dropout=True, lse=True: reference (bfloat16, float16, float32, float64)",
+    """Kernels take neither a bias nor values of another width; on a GPU neither changes the choice."""
+    plain, every = "bias=False, one_width=True", "(bfloat16, float16, float32, float64)"
+    kernels = {
+        "dropout=False, lse=False": "sdpa (float16, float64)",
+        "dropout=False, lse=True": "reference (float16), flash_cpu (float64)",
+        "dropout=True, lse=False": "composed (float16), flash_cpu (float64)",
+        "dropout=True, lse=True": "reference (float16), flash_cpu (float64)",
+    }
+    torch_rows = dict(zip(kernels, ("sdpa", "reference", "composed", "reference"), strict=True))
+    said = explain(ATTENTION).splitlines()
+    assert [line for line in said if plain in line] == [
+        f"attention on cpu, {facts}, {plain}: native_cpu (bfloat16, float32), {others}"
+        for facts, others in kernels.items()
     ]
+    assert {line for line in said if plain not in line} == {
+        *(f"attention on cuda, {facts}: {row} {every}" for facts, row in torch_rows.items()),
+        *(
+            f"attention on cpu, {facts}, bias={bias}, one_width={one_width}: {row} {every}"
+            for facts, row in torch_rows.items()
+            for bias, one_width in ((False, False), (True, False), (True, True))
+        ),
+    }
 
 
 def test_the_faster_ones_are_passed_over_for_a_reason() -> None:
@@ -157,7 +164,7 @@ def _run_bias_dropout_add(facts) -> Tensor:
 
 
 def _run_attention(facts) -> Tensor:
-    q, k, v = (_randn(facts, 4, 2, n, facts.head_size) for n in (2, 1, 1))
+    q, k, v = (_randn(facts, 4, 2, *sizes) for sizes in ((2, 6), (1, 6), (1, 6 if facts.one_width else 5)))
     front = attention_with_lse if facts.lse else attention
     out = front(
         q,
@@ -166,6 +173,7 @@ def _run_attention(facts) -> Tensor:
         causal=facts.mask is MaskKind.CAUSAL,
         mask=torch.ones(2, 1, 4, 4, dtype=torch.bool) if facts.mask is MaskKind.DENSE else None,
         document_ids=torch.zeros(2, 4, dtype=torch.int32) if facts.mask is MaskKind.DOCUMENTS else None,
+        bias=_randn(facts, 2, 4, 4) if facts.bias else None,
         dropout=AttentionDropout(0.1, torch.arange(2), range(4), range(4)) if facts.dropout else None,
     )
     return out[0].sum() + out[1].sum() if facts.lse else out

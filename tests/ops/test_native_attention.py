@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops import native
-from megazero.ops.attention import native_cpu
+from megazero.ops.attention import AttentionCall, native_cpu
 from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
@@ -30,11 +30,8 @@ def _all(attend, inputs: list[Tensor], causal: bool, dropout=None, lse: bool = F
     *leaves, grad = (each.clone() for each in inputs)
     for leaf in leaves:
         leaf.requires_grad_()
-    (s, b, n, _), t = leaves[0].shape, leaves[1].shape[0]
-    mask = None
-    if causal and s != t:
-        mask = torch.ones(s, t, dtype=torch.bool).tril(t - s).view(1, 1, s, t)
-    out, sums = attend(*leaves, mask, causal, dropout, 0.3)
+    s, b, n, _ = leaves[0].shape
+    out, sums = attend(*leaves, AttentionCall(0.3, causal, dropout=dropout))
     of, grads = (out, sums.nan_to_num(neginf=0.0)) if lse else (out,), (grad, torch.ones(b, n, s).to(grad))
     return [out.detach(), sums.detach(), *torch.autograd.grad(of, leaves, grads[: len(of)])]
 
@@ -86,7 +83,7 @@ def test_the_mask_is_that_of_counter_random_bit_for_bit() -> None:
     keys, head_offset = torch.tensor([3, -8]), 5
     dropout = AttentionDropout(0.4, keys, range(9, 79), torch.arange(140).view(70, 2), head_offset)
     values = torch.eye(70).view(70, 1, 1, 70).expand(-1, 2, 3, -1)
-    out, _ = attention_native_cpu(q, k, values, None, False, dropout, 0.1)
+    out, _ = attention_native_cpu(q, k, values, AttentionCall(0.1, dropout=dropout))
     kept = out.view(70, 2, 3, 70).permute(1, 2, 0, 3) != 0
     assert torch.equal(kept, dropout_mask_attention(dropout, 2, 3, 70, 70))
 
@@ -125,8 +122,8 @@ def test_what_is_not_finite_stays_visible(bad: float, which: int) -> None:
     for s, t in ((1, 1), (70, 70)):
         inputs = _inputs(s, t, 1, 2, 2, 4)
         inputs[which][s // 2, 0, 1, 2] = bad
-        ours, _ = attention_native_cpu(*inputs[:3], None, True, None, 0.5)
-        true, _ = attention_reference(*inputs[:3], None, True, None, 0.5)
+        ours, _ = attention_native_cpu(*inputs[:3], AttentionCall(0.5, causal=True))
+        true, _ = attention_reference(*inputs[:3], AttentionCall(0.5, causal=True))
         assert torch.equal(ours.isfinite(), true.isfinite())
 
 

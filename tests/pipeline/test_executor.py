@@ -20,6 +20,7 @@ from megazero.pipeline import (
     forward_only,
     lower,
 )
+from megazero.pipeline.chunk import Boundary, ChunkResult
 from tests.pipeline.samples import action
 
 
@@ -30,7 +31,6 @@ class Piece(nn.Module):
     chunk also reports something that must not be differentiated.
     """
 
-    hidden_dtype = torch.float32
     terms = (LossTerm("squares"), LossTerm("fourths", 0.25), LossTerm("reported", 0.0))
 
     def __init__(self, number: int, last: int):
@@ -38,15 +38,17 @@ class Piece(nn.Module):
         self.number, self.last = number, last
         self.weight = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(number)) / 2)
 
-    def hidden_shape(self, batch: Tensor) -> tuple[int, ...]:
-        return tuple(batch.shape)
+    def takes(self, batch: Tensor) -> Boundary:
+        return Boundary(tuple(batch.shape), torch.float32)
+
+    gives = takes
 
     def run(self, batch, hidden, *, deferred):
         out = self.product(batch, hidden, deferred)
         sums = {"squares": (out**2).sum()} if self.number == self.last else {"fourths": (out**4).sum()}
         if self.number == 0:
             sums["reported"] = Forbidden.apply(out)
-        return (None if self.number == self.last else out), sums
+        return ChunkResult(None if self.number == self.last else out, sums)
 
     def product(self, batch, hidden, deferred):
         x = batch if hidden is None else hidden

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.errors import ConfigError
-from megazero.pipeline import partition, partition_layers
+from megazero.pipeline import partition, partition_blocks
 
 
 def sizes(ranges: list[range]) -> list[int]:
@@ -70,17 +70,12 @@ def test_too_many_parts_are_refused(parts):
 
 
 def deal(method: str, layers: int, chunks: int, *, embedding=0.0, weights=None, head=0.0, types=None):
-    return sizes(
-        partition_layers(
-            method,
-            layers,
-            chunks,
-            embedding=embedding,
-            layers=weights or [1.0] * layers,
-            head=head,
-            types=types or ["TransformerLayer"] * layers,
-        )
-    )
+    """The layers of each chunk of a model that begins with an embedding and ends with a head."""
+    costs = [embedding, *(weights or [1.0] * layers), head]
+    names = [None, *(types or ["TransformerLayer"] * layers), None]
+    ranges = partition_blocks(method, chunks, costs=costs, types=names)
+    assert [number for blocks in ranges for number in blocks] == [*range(layers + 2)]
+    return [sum(names[number] is not None for number in blocks) for blocks in ranges]
 
 
 @pytest.mark.parametrize(
@@ -103,8 +98,15 @@ def test_weighted_methods_count_embedding_and_head(method):
 
 def test_type_balances_the_layers_whose_name_matches():
     types = ["Dense", "MoE", "Dense", "MoE", "Dense", "Dense", "MoE", "MoE"]
-    ranges = partition_layers("type:moe", 8, 2, embedding=99, layers=[1.0] * 8, head=99, types=types)
-    assert [sum(types[i] == "MoE" for i in part) for part in ranges] == [2, 2]
+    assert deal("type:moe", 8, 2, embedding=99, head=99, types=types) == [6, 2]  # two of them in each
+
+
+def test_a_block_that_is_no_layer_stays_with_the_next_layer():
+    """As the embedding of a decoder does, which stands in the middle of the list."""
+    types, costs = [None, "Encoder", "Encoder", None, "Decoder", None], [0, 3, 3, 9, 1, 1]
+    assert partition_blocks("uniform", 3, costs=costs, types=types) == [range(2), range(2, 3), range(3, 6)]
+    assert partition_blocks("cost", 2, costs=costs, types=types) == [range(3), range(3, 6)]
+    assert partition_blocks("type:enc", 2, costs=costs, types=types) == [range(2), range(2, 6)]
 
 
 def test_explicit_numbers():

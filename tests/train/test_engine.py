@@ -50,7 +50,7 @@ def test_loss_and_gradient_are_means_over_counted_positions():
     batches = samples(0, context)
     weights = [b.counts["lm"] for b in batches]
     assert max(weights) > 2 * min(weights), "the masks are meant to be uneven"
-    expected = sum(the_model(engine).run(b)[1]["lm"] for b in batches) / sum(weights)
+    expected = sum(the_model(engine).run(b).terms["lm"] for b in batches) / sum(weights)
     params = list(the_model(engine).parameters())
     wanted = torch.autograd.grad(expected, params)
     result = step(engine, batches)

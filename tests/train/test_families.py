@@ -16,7 +16,7 @@ from megazero.mpu import solo_context
 from megazero.train import stage_assignment
 from megazero.train.chunks import build_chunks
 from megazero.train.families import FAMILIES, family_of
-from megazero.train.stage_assignment import assign_layers, estimated_costs, measured_costs, parameter_counts
+from megazero.train.stage_assignment import assign_parts, estimated_costs, measured_costs, parameter_counts
 from megazero.train.vocabulary import Vocabulary
 from tests.layouts.layout import ENCODERS, SHAPES, VOCABULARY, Layout
 
@@ -63,7 +63,7 @@ def test_what_a_row_says_is_what_it_builds(shape):
     counts = parameter_counts(config, VOCAB, solo_context())
     built = [sum(p.numel() for p in block.parameters()) for block in chunk.blocks()]
     assert counts == built  # the tied head's weight is counted with both, as its stage would hold a copy
-    assert chunk.tied_weight is chunk.embedding.word
+    assert chunk.head.weight is chunk.weight("embedding.word.weight") is chunk.embedding.word
 
 
 def uneven(family):
@@ -73,7 +73,7 @@ def uneven(family):
         first, *layers, last = family.blocks(config, padded_vocab)
         return (
             first,
-            *(Block(f"{each.kind}{i}", 7.0 if i == 2 else 1.0) for i, each in enumerate(layers)),
+            *(Block(i, f"{each.kind}{i}", 7.0 if i == 2 else 1.0) for i, each in enumerate(layers)),
             last,
         )
 
@@ -91,13 +91,14 @@ def test_layers_may_differ_where_they_are_dealt(method, expected, shape, monkeyp
     # The head of a model this small would outweigh its layers.
     family = uneven(family_of(config.model))
     monkeypatch.setattr(stage_assignment, "family_of", lambda model: _without_head(family))
-    assert [len(layers) for layers in assign_layers(config, VOCAB, solo_context())] == expected
+    assigned = assign_parts(config, VOCAB, solo_context())
+    assert [sum(isinstance(part, int) for part in parts) for parts in assigned] == expected
 
 
 def _without_head(family):
     def blocks(config, padded_vocab):
         *others, last = family.blocks(config, padded_vocab)
-        return (*others, Block(last.kind, 0.0))
+        return (*others, Block(last.part, last.kind, 0.0))
 
     return dataclasses.replace(family, blocks=blocks)
 

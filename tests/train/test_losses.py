@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from megazero.loss import LossTerm
+from megazero.models import Batch
+from megazero.mpu import solo_context
 from megazero.train.losses import Losses, local_counts, loss_factors
 
 TERMS = (LossTerm("lm"), LossTerm("aux", 0.25), LossTerm("accuracy", 0.0))
 
 
+@dataclass(frozen=True)
+class Counted:
+    counts: dict[str, float]
+
+    def counts_of_share(self, sharers: int) -> dict[str, float]:
+        assert sharers == 1
+        return self.counts
+
+
 def test_counts_are_summed_over_micro_batches_in_the_order_of_the_terms():
     batches = [
-        SimpleNamespace(counts={"accuracy": 2.0, "aux": 0.0, "lm": 3.0}),
-        SimpleNamespace(counts={"lm": 4.5, "aux": 1.0, "accuracy": 2.0}),
+        Counted({"accuracy": 2.0, "aux": 0.0, "lm": 3.0}),
+        Counted({"lm": 4.5, "aux": 1.0, "accuracy": 2.0}),
     ]
-    counts = local_counts(TERMS, batches, torch.device("cpu"))
+    counts = local_counts(TERMS, batches, solo_context())
     assert (counts.tolist(), counts.dtype) == ([7.5, 1.0, 4.0], torch.float64)
+
+
+def test_counts_of_whole_sequences_are_shared_by_the_ranks_that_have_parts_of_them():
+    text = Batch(torch.zeros(3, 8, dtype=torch.int64))
+    assert text.counts_of_share(1) == text.counts
+    assert text.counts_of_share(4) == {"lm": 24.0, "tokens": 24.0, "sequences": 0.75, "micro_batches": 0.25}
 
 
 def test_factors_are_scale_times_coefficient_over_count():
@@ -38,7 +55,7 @@ def test_a_factor_has_the_bits_of_a_python_number(count, scale):
 
 
 def test_factors_follow_the_device_of_the_counts():
-    counts = local_counts(TERMS, [], torch.device("meta"))
+    counts = local_counts(TERMS, [], solo_context(torch.device("meta")))
     assert loss_factors(TERMS, counts, 1.0).device.type == "meta"
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megazero.config.tree import ModelConfig, RecomputeConfig
 from megazero.layers import Placement, initialize
-from megazero.models import GPT, Batch
+from megazero.models import GPT, Batch, Slice
 from megazero.mpu import solo_context
 from megazero.zero import Unit
 
@@ -105,7 +105,7 @@ def make_gpt(recompute: str = "none") -> GPT:
         init_method_std=0.1,
     )
     placement = Placement.of(solo_context(), torch.float32)
-    model = GPT(config, (13, 16), placement, RecomputeConfig(granularity=recompute))
+    model = GPT(Slice(config, (13, 16), placement, RecomputeConfig(granularity=recompute)))
     initialize(model, 5, placement.place)
     return model
 
@@ -113,7 +113,7 @@ def make_gpt(recompute: str = "none") -> GPT:
 def gpt_loss(model: GPT, step: int, sample: int) -> Tensor:
     """Cross-entropy of one sample."""
     tokens = _tokens(step, sample, 13, 9).unsqueeze(0)
-    return model.run(Batch(tokens[:, :-1], tokens[:, 1:].contiguous()))[1]["lm"]
+    return model.run(Batch(tokens[:, :-1], tokens[:, 1:].contiguous())).terms["lm"]
 
 
 def layer_units(model: GPT) -> list[Unit]:

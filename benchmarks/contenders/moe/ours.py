@@ -7,7 +7,7 @@ import torch
 from benchmarks.contenders.moe import LayerShape, stepper
 from benchmarks.contenders.ours import join_context
 from megazero.config.tree import ModelConfig, ParallelConfig
-from megazero.layers import LayerInputs, Placement, initialize
+from megazero.layers import LayerInputs, Placement, Rows, initialize
 from megazero.moe import MoEMLP
 from megazero.train.allocator import keep_freed_memory
 
@@ -34,5 +34,5 @@ def build(shape: LayerShape, rank: int, world_size: int, dispatcher: str = "allt
     layer = MoEMLP(0, config, placement)
     initialize(layer, 0, context.place)
     keys = torch.arange(shape.micro_batch) + rank
-    inputs = LayerInputs(range(shape.sequence), sample_keys=keys.to(shape.device))
+    inputs = LayerInputs(Rows(range(shape.sequence), keys=keys.to(shape.device)))
     return stepper(layer, shape.hidden_states(rank), lambda x: layer(x, inputs)[0])

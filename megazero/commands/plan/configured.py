@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 from megazero.config.derive import data_parallel_size
 from megazero.config.steps import Steps
 from megazero.config.tree import Config, TokenizerConfig
 from megazero.errors import ConfigError
+from megazero.models import Part
 from megazero.mpu import solo_context
 from megazero.pipeline import Costs, Schedule
 from megazero.train.programs import schedule_of
-from megazero.train.stage_assignment import assign_layers, estimated_costs
+from megazero.train.stage_assignment import assign_parts, estimated_costs
 from megazero.train.vocabulary import Vocabulary, build_vocabulary
 
 
@@ -21,13 +24,13 @@ class PlannedPipeline:
 
     Attributes:
         schedule: the schedule of a step at the end of a batch ramp.
-        layers: the layers of each chunk, in model order.
+        parts: the parts of the model in each chunk, in order.
         loads: FLOPs of each chunk as multiples of the mean stage's. Layers with experts count the
             experts that a token goes to.
     """
 
     schedule: Schedule
-    layers: tuple[range, ...]
+    parts: tuple[tuple[Part, ...], ...]
     loads: tuple[float, ...]
 
     @classmethod
@@ -44,11 +47,9 @@ class PlannedPipeline:
             )
         vocabulary, context = _vocabulary(config), solo_context()
         steps = Steps.of(config, data_parallel_size(config, ranks))
-        assigned = assign_layers(config, vocabulary, context)
-        embedding, *layers, head = estimated_costs(config, vocabulary, context)
-        costs = [sum(layers[number] for number in numbers) for numbers in assigned]
-        costs[0] += embedding
-        costs[-1] += head
+        assigned = assign_parts(config, vocabulary, context)
+        block_costs = iter(estimated_costs(config, vocabulary, context))
+        costs = [sum(islice(block_costs, len(parts))) for parts in assigned]
         schedule = schedule_of(config, steps.ramp.final // steps.unit)
         stage = sum(costs) / schedule.stages
         return cls(schedule, tuple(assigned), tuple(cost / stage for cost in costs))
@@ -63,20 +64,23 @@ class PlannedPipeline:
 
     def report(self) -> str:
         """A line per chunk: its stage, its layers, and its load."""
-        last = len(self.layers) - 1
         lines = []
-        for chunk, (stage, layers, load) in enumerate(
-            zip(self.schedule.stage_of, self.layers, self.loads, strict=True)
+        for chunk, (stage, parts, load) in enumerate(
+            zip(self.schedule.stage_of, self.parts, self.loads, strict=True)
         ):
-            held = ["embedding"] * (chunk == 0) + _names(layers) + ["head"] * (chunk == last)
-            lines.append(f"chunk {chunk} on stage {stage}: {', '.join(held)}; {load:.2f} of a mean stage")
+            held = ", ".join(_names(parts))
+            lines.append(f"chunk {chunk} on stage {stage}: {held}; {load:.2f} of a mean stage")
         return "\n".join(lines)
 
 
-def _names(layers: range) -> list[str]:
-    if len(layers) < 2:
-        return [f"layer {number}" for number in layers]
-    return [f"layers {layers[0]} to {layers[-1]}"]
+def _names(parts: tuple[Part, ...]) -> Iterator[str]:
+    """The parts in words, neighbouring layers together."""
+    for layers, run in groupby(parts, lambda part: isinstance(part, int)):
+        first, *rest = run
+        if not layers:
+            yield from (str(part) for part in (first, *rest))
+        else:
+            yield f"layers {first} to {rest[-1]}" if rest else f"layer {first}"
 
 
 def _vocabulary(config: Config) -> Vocabulary:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megazero.config.tree import ModelConfig
 from megazero.deepspeed.moe.copies import ExpertCopies, plain_output
 from megazero.errors import ConfigError
-from megazero.layers import LayerInputs
+from megazero.layers import LayerInputs, Rows
 from megazero.moe.capacity import kept_choices
 from megazero.moe.dispatch import ExpertPlacement, all_to_all_dispatch
 from megazero.moe.losses import switch_loss
@@ -168,7 +168,7 @@ class MoE(nn.Module):
             )
         rows = hidden_states.reshape(-1, self.hidden_size)
         tokens = _tokens_of(rows, used_token)
-        inputs = LayerInputs(range(tokens.count), sample_keys=self._noise_key(rows.device))
+        inputs = LayerInputs(Rows(range(tokens.count), keys=self._noise_key(rows.device)))
         with torch.autocast(rows.device.type, enabled=False):
             choice = self.router(rows, tokens, inputs)
         kept = kept_choices(self.config, 0, choice, tokens, inputs)

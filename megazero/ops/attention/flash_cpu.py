@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.ops.attention.call import AttentionCall
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
-from megazero.ops.dropout import AttentionDropout, attention_columns, attention_row_keys
+from megazero.ops.dropout import attention_columns, attention_row_keys
 
 # Scores per block and thread, and queries per block: in fp32 it pays more to skip the causal triangle with
 # small blocks, in bf16 to have larger matmuls (measured at 512 queries, 8 heads of 64 channels).
@@ -293,17 +294,11 @@ def _samples(shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | No
         yield _Sample(shape, q[:, i], k[:, i], lse[i], None if blocked is None else blocked[i])
 
 
-def attention_flash_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: AttentionDropout | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def attention_flash_cpu(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp: torch's CPU flash kernel forward, and our blocked backward."""
-    if dropout is None:
-        return apply(_FlashCPU, q, k, v, mask, causal, None, None, 0.0, scale)
-    row_keys, columns = attention_row_keys(dropout, q.shape[2]), keep_columns(attention_columns(dropout))
-    return apply(_FlashCPU, q, k, v, mask, causal, row_keys, columns, dropout.p, scale)
+    row_keys = columns = None
+    p = 0.0
+    if call.dropout is not None:
+        row_keys, p = attention_row_keys(call.dropout, q.shape[2]), call.dropout.p
+        columns = keep_columns(attention_columns(call.dropout))
+    return apply(_FlashCPU, q, k, v, call.allowed(q, k), call.causal, row_keys, columns, p, call.scale)

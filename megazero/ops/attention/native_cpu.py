@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megazero.ops.attention.call import AttentionCall
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.counter_random import KeepRows, keep_columns
-from megazero.ops.dropout import AttentionDropout, attention_columns, attention_row_keys
+from megazero.ops.dropout import attention_columns, attention_row_keys
 from megazero.ops.native import NATIVE, address, adjacent, heads_of, kept_by
 
 
@@ -86,21 +87,14 @@ class _NativeAttention(torch.autograd.Function):
         return *grads, *(None,) * 7
 
 
-def attention_native_cpu(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: AttentionDropout | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def attention_native_cpu(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp by the kernels of csrc/attention, for q [s, b, n, d] in fp32 or bf16."""
     low = odd_high = columns = None
     p = 0.0
-    if dropout is not None:
-        rows = KeepRows.of(attention_row_keys(dropout, q.shape[2]))
+    if call.dropout is not None:
+        rows = KeepRows.of(attention_row_keys(call.dropout, q.shape[2]))
         low, odd_high = rows.low.contiguous(), rows.odd_high.contiguous()
-        columns, p = keep_columns(attention_columns(dropout)).contiguous(), dropout.p
+        columns, p = keep_columns(attention_columns(call.dropout)).contiguous(), call.dropout.p
+    mask = call.allowed(q, k)
     mask = None if mask is None else adjacent(mask)
-    return apply(_NativeAttention, q, k, v, mask, causal, low, odd_high, columns, p, scale)
+    return apply(_NativeAttention, q, k, v, mask, call.causal, low, odd_high, columns, p, call.scale)

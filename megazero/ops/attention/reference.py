@@ -1,38 +1,91 @@
-"""Attention as its formula reads (Vaswani et al. 2017; grouped queries: Ainslie et al. 2023)."""
+"""Attention in plain torch: as its formula reads, and in two ways that suit an accelerator.
+
+SDPA draws its own dropout from a stream that no other layout can replay, so with dropout the probabilities
+are computed and masked here instead. Neither returns the log-sum-exp.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.ops.attention.call import AttentionCall
 from megazero.ops.chunks import compute_dtype
-from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
-from megazero.ops.scaled_softmax.reference import masked_scores
+from megazero.ops.dropout import dropout_mask_attention
+from megazero.ops.scaled_softmax import scaled_softmax
+from megazero.ops.scaled_softmax.reference import masked_scores, may_attend
 
 
-def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: AttentionDropout | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v per head, where the heads of a group share its keys and values.
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """softmax(scale q k^T + bias) v per head, where the heads of a group share its keys and values.
 
-    The second result is the log of the softmax's denominator, [b, n, s], -inf where there is nothing to
-    attend to.
+    (Vaswani et al. 2017; grouped queries: Ainslie et al. 2023.) The second result is the log of the softmax's
+    denominator, [b, n, s], -inf where there is nothing to attend to.
     """
-    s, b, n, d = q.shape
+    s, b, n, _ = q.shape
     repeats = n // k.shape[2]
     wide_q, wide_k, wide_v = (x.to(compute_dtype(q.dtype)) for x in (q, k, v))
     wide_k, wide_v = (x.repeat_interleave(repeats, 2) for x in (wide_k, wide_v))
-    scores = torch.einsum("sbnd,tbnd->bnst", wide_q, wide_k)
-    wide_scores, none_allowed = masked_scores(scores, scale, causal, mask)
+    scores, scale = _biased(torch.einsum("sbnd,tbnd->bnst", wide_q, wide_k), call)
+    wide_scores, none_allowed = masked_scores(scores, scale, call.causal, call.allowed(q, k))
     lse = torch.logsumexp(wide_scores, -1).masked_fill(none_allowed.squeeze(-1), -torch.inf)
     probs = torch.softmax(wide_scores, -1).masked_fill(none_allowed, 0)
-    if dropout is not None:
-        probs = probs * dropout_mask_attention(dropout, *probs.shape) / (1 - dropout.p)
-    out = torch.einsum("bnst,tbnd->sbnd", probs, wide_v).reshape(s, b, n * d).to(q.dtype)
+    if call.dropout is not None:
+        probs = probs * dropout_mask_attention(call.dropout, *probs.shape) / (1 - call.dropout.p)
+    out = torch.einsum("bnst,tbnd->sbnd", probs, wide_v).reshape(s, b, -1).to(q.dtype)
     return out, lse
+
+
+def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, None]:
+    """Attention without dropout by torch's SDPA, which chooses the kernel."""
+    assert call.dropout is None, "SDPA draws dropout masks of its own"
+    s, b, n, _ = q.shape
+    mask = call.allowed(q, k)
+    causal = call.causal and mask is None
+    if call.bias is not None:  # SDPA takes a mask or a bias, so all restrictions go into the bias.
+        allowed = may_attend(s, k.shape[0], q.device) if causal else mask
+        bias, causal = call.bias.to(q.dtype), False
+        mask = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+    out = F.scaled_dot_product_attention(
+        _heads_second(q),
+        _heads_second(k),
+        _heads_second(v),
+        attn_mask=mask,
+        is_causal=causal,
+        scale=call.scale,
+        enable_gqa=k.shape[2] != n,
+    )
+    return out.permute(2, 0, 1, 3).reshape(s, b, -1), None
+
+
+def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, None]:
+    """Attention composed of matmuls and our softmax, so that dropout's masks are exact.
+
+    Document ids need no mask [b, 1, s, t] of their own: the softmax compares them.
+    """
+    s, b, n, _ = q.shape
+    ids = None if call.document_ids is None else call.document_ids.expand(b, k.shape[0])
+    mask = replace(call, document_ids=None).allowed(q, k)
+    repeats = n // k.shape[2]
+    keys, values = (_heads_second(x).repeat_interleave(repeats, 1) for x in (k, v))
+    scores, scale = _biased(_heads_second(q) @ keys.transpose(2, 3), call)
+    probs = scaled_softmax(scores, scale, call.causal, mask, document_ids=ids)
+    if call.dropout is not None:
+        probs = probs * dropout_mask_attention(call.dropout, b, n, s, k.shape[0])
+        values = values / (1 - call.dropout.p)
+    return (probs @ values).permute(2, 0, 1, 3).reshape(s, b, -1), None
+
+
+def _biased(scores: Tensor, call: AttentionCall) -> tuple[Tensor, float]:
+    """Scores with the bias, and the scale that is still to be applied."""
+    if call.bias is None:
+        return scores, call.scale
+    return scores * call.scale + call.bias.to(scores.dtype), 1.0
+
+
+def _heads_second(x: Tensor) -> Tensor:
+    """[s, b, n, d] -> [b, n, s, d], a view."""
+    return x.permute(1, 2, 0, 3)

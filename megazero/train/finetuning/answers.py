@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.models import LabelledBatch
+from megazero.models import SCORES, LabelledBatch
 from megazero.mpu import ParallelContext
 from megazero.train.engine import Engine
 from megazero.train.feed import Feed
@@ -36,31 +35,28 @@ def answer(engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: in
 
     Every rank calls this. The feed goes on with samples that do not count until the last batch is full.
     """
-    context, stride = engine.context, feed.spec.stride
-    places: list[tuple[int, list[Tensor]]] = []
-
-    def batches() -> Iterator[list[LabelledBatch]]:
-        for start in range(0, count, batch_size):
-            micro_batches = feed.micro_batches(start, batch_size // stride)
-            for i, batch in enumerate(micro_batches):
-                first = start + i * stride + feed.spec.data_parallel_rank * feed.spec.micro_batch_size
-                assert batch.answers is not None, "batches without dropout keep the answers"
-                places.append((first, batch.answers))
-            yield micro_batches
-
-    losses, counted = engine.evaluate(batches())
-    scores = _gathered(places, (-(-count // batch_size) * batch_size, classes), context)
+    spec, starts = feed.spec, range(0, count, batch_size)
+    losses, counted, outputs = engine.evaluate(
+        feed.micro_batches(start, batch_size // spec.stride) for start in starts
+    )
+    own = spec.data_parallel_rank * spec.micro_batch_size
+    parts = {
+        start + i * spec.stride + own: output[SCORES]
+        for start, by_number in zip(starts, outputs, strict=True)
+        for i, output in by_number.items()
+    }
+    scores = _gathered(parts, (len(starts) * batch_size, classes), engine.context)
     return Answers(losses, counted, scores[:count])
 
 
-def _gathered(
-    places: list[tuple[int, list[Tensor]]], shape: tuple[int, int], context: ParallelContext
-) -> np.ndarray:
-    """The scores of all ranks: only one rank has those of a micro-batch, so that their sum is exact."""
+def _gathered(parts: dict[int, Tensor], shape: tuple[int, int], context: ParallelContext) -> np.ndarray:
+    """The scores of all ranks, from those here by the numbers of their first samples.
+
+    Only one rank has those of a micro-batch, so that their sum is exact.
+    """
     scores = torch.zeros(shape, dtype=torch.float32, device=context.device)
     if context.tp.rank == 0:
-        for first, parts in places:
-            for part in parts:
-                scores[first : first + len(part)] = part
+        for first, part in parts.items():
+            scores[first : first + len(part)] = part
     context.world.all_reduce(scores).wait()
     return scores.cpu().numpy()

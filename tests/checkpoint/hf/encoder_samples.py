@@ -13,7 +13,7 @@ from megazero.checkpoint import Source, parts_of_parameters
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement
 from megazero.layers.collectives import gather_features
-from megazero.models import BERT, BertBatch, BertCollate
+from megazero.models import BERT, BertBatch, BertCollate, Slice
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
 from tests.checkpoint.hf.samples import VOCAB, their_tensors, write_folder
 
@@ -83,7 +83,7 @@ def outputs_of(
 
     def work(rank: int) -> tuple[Tensor, Tensor | None]:
         context = thread_context(world, ProcessGrid(tp=tp), rank)
-        bert = BERT(model, (VOCAB, padded), Placement.of(context, torch.float32))
+        bert = BERT(Slice(model, (VOCAB, padded), Placement.of(context, torch.float32)))
         with torch.no_grad():
             source.read(parts_of_parameters(bert.parameters(), context))
             logits, order = bert(batch)

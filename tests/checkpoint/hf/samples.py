@@ -18,7 +18,7 @@ from megazero.checkpoint.naming import Table
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement
 from megazero.layers.collectives import gather_features
-from megazero.models import GPT, Batch
+from megazero.models import GPT, Batch, Slice
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, spec_of, thread_context
 
 VOCAB = 101
@@ -128,7 +128,7 @@ def parameter_specs(model: ModelConfig, vocab_size: int = VOCAB) -> dict[str, tu
     """Names and whole shapes of the parameters of our model."""
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
     placement = replace(Placement.of(context, torch.float32), device=torch.device("meta"))
-    gpt = GPT(model, (vocab_size, vocab_size), placement)
+    gpt = GPT(Slice(model, (vocab_size, vocab_size), placement))
     return {spec_of(p).name: spec_of(p).shape for p in gpt.parameters()}
 
 
@@ -138,7 +138,7 @@ def logits_of(source: Source, model: ModelConfig, tokens: Tensor, tp: int = 1, p
 
     def work(rank: int) -> Tensor:
         context: ParallelContext = thread_context(world, ProcessGrid(tp=tp), rank)
-        gpt = GPT(model, (VOCAB, padded), Placement.of(context, torch.float32))
+        gpt = GPT(Slice(model, (VOCAB, padded), Placement.of(context, torch.float32)))
         with torch.no_grad():
             source.read(parts_of_parameters(gpt.parameters(), context))
             logits = gather_features(gpt(Batch(tokens)), context.tp)

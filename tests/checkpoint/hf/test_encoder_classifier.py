@@ -25,7 +25,7 @@ from megazero.config import parse_config
 from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
 from megazero.layers import Placement
-from megazero.models import ClassifierCollate, FirstTokenClassifier
+from megazero.models import ClassifierCollate, FirstTokenClassifier, Slice
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
 from tests.checkpoint.hf.encoder_samples import (
     LENGTHS,
@@ -84,7 +84,7 @@ def scores_of(source, model: ModelConfig, tp: int = 1) -> torch.Tensor:
 
     def work(rank: int) -> torch.Tensor:
         context = thread_context(world, ProcessGrid(tp=tp), rank)
-        classifier = FirstTokenClassifier(model, (VOCAB, 128), Placement.of(context, torch.float32))
+        classifier = FirstTokenClassifier(Slice(model, (VOCAB, 128), Placement.of(context, torch.float32)))
         with torch.no_grad():
             source.read(parts_of_parameters(classifier.parameters(), context))
             return classifier(batch)

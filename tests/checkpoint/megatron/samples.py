@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megazero.config.tree import ModelConfig
 from megazero.layers import Placement
-from megazero.models import GPT
+from megazero.models import GPT, Slice
 from megazero.mpu import ProcessGrid, ThreadWorld, spec_of, thread_context
 
 Weights = dict[str, Tensor]
@@ -82,7 +82,7 @@ def random_weights(model: ModelConfig) -> Weights:
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
     placement = Placement.of(context, torch.float32)
     with torch.device("meta"):
-        specs = [spec_of(p) for p in GPT(model, (VOCAB, VOCAB), placement).parameters()]
+        specs = [spec_of(p) for p in GPT(Slice(model, (VOCAB, VOCAB), placement)).parameters()]
     generator = torch.Generator().manual_seed(5)
     return {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
 

@@ -13,7 +13,7 @@ import torch
 from megazero.checkpoint import parts_of_parameters
 from megazero.checkpoint.megatron import ImportOptions, MegatronReader
 from megazero.layers import Placement
-from megazero.models import BERT, GPT, Batch
+from megazero.models import BERT, GPT, Batch, Slice
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
 from tests.checkpoint.hf.encoder_samples import batch_of
 from tests.checkpoint.megatron.core_models import BERTS, LENGTHS, MODELS, PADDED, VOCAB
@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
 def test_logits_agree(saved, name):
     reader = MegatronReader(saved / name, ImportOptions(trust_pickle=True, vocab_size=VOCAB))
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
-    model = GPT(reader.model, (VOCAB, PADDED), Placement.of(context, torch.float32))
+    model = GPT(Slice(reader.model, (VOCAB, PADDED), Placement.of(context, torch.float32)))
     with torch.no_grad():
         reader.read(parts_of_parameters(model.parameters(), context))
         expected = torch.load(saved / f"{name}.pt")
@@ -53,7 +53,7 @@ def test_logits_of_both_heads_agree(saved, name):
     reader = MegatronReader(saved / name, ImportOptions(trust_pickle=True, vocab_size=VOCAB))
     assert reader.model.bert_binary_head == (name != "bert-without-binary-head")
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
-    model = BERT(reader.model, (VOCAB, PADDED), Placement.of(context, torch.float32))
+    model = BERT(Slice(reader.model, (VOCAB, PADDED), Placement.of(context, torch.float32)))
     expected = torch.load(saved / f"{name}.pt")
     with torch.no_grad():
         reader.read(parts_of_parameters(model.parameters(), context))

@@ -1,0 +1,28 @@
+"""The layers of a model: which attention and which MLP each has, by the configuration and its number."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from megazero.config.derive import experts_of
+from megazero.layers import MLP, SelfAttention, TransformerLayer
+from megazero.models.chunk import Slice
+from megazero.moe import MoEMLP
+
+
+def attention_of(number: int, held: Slice, *, causal: bool) -> nn.Module:
+    """The attention of a layer."""
+    selective = held.recompute.granularity == "selective"
+    return SelfAttention(number, held.config, held.placement, causal=causal, recompute=selective)
+
+
+def mlp_of(number: int, held: Slice) -> nn.Module:
+    """The MLP of a layer, or its experts."""
+    kind = MoEMLP if experts_of(held.config, number) else MLP
+    return kind(number, held.config, held.placement)
+
+
+def layer_of(number: int, held: Slice, *, causal: bool) -> TransformerLayer:
+    """A layer with both."""
+    attention, mlp = attention_of(number, held, causal=causal), mlp_of(number, held)
+    return TransformerLayer(number, held.config, held.placement, attention, mlp)
