@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.config.guards import GuardsConfig
+from megazero.config.tree import GuardsConfig
 from megazero.report.incidents import read_steps
 from megazero.train.guards.spikes import Recent
 

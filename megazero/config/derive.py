@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megazero.config.model import TransformerConfig
-from megazero.config.tree import Config, ModelConfig, ZeroConfig
+from megazero.config.tree import Config, ModelConfig, TransformerConfig, ZeroConfig
 from megazero.errors import ConfigError
 
 # Settings whose default follows from others, and the values they take.

@@ -8,9 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megazero.config.curriculum import CurriculumConfig
-from megazero.config.skipping import SkippingConfig
-from megazero.config.tree import Config
+from megazero.config.tree import Config, CurriculumConfig, SkippingConfig
 from megazero.verify.compare import compare
 from megazero.verify.layouts import METHODS, SEQUENCE, Layout
 from megazero.verify.record import Record

@@ -18,8 +18,8 @@ from pydantic import (
     PositiveInt,
 )
 
-from megazero.config.model import TransformerConfig
-from megazero.config.option import Probability, option
+from megazero.config.tree.option import Probability, option
+from megazero.config.tree.transformer import TransformerConfig
 
 
 def _listed(value: Any) -> Any:
@@ -68,6 +68,10 @@ class ModelConfig(TransformerConfig):
         None,
         "N: every N-th layer has experts, the N-th being the first (counted from 0: N-1, 2N-1, ...), as in "
         "Megatron-DeepSpeed; instead of --moe-layer-freq",
+        needs=(
+            "moe_layer_freq=None: of layers counted from 0, `--moe-layer-freq N` takes 0, N and so on, "
+            "and `--expert-interval N` takes N-1, 2N-1 and so on"
+        ),
     )
     moe_ffn_hidden_size: PositiveInt | None = option(
         None, "inner width of an expert; default: that of the MLP"
@@ -78,10 +82,14 @@ class ModelConfig(TransformerConfig):
         "of both goes on",
     )
     moe_shared_expert_intermediate_size: PositiveInt | None = option(
-        None, "inner width of all shared experts together, through which every token goes; default: none"
+        None,
+        "inner width of all shared experts together, through which every token goes; default: none",
+        needs="mlp_type=standard: shared experts are an MLP beside the experts already",
     )
     moe_shared_expert_gate: bool = option(
-        False, "weigh the shared experts by a learned sigmoid gate of each token"
+        False,
+        "weigh the shared experts by a learned sigmoid gate of each token",
+        needs="moe_shared_expert_intermediate_size",
     )
     moe_router_topk: PositiveInt = option(2, "experts that each token is sent to", aliases=("--topk",))
     moe_router_score_function: Literal["softmax", "sigmoid"] = option(
@@ -93,9 +101,13 @@ class ModelConfig(TransformerConfig):
         False, "take the softmax over all experts before the choice instead of over the chosen ones after it"
     )
     moe_router_num_groups: PositiveInt | None = option(
-        None, "groups of neighbouring experts, of which each token chooses some first; default: no groups"
+        None,
+        "groups of neighbouring experts, of which each token chooses some first; default: no groups",
+        needs="moe_router_group_topk",
     )
-    moe_router_group_topk: PositiveInt | None = option(None, "groups that each token chooses")
+    moe_router_group_topk: PositiveInt | None = option(
+        None, "groups that each token chooses", needs="moe_router_num_groups"
+    )
     moe_router_topk_scaling_factor: PositiveFloat | None = option(
         None, "multiplies the weights of the chosen experts; default: 1"
     )
@@ -103,6 +115,7 @@ class ModelConfig(TransformerConfig):
         False,
         "balance by a bias of each expert that is added to the scores for the choice alone, and moves after "
         "each step towards equal loads",
+        needs="moe_router_score_function=sigmoid",
     )
     moe_router_bias_update_rate: NonNegativeFloat = option(1e-3, "how far that bias moves in a step")
     moe_router_load_balancing_type: Annotated[tuple[Balance, ...], Field(min_length=1)] = option(
@@ -131,6 +144,7 @@ class ModelConfig(TransformerConfig):
         "add Gumbel noise to the logits for the choice of the only expert (first) or of the second of two, "
         "as DeepSpeed does",
         switches={"--disable-moe-top2-2nd-expert-sampling": "none"},
+        needs=("moe_router_score_function=softmax", "moe_router_num_groups=None"),
     )
     moe_expert_capacity_factor: Capacity = option(
         None,
@@ -146,6 +160,7 @@ class ModelConfig(TransformerConfig):
         None,
         "the same factor in evaluation; default: that of the training",
         yielding=("--moe-eval-capacity-factor",),
+        needs="moe_expert_capacity_factor: without it no token is dropped",
     )
     moe_min_capacity: NonNegativeInt = option(0, "least capacity of an expert", unit="tokens")
     moe_token_drop_policy: Literal["probs", "position", "random"] = option(
@@ -159,7 +174,15 @@ class ModelConfig(TransformerConfig):
         "sequences of a micro-batch",
     )
     moe_pad_expert_input_to_capacity: bool = option(
-        False, "give every expert exactly as many rows as its capacity, some of them empty"
+        False,
+        "give every expert exactly as many rows as its capacity, some of them empty",
+        needs=(
+            "moe_expert_capacity_factor",
+            (
+                "parallel.moe_token_dispatcher_type=alltoall: an all-gather moves whole tokens, so there is"
+                " nothing to pad"
+            ),
+        ),
     )
 
     @property

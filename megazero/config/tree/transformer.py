@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megazero.config.option import Probability, Section, option
+from megazero.config.tree.option import Probability, Section, option
 
 
 class TransformerConfig(Section):
@@ -42,10 +42,13 @@ class TransformerConfig(Section):
         yielding=("--no-position-embedding",),
     )
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(
-        1.0, "share of each head's channels that is rotated"
+        1.0, "share of each head's channels that is rotated", needs="position_embedding_type=rope"
     )
     rotary_base: PositiveFloat = option(
-        10000.0, "base of the rotary frequencies", aliases=("--rotary-position-embeddings-theta",)
+        10000.0,
+        "base of the rotary frequencies",
+        aliases=("--rotary-position-embeddings-theta",),
+        needs="position_embedding_type=rope",
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
     norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
@@ -97,7 +100,9 @@ class TransformerConfig(Section):
     )
 
     num_classes: PositiveInt | None = option(
-        None, "fine-tuning: classes of the task, or 1 for multiple choice; default: the number of labels"
+        None,
+        "fine-tuning: classes of the task, or 1 for multiple choice; default: the number of labels",
+        needs="finetune.task",
     )
 
     @model_validator(mode="before")
