@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
+from megazero.config import tables
 from megazero.config.compat import FOREIGN_FLAGS, Foreign
-from megazero.config.condition import Need
+from megazero.config.condition import Condition, Need
 from megazero.config.deepspeed.row import NOTHING, KeyRow
 from megazero.config.deepspeed.table import GROUPS
-from megazero.config.defaults import DECISIONS
 from megazero.config.fields import FIELDS, NEEDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
 from megazero.config.rules import NOTES, RULES, Note, Rule
@@ -222,8 +222,8 @@ def _need_rows() -> Iterable[tuple[str, ...]]:
 def _default_lines() -> list[str]:
     heads = ("Setting", "Here", "Megatron-LM", "Megatron-DeepSpeed", "Why")
     rows = (
-        (f"`{decision.path}`", decision.here, decision.megatron_lm, decision.megatron_deepspeed, decision.why)
-        for decision in DECISIONS
+        (f"`{row['setting']}`", row["here"], row["megatron_lm"], row["megatron_deepspeed"], row["why"])
+        for row in tables.rows("defaults.csv")
     )
     return [
         "",
@@ -249,11 +249,15 @@ def _foreign_row(row: Foreign) -> tuple[str, ...]:
     if not (accepted and refused):
         return (name, "no effect" if accepted else "refused", accepted or refused)
     if row.where:
-        condition = f"where {' or '.join(condition.says for condition in row.where)}"
+        condition = f"where {' or '.join(map(_condition, row.where))}"
     else:
         condition = f"with {', '.join(f'`{value}`' for value in row.values)}"
     reason = refused if refused.startswith(accepted) else f"{accepted}; otherwise {refused}"
     return (name, f"no effect {condition}; refused otherwise", reason)
+
+
+def _condition(condition: Condition) -> str:
+    return f"`{condition.path}` is {' or '.join(condition.values) or 'set'}"
 
 
 if __name__ == "__main__":
