@@ -7,16 +7,18 @@ from megazero.config.tree.curriculum import CurriculumConfig
 from megazero.config.tree.data import DataConfig
 from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingConfig
 from megazero.config.tree.distillation import DistillationConfig
-from megazero.config.tree.experts import ModelConfig
+from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.finetune import FinetuneConfig
 from megazero.config.tree.guards import GuardsConfig
 from megazero.config.tree.logging import LoggingConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.optimizer import OptimizerConfig, OptimizerName
 from megazero.config.tree.option import Section
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.precision import PrecisionConfig
 from megazero.config.tree.recompute import RecomputeConfig
+from megazero.config.tree.routing import RouterConfig, RoutingConfig
 from megazero.config.tree.skipping import SkippingConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.config.tree.training import BatchConfig, TrainingConfig
@@ -33,6 +35,7 @@ __all__ = [
     "DataConfig",
     "DataSamplingConfig",
     "DistillationConfig",
+    "ExpertsConfig",
     "FinetuneConfig",
     "GuardsConfig",
     "LoggingConfig",
@@ -43,6 +46,8 @@ __all__ = [
     "ParallelConfig",
     "PrecisionConfig",
     "RecomputeConfig",
+    "RouterConfig",
+    "RoutingConfig",
     "Section",
     "SkippingConfig",
     "TokenizerConfig",

@@ -13,10 +13,10 @@ from megazero.config.tree.curriculum import CurriculumConfig
 from megazero.config.tree.data import DataConfig
 from megazero.config.tree.data_sampling import DataSamplingConfig
 from megazero.config.tree.distillation import DistillationConfig
-from megazero.config.tree.experts import ModelConfig
 from megazero.config.tree.finetune import FinetuneConfig
 from megazero.config.tree.guards import GuardsConfig
 from megazero.config.tree.logging import LoggingConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.option import Section
