@@ -26,10 +26,9 @@ import torch
 
 from benchmarks.contenders import Shape
 from benchmarks.contenders.ours import Trainer, make_config, vocabulary_of
-from megazero.config.acceleration import AccelerationConfig
 from megazero.config.rules import check
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import ParallelConfig, ZeroConfig
+from megazero.config.tree import AccelerationConfig, ParallelConfig, ZeroConfig
 from megazero.errors import ConfigError
 from megazero.mpu import solo_context
 from megazero.train.assemble import build_engine

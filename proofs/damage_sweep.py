@@ -47,8 +47,7 @@ from megazero.checkpoint import Box, CheckpointReader, Key, Part, candidates, it
 from megazero.checkpoint.folder import LATEST
 from megazero.checkpoint.tensor_file import memory_of
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig, Config
 from megazero.errors import DamagedCheckpointError
 from megazero.mpu import ParallelContext, ThreadWorld, thread_context
 from megazero.train.engine import Engine

@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megazero.checkpoint import RANDOM, Box, CheckpointReader, Part, iteration_folder
 from megazero.checkpoint.tensor_file import memory_of
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig, Config
 from megazero.mpu import ParallelContext, ParamSpec, ThreadWorld, thread_context
 from megazero.train.engine import Engine
 from megazero.train.resume import resume

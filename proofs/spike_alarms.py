@@ -12,11 +12,11 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from megazero.commands.incidents import read_steps
-from megazero.config.guards import GuardsConfig
+from megazero.config.tree import GuardsConfig
 from megazero.train.guards.spikes import Recent
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main() -> int:

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.contenders import ActionTime, Shape
-from megazero.config.acceleration import AccelerationConfig
-from megazero.config.offload import OffloadConfig
 from megazero.config.rules import check
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import (
+    AccelerationConfig,
     BatchConfig,
     Config,
     DataConfig,
     ModelConfig,
+    OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from megazero.config.data_sampling import CurriculumMetric
-from megazero.config.tree import Config
+from megazero.config.tree import Config, CurriculumMetric
 from megazero.data_efficiency.metrics import NEED_COUNTS
 from megazero.errors import DataError
 

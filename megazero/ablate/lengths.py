@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.metric_text import as_mapping
 from megazero.config.steps import UNITS
+from megazero.config.tree import CurriculumMetric
 
 METRICS = "data_sampling.curriculum_metrics"
 """The setting whose values hold schedules of their own."""

@@ -12,12 +12,10 @@ from typing import Any
 
 from megazero.ablate.corpus import Corpus
 from megazero.ablate.study import Member, with_teachers
-from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.derive import data_parallel_size
 from megazero.config.document import to_yaml
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
-from megazero.config.tree_output import CheckpointConfig, LoggingConfig
+from megazero.config.tree import CheckpointConfig, Config, CurriculumMetric, LoggingConfig
 
 _SAVES = 4  # checkpoints of a run that asks for no number of its own
 _CHARTS = ("tensorboard_dir", "csv_dir")

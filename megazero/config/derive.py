@@ -6,8 +6,14 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megazero.config.model import TransformerConfig
-from megazero.config.tree import Config, ModelConfig, ZeroConfig
+from megazero.config.tree import (
+    Config,
+    ExpertsConfig,
+    ModelConfig,
+    RoutingConfig,
+    TransformerConfig,
+    ZeroConfig,
+)
 from megazero.errors import ConfigError
 
 # Settings whose default follows from others, and the values they take.
@@ -33,7 +39,12 @@ def replicas_per_node(zero: ZeroConfig) -> int:
     return max(zero.hpz_partition_size, zero.node_size)
 
 
-EXPERT_FIELDS = tuple(name for name in ModelConfig.model_fields if name not in TransformerConfig.model_fields)
+EXPERT_FIELDS = tuple(
+    name
+    for name in ModelConfig.model_fields
+    if name in RoutingConfig.model_fields
+    or name in {*ExpertsConfig.model_fields} - {*TransformerConfig.model_fields}
+)
 """The model's settings about experts; they say nothing about a model without any."""
 
 FREE_EXPERT_FIELDS = frozenset(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from megazero.config.data_sampling import CurriculumMetric, DataSamplingConfig
 from megazero.config.pacing import Pacing, pieces
 from megazero.config.steps import Progress, Steps, Unit
+from megazero.config.tree import CurriculumMetric, DataSamplingConfig
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic.fields import FieldInfo
 
-from megazero.config.data_sampling import CurriculumMetric
-from megazero.config.tree import Config, Section
+from megazero.config.condition import Need
+from megazero.config.tree import Config, CurriculumMetric, Section
 
 _OF_RUNS = frozenset({"training", "optimizer", "checkpoint", "logging", "guards", "distillation"})
 _COUNTED = frozenset({"iterations", "samples", "tokens"})
@@ -183,6 +183,25 @@ FIELDS: tuple[FieldSpec, ...] = tuple(
 """Every field of the tree, in the tree's order."""
 
 FIELD_BY_PATH: Mapping[str, FieldSpec] = types.MappingProxyType({spec.path: spec for spec in FIELDS})
+
+
+def _needs(section: str, model: type[Section], name: str) -> tuple[Need, ...]:
+    declared: Any = model.model_fields[name].json_schema_extra
+    home = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ()))
+    assert issubclass(home, Section)
+    needs = home.needs if declared["needs"] is None else declared["needs"]
+    return tuple(Need.read(text, section) for text in ((needs,) if isinstance(needs, str) else needs))
+
+
+NEEDS: Mapping[str, Mapping[str, tuple[Need, ...]]] = types.MappingProxyType(
+    {
+        section: types.MappingProxyType(
+            {name: needs for name in model.model_fields if (needs := _needs(section, model, name))}
+        )
+        for section, model in SECTIONS.items()
+    }
+)
+"""Section -> the fields of it that need something beside them where they are not left at their defaults."""
 
 
 def section_title(section: str) -> str:

@@ -11,13 +11,15 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
+from megazero.config import tables
 from megazero.config.compat import FOREIGN_FLAGS, Foreign
+from megazero.config.condition import Condition, Need
 from megazero.config.deepspeed.row import NOTHING, KeyRow
 from megazero.config.deepspeed.table import GROUPS
-from megazero.config.defaults import DECISIONS
-from megazero.config.fields import FIELDS, SECTIONS, FieldSpec, Kind, section_title, spoken
+from megazero.config.fields import FIELDS, NEEDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
 from megazero.config.rules import NOTES, RULES, Note, Rule
+from megazero.config.rules.needs import must
 
 _HEADER = "<!-- Written by `python -m megazero.config.reference docs`; do not edit. -->"
 
@@ -108,10 +110,16 @@ def compatibility_page() -> str:
         "",
         _HEADER,
         "",
-        "A combination of settings runs, or one of these rules refuses it before any device is touched. All",
-        "broken rules are reported at once, by name.",
+        "A combination of settings runs, or a rule refuses it before any device is touched. All broken rules",
+        "are reported at once, by name.",
         "",
         *_table(("Rule", "What must hold", "Settings", "What to do"), (_rule_row(rule) for rule in RULES)),
+        "",
+        "## Settings that need others",
+        "",
+        "These must be left at their defaults where what they need is missing (rule `needs_of_SETTING`).",
+        "",
+        *_table(("Settings", "What must hold", "Why"), _need_rows()),
         "",
         "## Accepted without effect",
         "",
@@ -199,15 +207,23 @@ def _default(spec: FieldSpec) -> str:
 
 
 def _rule_row(rule: Rule) -> tuple[str, ...]:
-    paths = rule.fields or rule.reads
-    return (f"`{rule.name}`", rule.message, ", ".join(f"`{path}`" for path in paths), rule.remedy)
+    return (f"`{rule.name}`", rule.message, ", ".join(f"`{path}`" for path in rule.fields), rule.remedy)
+
+
+def _need_rows() -> Iterable[tuple[str, ...]]:
+    """A row for each thing that settings of one section need."""
+    for section, needs in NEEDS.items():
+        takers: dict[Need, list[str]] = {}
+        for name, need in ((name, need) for name, several in needs.items() for need in several):
+            takers.setdefault(need, []).append(f"`{section}.{name}`")
+        yield from ((", ".join(names), must(need), need.why) for need, names in takers.items())
 
 
 def _default_lines() -> list[str]:
     heads = ("Setting", "Here", "Megatron-LM", "Megatron-DeepSpeed", "Why")
     rows = (
-        (f"`{decision.path}`", decision.here, decision.megatron_lm, decision.megatron_deepspeed, decision.why)
-        for decision in DECISIONS
+        (f"`{row['setting']}`", row["here"], row["megatron_lm"], row["megatron_deepspeed"], row["why"])
+        for row in tables.rows("defaults.csv")
     )
     return [
         "",
@@ -233,11 +249,15 @@ def _foreign_row(row: Foreign) -> tuple[str, ...]:
     if not (accepted and refused):
         return (name, "no effect" if accepted else "refused", accepted or refused)
     if row.where:
-        condition = f"where {' or '.join(condition.says for condition in row.where)}"
+        condition = f"where {' or '.join(map(_condition, row.where))}"
     else:
         condition = f"with {', '.join(f'`{value}`' for value in row.values)}"
     reason = refused if refused.startswith(accepted) else f"{accepted}; otherwise {refused}"
     return (name, f"no effect {condition}; refused otherwise", reason)
+
+
+def _condition(condition: Condition) -> str:
+    return f"`{condition.path}` is {' or '.join(condition.values) or 'set'}"
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import Steps
-from megazero.config.tree import Config
+from megazero.config.tree import Config, CurriculumMetric
 from megazero.data.blended import SampleDataset
 from megazero.data.sampler import SamplerKind, SamplerSpec
 from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of

@@ -13,8 +13,8 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.difficulties import Difficulties
+from megazero.config.tree import CurriculumMetric
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import DataError
 

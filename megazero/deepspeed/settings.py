@@ -9,15 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from megazero.config.curriculum import CurriculumConfig
 from megazero.config.deepspeed import BatchTriangle, DeepSpeedSettings, Extras, read_deepspeed, resolve_batch
-from megazero.config.offload import OffloadConfig
-from megazero.config.option import Section
 from megazero.config.pacing import Pacing
 from megazero.config.resolve import build_section
 from megazero.config.rules import check_sections
-from megazero.config.tree import Config, PrecisionConfig, ZeroConfig
-from megazero.config.tree_output import LoggingConfig
+from megazero.config.tree import (
+    Config,
+    CurriculumConfig,
+    LoggingConfig,
+    OffloadConfig,
+    PrecisionConfig,
+    Section,
+    ZeroConfig,
+)
 from megazero.errors import ConfigError
 
 JsonSource = str | Path | Mapping[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree import RoutingConfig
 from megazero.layers import LayerInputs
 from megazero.moe.router import Routing, row_keys
 from megazero.moe.tokens import Tokens
@@ -14,7 +14,7 @@ from megazero.ops.counter_random import hash_uniform
 _ROUNDING = 1e-9  # a product of floats may exceed a whole number by this much
 
 
-def factor_of(config: ModelConfig, inputs: LayerInputs) -> float | None:
+def factor_of(config: RoutingConfig, inputs: LayerInputs) -> float | None:
     """The capacity factor; None if no token is dropped. Evaluation takes training's if it has none.
 
     Generation drops nothing: it sees a sequence token by token, and none of them may depend on later ones.
@@ -27,7 +27,7 @@ def factor_of(config: ModelConfig, inputs: LayerInputs) -> float | None:
     return config.moe_eval_capacity_factor
 
 
-def capacities(config: ModelConfig, lengths: Tensor, experts: int, factor: float) -> Tensor:
+def capacities(config: RoutingConfig, lengths: Tensor, experts: int, factor: float) -> Tensor:
     """The room of an expert for the choices of each sequence: int64 [b], ceil(length k / E factor).
 
     It is at least `moe_min_capacity`.
@@ -40,7 +40,7 @@ def capacities(config: ModelConfig, lengths: Tensor, experts: int, factor: float
 
 
 def kept_choices(
-    config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs
+    config: RoutingConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs
 ) -> Tensor | None:
     """The choices that have room: bool [n, k]; None if no token is dropped.
 
@@ -87,7 +87,9 @@ def kept_choices(
 
 
 @torch.no_grad()
-def _urgency(config: ModelConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs) -> Tensor:
+def _urgency(
+    config: RoutingConfig, layer: int, choice: Routing, tokens: Tokens, inputs: LayerInputs
+) -> Tensor:
     """The urgency of each choice, float32 [N, k]; the most urgent ones are taken first."""
     if config.moe_token_drop_policy == "probs":
         return tokens.whole(choice.weights.detach())

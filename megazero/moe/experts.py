@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree import ExpertsConfig
 from megazero.layers import Deferred, Placement, activated, residual_std
 from megazero.mpu import Cut, InitialValues, Matrices, ParamSpec
 from megazero.ops.autograd import Gradients, apply
@@ -92,7 +92,7 @@ class Experts(nn.Module):
         placement: ranks, dtype and device.
     """
 
-    def __init__(self, layer: int, experts: int, config: ModelConfig, placement: Placement):
+    def __init__(self, layer: int, experts: int, config: ExpertsConfig, placement: Placement):
         super().__init__()
         self.activation = config.activation
         self.first_slice = placement.place.index("etp") == 0

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree import RoutingConfig
 from megazero.layers.collectives import reduce_from_slices
 from megazero.loss import LossTerm
 from megazero.moe.router import Routing
@@ -25,7 +25,7 @@ _BALANCE = MappingProxyType(
 _Z, _ENTROPY, _DROPPED = "z", "router_entropy", "dropped_tokens"
 
 
-def terms_of(config: ModelConfig) -> tuple[LossTerm, ...]:
+def terms_of(config: RoutingConfig) -> tuple[LossTerm, ...]:
     """The loss terms that routers of a model add to; those with coefficient 0 are only reported."""
     terms = [
         LossTerm(_BALANCE[kind][0], coefficient, over=_BALANCE[kind][1])
@@ -53,7 +53,7 @@ class RouterSums:
 
 
 def router_terms(
-    config: ModelConfig,
+    config: RoutingConfig,
     choice: Routing,
     tokens: Tokens,
     kept: Tensor | None,

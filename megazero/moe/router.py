@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree import RouterConfig, TransformerConfig
 from megazero.layers import LayerInputs, Placement
 from megazero.moe.tokens import Tokens
 from megazero.mpu import InitialValues, ParamSpec, site_key
@@ -39,7 +39,7 @@ def router_name(layer: int) -> str:
     return f"layers.{layer}.mlp.router"
 
 
-def router_weight(layer: int, experts: int, config: ModelConfig, placement: Placement) -> nn.Parameter:
+def router_weight(layer: int, experts: int, config: TransformerConfig, placement: Placement) -> nn.Parameter:
     """The weight [E, h] of a layer's router."""
     return placement.parameter(
         ParamSpec(
@@ -64,10 +64,10 @@ class Router(nn.Module):
     Args:
         layer: number of the layer.
         weight: [E, h].
-        config: shape of the model.
+        config: how experts are chosen and weighed.
     """
 
-    def __init__(self, layer: int, weight: nn.Parameter, config: ModelConfig):
+    def __init__(self, layer: int, weight: nn.Parameter, config: RouterConfig):
         super().__init__()
         self.layer = layer
         self.experts = len(weight)
@@ -154,7 +154,7 @@ def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:
     return derive(derive(site_key(*site), sample_keys)[tokens.sequence], tokens.position)
 
 
-def _gating(config: ModelConfig) -> Gating:
+def _gating(config: RouterConfig) -> Gating:
     if config.moe_router_score_function == "sigmoid":
         return Gating.SIGMOID
     return Gating.SOFTMAX_BEFORE if config.moe_router_pre_softmax else Gating.SOFTMAX_AFTER

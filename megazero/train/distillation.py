@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megazero.config.distillation import DistillationConfig
 from megazero.config.steps import Progress
+from megazero.config.tree import DistillationConfig
 from megazero.models import DistilledChunk, MicroBatch, ModelChunk
 from megazero.pipeline.chunk import Chunk
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megazero.config.difficulties import Difficulties
-from megazero.config.guards import GuardsConfig
 from megazero.config.training_plan import TrainingPlan
+from megazero.config.tree import GuardsConfig
 from megazero.data import changed_files
 from megazero.layers import Skipping
 from megazero.models import MicroBatch

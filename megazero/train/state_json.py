@@ -23,8 +23,7 @@ from pydantic import (
 from megazero.checkpoint import CheckpointReader, Key
 from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.manifest import STATE, parse
-from megazero.config.option import Section
-from megazero.config.tree import Config, ModelConfig
+from megazero.config.tree import Config, ModelConfig, Section
 from megazero.errors import CheckpointError
 from megazero.train.guards.spikes import Recent
 from megazero.train.stability import Spread, Stability

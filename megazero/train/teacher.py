@@ -11,11 +11,9 @@ from types import MappingProxyType
 
 from megazero.checkpoint import Verify
 from megazero.config.derive import chunks_per_stage
-from megazero.config.distillation import DistillationConfig
 from megazero.config.rules import check
 from megazero.config.training_plan import TrainingPlan
-from megazero.config.tree import Config, ModelConfig
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig, Config, DistillationConfig, ModelConfig
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.mpu import ParallelContext
 from megazero.train.distillation import Teacher

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import Step, Steps
-from megazero.config.tree import Config
+from megazero.config.tree import Config, CurriculumMetric
 from megazero.data import SamplerKind, SamplerSpec
 from megazero.data_efficiency.eligibility import EligibilityOrder
 from megazero.data_efficiency.metric_index import MetricIndex

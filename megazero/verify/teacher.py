@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from megazero.config.curriculum import CurriculumConfig
-from megazero.config.data_sampling import DataSamplingConfig
-from megazero.config.distillation import DistillationConfig
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import (
+    CheckpointConfig,
+    Config,
+    CurriculumConfig,
+    DataSamplingConfig,
+    DistillationConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    ZeroConfig,
+)
 from megazero.mpu import solo_context
 from megazero.train.snapshot import Snapshots
 from megazero.train.state import TrainState

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.config.offload import OffloadConfig
-from megazero.config.tree import ZeroConfig
+from megazero.config.tree import OffloadConfig, ZeroConfig
 from megazero.ops.quantize import Quantization
 from megazero.optim import Needs
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.config.data_sampling import CurriculumMetric, DataSamplingConfig
 from megazero.config.difficulties import Difficulties
 from megazero.config.pacing import Discrete, Root, pieces, reached
 from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Steps
+from megazero.config.tree import CurriculumMetric, DataSamplingConfig
 
 RAMP = CurriculumMetric(
     name="ramp",

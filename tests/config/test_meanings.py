@@ -251,8 +251,8 @@ def test_bf16_takes_a_static_loss_scale() -> None:
     # 0 is dynamic, as in both
     assert launch("--fp16 --loss-scale 0").config.precision.loss_scale is None
     assert refusals("--loss-scale 4096") == [
-        "`loss_scale` must not be set unless `dtype` is fp16 or bf16, but `loss_scale` is 4096.0 and "
-        "`dtype` is fp32; add `--fp16` or `--bf16`, or leave it out [rule loss_scale_needs_16_bits]."
+        "`dtype` must be fp16 or bf16 with `loss_scale` 4096.0, but `dtype` is fp32; add `--fp16` or "
+        "`--bf16`, or leave `--loss-scale` out [rule needs_of_loss_scale]."
     ]
 
 

@@ -10,9 +10,9 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from megazero.config.data_sampling import CurriculumMetric, DataSamplingConfig
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Steps
+from megazero.config.tree import CurriculumMetric, DataSamplingConfig
 from megazero.data import SamplerKind, SamplerSpec
 from megazero.data_efficiency.eligibility import EligibilityOrder
 from megazero.data_efficiency.metric_index import MetricIndex

@@ -85,7 +85,7 @@ TRAINED = {**BATCH, "optimizer": ADAMW}
         ),
         (
             {**TRAINED, "zero_optimization": {"stage": 0, "zero_quantized_gradients": True}},
-            "`quantized_gradients` must be none unless the ZeRO stage is 1, 2 or 3, but .* and `stage` is 0",
+            "`stage` must be 1, 2 or 3 with `quantized_gradients` int4, but `stage` is 0",
         ),
         (
             {**TRAINED, "zero_optimization": {"stage": 2, "zero_quantized_weights": True}},

@@ -6,9 +6,7 @@ from functools import cache
 
 import pytest
 
-from megazero.config.distillation import DistillationConfig
-from megazero.config.tree import Config
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig, Config, DistillationConfig
 from megazero.mpu import solo_context
 from megazero.train.assemble import pretrain_on
 from megazero.verify.compare import compare

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.config.tree import Config
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig, Config
 from megazero.models import Batch
 from megazero.mpu import solo_context
 from megazero.train.chunks import build_chunks

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint.hf import convert_to_hf
-from megazero.config.tree import Config
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig, Config
 from megazero.models import Batch, ModelChunk
 from megazero.mpu import ThreadWorld, solo_context, thread_context
 from megazero.train.chunks import build_chunks

@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.config.offload import OffloadConfig
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig, Config, OffloadConfig
 from megazero.mpu import Launch, ParallelContext, ThreadWorld, open_context, thread_context
 from megazero.mpu.launch import close_groups
 from megazero.train.engine import Engine

@@ -8,9 +8,7 @@ from functools import cache
 import pytest
 import torch
 
-from megazero.config.curriculum import CurriculumConfig
-from megazero.config.skipping import SkippingConfig
-from megazero.config.tree import Config
+from megazero.config.tree import Config, CurriculumConfig, SkippingConfig
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world

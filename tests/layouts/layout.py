@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megazero.config.acceleration import AccelerationConfig
-from megazero.config.curriculum import CurriculumConfig
-from megazero.config.offload import OffloadConfig
-from megazero.config.optimization import OptimizerName
 from megazero.config.rules import broken_rules
-from megazero.config.skipping import SkippingConfig
 from megazero.config.tree import (
+    AccelerationConfig,
     BatchConfig,
     Config,
+    CurriculumConfig,
     DataConfig,
     ModelConfig,
+    OffloadConfig,
     OptimizerConfig,
+    OptimizerName,
     ParallelConfig,
     PrecisionConfig,
     RecomputeConfig,
+    SkippingConfig,
     TrainingConfig,
     ZeroConfig,
 )
@@ -384,4 +384,4 @@ class Layout:
 
     def broken_rules(self) -> list[str]:
         """The names of the rules that the layout breaks."""
-        return [rule.name for rule in broken_rules(self.config(), self.world_size)]
+        return broken_rules(self.config(), self.world_size)

@@ -84,7 +84,7 @@ def test_what_is_no_behaviour_is_left_alone():
 
 
 def test_defaults_of_settings_are_those_of_the_tree():
-    path = ROOT / "megazero/config/model.py"
+    path = ROOT / "megazero/config/tree/transformer.py"
     defaults = setting_defaults({"model.py": path.read_text()})
     assert (defaults["rotary_base"], defaults["norm_epsilon"], defaults["hidden_dropout"]) == (
         "10000.0",

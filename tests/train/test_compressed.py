@@ -10,7 +10,7 @@ import torch
 from megazero.checkpoint import WEIGHT, CheckpointReader, iteration_folder
 from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig
 from megazero.mpu import Launch, ThreadWorld, TrafficLog, count_traffic, recording_context, thread_context
 from megazero.train.assemble import pretrain
 from megazero.train.resume import resume

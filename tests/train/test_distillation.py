@@ -119,8 +119,8 @@ def test_a_teacher_that_cannot_do_what_the_student_does_is_refused_by_the_rule(t
 
 def test_flags_of_a_teacher_without_kd_are_refused(tmp_path):
     said = refusal(ConfigError, "--load-teacher somewhere", folder=tmp_path)
-    assert "[rule teacher_is_for_distillation]" in said
-    assert "[rule distillation_has_a_teacher]" in refusal(ConfigError, "--mos", folder=tmp_path)
+    assert "[rule needs_of_load_teacher]" in said
+    assert "[rule needs_of_kd]" in refusal(ConfigError, "--mos", folder=tmp_path)
 
 
 def test_a_damaged_teacher_is_not_taken_for_a_damaged_student(teacher, tmp_path):

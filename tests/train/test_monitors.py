@@ -11,8 +11,7 @@ import types
 import pytest
 from rich.console import Console
 
-from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig
-from megazero.config.tree_output import LoggingConfig
+from megazero.config.tree import BatchConfig, Config, LoggingConfig, ModelConfig, OptimizerConfig
 from megazero.errors import ConfigError
 from megazero.loss import LossTerm
 from megazero.train.losses import Losses

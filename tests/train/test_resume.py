@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from megazero.checkpoint import iteration_folder, latest_iteration
 from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
 from megazero.train.assemble import pretrain

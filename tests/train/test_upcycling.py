@@ -11,8 +11,7 @@ import torch
 
 from megazero.checkpoint import CheckpointReader, Key, iteration_folder
 from megazero.config import parse_config
-from megazero.config.tree import Config
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig, Config
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
 from megazero.train.assemble import pretrain

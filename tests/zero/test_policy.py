@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megazero.config.offload import OffloadConfig
-from megazero.config.tree import ZeroConfig
+from megazero.config.tree import OffloadConfig, ZeroConfig
 from megazero.ops.quantize import Quantization
 from megazero.optim import Needs
 from megazero.zero.policy import ZeroPolicy

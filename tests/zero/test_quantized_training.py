@@ -12,8 +12,7 @@ from torch import nn
 
 from megazero.config.derive import replicas_per_node
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
-from megazero.config.tree_output import CheckpointConfig
+from megazero.config.tree import CheckpointConfig, Config
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
 from megazero.mpu.context import make_context
 from megazero.mpu.torch_group import open_group

@@ -1,8 +1,7 @@
 """compat: Megatron's flags that are not fields of the tree, either accepted without effect or refused.
 
-`foreign.py` says what a row is. The rows are in `accepted.py`, in `dependent.py` (accepted because they
-tune something that is off or refused itself), in `refused.py` (said in another way here) and in `absent.py`
-(features that do not exist here). `left_out.py` is about flags that a script does not give.
+`foreign.py` says what a row is; the rows are in the files of `config/tables/`. `left_out.py` is about flags
+that a script does not give.
 """
 
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Foreign, Ignored, contradiction, verdict

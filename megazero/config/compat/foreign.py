@@ -6,44 +6,16 @@ refused, with what to do instead, where the run would not be the one that was as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.compat.absent import ABSENT, ABSENT_VALUES
-from megazero.config.compat.accepted import ACCEPTED, CONDITIONAL, SILENT
-from megazero.config.compat.dependent import DEPENDENT
-from megazero.config.compat.refused import REFUSED
+from megazero.config.condition import Condition
+from megazero.config.tables import blocks, rows
 
 _UNLIMITED = 1_000_000
 _ARITIES = MappingProxyType({"": (0, 0), "=": (1, 1), "=?": (0, 1), "=*": (0, _UNLIMITED)})
-
-
-@dataclass(frozen=True)
-class Condition:
-    """The condition that the field at `path` has the value that `text` writes or, if not `equal`, another."""
-
-    path: str
-    text: str
-    equal: bool
-
-    @classmethod
-    def read(cls, text: str) -> Condition:
-        """Read ``section.field=value`` or ``section.field!=value``."""
-        path, _, value = text.partition("=")
-        return cls(path.removesuffix("!"), value, not path.endswith("!"))
-
-    def holds(self, value: Any) -> bool:
-        """Whether the condition holds for this value of the field."""
-        return (str(value) == self.text) is self.equal
-
-    @property
-    def says(self) -> str:
-        """The condition in words."""
-        given = "is set" if self.text in ("()", "None", "none") else f"is not {self.text}"
-        return f"`{self.path}` {f'is {self.text}' if self.equal else given}"
 
 
 @dataclass(frozen=True)
@@ -109,42 +81,36 @@ def _arity(marked: str) -> tuple[str, int, int]:
     return name, least, most
 
 
-def _accepted() -> Iterable[Foreign]:
-    for reason, flags in (*ACCEPTED.items(), *DEPENDENT.items()):
-        for name, least, most in map(_arity, flags.split()):
-            yield Foreign(name, accepted=reason, least_values=least, most_values=most)
-
-
-def _conditional() -> Iterable[Foreign]:
-    for marked, (when, accepted, refused) in CONDITIONAL.items():
-        name, least, most = _arity(marked)
-        row = partial(
-            Foreign,
-            name,
-            accepted=accepted,
-            refused=refused,
-            feature=ABSENT_VALUES.get(name),
-            least_values=least,
-            most_values=most,
-        )
-        if "=" in when:
-            yield row(where=tuple(map(Condition.read, when.split(" or "))), silent=name in SILENT)
-        else:
-            yield row(values=tuple(when.split()))
-
-
-def _refused() -> Iterable[Foreign]:
-    for reason, flags in REFUSED.items():
-        for name, least, most in map(_arity, flags.split()):
+def _foreign_flags() -> Iterator[Foreign]:
+    for table in ("accepted.txt", "dependent.txt"):
+        for reason, flags in blocks(table):
+            for name, least, most in map(_arity, flags):
+                yield Foreign(name, accepted=reason, least_values=least, most_values=most)
+    for reason, flags in blocks("refused.txt"):
+        for name, least, most in map(_arity, flags):
             yield Foreign(name, refused=reason, least_values=least, most_values=most)
-    for feature, (reason, flags) in ABSENT.items():
-        for name, least, most in map(_arity, flags.split()):
+    for head, flags in blocks("absent.txt"):
+        feature, _, reason = head.partition(": ")
+        for name, least, most in map(_arity, flags):
             yield Foreign(name, refused=reason, feature=feature, least_values=least, most_values=most)
+    for row in rows("conditional.csv"):
+        name, least, most = _arity(row["flag"])
+        yield Foreign(
+            name,
+            row["accepted"],
+            row["refused"],
+            tuple(row["values"].split()),
+            least,
+            most,
+            tuple(map(Condition.read, filter(None, row["where"].split(" or ")))),
+            row["feature"] or None,
+            silent=bool(row["silent"]),
+        )
 
 
 def _table() -> dict[str, Foreign]:
     table: dict[str, Foreign] = {}
-    for foreign in (*_accepted(), *_conditional(), *_refused()):
+    for foreign in _foreign_flags():
         assert foreign.name not in table, f"{foreign.name} has two rows"
         table[foreign.name] = foreign
     return table

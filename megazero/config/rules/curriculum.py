@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megazero.config.curriculum import CurriculumConfig
 from megazero.config.pacing import MOST_CHANGES, Pacing, pieces
-from megazero.config.rules.rule import SEQUENCE_FIELDS, Case, Rule
+from megazero.config.rules.rule import Case, Rule
+from megazero.config.tree import CurriculumConfig
 
 _SCHEDULE = "curriculum.seqlen_schedule"
 _MIN = "curriculum.seqlen_min_difficulty"
@@ -17,7 +17,6 @@ _DEGREE = "curriculum.seqlen_root_degree"
 _LEVELS = "curriculum.seqlen_difficulty"
 _ENDS = "curriculum.seqlen_max_step"
 _CUSTOM = "curriculum.seqlen_custom_schedule"
-_KIND = "curriculum.seqlen_kind"
 _LENGTH = "model.seq_length"
 
 
@@ -27,20 +26,6 @@ def _settings(case: Case) -> CurriculumConfig:
 
 def _is(case: Case, *schedules: str) -> bool:
     return _settings(case).seqlen_schedule in schedules
-
-
-def _of_a_ramp_only(case: Case) -> bool:
-    given = _settings(case)
-    ends = None if _is(case, "custom") else given.seqlen_max_difficulty
-    ramp = (given.seqlen_min_difficulty, ends, given.seqlen_total_curriculum_step)
-    return _is(case, "fixed_linear", "fixed_root") or ramp == (None, None, None)
-
-
-def _levels_fit(case: Case) -> bool:
-    given = _settings(case)
-    if _is(case, "fixed_discrete"):
-        return _pacing(case) is not None
-    return not given.seqlen_difficulty and not given.seqlen_max_step
 
 
 def _pacing(case: Case) -> Pacing | None:
@@ -83,31 +68,21 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
             not _is(c, "fixed_linear", "fixed_root")
             or None not in (_settings(c).seqlen_min_difficulty, _settings(c).seqlen_total_curriculum_step)
         ),
-        reads=(_SCHEDULE,),
     ),
     Rule(
         "seqlen_root_has_a_degree",
         (_DEGREE, _SCHEDULE),
-        "`seqlen_root_degree` must be set with a `seqlen_schedule` of fixed_root, and with no other",
-        "set it, or leave it out",
-        lambda c: _is(c, "fixed_root") == (_settings(c).seqlen_root_degree is not None),
-    ),
-    Rule(
-        "seqlen_ramp_is_one",
-        (_MIN, _MAX, _TOTAL, _SCHEDULE),
-        "`seqlen_min_difficulty`, `seqlen_max_difficulty` and `seqlen_total_curriculum_step` must be left "
-        "out without a `seqlen_schedule` of fixed_linear or fixed_root, but for the maximum of custom",
-        "leave them out, or name the schedule",
-        _of_a_ramp_only,
+        "`seqlen_root_degree` must be set with a `seqlen_schedule` of fixed_root",
+        "set it",
+        lambda c: not _is(c, "fixed_root") or _settings(c).seqlen_root_degree is not None,
     ),
     Rule(
         "seqlen_levels_fit",
         (_LEVELS, _ENDS, _SCHEDULE),
         "`seqlen_difficulty` and `seqlen_max_step` must grow, one level more than ends, with a "
-        "`seqlen_schedule` of fixed_discrete, and be left out with others",
+        "`seqlen_schedule` of fixed_discrete",
         "name a last step for each level but the last",
-        _levels_fit,
-        reads=SEQUENCE_FIELDS,
+        lambda c: not _is(c, "fixed_discrete") or _pacing(c) is not None,
     ),
     Rule(
         "seqlen_ramp_grows",
@@ -115,7 +90,6 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "`seqlen_min_difficulty` must be at most `seqlen_max_difficulty`, which is `seq_length` if unset",
         "let sequences grow",
         _grows,
-        reads=(_SCHEDULE,),
     ),
     Rule(
         "seqlen_changes_countable",
@@ -123,7 +97,6 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         f"a `seqlen_schedule` must have at most {MOST_CHANGES} different lengths",
         "raise `--seqlen-difficulty-step`",
         lambda c: not _settings(c).too_many_changes(c.config.model.seq_length),
-        reads=(_SCHEDULE,),
     ),
     Rule(
         "seqlen_within_sequences",
@@ -131,7 +104,6 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "lengths of a `seqlen_schedule` must be at most `seq_length`",
         "end there, or raise `--seq-length`",
         _if_paced(lambda c, pacing: pacing.hardest <= c.config.model.seq_length),
-        reads=SEQUENCE_FIELDS,
     ),
     Rule(
         "seqlen_divides_over_ranks",
@@ -140,21 +112,13 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "`sequence_parallel`",
         "choose a `--seqlen-difficulty-step` and an end that are",
         _if_paced(_divides),
-        reads=(*SEQUENCE_FIELDS, "parallel.sequence_parallel"),
-    ),
-    Rule(
-        "seqlen_is_for_pretraining",
-        (_SCHEDULE, "finetune.task"),
-        "`seqlen_schedule` must be none where a model is fine-tuned for a task",
-        "leave it out",
-        lambda c: _is(c, "none") or c.config.finetune.task is None,
     ),
     Rule(
         "seqlen_custom_has_a_function",
         (_CUSTOM, _SCHEDULE),
-        "`seqlen_custom_schedule` must be set with a `seqlen_schedule` of custom, and with no other",
-        "name a function with `--seqlen-custom-schedule`, or leave it out",
-        lambda c: _is(c, "custom") == (_settings(c).seqlen_custom_schedule is not None),
+        "`seqlen_custom_schedule` must be set with a `seqlen_schedule` of custom",
+        "name a function with `--seqlen-custom-schedule`",
+        lambda c: not _is(c, "custom") or _settings(c).seqlen_custom_schedule is not None,
     ),
     Rule(
         "seqlen_custom_is_a_pacing",
@@ -163,21 +127,5 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "correct it",
         lambda c: _fault(c) is None,
         lambda c: _fault(c) or "",
-        reads=SEQUENCE_FIELDS,
-    ),
-    Rule(
-        "seqlen_kind_has_a_schedule",
-        (_KIND, _SCHEDULE),
-        "`seqlen_kind` must be truncate without a `seqlen_schedule`, as nothing is cut",
-        "name the schedule, or leave it out",
-        lambda c: not _is(c, "none") or _settings(c).seqlen_kind == "truncate",
-    ),
-    Rule(
-        "seqlen_reshape_is_for_text",
-        (_KIND, "model.family"),
-        "`seqlen_kind` must be truncate for BERT, whose sample is one pair of sentences with its marks: a "
-        "further row of it would have neither",
-        "leave it out",
-        lambda c: _settings(c).seqlen_kind == "truncate" or c.config.model.family == "gpt",
     ),
 )

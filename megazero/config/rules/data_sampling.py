@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.pacing import MOST_CHANGES, Root
 from megazero.config.rules.rule import Case, Rule
+from megazero.config.tree import CurriculumMetric
 
 _METRICS = "data_sampling.curriculum_metrics"
-_UNIT = "data_sampling.curriculum_unit"
 
 
 def _metrics(case: Case) -> tuple[CurriculumMetric, ...]:
@@ -64,7 +63,9 @@ def _each(
             if not holds(metric)
         )
 
-    return Rule(name, (), message, remedy, lambda c: all(map(holds, _metrics(c))), detail, reads=(_METRICS,))
+    return Rule(
+        name, (_METRICS,), message, remedy, lambda c: all(map(holds, _metrics(c))), detail, in_detail=True
+    )
 
 
 def _said(value: object) -> str:
@@ -147,19 +148,5 @@ DATA_SAMPLING_RULES: tuple[Rule, ...] = (
         "min_difficulty",
         "max_difficulty",
         "difficulty_step",
-    ),
-    Rule(
-        "metrics_are_for_pretraining",
-        (_METRICS, "finetune.task"),
-        "`curriculum_metrics` must be left out where a model is fine-tuned for a task",
-        "leave them out",
-        lambda c: not _metrics(c) or c.config.finetune.task is None,
-    ),
-    Rule(
-        "metrics_or_data_sharding",
-        (_METRICS, "data.data_sharding"),
-        "`curriculum_metrics` must be left out with `data_sharding`, whose order depends on the ranks",
-        "leave out one of the two",
-        lambda c: not _metrics(c) or not c.config.data.data_sharding,
     ),
 )

@@ -7,14 +7,13 @@ Like those of `routing.py`, they hold for a model without experts, whose setting
 from __future__ import annotations
 
 from megazero.config.derive import expert_tensor_size
-from megazero.config.experts import is_frequency
 from megazero.config.rules.routing import expert_counts, with_experts
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree import ModelConfig
+from megazero.config.tree.experts import is_frequency
 
 _EXPERTS = "model.num_experts"
 _PLACEMENT = ("model.moe_layer_freq", "model.expert_interval")
-_MLP_WIDTH = ("model.ffn_hidden_size", "model.hidden_size", "model.activation")
 _EXPERT_RANKS = "parallel.expert_model_parallel_size"
 _EXPERT_TENSOR_RANKS = "parallel.expert_tensor_parallel_size"
 _TENSOR_RANKS = "parallel.tensor_model_parallel_size"
@@ -50,13 +49,6 @@ def _dense_widths_divide(case: Case) -> bool:
 
 LAYOUT_RULES: tuple[Rule, ...] = (
     Rule(
-        "expert_ranks_need_experts",
-        (_EXPERT_RANKS, _EXPERTS),
-        "`num_experts` must be set with `expert_model_parallel_size` above 1",
-        "add `--num-experts`, or leave out `--expert-model-parallel-size`",
-        lambda c: c.config.parallel.expert_model_parallel_size == 1 or bool(c.config.model.num_experts),
-    ),
-    Rule(
         "experts_over_expert_ranks",
         (_EXPERTS, _EXPERT_RANKS),
         "`num_experts` of every layer must be a multiple of `expert_model_parallel_size`",
@@ -74,7 +66,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "lower one of the two, or start more ranks",
         _fill_stage,
         _stage_clause,
-        reads=(_EXPERTS, "parallel.pipeline_model_parallel_size", "parallel.context_parallel_size"),
     ),
     Rule(
         "expert_width_over_expert_tensor_ranks",
@@ -87,7 +78,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
             or c.config.model.expert_ffn_size % expert_tensor_size(c.config) == 0
         ),
         lambda c: f"the inner width is {c.config.model.expert_ffn_size}",
-        reads=(_EXPERTS, *_MLP_WIDTH),
     ),
     Rule(
         "dense_width_over_tensor_ranks",
@@ -96,7 +86,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
         "`tensor_model_parallel_size`",
         "choose a multiple",
         _dense_widths_divide,
-        reads=(_EXPERTS, "model.moe_ffn_hidden_size", *_MLP_WIDTH),
     ),
 )
 
@@ -123,22 +112,12 @@ def _places_clause(case: Case) -> str:
 
 PLACEMENT_RULES: tuple[Rule, ...] = (
     Rule(
-        "one_way_to_place_experts",
-        _PLACEMENT,
-        "`moe_layer_freq` and `expert_interval` must not both be set",
-        "keep one: of layers counted from 0, `--moe-layer-freq N` takes 0, N and so on, and "
-        "`--expert-interval N` takes N-1, 2N-1 and so on",
-        with_experts(lambda model: model.moe_layer_freq is None or model.expert_interval is None),
-        reads=(_EXPERTS,),
-    ),
-    Rule(
         "layer_pattern_is_whole",
         (_PLACEMENT[0], "model.num_layers"),
         "`moe_layer_freq` must be one number above 0, or a 0 or 1 for each layer",
         "correct it",
         with_experts(_pattern_fits),
         _pattern_clause,
-        reads=(_EXPERTS,),
     ),
     Rule(
         "some_layer_has_experts",
@@ -146,7 +125,6 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "at least one layer must have experts with `num_experts`",
         "place them in some layer, or leave out `--num-experts`",
         with_experts(lambda model: not _pattern_fits(model) or model.expert_places > 0),
-        reads=(_EXPERTS,),
     ),
     Rule(
         "pyramid_has_all_layers",
@@ -156,42 +134,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
         "`--expert-interval 2`)",
         with_experts(lambda model: model.expert_places == 0 or _places_counted(model)),
         _places_clause,
-        reads=("model.num_layers",),
     ),
 )
 
-
-MIXTURE_RULES: tuple[Rule, ...] = (
-    Rule(
-        "shared_gate_needs_shared_experts",
-        ("model.moe_shared_expert_gate", "model.moe_shared_expert_intermediate_size"),
-        "`moe_shared_expert_intermediate_size` must be set with `moe_shared_expert_gate`",
-        "set it, or leave out the gate",
-        with_experts(
-            lambda model: (
-                not model.moe_shared_expert_gate or model.moe_shared_expert_intermediate_size is not None
-            )
-        ),
-        reads=(_EXPERTS,),
-    ),
-    Rule(
-        "residual_or_shared_experts",
-        ("model.mlp_type", "model.moe_shared_expert_intermediate_size"),
-        "`mlp_type` must be standard with shared experts, which are an MLP beside the experts already",
-        "keep one of the two",
-        with_experts(
-            lambda model: model.mlp_type == "standard" or model.moe_shared_expert_intermediate_size is None
-        ),
-        reads=(_EXPERTS,),
-    ),
-    Rule(
-        "packed_rows_have_no_experts",
-        ("data.bert_pack", _EXPERTS),
-        "`bert_pack` must be off with `num_experts`: the samples of a row would share one capacity and one "
-        "balance",
-        "leave out `--bert-pack`",
-        lambda c: not (c.config.data.bert_pack and c.config.model.num_experts),
-    ),
-)
-
-EXPERT_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *PLACEMENT_RULES, *MIXTURE_RULES)
+EXPERT_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, *PLACEMENT_RULES)

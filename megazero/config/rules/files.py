@@ -6,7 +6,6 @@ from megazero.config.rules.rule import Case, Rule, value_at
 
 _SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 _ALL_PATHS = ("data.data_path", *_SPLIT_PATHS)
-_ENDS = ("data.reset_position_ids", "data.reset_attention_mask", "data.eod_mask_loss")
 _KIND = "tokenizer.tokenizer_type"
 _MODEL_KINDS = (
     "HFTokenizer",
@@ -15,7 +14,6 @@ _MODEL_KINDS = (
     "Llama2Tokenizer",
 )
 _BERT_KINDS = ("BertWordPieceLowerCase", "BertWordPieceCase")
-_EXTRA_ID_KINDS = (*_BERT_KINDS, "SentencePieceTokenizer")
 TOKENIZER_RULES: tuple[Rule, ...] = (
     Rule(
         "gpt2_tokenizer_files",
@@ -50,15 +48,6 @@ TOKENIZER_RULES: tuple[Rule, ...] = (
         "add `--vocab-size`",
         lambda c: (
             c.config.tokenizer.tokenizer_type != "NullTokenizer" or c.config.model.vocab_size is not None
-        ),
-    ),
-    Rule(
-        "extra_ids_have_a_tokenizer",
-        (_KIND, "tokenizer.vocab_extra_ids"),
-        f"`vocab_extra_ids` must be 0 unless `tokenizer_type` is one of {', '.join(_EXTRA_ID_KINDS)}",
-        "leave it out",
-        lambda c: (
-            c.config.tokenizer.vocab_extra_ids == 0 or c.config.tokenizer.tokenizer_type in _EXTRA_ID_KINDS
         ),
     ),
 )
@@ -97,7 +86,6 @@ DATA_RULES: tuple[Rule, ...] = (
         "the data must be given",
         "set `--data-path`, or `--train-data-path` and its siblings, or `--mock-data`",
         lambda c: _sources(c) >= 1 or c.config.finetune.task is not None,
-        reads=("finetune.task",),
     ),
     Rule(
         "one_data_source",
@@ -125,29 +113,6 @@ DATA_RULES: tuple[Rule, ...] = (
         lambda c: all(_is_blend(value_at(c.config, path)) for path in _ALL_PATHS),
     ),
     Rule(
-        "exact_epochs_need_single_pass",
-        ("data.train_data_exact_num_epochs", "data.dataloader_type"),
-        "`dataloader_type` must be single with `train_data_exact_num_epochs`",
-        "leave out one of the two",
-        lambda c: (
-            c.config.data.train_data_exact_num_epochs is None or c.config.data.dataloader_type == "single"
-        ),
-    ),
-    Rule(
-        "data_sharding_needs_cyclic",
-        ("data.data_sharding", "data.dataloader_type"),
-        "`dataloader_type` must be cyclic with `data_sharding`",
-        "add `--dataloader-type cyclic` or leave out `--data-sharding`",
-        lambda c: not c.config.data.data_sharding or c.config.data.dataloader_type == "cyclic",
-    ),
-    Rule(
-        "documents_end_only_in_running_text",
-        ("model.family", *_ENDS),
-        "settings about the ends of documents must be off for a BERT, whose samples stay within one",
-        "leave them out",
-        lambda c: c.config.model.family != "bert" or not any(value_at(c.config, path) for path in _ENDS),
-    ),
-    Rule(
         "room_for_special_tokens",
         ("model.family", "model.seq_length"),
         "`seq_length` must be at least 5 for a BERT: three special tokens and one of each segment",
@@ -170,12 +135,5 @@ OUTPUT_RULES: tuple[Rule, ...] = (
                 and not c.config.checkpoint.no_save_optim
             )
         ),
-    ),
-    Rule(
-        "async_save_limit_needs_async_save",
-        ("checkpoint.async_save_limit", "checkpoint.async_save"),
-        "`async_save` must be set with an `async_save_limit` above 1",
-        "add `--async-save`",
-        lambda c: c.config.checkpoint.async_save_limit == 1 or c.config.checkpoint.async_save,
     ),
 )

@@ -8,39 +8,6 @@ from megazero.config.tasks import Task, task_of
 _TASK = "finetune.task"
 _FILES = ("finetune.train_data", "finetune.valid_data", "finetune.test_data")
 _COLUMNS = (_TASK, "finetune.text_columns", "finetune.choice_columns")
-_DETAILS = (
-    *_FILES,
-    "finetune.text_columns",
-    "finetune.choice_columns",
-    "finetune.label_column",
-    "finetune.id_column",
-    "finetune.labels",
-    "finetune.pretrained_checkpoint",
-    "finetune.predictions",
-    "model.num_classes",
-)
-# What `task_of` reads.
-_TASK_READS = (
-    _TASK,
-    "finetune.text_columns",
-    "finetune.choice_columns",
-    "finetune.label_column",
-    "finetune.id_column",
-    "finetune.labels",
-)
-_OF_PRETRAINING = (
-    "training.train_iters",
-    "training.train_samples",
-    "training.train_tokens",
-    "training.skip_train",
-    "batch.rampup_batch_size",
-    "data.data_path",
-    "data.train_data_path",
-    "data.valid_data_path",
-    "data.test_data_path",
-    "data.mock_data",
-    "data.train_data_exact_num_epochs",
-)
 # Less holds no text beside the marks around two of them.
 _LEAST_SEQUENCE = 5
 
@@ -82,20 +49,6 @@ def _classes_fit(case: Case) -> bool:
 
 FINETUNING_RULES: tuple[Rule, ...] = (
     Rule(
-        "labelled_data_need_a_task",
-        (_TASK, *_DETAILS),
-        "`task` must be set with settings of fine-tuning",
-        "add `--task`, or leave them out; the corpus of pretraining is `--data-path`",
-        lambda c: _set(c) or not _given(c, _DETAILS),
-    ),
-    Rule(
-        "epochs_are_the_length",
-        (_TASK, *_OF_PRETRAINING),
-        "settings of pretraining's data and length must not be set with `task`",
-        "leave them out: `--train-data` and `--epochs` take their place",
-        lambda c: not _set(c) or not _given(c, _OF_PRETRAINING),
-    ),
-    Rule(
         "task_has_data",
         (_TASK, "finetune.epochs", *_FILES),
         "`train_data` must be set with `task`, or with 0 `epochs` something to evaluate",
@@ -103,19 +56,11 @@ FINETUNING_RULES: tuple[Rule, ...] = (
         lambda c: not _set(c) or bool(_given(c, _FILES[:1] if c.config.finetune.epochs else _FILES[1:])),
     ),
     Rule(
-        "predictions_have_samples",
-        ("finetune.predictions", *_FILES[1:]),
-        "`valid_data` or `test_data` must be set with `predictions`",
-        "add one of them",
-        lambda c: c.config.finetune.predictions is None or bool(_given(c, _FILES[1:])),
-    ),
-    Rule(
         "one_or_two_text_columns",
         _COLUMNS[:2],
         "`text_columns` must name one or two columns, unless the task is a published one",
         "add `--text-columns`",
         _columns_fit,
-        reads=_TASK_READS,
     ),
     Rule(
         "choices_for_multiple_choice",
@@ -123,7 +68,6 @@ FINETUNING_RULES: tuple[Rule, ...] = (
         "`choice_columns` must be set for multiple choice and for nothing else",
         "add or leave out `--choice-columns`",
         _choices_fit,
-        reads=_TASK_READS,
     ),
     Rule(
         "labels_differ",
@@ -131,7 +75,6 @@ FINETUNING_RULES: tuple[Rule, ...] = (
         "`labels` must be two or more, all different",
         "name each label once",
         _labels_fit,
-        reads=_TASK_READS,
     ),
     Rule(
         "classes_are_the_labels",
@@ -139,7 +82,6 @@ FINETUNING_RULES: tuple[Rule, ...] = (
         "`num_classes` must be the number of labels, or 1 for multiple choice",
         "leave `--num-classes` out",
         _classes_fit,
-        reads=_TASK_READS,
     ),
     Rule(
         "sequence_holds_marks_and_text",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megazero.config.derive import chunks_per_stage
-from megazero.config.rules.rule import CHUNK_FIELDS, MOST_INCREMENTS, STEP_FIELDS, Case, Rule
+from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
 from megazero.config.steps import BatchRamp
 from megazero.config.training_plan import Limits
 
@@ -47,16 +47,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         "change the head width or `--rotary-percent`",
         _rotary_dim_is_even,
         lambda c: f"{int(c.config.model.head_dim * c.config.model.rotary_percent)} of each head are rotated",
-    ),
-    Rule(
-        "rotary_settings_need_rope",
-        ("model.position_embedding_type", "model.rotary_percent", "model.rotary_base"),
-        "`rotary_percent` and `rotary_base` must be left at 1 and 10000 unless the positions are rotary",
-        "add `--position-embedding-type rope` or leave them out",
-        lambda c: (
-            c.config.model.position_embedding_type == "rope"
-            or (c.config.model.rotary_percent == 1.0 and c.config.model.rotary_base == 10000.0)
-        ),
     ),
     Rule(
         "positions_cover_sequence",
@@ -112,14 +102,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "or change the layout",
         lambda c: c.world_size is None or c.data_parallel is not None,
         _fitting_layouts,
-        reads=(
-            "model.num_attention_heads",
-            "model.num_query_groups",
-            "model.ffn_hidden_size",
-            "model.hidden_size",
-            "model.activation",
-            *CHUNK_FIELDS,
-        ),
     ),
     Rule(
         "heads_over_tensor_ranks",
@@ -217,7 +199,6 @@ def _unit_clause(case: Case) -> str:
 
 
 _RAMP = ("batch.rampup_batch_size", "batch.global_batch_size")
-_LAYOUT = PARALLEL_RULES[0].fields
 
 BATCH_RULES: tuple[Rule, ...] = (
     Rule(
@@ -227,14 +208,6 @@ BATCH_RULES: tuple[Rule, ...] = (
         "change one of the batch sizes or the number of ranks",
         lambda c: (c.config.batch.global_batch_size or _batch_unit(c)) % _batch_unit(c) == 0,
         _unit_clause,
-        reads=_LAYOUT,
-    ),
-    Rule(
-        "ramp_needs_global_batch",
-        _RAMP,
-        "`global_batch_size` must be set with `rampup_batch_size`",
-        "say where the ramp ends with `--global-batch-size`",
-        lambda c: c.config.batch.rampup_batch_size is None or c.config.batch.global_batch_size is not None,
     ),
     Rule(
         "ramp_starts_below_global_batch",
@@ -270,7 +243,6 @@ BATCH_RULES: tuple[Rule, ...] = (
         "choose such multiples",
         _ramp_multiples,
         _unit_clause,
-        reads=_LAYOUT,
     ),
     Rule(
         "samples_fill_a_batch",
@@ -278,6 +250,5 @@ BATCH_RULES: tuple[Rule, ...] = (
         "`train_samples` must suffice for one global batch",
         "train on more samples or lower the batch size",
         _samples_fill_a_batch,
-        reads=("training.train_iters", "training.train_tokens", *STEP_FIELDS),
     ),
 )

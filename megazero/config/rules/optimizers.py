@@ -1,42 +1,18 @@
-"""Rules about the optimizers' own settings."""
+"""Rules of the optimizers, among them those that sum over the replicas themselves, a bit per element."""
 
 from __future__ import annotations
 
-from megazero.config.fields import FIELD_BY_PATH, FIELDS
 from megazero.config.rules.rule import Case, Rule, value_at
 
-
-def _settings_of(optimizer: str) -> tuple[str, ...]:
-    """The settings whose names start with an optimizer's."""
-    return tuple(
-        spec.path for spec in FIELDS if spec.section == "optimizer" and spec.name.startswith(f"{optimizer}_")
-    )
+_COMPRESSED = ("onebit-adam", "zero-one-adam", "onebit-lamb")
+_TYPES = ("zero.main_params_dtype", "zero.grad_accumulation_dtype")
 
 
-def _are_defaults(case: Case, optimizer: str) -> bool:
-    return all(value_at(case.config, path) == FIELD_BY_PATH[path].default for path in _settings_of(optimizer))
-
-
-def _need(optimizer: str, title: str, *kin: str) -> Rule:
-    """An optimizer's settings are for it and its kin."""
-    takers = (optimizer, *kin)
-    return Rule(
-        f"{optimizer}_settings_need_{optimizer}",
-        ("optimizer.optimizer", *_settings_of(optimizer)),
-        f"{title}'s settings must be left at their defaults unless `optimizer` is {' or '.join(takers)}",
-        f"add `--optimizer {optimizer}` or leave them out",
-        lambda c: c.config.optimizer.optimizer in takers or _are_defaults(c, optimizer),
-    )
-
-
-def _scalar(case: Case) -> str | None:
-    """The optimizer beside Muon, if that is the optimizer."""
-    values = case.config.optimizer
-    return values.muon_scalar_optimizer if values.optimizer == "muon" else None
+def _compressed(case: Case) -> bool:
+    return case.config.optimizer.optimizer in _COMPRESSED
 
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
-    _need("lamb", "LAMB", "onebit-lamb"),
     Rule(
         "lamb_bounds_ordered",
         ("optimizer.lamb_min_coeff", "optimizer.lamb_max_coeff"),
@@ -44,17 +20,6 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         "lower `--lamb-min-coeff`",
         lambda c: c.config.optimizer.lamb_min_coeff <= c.config.optimizer.lamb_max_coeff,
     ),
-    Rule(
-        "lion_settings_need_lion",
-        ("optimizer.optimizer", "optimizer.muon_scalar_optimizer", *_settings_of("lion")),
-        "Lion's settings must be left at their defaults unless `optimizer` is lion, or muon beside lion",
-        "add `--optimizer lion` or `--muon-scalar-optimizer lion`, or leave them out",
-        lambda c: "lion" in (c.config.optimizer.optimizer, _scalar(c)) or _are_defaults(c, "lion"),
-    ),
-    _need("adagrad", "Adagrad"),
-    _need("adadelta", "Adadelta"),
-    _need("rmsprop", "RMSprop"),
-    _need("muon", "Muon"),
     Rule(
         "muon_quintic_in_fives",
         ("optimizer.muon_coefficient_type", "optimizer.muon_num_ns_steps"),
@@ -64,5 +29,36 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
             c.config.optimizer.muon_coefficient_type == "simple"
             or c.config.optimizer.muon_num_ns_steps % 5 == 0
         ),
+    ),
+    Rule(
+        "compressed_optimizer_needs_stage_0",
+        ("optimizer.optimizer", "zero.stage"),
+        f"`stage` of ZeRO must be 0 with the optimizers {', '.join(_COMPRESSED)}: each replica needs whole "
+        "moments to say what its bits leave out of the sum, and a sharded one could not use the sum",
+        "add `--zero-stage 0` or choose `--optimizer adam` or `lamb`",
+        lambda c: not _compressed(c) or c.config.zero.stage == 0,
+    ),
+    Rule(
+        "compressed_optimizer_needs_fp32_state",
+        ("optimizer.optimizer", *_TYPES),
+        "`main_params_dtype` and `grad_accumulation_dtype` must be fp32 with the optimizers "
+        f"{', '.join(_COMPRESSED)}, which feed back what rounding to a bit leaves out",
+        "leave them out",
+        lambda c: not _compressed(c) or all(value_at(c.config, path) == "fp32" for path in _TYPES),
+    ),
+    Rule(
+        "compressed_state_stays_on_device",
+        ("optimizer.optimizer", "offload.optimizer"),
+        f"`optimizer` of `offload` must be none with the optimizers {', '.join(_COMPRESSED)}, whose messages "
+        "are made of moments and leave from the device",
+        "leave `--offload-optimizer` out",
+        lambda c: not _compressed(c) or c.config.offload.optimizer == "none",
+    ),
+    Rule(
+        "onebit_lamb_factors_ordered",
+        ("optimizer.onebit_lamb_factor_min", "optimizer.onebit_lamb_factor_max"),
+        "`onebit_lamb_factor_min` must be at most `onebit_lamb_factor_max`",
+        "lower `--onebit-lamb-factor-min`",
+        lambda c: c.config.optimizer.onebit_lamb_factor_min <= c.config.optimizer.onebit_lamb_factor_max,
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megazero.config.derive import chunks_per_stage, num_chunks, schedule_kind
-from megazero.config.rules.rule import CHUNK_FIELDS, MOST_INCREMENTS, Case, Rule
+from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
 from megazero.config.steps import BatchRamp
 
 PARTITION_METHODS = ("uniform", "parameters", "cost", "measured")
@@ -92,17 +92,6 @@ def _regex_fault(pattern: str) -> str | None:
 
 PIPELINE_RULES: tuple[Rule, ...] = (
     Rule(
-        "one_way_to_virtual_stages",
-        _VIRTUAL,
-        "`num_layers_per_virtual_pipeline_stage` and `num_virtual_stages_per_pipeline_rank` must not both be "
-        "set",
-        "keep one",
-        lambda c: (
-            c.config.parallel.num_layers_per_virtual_pipeline_stage is None
-            or c.config.parallel.num_virtual_stages_per_pipeline_rank is None
-        ),
-    ),
-    Rule(
         "layers_fill_virtual_stages",
         ("model.num_layers", _STAGES, _VIRTUAL[0]),
         "`num_layers` must be a multiple of `pipeline_model_parallel_size` x "
@@ -117,11 +106,15 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         "virtual stages must go with `pipeline_schedule` auto or interleaved and at least 2 pipeline stages",
         "leave the virtual stages out (zb-v always has two chunks per stage) or change the schedule",
         _virtual_stages_run,
-        reads=("model.num_layers",),
     ),
     Rule(
         "chunks_within_layers",
-        CHUNK_FIELDS,
+        (
+            "model.num_layers",
+            _STAGES,
+            "parallel.pipeline_schedule",
+            *_VIRTUAL,
+        ),
         "`num_layers` must be at least the number of model chunks (pipeline stages x chunks per stage)",
         "use fewer stages or fewer virtual stages",
         lambda c: num_chunks(c.config) <= c.config.model.num_layers,
@@ -135,12 +128,6 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         "change a batch size, or leave out the virtual stages",
         _interleaved_rounds,
         lambda c: f"micro-batches per step: {', '.join(map(str, micro_batch_counts(c)))}",
-        reads=(
-            *CHUNK_FIELDS,
-            "batch.rampup_batch_size",
-            "parallel.tensor_model_parallel_size",
-            "parallel.context_parallel_size",
-        ),
     ),
     Rule(
         "partition_well_formed",
@@ -150,6 +137,5 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         "correct it, or leave it out for an even partition",
         lambda c: _partition_fault(c) is None,
         lambda c: _partition_fault(c) or "",
-        reads=CHUNK_FIELDS,
     ),
 )

@@ -12,7 +12,6 @@ _TOPK = "model.moe_router_topk"
 _GROUPS = ("model.moe_router_num_groups", "model.moe_router_group_topk")
 _SCORES = "model.moe_router_score_function"
 _BALANCE = ("model.moe_router_load_balancing_type", "model.moe_aux_loss_coeff")
-_CAPACITY = "model.moe_expert_capacity_factor"
 
 
 def with_experts(holds: Callable[[ModelConfig], bool]) -> Callable[[Case], bool]:
@@ -56,33 +55,18 @@ def _sampling_fits(model: ModelConfig) -> bool:
     return wanted[model.moe_router_sampling] == model.moe_router_topk
 
 
-def _sampled_plainly(model: ModelConfig) -> bool:
-    plain = model.moe_router_score_function == "softmax" and model.moe_router_num_groups is None
-    return plain or model.moe_router_sampling == "none"
-
-
 def _balance_is_one(model: ModelConfig) -> bool:
     kinds = model.moe_router_load_balancing_type
     return len(set(kinds)) == len(kinds) and (len(kinds) == 1 or "none" not in kinds)
 
 
-ROUTER_RULES: tuple[Rule, ...] = (
+ROUTING_RULES: tuple[Rule, ...] = (
     Rule(
         "topk_within_experts",
         (_TOPK, _EXPERTS),
         "`moe_router_topk` must be at most `num_experts` of every layer",
         "lower `--moe-router-topk` or add experts",
         with_experts(lambda model: all(model.moe_router_topk <= count for count in expert_counts(model))),
-    ),
-    Rule(
-        "router_groups_complete",
-        _GROUPS,
-        "`moe_router_num_groups` and `moe_router_group_topk` must be set together",
-        "set the other one too",
-        with_experts(
-            lambda model: (model.moe_router_num_groups is None) == (model.moe_router_group_topk is None)
-        ),
-        reads=(_EXPERTS,),
     ),
     Rule(
         "router_groups_divide_experts",
@@ -97,7 +81,6 @@ ROUTER_RULES: tuple[Rule, ...] = (
         "`moe_router_group_topk` must be at most `moe_router_num_groups`",
         "lower it",
         with_experts(_group_choice_fits),
-        reads=(_EXPERTS,),
     ),
     Rule(
         "group_choice_divides_topk",
@@ -106,7 +89,6 @@ ROUTER_RULES: tuple[Rule, ...] = (
         "topk / group_topk experts",
         "choose a divisor",
         with_experts(lambda model: model.moe_router_topk % (model.moe_router_group_topk or 1) == 0),
-        reads=(_EXPERTS,),
     ),
     Rule(
         "topk_within_groups",
@@ -128,22 +110,10 @@ ROUTER_RULES: tuple[Rule, ...] = (
                 model.moe_router_topk > 1
                 or model.moe_router_pre_softmax
                 or model.moe_router_score_function != "softmax"
+                # A way to balance that is not offered is refused already, and may have weights of its own.
+                or not model.moe_router_load_balancing_type
             )
         ),
-        # A way to balance that is not offered is refused already, and may have weights of its own.
-        reads=(_EXPERTS, _BALANCE[0]),
-    ),
-    Rule(
-        "expert_bias_needs_sigmoid",
-        ("model.moe_router_enable_expert_bias", _SCORES),
-        "`moe_router_score_function` must be sigmoid with `moe_router_enable_expert_bias`",
-        "add `--moe-router-score-function sigmoid`, or leave out the bias",
-        with_experts(
-            lambda model: (
-                not model.moe_router_enable_expert_bias or model.moe_router_score_function == "sigmoid"
-            )
-        ),
-        reads=(_EXPERTS,),
     ),
     Rule(
         "sampling_fits_topk",
@@ -151,15 +121,6 @@ ROUTER_RULES: tuple[Rule, ...] = (
         "`moe_router_topk` must be 1 with `moe_router_sampling` first, and 2 with second",
         "change one of the two",
         with_experts(_sampling_fits),
-        reads=(_EXPERTS,),
-    ),
-    Rule(
-        "sampling_is_of_softmax_scores",
-        ("model.moe_router_sampling", _SCORES, _GROUPS[0]),
-        "`moe_router_sampling` must be none with sigmoid scores or groups",
-        "leave one of them out",
-        with_experts(_sampled_plainly),
-        reads=(_EXPERTS,),
     ),
     Rule(
         "balance_is_one",
@@ -167,7 +128,6 @@ ROUTER_RULES: tuple[Rule, ...] = (
         "`moe_router_load_balancing_type` must name no kind twice, and none only by itself",
         "leave the others out",
         with_experts(_balance_is_one),
-        reads=(_EXPERTS,),
     ),
     Rule(
         "balance_has_coefficients",
@@ -177,48 +137,5 @@ ROUTER_RULES: tuple[Rule, ...] = (
         with_experts(
             lambda model: len(model.moe_router_load_balancing_type) == len(model.moe_aux_loss_coeff)
         ),
-        reads=(_EXPERTS,),
     ),
 )
-
-
-CAPACITY_RULES: tuple[Rule, ...] = (
-    Rule(
-        "evaluation_drops_as_training_does",
-        (_CAPACITY, "model.moe_eval_capacity_factor"),
-        "`moe_expert_capacity_factor` must be set with `moe_eval_capacity_factor`",
-        "add `--moe-expert-capacity-factor`, or leave the other one out: without it no token is dropped",
-        with_experts(
-            lambda model: (
-                model.moe_expert_capacity_factor is not None or model.moe_eval_capacity_factor is None
-            )
-        ),
-        reads=(_EXPERTS,),
-    ),
-    Rule(
-        "padding_needs_a_factor",
-        ("model.moe_pad_expert_input_to_capacity", _CAPACITY),
-        "`moe_expert_capacity_factor` must be set with `moe_pad_expert_input_to_capacity`",
-        "add `--moe-expert-capacity-factor`",
-        with_experts(
-            lambda model: (
-                not model.moe_pad_expert_input_to_capacity or model.moe_expert_capacity_factor is not None
-            )
-        ),
-        reads=(_EXPERTS,),
-    ),
-    Rule(
-        "padding_needs_alltoall",
-        ("model.moe_pad_expert_input_to_capacity", "parallel.moe_token_dispatcher_type"),
-        "`moe_token_dispatcher_type` must be alltoall with `moe_pad_expert_input_to_capacity`",
-        "leave out one of the two; an all-gather moves whole tokens, so there is nothing to pad",
-        lambda c: (
-            not c.config.model.num_experts
-            or not c.config.model.moe_pad_expert_input_to_capacity
-            or c.config.parallel.moe_token_dispatcher_type == "alltoall"
-        ),
-        reads=(_EXPERTS,),
-    ),
-)
-
-ROUTING_RULES: tuple[Rule, ...] = (*ROUTER_RULES, *CAPACITY_RULES)

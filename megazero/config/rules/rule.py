@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.curriculum import CurriculumConfig
 from megazero.config.derive import model_ranks
-from megazero.config.fields import FIELD_BY_PATH, FIELDS
-from megazero.config.skipping import SkippingConfig
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, spoken
 from megazero.config.steps import BatchRamp, Progress, Steps
 from megazero.config.training_plan import Limits
 from megazero.config.tree import Config
@@ -21,30 +21,7 @@ MOST_INCREMENTS = 100_000
 
 _NAME_COUNTS = MappingProxyType(Counter(spec.name for spec in FIELDS))
 
-CHUNK_FIELDS = (
-    "model.num_layers",
-    "parallel.pipeline_model_parallel_size",
-    "parallel.pipeline_schedule",
-    "parallel.num_layers_per_virtual_pipeline_stage",
-    "parallel.num_virtual_stages_per_pipeline_rank",
-)
-"""The fields that determine the number of pipeline chunks."""
-
-SEQUENCE_FIELDS = ("model.seq_length", *(f"curriculum.{name}" for name in CurriculumConfig.model_fields))
-"""The fields that determine the sequence length of each step."""
-
-STEP_FIELDS = (
-    "batch.micro_batch_size",
-    "batch.global_batch_size",
-    "batch.rampup_batch_size",
-    *SEQUENCE_FIELDS,
-    *(f"skipping.{name}" for name in SkippingConfig.model_fields),
-    "model.num_layers",
-    "parallel.tensor_model_parallel_size",
-    "parallel.pipeline_model_parallel_size",
-    "parallel.context_parallel_size",
-)
-"""The fields that determine `Case.steps`."""
+_GETTERS = MappingProxyType({spec.path: attrgetter(spec.path) for spec in FIELDS})
 
 
 @dataclass(frozen=True)
@@ -62,7 +39,7 @@ class Case:
             return None
         return self.world_size // ranks
 
-    @property
+    @cached_property
     def steps(self) -> Steps | None:
         """The steps of the training; None while the number of replicas or the ramp's end is unknown."""
         batch = self.config.batch
@@ -90,8 +67,7 @@ class Rule:
         remedy: what to do, as an imperative.
         holds: whether a configuration keeps the rule.
         detail: a further clause for the message, such as the values that would work.
-        reads: further fields that `holds` or `detail` reads. A rule is judged only if all its fields and
-            these are sound.
+        in_detail: whether `detail` says what there is to say about the values of the fields.
     """
 
     name: str
@@ -100,11 +76,12 @@ class Rule:
     remedy: str
     holds: Callable[[Case], bool]
     detail: Callable[[Case], str] | None = None
-    reads: tuple[str, ...] = ()
+    in_detail: bool = False
 
     def violation(self, case: Case) -> str:
         """The sentence that a user reads when `case` breaks the rule."""
-        shown = [f"`{display_name(path)}` {_say(value_at(case.config, path))}" for path in self.fields]
+        paths = () if self.in_detail else self.fields
+        shown = [f"`{display_name(path)}` {say(value_at(case.config, path))}" for path in paths]
         values = " and ".join(shown)
         detail = self.detail(case) if self.detail else ""
         facts = f"{values} ({detail})" if values and detail else values or detail
@@ -113,8 +90,7 @@ class Rule:
 
 def value_at(config: Config, path: str) -> Any:
     """The value of `section.name`."""
-    section, name = path.split(".")
-    return getattr(getattr(config, section), name)
+    return _GETTERS[path](config)
 
 
 def display_name(path: str) -> str:
@@ -123,11 +99,10 @@ def display_name(path: str) -> str:
     return path if _NAME_COUNTS[name] > 1 else name
 
 
-def _say(value: Any) -> str:
+def say(value: Any) -> str:
+    """A value as a predicate: "is 3", "is on", "is not set"."""
     if value is None or value == ():
         return "is not set"
     if isinstance(value, bool):
         return "is on" if value else "is off"
-    if isinstance(value, tuple):
-        return f"is {' '.join(str(item) for item in value)}"
-    return f"is {value}"
+    return f"is {spoken(value)}"

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 
-from megazero.config.option import Section
-from megazero.config.rules.acceleration import ACCELERATION_RULES, FP8_RULES, GRAPH_RULES
-from megazero.config.rules.compressed import COMPRESSED_RULES
+from megazero.config.fields import SECTIONS
 from megazero.config.rules.curriculum import CURRICULUM_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
-from megazero.config.rules.delayed import DELAYED_RULES
-from megazero.config.rules.distillation import DISTILLATION_RULES
 from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
 from megazero.config.rules.finetuning import FINETUNING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
+from megazero.config.rules.needs import unmet_needs
 from megazero.config.rules.optimizers import OPTIMIZER_RULES
 from megazero.config.rules.pipeline import PIPELINE_RULES
 from megazero.config.rules.routing import ROUTING_RULES
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.rules.skipping import SKIPPING_RULES
+from megazero.config.rules.sound import Unsound, sound_part
 from megazero.config.rules.training import (
     LENGTH_RULES,
     PRECISION_RULES,
     SCHEDULE_RULES,
 )
 from megazero.config.rules.upcycling import UPCYCLING_RULES
-from megazero.config.rules.zero import KEPT_ACTIVATION_RULES, OFFLOAD_RULES, ZERO_RULES
-from megazero.config.tree import Config
+from megazero.config.rules.zero import OFFLOAD_RULES, ZERO_RULES
+from megazero.config.tree import Config, Section
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
@@ -39,21 +37,14 @@ RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *ZERO_RULES,
     *OFFLOAD_RULES,
-    *DELAYED_RULES,
     *LENGTH_RULES,
     *SCHEDULE_RULES,
     *OPTIMIZER_RULES,
-    *COMPRESSED_RULES,
     *PRECISION_RULES,
-    *FP8_RULES,
-    *KEPT_ACTIVATION_RULES,
-    *ACCELERATION_RULES,
-    *GRAPH_RULES,
     *TOKENIZER_RULES,
     *DATA_RULES,
     *OUTPUT_RULES,
     *FINETUNING_RULES,
-    *DISTILLATION_RULES,
     *CURRICULUM_RULES,
     *DATA_SAMPLING_RULES,
     *SKIPPING_RULES,
@@ -68,27 +59,31 @@ def check(config: Config, world_size: int | None, unknown_fields: Set[str] = fro
         world_size: number of ranks, or None to leave out the rules that depend on it.
         unknown_fields: paths whose values are not to be trusted; rules that read one are left out.
     """
-    return [
-        rule.violation(Case(config, world_size)) for rule in broken_rules(config, world_size, unknown_fields)
-    ]
+    return [sentence for _, sentence in _violations(_case(config, world_size, unknown_fields))]
 
 
 def check_sections(sections: Mapping[str, Section]) -> list[str]:
     """The violations of the rules that read nothing but these sections, a part of a configuration."""
-    case = Case(Config.model_construct(None, **sections))
-    return [
-        rule.violation(case)
-        for rule in RULES
-        if {path.partition(".")[0] for path in rule.fields + rule.reads} <= sections.keys()
-        and not rule.holds(case)
-    ]
+    return [sentence for _, sentence in _violations(Case(sound_part(sections)))]
 
 
-def broken_rules(
-    config: Config, world_size: int | None, unknown_fields: Set[str] = frozenset()
-) -> list[Rule]:
-    """The rules that `check` reports."""
-    case = Case(config, world_size)
-    return [
-        rule for rule in RULES if unknown_fields.isdisjoint(rule.fields + rule.reads) and not rule.holds(case)
-    ]
+def broken_rules(config: Config, world_size: int | None, unknown_fields: Set[str] = frozenset()) -> list[str]:
+    """The names of the rules whose violations `check` reports."""
+    return [name for name, _ in _violations(_case(config, world_size, unknown_fields))]
+
+
+def _case(config: Config, world_size: int | None, unknown_fields: Set[str]) -> Case:
+    if unknown_fields:
+        config = sound_part({name: getattr(config, name) for name in SECTIONS}, unknown_fields)
+    return Case(config, world_size)
+
+
+def _violations(case: Case) -> Iterator[tuple[str, str]]:
+    """The names of broken rules, and the sentences on them; rules on what is not known are left out."""
+    yield from unmet_needs(case.config)
+    for rule in RULES:
+        try:
+            if not rule.holds(case):
+                yield rule.name, rule.violation(case)
+        except Unsound:
+            continue

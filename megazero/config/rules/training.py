@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.numbers import LARGEST
-from megazero.config.rules.rule import STEP_FIELDS, Case, Rule, value_at
+from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.steps import UNITS
 from megazero.config.training_plan import Evaluations, Limits, LrLengths
 
@@ -12,15 +12,6 @@ _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
 _LR_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in UNITS)
 _WEIGHT_DECAY_RANGE = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
-_LR_READS = (
-    "optimizer.lr_decay_style",
-    "optimizer.lr_warmup_fraction",
-    *_LR_WARMUP,
-    *_LR_DECAY,
-    *_LR_WSD,
-    *_LENGTHS,
-    *STEP_FIELDS,
-)
 
 
 def _given(case: Case, paths: tuple[str, ...]) -> list[str]:
@@ -96,14 +87,6 @@ LENGTH_RULES: tuple[Rule, ...] = (
         "say how long to train",
         # Fine-tuning counts epochs of data that are not read yet.
         lambda c: bool(_given(c, _LENGTHS)) or c.config.finetune.task is not None,
-        reads=("finetune.task",),
-    ),
-    Rule(
-        "iters_or_samples",
-        _LENGTHS[:2],
-        "`train_iters` and `train_samples` must not both be set",
-        "keep one (`--train-tokens` may go with either: the first limit reached ends the training)",
-        lambda c: len(_given(c, _LENGTHS[:2])) < 2,
     ),
     Rule(
         "tokens_countable",
@@ -112,7 +95,6 @@ LENGTH_RULES: tuple[Rule, ...] = (
         "lower one of them",
         lambda c: _tokens_read(c) <= LARGEST,
         lambda c: f"they read up to {_tokens_read(c):.3g}",
-        reads=("training.eval_interval", "training.eval_from_start", *STEP_FIELDS),
     ),
 )
 
@@ -147,23 +129,15 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         "set it: without it the decay would be counted in tokens here, but in Megatron-DeepSpeed in samples, "
         "from the first step on",
         _decay_has_a_unit,
-        reads=(*_LENGTHS, "optimizer.lr_decay_style"),
-    ),
-    Rule(
-        "warmup_fraction_or_length",
-        ("optimizer.lr_warmup_fraction", *_LR_WARMUP),
-        "`lr_warmup_fraction` must not be set beside a warmup length",
-        "keep one",
-        lambda c: c.config.optimizer.lr_warmup_fraction is None or not _given(c, _LR_WARMUP),
     ),
     Rule(
         "warmup_shorter_than_decay",
-        (),
+        (*_LR_WARMUP, *_LR_DECAY),
         "the warmup must be shorter than the decay of the learning rate",
         "shorten the warmup or lengthen the decay (unless given, the decay is as long as the training)",
         _warmup_shorter,
         _lengths_clause,
-        reads=_LR_READS,
+        in_detail=True,
     ),
     Rule(
         "wsd_needs_decay_length",
@@ -173,50 +147,13 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         lambda c: c.config.optimizer.lr_decay_style != "WSD" or bool(_given(c, _LR_WSD)),
     ),
     Rule(
-        "wsd_length_needs_wsd",
-        ("optimizer.lr_decay_style", *_LR_WSD),
-        "the length of a final decay must not be set unless `lr_decay_style` is WSD",
-        "add `--lr-decay-style WSD` or leave the length out",
-        lambda c: c.config.optimizer.lr_decay_style == "WSD" or not _given(c, _LR_WSD),
-    ),
-    Rule(
         "wsd_decay_fits",
-        (),
+        (*_LR_WARMUP, *_LR_DECAY, *_LR_WSD),
         "warmup and WSD's final decay must fit into the decay length",
         "shorten one of them or lengthen the decay",
         _wsd_fits,
         _lengths_clause,
-        reads=_LR_READS,
-    ),
-    Rule(
-        "weight_decay_range_complete",
-        _WEIGHT_DECAY_RANGE,
-        "`start_weight_decay` and `end_weight_decay` must be set together",
-        "set both or neither",
-        lambda c: (
-            (c.config.optimizer.start_weight_decay is None) == (c.config.optimizer.end_weight_decay is None)
-        ),
-    ),
-    Rule(
-        "weight_decay_range_needs_style",
-        (*_WEIGHT_DECAY_RANGE, "optimizer.weight_decay_incr_style"),
-        "`weight_decay_incr_style` must be linear or cosine where weight decay has a start and an end",
-        "set `--weight-decay-incr-style`, or only `--weight-decay`",
-        lambda c: (
-            c.config.optimizer.weight_decay_incr_style != "constant"
-            or any(value_at(c.config, path) is None for path in _WEIGHT_DECAY_RANGE)
-        ),
-    ),
-    Rule(
-        "weight_decay_style_needs_range",
-        (*_WEIGHT_DECAY_RANGE, "optimizer.weight_decay_incr_style"),
-        "`start_weight_decay` and `end_weight_decay` must be set where `weight_decay_incr_style` is not "
-        "constant",
-        "set both or leave the style out",
-        lambda c: (
-            c.config.optimizer.weight_decay_incr_style == "constant"
-            or any(value_at(c.config, path) is not None for path in _WEIGHT_DECAY_RANGE)
-        ),
+        in_detail=True,
     ),
     Rule(
         "weight_decay_grows",
@@ -228,13 +165,6 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
 )
 
 PRECISION_RULES: tuple[Rule, ...] = (
-    Rule(
-        "loss_scale_needs_16_bits",
-        ("precision.loss_scale", "precision.dtype"),
-        "`loss_scale` must not be set unless `dtype` is fp16 or bf16",
-        "add `--fp16` or `--bf16`, or leave it out",
-        lambda c: c.config.precision.loss_scale is None or c.config.precision.dtype != "fp32",
-    ),
     Rule(
         "min_loss_scale_below_initial",
         ("precision.min_loss_scale", "precision.initial_loss_scale"),
@@ -248,15 +178,5 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "`recompute.num_layers` must be at most the number of layers",
         "lower `--recompute-num-layers`",
         lambda c: c.config.recompute.num_layers <= c.config.model.num_layers,
-    ),
-    Rule(
-        "recompute_units_need_full",
-        ("recompute.granularity", "recompute.method", "recompute.num_layers"),
-        "`method` and `recompute.num_layers` must be left at uniform and 1 unless `granularity` is full",
-        "add `--recompute-granularity full` or leave them out",
-        lambda c: (
-            c.config.recompute.granularity == "full"
-            or (c.config.recompute.method == "uniform" and c.config.recompute.num_layers == 1)
-        ),
     ),
 )

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree import Config, ModelConfig
 
-_SWITCH = "checkpoint.moe_use_upcycling"
-_EXPERTS = "model.num_experts"
 _TOPK = "model.moe_router_topk"
 
 
@@ -29,29 +27,6 @@ def _weights_sum_to_one(model: ModelConfig) -> bool:
 
 UPCYCLING_RULES: tuple[Rule, ...] = (
     Rule(
-        "upcycling_makes_experts",
-        (_EXPERTS,),
-        "`num_experts` must be set with `moe_use_upcycling`",
-        "add `--num-experts`, or leave out `--moe-use-upcycling`",
-        _upcycling(lambda config: bool(config.model.num_experts)),
-        reads=(_SWITCH,),
-    ),
-    Rule(
-        "upcycling_has_a_dense_model",
-        ("checkpoint.load", "checkpoint.load_hf"),
-        "`load` or `load_hf` must be set with `moe_use_upcycling`",
-        "name the folder of the dense model",
-        _upcycling(lambda config: bool(config.checkpoint.load or config.checkpoint.load_hf)),
-        reads=(_SWITCH,),
-    ),
-    Rule(
-        "upcycling_is_for_pretraining",
-        (_SWITCH, "finetune.task"),
-        "`moe_use_upcycling` must be off where a model is fine-tuned for a task",
-        "pretrain the model with experts first",
-        _upcycling(lambda config: config.finetune.task is None),
-    ),
-    Rule(
         "upcycled_weights_sum_to_one",
         ("model.moe_router_pre_softmax", "model.moe_router_score_function", _TOPK),
         "the weights of a token's experts must sum to one with `moe_use_upcycling`, so that copies of one "
@@ -59,7 +34,6 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
         "`moe_router_topk` above 1 with sigmoid scores",
         "take the softmax after the choice, with `--moe-router-topk 2` or more",
         _experts_upcycled(_weights_sum_to_one),
-        reads=(_SWITCH, _EXPERTS),
     ),
     Rule(
         "upcycled_weights_are_not_scaled",
@@ -68,7 +42,6 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
         "compute what it does",
         "leave it out",
         _experts_upcycled(lambda model: model.moe_router_topk_scaling_factor in (None, 1.0)),
-        reads=(_SWITCH, _EXPERTS),
     ),
     Rule(
         "upcycled_experts_are_alone",
@@ -79,7 +52,6 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
         _experts_upcycled(
             lambda model: model.mlp_type == "standard" and model.moe_shared_expert_intermediate_size is None
         ),
-        reads=(_SWITCH, _EXPERTS),
     ),
     Rule(
         "upcycled_experts_drop_nothing",
@@ -88,7 +60,6 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
         "the MLP that it went through before",
         "leave it out",
         _experts_upcycled(lambda model: model.moe_expert_capacity_factor is None),
-        reads=(_SWITCH, _EXPERTS),
     ),
     Rule(
         "upcycled_experts_have_the_mlp_s_width",
@@ -97,6 +68,5 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
         "leave it out",
         _experts_upcycled(lambda model: model.expert_ffn_size == model.ffn_size),
         lambda c: f"the MLP's width is {c.config.model.ffn_size}",
-        reads=(_SWITCH, _EXPERTS, "model.hidden_size", "model.activation"),
     ),
 )

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree import RoutingConfig
 from megazero.deepspeed.moe.copies import ExpertCopies, plain_output
 from megazero.errors import ConfigError
 from megazero.layers import LayerInputs, Rows
@@ -106,13 +106,7 @@ class MoE(nn.Module):
         }
         if top2_2nd_expert_sampling:
             sampling[2] = "second"
-        # A router's settings are a model's; only those that it reads mean anything here.
-        self.config = ModelConfig(
-            num_layers=1,
-            num_attention_heads=1,
-            seq_length=1,
-            hidden_size=hidden_size,
-            num_experts=(num_experts,),
+        self.config = RoutingConfig(
             moe_router_topk=k,
             moe_router_pre_softmax=True,
             moe_router_sampling=sampling.get(k, "none"),

@@ -9,8 +9,7 @@ from pathlib import Path
 from megazero.checkpoint import CheckpointReader, Verify, candidates
 from megazero.checkpoint.hf import Description
 from megazero.checkpoint.locate import one_checkpoint
-from megazero.config.rules import broken_rules
-from megazero.config.rules.rule import Case
+from megazero.config.rules import check
 from megazero.config.tasks import Task, task_of
 from megazero.config.tree import Config
 from megazero.data import (
@@ -116,9 +115,8 @@ def completed(config: Config, data: TaskData, context: ParallelContext) -> Confi
         }
     )
     # The rules about the task concern the user's own settings, and have been checked.
-    case, judged = Case(complete, context.world_size), {"finetune.task"}
-    if broken := broken_rules(complete, context.world_size, judged):
-        raise ConfigError([rule.violation(case) for rule in broken])
+    if violations := check(complete, context.world_size, {"finetune.task"}):
+        raise ConfigError(violations)
     return complete
 
 

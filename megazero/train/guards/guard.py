@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megazero.config.guards import GuardsConfig
 from megazero.config.steps import Step
+from megazero.config.tree import GuardsConfig
 from megazero.errors import NumericsError
 from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext

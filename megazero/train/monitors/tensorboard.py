@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.config.tree_output import LoggingConfig
+from megazero.config.tree import LoggingConfig
 from megazero.errors import ConfigError
 from megazero.train.metrics import EvalMetrics, StepMetrics
 from megazero.train.monitors.base import Monitor

@@ -26,7 +26,7 @@ OTHERS = {
     "chunks_within_layers": "six layers in eight chunks, with the embedding and the loss counted as layers",
     "experts_over_expert_ranks": "fewer experts than ranks for them, at which Megatron-DeepSpeed fails too",
     "data_source_given": "the data of fine-tuning on conversations",
-    "fp8_needs_dense_layers": "experts whose products are of 8-bit floats",
+    "needs_of_fp8_format": "experts whose products are of 8-bit floats",
     "--fp8-recipe mxfp8": "scales of blocks of 32 elements",
     "--fp8-recipe blockwise": "scales of blocks",
     "flags contradict the JSON": "two types in one script",

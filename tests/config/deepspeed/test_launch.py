@@ -238,7 +238,7 @@ def test_values_out_of_range_and_rules_name_their_source(launch: Launch) -> None
         "`0`.",
     ]
     (rule,) = refusals(launch, {"activation_checkpointing": {"partition_activations": True}})
-    assert rule.endswith("[rule kept_activations_need_full].")
+    assert rule.endswith("[rule needs_of_partition_activations].")
 
 
 def test_a_schedule_of_the_json_is_refused_in_a_script(launch: Launch) -> None:

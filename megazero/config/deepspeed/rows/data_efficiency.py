@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.data_sampling import CurriculumMetric
 from megazero.config.deepspeed.row import (
     BOOL,
     DISABLED,
@@ -20,6 +19,7 @@ from megazero.config.deepspeed.row import (
     sets,
 )
 from megazero.config.metric_text import metrics_of
+from megazero.config.tree import CurriculumMetric
 
 _ROOT = "data_efficiency"
 _SAMPLING = f"{_ROOT}.data_sampling"

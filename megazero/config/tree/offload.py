@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megazero.config.option import Section, option
+from megazero.config.tree.option import Section, option
 
 Share = Annotated[float, Field(ge=0, le=1)]
 """A share of a whole, from none to all."""
@@ -32,6 +32,7 @@ class OffloadConfig(Section):
         "stage 3: where each rank keeps its slices of the weights between gathers",
         flag="--offload-parameters",
         aliases=("--remote-device",),
+        needs="zero.stage=3: it shards them",
     )
     fraction: Share = option(
         1.0,
@@ -39,18 +40,47 @@ class OffloadConfig(Section):
         "the device and are updated there (twin-flow)",
         flag="--offload-fraction",
         aliases=("--optimizer-offload-fraction",),
+        needs="optimizer",
     )
     delayed_param_update: bool = option(
         False,
         "update on the host while the next step computes with the weights of the step before, which changes "
         "the numbers of the training (DPU of ZeRO-Offload)",
         flag="--delayed-param-update",
+        needs=(
+            (
+                "optimizer=cpu: on the device an update would take turns with the step beside it, and from "
+                "disk it would share buffers with it"
+            ),
+            (
+                "gradients=auto,cpu: gradient sums on the device would be overwritten by the step beside an"
+                " update"
+            ),
+            "fraction=1.0: on the device an update would take turns with the step beside it",
+            (
+                "parameters=none: the slices that the step beside an update reads would be those that it is"
+                " to replace"
+            ),
+            (
+                "optimizer.optimizer=adam,sgd,lion,adagrad,adadelta,adamax,nadam,radam,rmsprop: others send"
+                " messages between ranks during an update, which would cross those of the step beside it"
+            ),
+            (
+                "zero.quantized_weights=none: weights in use are saved, and codes of what has been rounded "
+                "are not the same codes"
+            ),
+            (
+                "finetune.task=None: the best weights are chosen by those in use, and kept from masters "
+                "that are one update ahead"
+            ),
+        ),
     )
     delayed_param_update_start: NonNegativeInt = option(
         40,
         "updates that are made at once before they are delayed, while weights change fast",
         flag="--delayed-param-update-start",
         unit="updates",
+        needs="delayed_param_update",
     )
     path: str | None = option(
         None, "folder on the disk to offload to; nothing is left there at the end", flag="--offload-path"

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from pydantic import PositiveFloat, PositiveInt
 
-from megazero.config.experts import Counts
-from megazero.config.option import Section, option
+from megazero.config.tree.experts import Counts
+from megazero.config.tree.option import Section, option
 
 
 class DistillationConfig(Section):
     """Distillation"""
+
+    needs = "kd"
 
     kd: bool = option(
         False,
         "train the model to predict what a teacher predicts too: adds beta x temperature^2 x KL(teacher || "
         "model), the mean over the positions that count, to the loss",
         aliases=("--mos",),
+        needs=("load_teacher", "model.family=gpt", "finetune.task=None"),
     )
     load_teacher: str | None = option(
         None, "folder of the teacher's run, or of one checkpoint; its shape is the checkpoint's"

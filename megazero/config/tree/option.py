@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
 
@@ -20,6 +20,7 @@ def option(
     synonyms: Mapping[str, Any] | None = None,
     refused: Mapping[str, str] | None = None,
     unit: str | None = None,
+    needs: str | tuple[str, ...] | None = None,
 ) -> Any:
     """Declare one field of a section.
 
@@ -36,6 +37,9 @@ def option(
         synonyms: other words for a choice, word -> choice.
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
+        needs: what must hold where the field is not left at its default: ``optimizer=lamb,lion``, ``kd`` (it
+            is set), or ``save or load: the reason``; several must all hold. A field of another section is
+            written with it. None for the needs of the class.
     """
     extra: dict[str, Any] = {
         "flag": flag,
@@ -46,6 +50,7 @@ def option(
         "synonyms": dict(synonyms or {}),
         "refused": dict(refused or {}),
         "unit": unit,
+        "needs": needs,
     }
     return Field(default, description=help, json_schema_extra=extra)
 
@@ -90,6 +95,12 @@ Quotes around them, which a script may pass on, are taken off.
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and strict about unknown keys."""
+    """Base of all sections and of their parts: frozen, and strict about unknown keys.
+
+    Attributes:
+        needs: as in `option`, for the fields that this very class declares without any of their own.
+    """
+
+    needs: ClassVar[str | tuple[str, ...]] = ()
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)

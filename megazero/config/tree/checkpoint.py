@@ -1,4 +1,4 @@
-"""Sections of the tree about what a run leaves behind: checkpoints and logs."""
+"""The section of the tree about checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from megazero.config.option import Interval, Section, option
+from megazero.config.tree.option import Interval, Section, option
 
 
 class CheckpointConfig(Section):
@@ -24,6 +24,11 @@ class CheckpointConfig(Section):
         False,
         "where --load or --load-hf has a dense model, begin experts from it: each is a copy of the MLP whose "
         "place it takes",
+        needs=(
+            "model.num_experts",
+            "load or load_hf: it is the folder of the dense model",
+            "finetune.task=None: pretrain the model with experts first",
+        ),
     )
     save_interval: Interval = option(
         None,
@@ -41,7 +46,9 @@ class CheckpointConfig(Section):
         aliases=("--most-recent-k",),
     )
     async_save: bool = option(False, "write checkpoints in the background while training goes on")
-    async_save_limit: PositiveInt = option(1, "checkpoints that may be on their way to disk at a time")
+    async_save_limit: PositiveInt = option(
+        1, "checkpoints that may be on their way to disk at a time", needs="async_save"
+    )
     verify_checkpoint: Literal["full", "size"] = option(
         "full", "what to check when loading a checkpoint: the hash of everything that is read, or file sizes"
     )
@@ -66,38 +73,3 @@ class CheckpointConfig(Section):
     def kept_last(self) -> int | None:
         """The number of newest checkpoints that are kept; None keeps all."""
         return self.keep_last or (1 if self.save_retain_interval else None)
-
-
-class LoggingConfig(Section):
-    """Logging"""
-
-    log_interval: PositiveInt = option(100, "iterations between log lines", unit="iterations")
-    metrics_jsonl: str | None = option(None, "file that gets one JSON object per iteration")
-    tensorboard_dir: str | None = option(None, "folder for TensorBoard events")
-    tensorboard_log_interval: PositiveInt = option(1, "iterations between events", unit="iterations")
-    tensorboard_queue_size: PositiveInt = option(1000, "events held before they are written")
-    log_validation_ppl_to_tensorboard: bool = option(False, "also record validation perplexity")
-    log_timers_to_tensorboard: bool = option(False, "also record the time of each phase")
-    wall_clock_breakdown: bool = option(False, "also print the time of each phase")
-    comms_logger: bool = option(
-        False, "count the collectives and their bytes, and print a summary at the end"
-    )
-    csv_dir: str | None = option(None, "folder for one CSV file per metric")
-    log_params_norm: bool = option(False, "also record the norm of the parameters")
-    log_stability: PositiveInt | None = option(
-        None,
-        "also record how steady the training is: the standard deviation of loss and gradient norm over so "
-        "many updates, and the loss as a multiple of the lowest so far",
-        unit="updates",
-    )
-    straggler_interval: NonNegativeInt = option(
-        100,
-        "iterations after which the ranks' times are compared, to name one that is slow; 0 compares nothing",
-        unit="iterations",
-    )
-    log_num_zeros_in_grad: bool = option(False, "also record how many gradient elements are zero")
-    wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package")
-    wandb_exp_name: str | None = option(None, "Weights & Biases run name")
-    wandb_save_dir: str | None = option(None, "Weights & Biases local folder")
-    wandb_entity: str | None = option(None, "Weights & Biases team")
-    wandb_group: str | None = option(None, "Weights & Biases group of runs")

@@ -1,7 +1,4 @@
-"""The shape of a transformer: its part of the tree's section about the model.
-
-`experts.py` adds the settings of layers with a mixture of experts.
-"""
+"""The shape of a transformer: a part of the section of the tree about the model."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from megazero.config.option import Probability, Section, option
+from megazero.config.tree.option import Probability, Section, option
 
 
 class TransformerConfig(Section):
@@ -42,10 +39,13 @@ class TransformerConfig(Section):
         yielding=("--no-position-embedding",),
     )
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(
-        1.0, "share of each head's channels that is rotated"
+        1.0, "share of each head's channels that is rotated", needs="position_embedding_type=rope"
     )
     rotary_base: PositiveFloat = option(
-        10000.0, "base of the rotary frequencies", aliases=("--rotary-position-embeddings-theta",)
+        10000.0,
+        "base of the rotary frequencies",
+        aliases=("--rotary-position-embeddings-theta",),
+        needs="position_embedding_type=rope",
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
     norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
@@ -84,22 +84,6 @@ class TransformerConfig(Section):
         False, "take the residual after the normalization instead of before"
     )
 
-    bert_binary_head: bool = option(
-        True,
-        "leave out BERT's second task, which tells whether two segments are in order, and its token types",
-        flag="--bert-no-binary-head",
-    )
-    bert_token_types: bool = option(
-        False, "without the binary head, keep BERT's token types, as transformers' BertForMaskedLM does"
-    )
-    bert_head_activation: Literal["gelu", "gelu_exact"] = option(
-        "gelu_exact", "nonlinearity of BERT's masked-LM head; gelu is the tanh form, gelu_exact the erf form"
-    )
-
-    num_classes: PositiveInt | None = option(
-        None, "fine-tuning: classes of the task, or 1 for multiple choice; default: the number of labels"
-    )
-
     @model_validator(mode="before")
     @classmethod
     def _gelu_without_bias(cls, data: Any) -> Any:
@@ -131,11 +115,6 @@ class TransformerConfig(Section):
         if self.activation == "swiglu":
             return max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
         return 4 * self.hidden_size
-
-    @property
-    def has_token_types(self) -> bool:
-        """Whether a BERT has vectors for the segments of its samples."""
-        return self.bert_binary_head or self.bert_token_types
 
     @property
     def positions(self) -> int:

@@ -6,20 +6,28 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megazero.config.option import Section, option
 from megazero.config.pacing import MOST_CHANGES, FromZero, Pacing, root_of
+from megazero.config.tree.option import Section, option
 
 Share = Annotated[float, Field(gt=0, le=1)]
 """A share above 0, up to 1."""
 
 
-class SkippingConfig(Section):
-    """Token and layer dropping"""
+class RandomLtdConfig(Section):
+    """Random layer-wise token dropping"""
+
+    needs = "random_ltd"
 
     random_ltd: bool = option(
         False,
         "random layer-wise token dropping: layers see some tokens of each sequence, others bypass them; "
         "evaluations and generation see all",
+        needs=(
+            "random_ltd_min_value: layers begin with so many tokens",
+            "random_ltd_require_steps: layers see all tokens after so many steps",
+            "finetune.task=None",
+            "data.bert_pack=False: what is kept of a sample would depend on which others share its row",
+        ),
     )
     random_ltd_layer_id: tuple[NonNegativeInt, ...] = option(
         (), "layers that drop tokens, counted from 0; default: all but the first and the last"
@@ -42,17 +50,6 @@ class SkippingConfig(Section):
     random_ltd_total_layer_num: PositiveInt | None = option(
         None, "refuse a model with another number of layers; default: take any"
     )
-    progressive_layer_drop: bool = option(
-        False,
-        "leave out whole layers, more of them the longer training lasts and the deeper they are; "
-        "evaluations and generation run all",
-    )
-    pld_theta: Share = option(
-        0.5, "in the end, layer l of L, from 0, runs in 1 - l / L x (1 - theta) of the steps"
-    )
-    pld_gamma: PositiveFloat = option(
-        0.001, "how fast theta is reached: after t steps it is theta + (1 - theta) x exp(-gamma x t)"
-    )
 
     def dropping_layers(self, layers: int) -> tuple[int, ...] | range:
         """The layers that drop tokens, in a model of `layers` layers."""
@@ -74,3 +71,26 @@ class SkippingConfig(Section):
         """Whether the number of tokens changes more often than `MOST_CHANGES`."""
         grown = (self.random_ltd_max_value or sequence_length) - (self.random_ltd_min_value or 1)
         return self.random_ltd and grown // self.random_ltd_seq_per_step > MOST_CHANGES
+
+
+class LayerDropConfig(Section):
+    """Progressive layer dropping"""
+
+    needs = "progressive_layer_drop"
+
+    progressive_layer_drop: bool = option(
+        False,
+        "leave out whole layers, more of them the longer training lasts and the deeper they are; "
+        "evaluations and generation run all",
+        needs="finetune.task=None",
+    )
+    pld_theta: Share = option(
+        0.5, "in the end, layer l of L, from 0, runs in 1 - l / L x (1 - theta) of the steps"
+    )
+    pld_gamma: PositiveFloat = option(
+        0.001, "how fast theta is reached: after t steps it is theta + (1 - theta) x exp(-gamma x t)"
+    )
+
+
+class SkippingConfig(LayerDropConfig, RandomLtdConfig):
+    """Token and layer dropping"""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megazero.config.option import Probability, Section, option
+from megazero.config.tree.option import Probability, Section, option
+from megazero.config.tree.schedule import ScheduleConfig
 
 OptimizerName = Literal[
     "adam",
@@ -26,8 +27,8 @@ OptimizerName = Literal[
 ]
 
 
-class OptimizerConfig(Section):
-    """Optimizer"""
+class BaseOptimizerConfig(Section):
+    """Optimizer, rate and decay"""
 
     optimizer: OptimizerName = option(
         "adam",
@@ -50,6 +51,11 @@ class OptimizerConfig(Section):
     lr: PositiveFloat = option(..., "peak learning rate")
     min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
     weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
+
+
+class AdamConfig(Section):
+    """Adam"""
+
     adam_beta1: Probability = option(
         0.9, "Adam and LAMB of all kinds, adamax, nadam and radam: decay of the first moment"
     )
@@ -63,7 +69,19 @@ class OptimizerConfig(Section):
         "Adam and LAMB of all kinds, adamax, nadam, radam and rmsprop: added to the root of the second "
         "moment",
     )
+
+
+class SgdConfig(Section):
+    """SGD"""
+
     sgd_momentum: NonNegativeFloat = option(0.9, "momentum of SGD")
+
+
+class LambConfig(Section):
+    """LAMB"""
+
+    needs = "optimizer=lamb,onebit-lamb"
+
     lamb_max_coeff: PositiveFloat = option(
         10.0, "LAMB: largest trust ratio, norm of a tensor's weights over norm of its update"
     )
@@ -79,11 +97,25 @@ class OptimizerConfig(Section):
         "does not decay",
         aliases=("--use-nvlamb",),
     )
+
+
+class OneBitConfig(Section):
+    """1-bit Adam and LAMB"""
+
+    needs = "optimizer=onebit-adam,onebit-lamb"
+
     onebit_freeze_step: PositiveInt = option(
         100_000,
         "1-bit Adam and LAMB: updates with exact sums, after which the second moment stays as it is; 15 to "
         "25 percent of a training",
     )
+
+
+class OneBitAdamConfig(Section):
+    """1-bit and 0/1 Adam"""
+
+    needs = "optimizer=onebit-adam,zero-one-adam"
+
     onebit_precondition: bool = option(
         True,
         "1-bit and 0/1 Adam: let a bit stand for the same amount of the first moment in all of a "
@@ -93,6 +125,13 @@ class OptimizerConfig(Section):
         flag="--no-onebit-precondition",
         switches={"--onebit-precondition": True, "--onebit-adam-precondition": True},
     )
+
+
+class OneBitLambConfig(Section):
+    """1-bit LAMB"""
+
+    needs = "optimizer=onebit-lamb"
+
     onebit_lamb_coeff_beta: Probability = option(0.9, "1-bit LAMB: decay of the average of trust ratios")
     onebit_lamb_factor_max: PositiveFloat = option(
         4.0, "1-bit LAMB: largest factor by which the average trust ratio follows the second moment"
@@ -101,6 +140,13 @@ class OptimizerConfig(Section):
     onebit_lamb_factor_threshold: PositiveFloat = option(
         0.1, "1-bit LAMB: largest change of that factor from one update to the next, as a share of it"
     )
+
+
+class ZeroOneConfig(Section):
+    """0/1 Adam"""
+
+    needs = "optimizer=zero-one-adam"
+
     zero_one_var_freeze_step: PositiveInt = option(
         100_000, "0/1 Adam: updates after which the second moment stays as it is, and replicas go on alone"
     )
@@ -113,12 +159,47 @@ class OptimizerConfig(Section):
     zero_one_local_step_clipper: PositiveInt = option(
         16, "0/1 Adam: largest distance of exchanges; 1 exchanges in every update"
     )
+
+
+class LionConfig(Section):
+    """Lion"""
+
+    needs = "optimizer=lion or muon_scalar_optimizer=lion"
+
     lion_beta1: Probability = option(0.95, "Lion: share of the momentum in the sum whose sign is taken")
     lion_beta2: Probability = option(0.98, "Lion: decay of the momentum")
+
+
+class AdagradConfig(Section):
+    """Adagrad"""
+
+    needs = "optimizer=adagrad"
+
     adagrad_eps: PositiveFloat = option(1e-10, "Adagrad: added to the root of the sum of squared gradients")
+
+
+class AdadeltaConfig(Section):
+    """Adadelta"""
+
+    needs = "optimizer=adadelta"
+
     adadelta_rho: Probability = option(0.9, "Adadelta: decay of the means of squared gradients and updates")
     adadelta_eps: PositiveFloat = option(1e-6, "Adadelta: added to both means before their roots are taken")
+
+
+class RmspropConfig(Section):
+    """RMSprop"""
+
+    needs = "optimizer=rmsprop"
+
     rmsprop_alpha: Probability = option(0.99, "RMSprop: decay of the mean of squared gradients")
+
+
+class MuonConfig(Section):
+    """Muon"""
+
+    needs = "optimizer=muon"
+
     muon_momentum: Probability = option(0.9, "Muon: decay of the momentum")
     muon_nesterov: bool = option(False, "Muon: Nesterov's momentum, in which the gradient counts once more")
     muon_coefficient_type: Literal["quintic", "simple"] = option(
@@ -154,26 +235,22 @@ class OptimizerConfig(Section):
     muon_scalar_lr: PositiveFloat | None = option(
         None, "Muon: their peak learning rate, which moves as `--lr` does; none for the same"
     )
-    clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
-        "linear", "shape of the decay"
-    )
-    lr_decay_iters: PositiveInt | None = option(None, "length of the decay", unit="iterations")
-    lr_decay_samples: PositiveInt | None = option(None, "length of the decay", unit="samples")
-    lr_decay_tokens: PositiveInt | None = option(None, "length of the decay", unit="tokens")
-    lr_warmup_iters: NonNegativeInt = option(0, "linear warmup", unit="iterations")
-    lr_warmup_samples: NonNegativeInt = option(0, "linear warmup", unit="samples")
-    lr_warmup_tokens: NonNegativeInt = option(0, "linear warmup", unit="tokens")
-    lr_warmup_fraction: Probability | None = option(None, "linear warmup as a fraction of the decay length")
-    lr_warmup_init: NonNegativeFloat = option(0.0, "learning rate at the start of the warmup")
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
-        "exponential", "shape of the final decay of WSD"
-    )
-    lr_wsd_decay_iters: PositiveInt | None = option(None, "length of WSD's final decay", unit="iterations")
-    lr_wsd_decay_samples: PositiveInt | None = option(None, "length of WSD's final decay", unit="samples")
-    lr_wsd_decay_tokens: PositiveInt | None = option(None, "length of WSD's final decay", unit="tokens")
-    start_weight_decay: NonNegativeFloat | None = option(None, "weight decay at the start of its schedule")
-    end_weight_decay: NonNegativeFloat | None = option(None, "weight decay at the end of its schedule")
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
-        "constant", "how weight decay moves from start to end"
-    )
+
+
+class OptimizerConfig(
+    ScheduleConfig,
+    MuonConfig,
+    RmspropConfig,
+    AdadeltaConfig,
+    AdagradConfig,
+    LionConfig,
+    ZeroOneConfig,
+    OneBitLambConfig,
+    OneBitAdamConfig,
+    OneBitConfig,
+    LambConfig,
+    SgdConfig,
+    AdamConfig,
+    BaseOptimizerConfig,
+):
+    """Optimizer"""

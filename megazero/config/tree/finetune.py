@@ -6,11 +6,13 @@ from typing import Literal
 
 from pydantic import NonNegativeInt
 
-from megazero.config.option import Section, option
+from megazero.config.tree.option import Section, option
 
 
 class FinetuneConfig(Section):
     """Fine-tuning on a labelled task"""
+
+    needs = "task: the corpus of pretraining is `--data-path`"
 
     task: (
         Literal[
@@ -31,6 +33,7 @@ class FinetuneConfig(Section):
         "what finetune.py trains: classification of one or two texts, multiple-choice, or a published task, "
         "whose columns and labels are known",
         refused={"STS-B": "has scores instead of labels, and regression is not offered"},
+        needs=(),
     )
     train_data: tuple[str, ...] = option((), "labelled files to train on: TSV or JSONL, for RACE folders too")
     valid_data: tuple[str, ...] = option((), "labelled files to evaluate after each epoch")
@@ -52,7 +55,7 @@ class FinetuneConfig(Section):
         "all labels, in the order of their numbers; default: the task's, else those of the training data, "
         "sorted, or to evaluate those of the checkpoint",
     )
-    epochs: NonNegativeInt = option(3, "passes over the training data; 0 only evaluates")
+    epochs: NonNegativeInt = option(3, "passes over the training data; 0 only evaluates", needs=())
     pretrained_checkpoint: str | None = option(
         None, "folder of a run, or of one checkpoint, to take the weights from"
     )
@@ -60,4 +63,5 @@ class FinetuneConfig(Section):
         None,
         "file that gets the id, label, prediction and probabilities of each test sample, or of each "
         "validation sample without --test-data: TSV, or JSONL by its name",
+        needs=("task", "valid_data or test_data"),
     )

@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from megazero.config.custom_pacing import custom_pacing
-from megazero.config.option import Section, option
 from megazero.config.pacing import MOST_CHANGES, Pacing, levels_of, root_of
+from megazero.config.tree.option import Section, option
 from megazero.errors import ConfigError
 
 
@@ -19,37 +19,57 @@ class CurriculumConfig(Section):
         "none",
         "how sequences grow: by a straight line, by a root of the training done, by given levels, or by a "
         "function of your own; training cuts each sample to the length of its step, evaluations do not",
+        needs="finetune.task=None",
     )
     seqlen_kind: Literal["truncate", "reshape"] = option(
         "truncate",
         "what becomes of the rest of a sample: truncate drops it; reshape cuts it into further rows of that "
         "length, and drops what does not fill one",
+        needs=(
+            "seqlen_schedule: otherwise nothing is cut",
+            (
+                "model.family=gpt: a sample of BERT's is one pair of sentences with its marks, and a "
+                "further row of it would have neither"
+            ),
+        ),
     )
     seqlen_unit: Literal["iters", "tokens"] = option(
         "iters", "what the schedule counts; tokens are those before the step"
     )
-    seqlen_min_difficulty: PositiveInt | None = option(None, "length at the beginning", unit="tokens")
+    seqlen_min_difficulty: PositiveInt | None = option(
+        None, "length at the beginning", unit="tokens", needs="seqlen_schedule=fixed_linear,fixed_root"
+    )
     seqlen_max_difficulty: PositiveInt | None = option(
-        None, "length at the end; default: the sequence length", unit="tokens"
+        None,
+        "length at the end; default: the sequence length",
+        unit="tokens",
+        needs="seqlen_schedule=fixed_linear,fixed_root,custom",
     )
     seqlen_total_curriculum_step: PositiveInt | None = option(
-        None, "fixed_linear, fixed_root: steps or tokens until the length reaches its end"
+        None,
+        "fixed_linear, fixed_root: steps or tokens until the length reaches its end",
+        needs="seqlen_schedule=fixed_linear,fixed_root",
     )
     seqlen_difficulty_step: PositiveInt = option(
         8, "lengths are rounded down to multiples of this", unit="tokens"
     )
-    seqlen_root_degree: PositiveFloat | None = option(None, "fixed_root: which root; 2 is the square root")
+    seqlen_root_degree: PositiveFloat | None = option(
+        None, "fixed_root: which root; 2 is the square root", needs="seqlen_schedule=fixed_root"
+    )
     seqlen_difficulty: tuple[PositiveInt, ...] = option(
-        (), "fixed_discrete: the lengths, one after the other"
+        (), "fixed_discrete: the lengths, one after the other", needs="seqlen_schedule=fixed_discrete"
     )
     seqlen_max_step: tuple[PositiveInt, ...] = option(
-        (), "fixed_discrete: the last step, or number of tokens, of each length but the last"
+        (),
+        "fixed_discrete: the last step, or number of tokens, of each length but the last",
+        needs="seqlen_schedule=fixed_discrete",
     )
 
     seqlen_custom_schedule: str | None = option(
         None,
         "custom: the function from steps or tokens, counted from 1, to a length, as module:function or "
         "path.py:function; the same on every host",
+        needs="seqlen_schedule=custom",
     )
 
     def seqlen(self, sequence_length: int) -> Pacing | None:

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
-from megazero.config.option import Section, option
 from megazero.config.pacing import Pacing, levels_of, root_of
+from megazero.config.tree.option import Section, option
 
 
 class CurriculumMetric(Section):
@@ -71,6 +71,7 @@ class DataSamplingConfig(Section):
         (),
         "what makes samples difficult, by name, as in DeepSpeed's JSON: training draws from the samples that "
         "are within the difficulty of the step by all of these metrics; JSON, or a JSON or YAML file",
+        needs=("finetune.task=None", "data.data_sharding=False: that order depends on the ranks"),
     )
     curriculum_unit: Literal["iters", "tokens"] = option(
         "iters", "what the schedules of the metrics count; tokens are those before the step"

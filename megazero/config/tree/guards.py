@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megazero.config.option import Section, option
+from megazero.config.tree.option import Section, option
 
 _FEWEST, _MOST = 20, 10_000
 
@@ -70,6 +70,10 @@ class GuardsConfig(Section):
         "off",
         "look for calls within steps that make the host wait for the device, from the second step on: report "
         "each place once, or end with an error; slow on a CPU",
+        needs=(
+            "acceleration.compile=False or parallel.device=cuda: on a CPU waits are found by looking at"
+            " each operator"
+        ),
     )
     iterations_to_skip: tuple[PositiveInt, ...] = option(
         (), "steps whose samples are passed over without training on them"

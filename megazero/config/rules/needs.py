@@ -1,0 +1,94 @@
+"""The one rule of all settings that need others, which say so where they are declared (`option`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megazero.config.condition import Condition, Need
+from megazero.config.derive import EXPERT_FIELDS
+from megazero.config.fields import FIELD_BY_PATH, NEEDS, FieldSpec, Kind, spoken
+from megazero.config.rules.rule import display_name, say, value_at
+from megazero.config.rules.sound import Unsound
+from megazero.config.tree import Config
+
+_FEW = 4
+
+
+def unmet_needs(config: Config) -> Iterator[tuple[str, str]]:
+    """The rules and the sentences on settings that are given without what they need, in the tree's order."""
+    for section, needs in NEEDS.items():
+        try:
+            given = getattr(config, section).model_fields_set
+        except Unsound:
+            continue
+        if given := needs.keys() & given:
+            for name in filter(given.__contains__, needs):
+                yield from _unmet(config, FIELD_BY_PATH[f"{section}.{name}"], needs[name])
+
+
+def _unmet(config: Config, spec: FieldSpec, needs: tuple[Need, ...]) -> Iterator[tuple[str, str]]:
+    for need in needs:
+        try:
+            if _counts(config, spec) and not any(
+                condition.holds(value_at(config, condition.path)) for condition in need.conditions
+            ):
+                yield f"needs_of_{spec.name}", _sentence(config, spec, need)
+        except Unsound:
+            continue
+
+
+def _counts(config: Config, spec: FieldSpec) -> bool:
+    """Whether a field is not left at its default, and says something: without experts, theirs say nothing."""
+    if value_at(config, spec.path) == spec.default:
+        return False
+    return spec.section != "model" or spec.name not in EXPERT_FIELDS or bool(config.model.num_experts)
+
+
+def _sentence(config: Config, spec: FieldSpec, need: Need) -> str:
+    value = value_at(config, spec.path)
+    given = {True: "", False: " off"}[value] if isinstance(value, bool) else f" {spoken(value)}"
+    facts = " and ".join(f"`{display_name(c.path)}` {say(value_at(config, c.path))}" for c in need.conditions)
+    return (
+        f"{must(need)} with `{display_name(spec.path)}`{given}, but {facts}; {_remedy(spec, need)}"
+        f"{need.why and ': ' + need.why} [rule needs_of_{spec.name}]."
+    )
+
+
+def must(need: Need) -> str:
+    """The sentence on what must hold, as "`optimizer` must be lamb or onebit-lamb"."""
+    return " or ".join(f"`{display_name(c.path)}` must be {_wanted(c)}" for c in need.conditions)
+
+
+def _wanted(condition: Condition) -> str:
+    spec = FIELD_BY_PATH[condition.path]
+    if spec.kind is Kind.BOOL:
+        return "off" if condition.values == ("False",) else "on"
+    values = condition.values or _choices(spec)
+    if values in (("None",), ("()",)):
+        return "left out"
+    return " or ".join(filter(None, (", ".join(values[:-1]), *values[-1:]))) or "set"
+
+
+def _choices(spec: FieldSpec) -> tuple[str, ...]:
+    """The choices of a field but for `none`, if they are few."""
+    choices = tuple(str(choice) for choice in spec.choices if choice != "none")
+    return choices if spec.kind is Kind.CHOICE and len(choices) <= _FEW else ()
+
+
+def _remedy(spec: FieldSpec, need: Need) -> str:
+    flags: dict[bool, list[str]] = {True: [], False: []}
+    for condition in need.conditions:
+        other = FIELD_BY_PATH[condition.path]
+        left_out = condition.holds(other.default)
+        values = () if left_out or other.kind is Kind.BOOL else (condition.values or _choices(other))[:2]
+        flags[left_out] += [f"`{flag}`" for flag in _as_flags(other, values)]
+    leave = f"leave {' or '.join([*flags[True], f'`{spec.flag}`'])} out"
+    return ", or ".join([f"add {' or '.join(flags[False])}", leave] if flags[False] else [leave])
+
+
+def _as_flags(spec: FieldSpec, values: tuple[str, ...]) -> list[str]:
+    """The flags that set a field to one of these values, as switches if there are; without any, its flag."""
+    switches = {str(constant): switch for switch, constant in spec.switches.items()}
+    if values and switches.keys() >= set(values):
+        return [switches[value] for value in values]
+    return [f"{spec.flag} {value}" for value in values] or [spec.flag]

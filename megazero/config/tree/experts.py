@@ -1,0 +1,120 @@
+"""A part of the section of the tree about the model: which layers have experts, and what is beside these.
+
+Names are those of Megatron-LM's `--moe-*` flags (Fedus et al. 2022, Lepikhin et al. 2021); the layers'
+placement by `--expert-interval`, pyramids and residual experts are DeepSpeed-MoE's (Rajbhandari et al. 2022).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
+
+from megazero.config.tree.option import option
+from megazero.config.tree.transformer import TransformerConfig
+
+
+def _listed(value: Any) -> Any:
+    """One number stands for a list of it."""
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _dense_is_empty(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """One expert is the dense MLP, so a list of ones has no experts."""
+    return () if all(count == 1 for count in counts) else counts
+
+
+Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed), AfterValidator(_dense_is_empty)]
+"""Numbers of experts; ``()`` if no layer has any."""
+
+Pattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_listed), Field(min_length=1)]
+"""The interval between layers with experts, as one number, or a 0 or 1 for each layer."""
+
+
+class ExpertsConfig(TransformerConfig):
+    """The layers that have experts, and what these are"""
+
+    num_experts: Counts = option(
+        (),
+        "experts in each layer that has them, as one number or one for each such layer (a pyramid), such as "
+        "[32]*10+[64]*2; default: none, and 1 is the dense MLP",
+        aliases=("--num-moe-experts",),
+    )
+    moe_layer_freq: Pattern | None = option(
+        None,
+        "N: every N-th layer has experts, the first one included (counted from 0: 0, N, 2N, ...); or a 0 or "
+        "1 for each layer, such as ([0]*3+[1]*21); default: 1, unless --expert-interval is given",
+    )
+    expert_interval: PositiveInt | None = option(
+        None,
+        "N: every N-th layer has experts, the N-th being the first (counted from 0: N-1, 2N-1, ...), as in "
+        "Megatron-DeepSpeed; instead of --moe-layer-freq",
+        needs=(
+            "moe_layer_freq=None: of layers counted from 0, `--moe-layer-freq N` takes 0, N and so on, "
+            "and `--expert-interval N` takes N-1, 2N-1 and so on"
+        ),
+    )
+    moe_ffn_hidden_size: PositiveInt | None = option(
+        None, "inner width of an expert; default: that of the MLP"
+    )
+    mlp_type: Literal["standard", "residual"] = option(
+        "standard",
+        "standard: experts take the place of the MLP; residual: the MLP stays beside them, and a learned mix "
+        "of both goes on",
+    )
+    moe_shared_expert_intermediate_size: PositiveInt | None = option(
+        None,
+        "inner width of all shared experts together, through which every token goes; default: none",
+        needs="mlp_type=standard: shared experts are an MLP beside the experts already",
+    )
+    moe_shared_expert_gate: bool = option(
+        False,
+        "weigh the shared experts by a learned sigmoid gate of each token",
+        needs="moe_shared_expert_intermediate_size",
+    )
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner width of an expert (of each of the two halves with SwiGLU)."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def expert_places(self) -> int:
+        """Number of layers that experts are placed in, or would be if the model had some."""
+        if self.expert_interval is not None:
+            return self.num_layers // self.expert_interval
+        pattern = self.moe_layer_freq or (1,)
+        if is_frequency(pattern):
+            return -(-self.num_layers // pattern[0])
+        return sum(flag == 1 for flag in pattern)
+
+    def expert_place(self, layer: int) -> int | None:
+        """The number of `layer` among the layers for experts, from 0; None if it is not one of them."""
+        if self.expert_interval is not None:
+            number, rest = divmod(layer + 1, self.expert_interval)
+            return None if rest else number - 1
+        pattern = self.moe_layer_freq or (1,)
+        if is_frequency(pattern):
+            number, rest = divmod(layer, pattern[0])
+            return None if rest else number
+        return sum(flag == 1 for flag in pattern[:layer]) if pattern[layer] == 1 else None
+
+    @property
+    def experts_by_layer(self) -> tuple[int, ...]:
+        """Number of experts of every layer, 0 for a dense one; ``()`` if no layer has experts."""
+        if not self.num_experts:
+            return ()
+        return tuple(map(self.experts_at, range(self.num_layers)))
+
+    def experts_at(self, layer: int) -> int:
+        """Number of experts of one layer (from 0); 0 for a dense one."""
+        place = self.expert_place(layer) if self.num_experts else None
+        if place is None:
+            return 0
+        count = self.num_experts[0 if len(self.num_experts) == 1 else place]
+        return 0 if count == 1 else count
+
+
+def is_frequency(pattern: tuple[int, ...]) -> bool:
+    """Whether a pattern of layers is an interval, rather than a 0 or 1 for each layer."""
+    return len(pattern) == 1 and pattern[0] > 0

@@ -1,0 +1,77 @@
+"""The section of the tree about the layout of ranks and their communication."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from megazero.config.tree.option import Patience, Section, option
+
+
+class ParallelConfig(Section):
+    """Parallelism"""
+
+    tensor_model_parallel_size: PositiveInt = option(
+        1, "ranks that share each layer's weights", aliases=("--model-parallel-size",)
+    )
+    pipeline_model_parallel_size: PositiveInt = option(1, "pipeline stages")
+    num_layers_per_virtual_pipeline_stage: PositiveInt | None = option(
+        None, "layers per model chunk; each stage holds several chunks (interleaved schedule)"
+    )
+    num_virtual_stages_per_pipeline_rank: PositiveInt | None = option(
+        None,
+        "the same, given as the number of chunks per stage",
+        needs="num_layers_per_virtual_pipeline_stage=None",
+    )
+    pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = option(
+        "auto",
+        "order of forward and backward passes; auto is 1f1b, or interleaved with virtual stages",
+        switches={"--enable-zbh1-pipeline": "zb-h1"},
+    )
+    pipeline_partition: str = option(
+        "uniform",
+        "how layers are split over the stages: uniform, parameters, cost, measured, type:REGEX, or the "
+        "number of layers of each, such as 5,6,6,5",
+    )
+    context_parallel_size: PositiveInt = option(
+        1, "ranks that share each sequence", aliases=("--ds-sequence-parallel-size",)
+    )
+    expert_model_parallel_size: PositiveInt = option(
+        1,
+        "ranks that share the experts of a layer",
+        aliases=("--moe-expert-parallel-size",),
+        needs="model.num_experts",
+    )
+    expert_tensor_parallel_size: PositiveInt | None = option(
+        None,
+        "ranks that share each expert's weights; for the experts a stage's ranks are expert-tensor x "
+        "expert-model x replicas, for all else tensor x context x data; default: the tensor-parallel size",
+        switches={"--enable-expert-tensor-parallelism": None},
+    )
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = option(
+        "alltoall",
+        "how tokens get to the ranks that hold their experts: alltoall sends each row where it is needed; "
+        "allgather sends all rows to all of them and adds up what comes back",
+        synonyms={"alltoall_seq": "alltoall"},
+        refused={
+            "flex": "calls kernels of other projects, which are not used here; alltoall moves the same rows"
+        },
+    )
+    sequence_parallel: bool = option(
+        False, "shard norm and dropout regions over the tensor-parallel ranks along the sequence"
+    )
+    distributed_backend: Literal["auto", "nccl", "gloo"] = option(
+        "auto",
+        "communication library; auto is nccl on CUDA, else gloo, with shared memory within a host",
+    )
+    check_collectives: bool = option(
+        False, "verify before each collective that all its members make the same call; slow"
+    )
+    distributed_timeout_minutes: Patience = option(10.0, "longest wait in one collective", unit="minutes")
+    heartbeat_timeout_minutes: Patience | None = option(
+        1.0,
+        "longest time without a sign of life from a rank, once all have made a step; null turns this off",
+        unit="minutes",
+    )
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train; auto is CUDA where present")

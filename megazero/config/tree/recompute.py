@@ -1,0 +1,67 @@
+"""The section of the tree about activation recompute."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from megazero.config.tree.option import Section, option
+
+
+class RecomputeConfig(Section):
+    """Activation recompute"""
+
+    granularity: Literal["none", "selective", "full"] = option(
+        "none",
+        "what backward computes again: nothing, the attention core, or whole layers",
+        flag="--recompute-granularity",
+        switches={
+            "--recompute-activations": "selective",
+            "--checkpoint-activations": "full",
+            "--deepspeed-activation-checkpointing": "full",
+        },
+    )
+    method: Literal["uniform", "block", "every"] = option(
+        "uniform",
+        "uniform: every unit of layers; block: only the first layers of each model chunk; "
+        "every: one layer of each unit",
+        flag="--recompute-method",
+        aliases=("--activations-checkpoint-method",),
+        # Megatron 2 recomputed whole layers wherever it was told how.
+        implies={"--activations-checkpoint-method": ("granularity", "full")},
+        needs="granularity=full",
+    )
+    num_layers: PositiveInt = option(
+        1,
+        "uniform, every: layers per unit; block: layers recomputed per model chunk",
+        flag="--recompute-num-layers",
+        aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
+        needs="granularity=full",
+    )
+    partition_activations: bool = option(
+        False,
+        "split what a recomputed unit starts from over the tensor-parallel ranks: each keeps only its part",
+        aliases=("--distribute-saved-activations", "--distribute-checkpointed-activations"),
+        needs=(
+            "granularity=full",
+            "parallel.sequence_parallel=False: there each rank keeps only its own part anyway",
+        ),
+    )
+    offload: bool = option(
+        False,
+        "keep what a recomputed unit starts from in host memory",
+        flag="--checkpoint-in-cpu",
+        needs="granularity=full",
+    )
+    logits: bool = option(
+        False,
+        "compute the projection to the vocabulary and the loss by blocks of the vocabulary, and again in "
+        "backward, so that the logits are never whole",
+        flag="--recompute-logits",
+        needs=(
+            "model.family=gpt: other heads are small, or need their logits whole",
+            "finetune.task=None: the head of a task is small",
+            "distillation.kd=False: whole logits are compared there",
+        ),
+    )

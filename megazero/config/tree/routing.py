@@ -1,0 +1,139 @@
+"""Parts of the section of the tree about the model: how tokens get to experts, whatever these are."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megazero.config.tree.option import Probability, Section, option
+
+
+def _none_if_negative(value: Any) -> Any:
+    """Megatron-LM writes a negative capacity factor for none."""
+    return None if isinstance(value, int | float) and value < 0 else value
+
+
+Capacity = Annotated[PositiveFloat | None, BeforeValidator(_none_if_negative)]
+"""A capacity factor; None if an expert takes all that is sent to it."""
+
+Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
+"""The part of the data that a load-balancing loss counts over: a micro-batch, a sequence, a global batch."""
+
+
+class RouterConfig(Section):
+    """The choice of the experts of a token, and its balance"""
+
+    moe_router_topk: PositiveInt = option(2, "experts that each token is sent to", aliases=("--topk",))
+    moe_router_score_function: Literal["softmax", "sigmoid"] = option(
+        "softmax",
+        "how the router's logits become scores",
+        refused={"sqrtsoftplus": "is not offered"},
+    )
+    moe_router_pre_softmax: bool = option(
+        False, "take the softmax over all experts before the choice instead of over the chosen ones after it"
+    )
+    moe_router_num_groups: PositiveInt | None = option(
+        None,
+        "groups of neighbouring experts, of which each token chooses some first; default: no groups",
+        needs="moe_router_group_topk",
+    )
+    moe_router_group_topk: PositiveInt | None = option(
+        None, "groups that each token chooses", needs="moe_router_num_groups"
+    )
+    moe_router_topk_scaling_factor: PositiveFloat | None = option(
+        None, "multiplies the weights of the chosen experts; default: 1"
+    )
+    moe_router_enable_expert_bias: bool = option(
+        False,
+        "balance by a bias of each expert that is added to the scores for the choice alone, and moves after "
+        "each step towards equal loads",
+        needs="moe_router_score_function=sigmoid",
+    )
+    moe_router_bias_update_rate: NonNegativeFloat = option(1e-3, "how far that bias moves in a step")
+    moe_router_load_balancing_type: Annotated[tuple[Balance, ...], Field(min_length=1)] = option(
+        ("aux_loss",),
+        "load-balancing losses, by what they count over: aux_loss a micro-batch, seq_aux_loss a sequence, "
+        "global_aux_loss the global batch before",
+        refused={
+            "sinkhorn": "chooses by an assignment that depends on the other tokens of the rank, and is not "
+            "offered; take aux_loss, or --moe-router-enable-expert-bias",
+            "quantile_balancing": "is not offered; take --moe-router-enable-expert-bias",
+        },
+    )
+    moe_aux_loss_coeff: Annotated[tuple[NonNegativeFloat, ...], Field(min_length=1)] = option(
+        (0.0,),
+        "weights of these losses, one for each of them; 0.01 is customary",
+        aliases=("--moe-loss-coeff",),
+    )
+    moe_z_loss_coeff: NonNegativeFloat = option(
+        0.0, "weight of the z-loss, which keeps the router's logits small; 0.001 is customary"
+    )
+    moe_input_jitter_eps: Probability = option(
+        0.0, "training: multiply the router's input by noise that is uniform in 1 - EPS to 1 + EPS"
+    )
+    moe_router_sampling: Literal["none", "first", "second"] = option(
+        "none",
+        "add Gumbel noise to the logits for the choice of the only expert (first) or of the second of two, "
+        "as DeepSpeed does",
+        switches={"--disable-moe-top2-2nd-expert-sampling": "none"},
+        needs=("moe_router_score_function=softmax", "moe_router_num_groups=None"),
+    )
+
+    @property
+    def balance_losses(self) -> dict[str, float]:
+        """Kind of load-balancing loss -> its weight, of those that are in use."""
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
+        return {kind: weight for kind, weight in pairs if kind != "none" and weight}
+
+
+class CapacityConfig(Section):
+    """The most tokens that an expert takes"""
+
+    moe_expert_capacity_factor: Capacity = option(
+        None,
+        "the most tokens that an expert takes, as a multiple of an even share; the rest are dropped; "
+        "default, and with a negative number: no limit",
+        aliases=("--moe-train-capacity-factor",),
+        switches={"--disable-moe-token-dropping": None},
+        # Megatron-DeepSpeed's switch overrules its factors, which its scripts always give.
+        yielding=("--moe-train-capacity-factor",),
+        implies={"--disable-moe-token-dropping": ("moe_eval_capacity_factor", None)},
+    )
+    moe_eval_capacity_factor: Capacity = option(
+        None,
+        "the same factor in evaluation; default: that of the training",
+        yielding=("--moe-eval-capacity-factor",),
+        needs="moe_expert_capacity_factor: without it no token is dropped",
+    )
+    moe_min_capacity: NonNegativeInt = option(0, "least capacity of an expert", unit="tokens")
+    moe_token_drop_policy: Literal["probs", "position", "random"] = option(
+        "probs",
+        "which tokens an expert keeps where there are too many: those with the largest weights, the first "
+        "ones, or random ones",
+    )
+    moe_capacity_scope: Literal["sequence", "micro_batch"] = option(
+        "sequence",
+        "where capacity is counted: within each sequence, so that no layout changes the numbers, or over the "
+        "sequences of a micro-batch",
+    )
+    moe_pad_expert_input_to_capacity: bool = option(
+        False,
+        "give every expert exactly as many rows as its capacity, some of them empty",
+        needs=(
+            "moe_expert_capacity_factor",
+            (
+                "parallel.moe_token_dispatcher_type=alltoall: an all-gather moves whole tokens, so there is"
+                " nothing to pad"
+            ),
+        ),
+    )
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether experts have a capacity, in training or in evaluation."""
+        return self.moe_expert_capacity_factor is not None or self.moe_eval_capacity_factor is not None
+
+
+class RoutingConfig(CapacityConfig, RouterConfig):
+    """The experts that a token is sent to, and those that take it"""

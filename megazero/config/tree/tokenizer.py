@@ -1,0 +1,47 @@
+"""The section of the tree about the tokenizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt
+
+from megazero.config.tree.option import Section, option
+
+
+class TokenizerConfig(Section):
+    """Tokenizer"""
+
+    tokenizer_type: (
+        Literal[
+            "GPT2BPETokenizer",
+            "HFTokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "ByteLevelTokenizer",
+            "NullTokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+        ]
+        | None
+    ) = option(
+        None,
+        "kind of tokenizer; default: GPT2BPETokenizer, or BertWordPieceLowerCase for BERT, or none where "
+        "--vocab-size is given without files",
+        synonyms={"HuggingFaceTokenizer": "HFTokenizer"},
+        refused={
+            "TikTokenizer": "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer",
+            "SFTTokenizer": "belongs to fine-tuning, which is not offered",
+            "MultimodalTokenizer": "belongs to vision models, which are not offered",
+            "NullMultimodalTokenizer": "belongs to vision models, which are not offered",
+        },
+    )
+    vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)")
+    merge_file: str | None = option(None, "BPE merges file")
+    tokenizer_model: str | None = option(None, "sentencepiece model, tokenizer.json, or a folder with one")
+    vocab_extra_ids: NonNegativeInt = option(
+        0,
+        "sentinel tokens added to the vocabulary",
+        needs="tokenizer_type=BertWordPieceLowerCase,BertWordPieceCase,SentencePieceTokenizer",
+    )

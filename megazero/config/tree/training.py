@@ -1,0 +1,84 @@
+"""Sections of the tree about the length of a training, its evaluations and its batches."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
+
+from megazero.config.tree.option import Duration, Interval, Section, option
+
+
+class BatchConfig(Section):
+    """Batch sizes"""
+
+    micro_batch_size: PositiveInt = option(..., "sequences per forward pass on one replica")
+    global_batch_size: PositiveInt | None = option(
+        None, "sequences per optimizer step; default: micro batch x data-parallel size"
+    )
+    rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = option(
+        None,
+        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES",
+        needs=(
+            "global_batch_size: it says where the ramp ends",
+            "finetune.task=None: `--train-data` and `--epochs` take its place",
+        ),
+    )
+
+
+def _none_below_zero(batches: Any) -> Any:
+    return 0 if isinstance(batches, int) and batches < 0 else batches
+
+
+Batches = Annotated[NonNegativeInt, BeforeValidator(_none_below_zero)]
+
+"""How many batches; both Megatrons evaluate where there is at least one, so -1 is none."""
+
+
+class TrainingConfig(Section):
+    """Training length and evaluation"""
+
+    train_iters: PositiveInt | None = option(
+        None,
+        "length of the training",
+        unit="iterations",
+        needs="finetune.task=None: `--train-data` and `--epochs` take its place",
+    )
+    train_samples: PositiveInt | None = option(
+        None,
+        "length of the training",
+        unit="samples",
+        needs=(
+            "finetune.task=None: `--train-data` and `--epochs` take its place",
+            (
+                "train_iters=None: `--train-tokens` may go with either, and the first limit reached ends "
+                "the training"
+            ),
+        ),
+    )
+    train_tokens: PositiveInt | None = option(
+        None,
+        "length of the training",
+        unit="tokens",
+        needs="finetune.task=None: `--train-data` and `--epochs` take its place",
+    )
+    seed: NonNegativeInt = option(1234, "seed of initial weights, data order and dropout")
+    eval_interval: Interval = option(
+        1000, "iterations between evaluations; 0: only one, at the end", unit="iterations"
+    )
+    eval_iters: Batches = option(100, "global batches per evaluation; 0 or less turns it off")
+    eval_from_start: bool = option(
+        False,
+        "let every evaluation read the same validation samples, the first ones, so that losses of different "
+        "steps and runs compare; default: each reads the next ones",
+    )
+    exit_interval: Interval = option(
+        None, "save and exit at multiples of this; default, and with 0: never", unit="iterations"
+    )
+    exit_duration_in_mins: Duration = option(
+        None, "save and exit after so long; default, and with 0: never", unit="minutes"
+    )
+    skip_train: bool = option(
+        False, "evaluate and test only", needs="finetune.task=None: `--epochs 0` takes its place"
+    )
+    deterministic_mode: bool = option(False, "use only kernels that give the same bits each time")

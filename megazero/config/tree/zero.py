@@ -1,0 +1,111 @@
+"""The section of the tree about ZeRO: what is sharded, and how it communicates."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from megazero.config.tree.option import Section, option
+
+
+class ZeroConfig(Section):
+    """ZeRO data parallelism"""
+
+    stage: Literal[0, 1, 2, 3] = option(
+        0,
+        "what is sharded over the data-parallel ranks: 0 nothing, 1 the optimizer state, 2 also the "
+        "gradients, 3 also the parameters",
+        flag="--zero-stage",
+        switches={"--use-distributed-optimizer": 1, "--use-torch-fsdp2": 3},
+    )
+    bucket_size: PositiveInt = option(
+        16_000_000,
+        "parameters per bucket; a bucket is reduced or gathered by one call",
+        aliases=("--zero-reduce-bucket-size", "--ddp-bucket-size"),
+        unit="elements",
+    )
+    overlap_grad_reduce: bool = option(
+        True,
+        "reduce gradients after backward instead of while it runs",
+        flag="--no-overlap-grad-reduce",
+        switches={"--overlap-grad-reduce": True},
+    )
+    overlap_param_gather: bool = option(
+        True,
+        "gather the parameters of stage 3 when they are used instead of ahead",
+        flag="--no-overlap-param-gather",
+        switches={"--overlap-param-gather": True},
+    )
+    prefetch_size: NonNegativeInt = option(
+        50_000_000,
+        "stage 3: parameters gathered ahead of their use",
+        flag="--zero-prefetch-bucket-size",
+        unit="elements",
+    )
+    param_persistence_threshold: NonNegativeInt = option(
+        100_000,
+        "stage 3: parameters below this size stay whole on every rank",
+        flag="--zero-param-persistence-threshold",
+        unit="elements",
+    )
+    max_live_parameters: NonNegativeInt = option(
+        1_000_000_000,
+        "stage 3: keep gathered parameters for their next use in the step, up to this many; "
+        "0 frees each after its use",
+        flag="--zero-max-live-parameters",
+        unit="elements",
+    )
+    hpz_partition_size: PositiveInt = option(
+        1,
+        "stage 3: ranks of one node that hold a second partition of the parameters, so that backward "
+        "gathers within the node (ZeRO++); 1 is off",
+        flag="--zero-hpz-partition-size",
+        needs="stage=3",
+    )
+    quantized_weights: Literal["none", "int8", "int4", "fp8"] = option(
+        "none",
+        "codes in which weights of two or more dims are gathered (qwZ of ZeRO++); masters stay exact",
+        flag="--zero-quantized-weights",
+        needs="stage=1,2,3",
+    )
+    quantized_gradients: Literal["none", "int8", "int4", "fp8"] = option(
+        "none",
+        "codes in which gradients of such weights are sent, to be summed in fp32 (qgZ of ZeRO++)",
+        flag="--zero-quantized-gradients",
+        needs="stage=1,2,3",
+    )
+    quantization_block_size: PositiveInt = option(
+        256,
+        "consecutive elements that share a scale where weights or gradients travel as codes",
+        flag="--zero-quantization-block-size",
+        unit="elements",
+        needs="quantized_weights or quantized_gradients",
+    )
+    quantization_rounding: Literal["nearest", "stochastic"] = option(
+        "nearest",
+        "how gradients are rounded to codes; stochastic has no bias, and twice the bound on the error",
+        flag="--zero-quantization-rounding",
+        needs="quantized_gradients",
+    )
+    node_size: PositiveInt = option(
+        1,
+        "data-parallel ranks of one node: quantized gradients are first summed within it; 1 sums them in one "
+        "exchange, unless `--zero-hpz-partition-size` says how many there are",
+        flag="--zero-node-size",
+        needs="quantized_gradients",
+    )
+    grad_reduce_dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "type of gradients on the wire between data-parallel ranks",
+        switches={"--grad-reduce-in-bf16": "bf16"},
+    )
+    grad_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32",
+        "type of gradient sums over the micro-batches",
+        aliases=("--main-grads-dtype",),
+        switches={"--accumulate-allreduce-grads-in-fp32": "fp32"},
+    )
+    main_params_dtype: Literal["fp32", "bf16", "fp16"] = option(
+        "fp32", "type of the optimizer's own copy of the weights"
+    )

@@ -1,0 +1,118 @@
+"""Every setting that needs others is refused without them, by one rule, in a sentence that names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megazero.config.condition import Condition, Need
+from megazero.config.derive import EXPERT_FIELDS
+from megazero.config.fields import FIELD_BY_PATH, NEEDS, SECTIONS, Kind
+from megazero.config.rules import RULES, Rule, broken_rules, check
+from megazero.config.rules.needs import unmet_needs
+from megazero.config.rules.rule import display_name
+from megazero.config.rules.sound import Unsound, sound_part
+from tests.config.rules.examples import EXAMPLES, EXPERTS, WORLD
+from tests.config.samples import make_config
+
+pytestmark = pytest.mark.fast
+
+_VALUES: Mapping[Kind, tuple[Any, ...]] = MappingProxyType(
+    {
+        Kind.BOOL: (True, False),
+        Kind.INT: (2, 1, 0, None),
+        Kind.FLOAT: (0.25, 2.0, 1.0, None),
+        Kind.TEXT: ("a", None),
+        Kind.TEXTS: (("a",), ()),
+        Kind.INTS: ((8,), (8, 8, 100), (), None),
+        Kind.METRICS: (({"name": "rarity", "schedule_type": "fixed_discrete"},),),
+    }
+)
+
+_ROWS = [
+    (f"{section}.{name}", need)
+    for section, needs in NEEDS.items()
+    for name, several in needs.items()
+    for need in several
+]
+
+
+def _candidates(path: str) -> Iterator[Any]:
+    """The values of a field that a test may take, as the tree holds them."""
+    spec = FIELD_BY_PATH[path]
+    for value in (*spec.choices, None) if spec.kind is Kind.CHOICE else _VALUES[spec.kind]:
+        try:
+            section = getattr(make_config({path: value}), spec.section)
+        except ValidationError:
+            continue
+        yield getattr(section, spec.name)
+
+
+def _value(condition: Condition, holds: bool) -> Any:
+    return next(value for value in _candidates(condition.path) if condition.holds(value) is holds)
+
+
+def _given(path: str) -> dict[str, Any]:
+    """The setting, with another value than its default, where it counts."""
+    spec = FIELD_BY_PATH[path]
+    idle = spec.section == "model" and spec.name in EXPERT_FIELDS
+    value = next(value for value in _candidates(path) if value != spec.default)
+    return {**(EXPERTS if idle else {}), path: value}
+
+
+@pytest.mark.parametrize(("path", "need"), _ROWS, ids=lambda part: part if isinstance(part, str) else "")
+def test_a_setting_is_refused_without_what_it_needs(path: str, need: Need) -> None:
+    without = {**_given(path), **{condition.path: _value(condition, False) for condition in need.conditions}}
+    head, name = f"`{display_name(need.conditions[0].path)}` must be ", f" with `{display_name(path)}`"
+    sentence = next(
+        line for _, line in unmet_needs(make_config(without)) if line.startswith(head) and name in line
+    )
+    assert all(f"`{display_name(condition.path)}` is " in sentence for condition in need.conditions)
+    assert f"`{FIELD_BY_PATH[path].flag}` out" in sentence
+    assert sentence.endswith(f"[rule needs_of_{FIELD_BY_PATH[path].name}].")
+    for met in need.conditions:
+        assert sentence not in check(make_config({**without, met.path: _value(met, True)}), None)
+    assert sentence not in check(make_config({**without, path: FIELD_BY_PATH[path].default}), None)
+
+
+def test_the_sentences() -> None:
+    changes = {"optimizer.lamb_max_coeff": 0.3, "zero.stage": 3, "acceleration.cuda_graph": True}
+    assert check(make_config(changes), WORLD) == [
+        "`optimizer.optimizer` must be lamb or onebit-lamb with `lamb_max_coeff` 0.3, but "
+        "`optimizer.optimizer` is adam; add `--optimizer lamb` or `--optimizer onebit-lamb`, or leave "
+        "`--lamb-max-coeff` out [rule needs_of_lamb_max_coeff].",
+        "`stage` must be 0, 1 or 2 with `cuda_graph`, but `stage` is 3; leave `--zero-stage` or "
+        "`--cuda-graph` out: a graph reads weights where they were when it was captured, and stage 3 gathers "
+        "and frees them [rule needs_of_cuda_graph].",
+    ]
+
+
+def test_settings_of_experts_need_nothing_where_there_are_none() -> None:
+    changes = {"model.moe_pad_expert_input_to_capacity": True}
+    assert list(unmet_needs(make_config(changes))) == []
+    assert len(list(unmet_needs(make_config({**changes, **EXPERTS})))) == 1
+
+
+def test_a_field_that_is_broken_is_not_read() -> None:
+    """Neither by itself nor through what follows from it; what is left is judged."""
+    config = make_config()
+    part = sound_part({name: getattr(config, name) for name in SECTIONS}, {"model.hidden_size"})
+    assert part.model.num_layers == config.model.num_layers
+    assert part.model.positions == config.model.positions
+    assert part.skipping.dropping_layers(4) == config.skipping.dropping_layers(4)
+    for read in (lambda: part.model.hidden_size, lambda: part.model.head_dim, lambda: part.model.ffn_size):
+        with pytest.raises(Unsound):
+            read()
+    with pytest.raises(Unsound):
+        _ = sound_part({"model": config.model}).zero
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_no_rule_shows_a_field_that_is_broken(rule: Rule) -> None:
+    config = make_config(EXAMPLES[rule.name])
+    for path in () if rule.in_detail else rule.fields:
+        assert rule.name not in broken_rules(config, WORLD, {path})
