@@ -30,7 +30,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from data_tools import make_corpus, preprocess_data
+from data_tools import preprocess_data
+from data_tools.corpora import make_corpus
 from megazero.data import GPTDataset, GPTSettings, IndexedDatasetWriter, changed_files, open_indexed
 from megazero.data.indexed.checksum import BLOCK
 

@@ -118,7 +118,7 @@ def prepare(cache: Path, megabytes: float, slice_megabytes: float) -> tuple[Corp
     cache.mkdir(parents=True, exist_ok=True)
     source = cache / "source.jsonl"
     if not source.exists():
-        tool("make_corpus.py", "--output", str(source))
+        tool("corpora/make_corpus.py", "--output", str(source))
     if not (cache / "merges.txt").exists():
         tool(
             "train_tokenizer.py",

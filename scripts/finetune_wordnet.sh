@@ -70,7 +70,7 @@ if [[ -d $wordnet ]]; then source_of=(--dict "$wordnet"); elif [[ -n $wordnet ]]
 if [[ -f $out/data/glosses.jsonl ]]; then
     echo "$out/data is there"
 else
-    python "$here/data_tools/make_lexnames.py" --output "$out/data" ${source_of[@]+"${source_of[@]}"}
+    python "$here/data_tools/corpora/make_lexnames.py" --output "$out/data" ${source_of[@]+"${source_of[@]}"}
 fi
 launch=(python)
 if ((nproc > 1)); then launch=(python -m torch.distributed.run --standalone --nproc-per-node "$nproc"); fi

@@ -112,9 +112,9 @@ stage "2/7 corpus: $about" "seconds"
 if [[ -f $corpus ]]; then
     echo "$corpus is there"
 elif [[ $model == gpt ]]; then
-    python data_tools/make_corpus.py --output "$corpus"
+    python data_tools/corpora/make_corpus.py --output "$corpus"
 else
-    python data_tools/make_prose.py --output "$corpus"
+    python data_tools/corpora/make_prose.py --output "$corpus"
 fi
 stage_done
 

@@ -50,7 +50,7 @@ class _Recipe:
 _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
     {
         "gpt": _Recipe(
-            tool="make_corpus",
+            tool="corpora/make_corpus",
             text="corpus.jsonl",
             train=("--vocab-size", "8192"),
             tokenizer="tokenizer/tokenizer.json",
@@ -60,7 +60,7 @@ _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
             encode="--append-eod",
         ),
         "bert": _Recipe(
-            tool="make_prose",
+            tool="corpora/make_prose",
             text="prose.jsonl",
             train=("--type", "wordpiece", "--vocab-size", "4096"),
             tokenizer="wordpiece/vocab.txt",

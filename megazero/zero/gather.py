@@ -76,6 +76,7 @@ class Gatherer:
     def hint(self, chunk: int, *, backward: bool) -> None:
         """Start gathering the chunk's first units, because it runs next."""
         units = self._chunks.get(chunk)
+        # Which chunk comes next is the schedule's matter: its first unit is not the follower of the last one.
         self._previous = None
         if not units:
             return
@@ -83,7 +84,7 @@ class Gatherer:
         self._read_ahead(first, backward)
         if self.policy.overlap_gather:
             self._prefetch(first, backward)
-            self._read_ahead(first, backward)
+            self._read_ahead(first, backward)  # further on, now that some slices have been used
 
     def begin_backward(self, chunk: int) -> None:
         """Note that a backward of the chunk begins."""
@@ -111,6 +112,7 @@ class Gatherer:
         """Free the chunk's weights that the policy does not keep."""
         self._previous = None
         mine = self._buckets_of(chunk)
+        # Slices that are read ahead for other chunks stay; this one's would be read in vain.
         self._expect([bucket for bucket in self._ahead if bucket not in mine])
         for bucket in mine:
             self._drop(bucket)
@@ -120,6 +122,8 @@ class Gatherer:
         self._expect([])
         self._backward, self._previous = False, None
         self._users = dict.fromkeys(self._users, 0)
+        # Also those that were gathered for a unit that did not run: nobody has waited for them, so `reshard`
+        # does, as a gather writes to the storage until it is done.
         for bucket in self.buckets:
             self.reshard(bucket)
 
@@ -150,11 +154,15 @@ class Gatherer:
     def _hook(self, module: nn.Module, unit: int) -> None:
         def before(module: nn.Module, args: Any) -> None:
             self._use(unit)
+            # A module may run within another that uses the same bucket: the inner one's end must not free it.
+            # In backward nothing is freed by a forward's end, so nothing is counted.
             if not self._backward:
                 for bucket in self._units[unit]:
                     self._users[id(bucket)] += 1
 
         def on_gradient(grad: Tensor) -> None:
+            # Autograd calls this before it runs the functions that saved views of the weights. The storage is
+            # filled again under the same tensors, so what was saved is valid then.
             self._use(unit)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -182,6 +190,9 @@ class Gatherer:
         absent = [b for b in self._units[unit] if b.presence is not ShardedState.WHOLE]
         if not absent:
             return
+        # The order below is that of need. Disk and group serve one request after another: first what this
+        # unit needs, then what follows. Each step depends only on which units have run, and those are the
+        # same on every rank, so all ranks gather in the same order.
         self._read_ahead(unit, self._backward)
         for bucket in absent:
             self.unshard(bucket)
@@ -192,6 +203,7 @@ class Gatherer:
         if follower is not None and self.policy.overlap_gather:
             self._prefetch(follower, self._backward)
         self._read_ahead(unit, self._backward)
+        # Last: what follows is already on its way while this rank waits, and while the unit computes.
         for bucket in absent:
             bucket.wait()
 
@@ -220,7 +232,7 @@ class Gatherer:
             seen.add(unit)
             ahead = [b for b in self._units[unit] if b.presence is not ShardedState.WHOLE]
             room -= sum(b.layout.padded for b in ahead)
-            if room < 0:
+            if room < 0:  # a smaller one further on would take the room of this one, which is needed sooner
                 return
             for bucket in ahead:
                 self.unshard(bucket)

@@ -16,7 +16,8 @@ from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store import GRADIENT, Store
 
-# How many buffers besides the sums may be held by reductions in flight while the next bucket fills.
+# How many buffers besides the sums may be held by reductions in flight while the next bucket fills. One hides
+# a reduction behind backward; a second would cost one more buffer, and mostly queue behind the first.
 _IN_FLIGHT = 1
 
 Observer = Callable[[Bucket, Tensor], None]
@@ -104,13 +105,17 @@ class GradientReducer:
         progress, slot = self._place[id(param)]
         name = progress.bucket.layout.specs[slot].name
         assert self._current is not None, f"{name}: a gradient outside a backward"
+        # Taken away, so that autograd neither keeps it for the whole backward nor adds the next one to it.
         grad, param.grad = param.grad, None
         assert grad is not None, f"{name}: no gradient to take"
+        # A buffer for a bucket out of turn would be held until its turn comes: a third one, or worse.
         if progress.fill is None and progress.needs_buffer and not self._has_turn(progress):
             progress.wait(slot, grad, self.policy.reduce_dtype)
         else:
             self._open(progress).add(slot, grad)
-        if progress.bucket.key.chunk != self._current:  # one parameter that two chunks on this rank use
+        # One parameter that two chunks on this rank use: it has its turn in its own chunk's backward, or in
+        # `reduce`. Here its call would come between those of another chunk, which not every rank has.
+        if progress.bucket.key.chunk != self._current:
             return
         progress.missing.discard(slot)
         if not self._ends:
@@ -139,12 +144,16 @@ class GradientReducer:
         """Reduce everything that has not been reduced yet, and wait until the step's sums are complete."""
         for chunk in self._chunks:
             self.reduce(chunk)
+        # Before anything else reads the sums: what is in flight has not been added to them.
         while self._flights:
             self._land()
         for progress in self._progress:
             if not progress.bucket.comm_hook.reduces:
                 sums = own_sums(progress.bucket.layout, self.store.sums(progress.bucket))
                 self._take(progress.bucket, sums, first=True)
+        # After the reductions, because then one call on this rank's slice of the sums over all micro-batches
+        # does for all: sums are linear. Which of the two comes first is free, but must be the same on every
+        # rank: calls of two groups in different orders can wait for each other in a circle.
         self._sum_over_sequence()
         self._sum_over_ends()
 
@@ -171,6 +180,8 @@ class GradientReducer:
     def _launch_complete(self) -> None:
         assert self._current is not None, "no backward has begun"
         chunk = self._of(self._current)
+        # A complete bucket behind an incomplete one waits: on another rank autograd may complete them in the
+        # other order, and a collective is matched by its place in the order of calls alone.
         while self._next < len(chunk) and not chunk[self._next].missing:
             self._launch(chunk[self._next])
             self._next += 1
@@ -187,13 +198,16 @@ class GradientReducer:
     @torch.no_grad()
     def _launch(self, progress: _BucketSums) -> None:
         """Start reducing the bucket's buffer, with zeros where no gradient has arrived."""
+        # Opened even if no gradient has arrived: the other ranks of the group make this call too.
         bucket, fill = progress.bucket, self._open(progress)
         fill.complete()
-        if self.observer is not None:
+        if self.observer is not None:  # now, as the reduction overwrites this rank's own gradients
             self.observer(bucket, fill.buffer)
         if not bucket.comm_hook.reduces:  # the sums are complete as they are, and more can be added
             return
+        # From here on the buffer is the group's until `_land`: a gradient that still comes opens another one.
         first, progress.fill, progress.reduced = not progress.reduced, None, True
+        # A reduction in place holds nothing but the sums, so any number of them may be in flight.
         heavy = fill.transient or bucket.comm_hook.extra_bytes(fill.buffer) > 0
         while heavy and sum(flight.heavy for flight in self._flights) >= _IN_FLIGHT:
             self._land()
@@ -201,10 +215,12 @@ class GradientReducer:
 
     def _land(self) -> None:
         """Wait for the oldest reduction and add its result to the sums."""
+        # The oldest first, as it was started: a bucket that is reduced twice in a step replaces the sums and
+        # then adds to them, never the other way round.
         flight = self._flights.popleft()
         flight.reduction.work.wait()
         self._take(flight.bucket, flight.reduction.result, first=flight.first)
-        if flight.fill.transient:
+        if flight.fill.transient:  # not before `_take`: the result may lie in it
             self._buffers.give_back(flight.fill.source)
 
     def _take(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
@@ -234,6 +250,7 @@ class GradientReducer:
         """Sum tied parameters' gradients over the two pipeline stages that hold them."""
         if self.context.ends.size == 1:
             return
+        # A tied parameter has its bucket to itself, so both stages cut it into the same slices.
         shared = [bucket for bucket in self._buckets() if bucket.layout.specs[0].shared]
         for loaded_buckets in self.store.stream((GRADIENT,), shared, changes=(GRADIENT,)):
             for loaded in loaded_buckets:

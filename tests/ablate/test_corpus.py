@@ -17,12 +17,12 @@ from tests.source_tree import ROOT
 
 FILES = {
     "gpt": {
-        "make_corpus": ("corpus.jsonl",),
+        "corpora/make_corpus": ("corpus.jsonl",),
         "train_tokenizer": ("tokenizer/tokenizer.json",),
         "preprocess_data": ("stdlib_text_document.bin", "stdlib_text_document.idx"),
     },
     "bert": {
-        "make_prose": ("prose.jsonl",),
+        "corpora/make_prose": ("prose.jsonl",),
         "train_tokenizer": ("wordpiece/vocab.txt",),
         "preprocess_data": ("kjv_text_sentence.bin", "kjv_text_sentence.idx"),
     },
@@ -37,7 +37,9 @@ def tools(monkeypatch, tmp_path) -> list[list[str]]:
 
     def run(tool: str, *arguments: object) -> None:
         calls.append([tool, *map(str, arguments)])
-        family = "bert" if {"make_prose", "wordpiece", "--split-sentences"} & set(calls[-1]) else "gpt"
+        family = (
+            "bert" if {"corpora/make_prose", "wordpiece", "--split-sentences"} & set(calls[-1]) else "gpt"
+        )
         for name in FILES[family].get(tool, ()):
             path = tmp_path / name
             path.parent.mkdir(exist_ok=True)
@@ -80,8 +82,8 @@ def test_settings_are_those_of_the_quickstart(tools, tmp_path, family):
 
 
 def test_a_tool_that_fails_is_named(capfd):
-    with pytest.raises(DataError, match="`data_tools/make_corpus.py` must make the corpus, but ended with"):
-        corpus._run("make_corpus", "--output", "x", "--nonsense")
+    with pytest.raises(DataError, match="`data_tools/corpora/make_corpus.py` must make the corpus"):
+        corpus._run("corpora/make_corpus", "--output", "x", "--nonsense")
     assert "--nonsense" in capfd.readouterr().err
 
 

