@@ -76,4 +76,4 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
         core = self.core if inputs.core is None else inputs.core
-        return core(query, key, value, inputs, self.attends)
+        return core(query, key, value, inputs, self.attends, None)

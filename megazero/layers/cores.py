@@ -37,23 +37,17 @@ class LocalCore(AttentionCore):
     heads: Group
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        inputs: LayerInputs,
-        attends: Attends,
-        bias: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, attends: Attends, bias: Tensor | None
     ) -> Tensor:
-        dropout = self._dropout(query.shape[2], inputs, attends)
+        dropout = self._dropout(q.shape[2], inputs, attends)
         mask, documents = None, inputs.rows.documents
         if inputs.wanted is not None:
             assert not attends.causal, "causality counts the queries from the last key"
             mask, documents = _mask_of_wanted(inputs.rows, inputs.wanted), None
         return attention(
-            inputs.narrow(query),
-            key,
-            value,
+            inputs.narrow(q),
+            k,
+            v,
             causal=attends.causal,
             mask=mask,
             document_ids=documents,
@@ -84,16 +78,10 @@ class CachedCore(AttentionCore):
     core: AttentionCore
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        inputs: LayerInputs,
-        attends: Attends,
-        bias: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, attends: Attends, bias: Tensor | None
     ) -> Tensor:
-        key, value = self.store.extend(attends.layer, key, value)
-        return self.core(query, key, value, inputs, attends, bias)
+        k, v = self.store.extend(attends.layer, k, v)
+        return self.core(q, k, v, inputs, attends, bias)
 
 
 def core_of(placement: Placement) -> AttentionCore:

@@ -41,22 +41,16 @@ class AttentionCore(Protocol):
     """Attention proper, between the projections of a layer (see `cores`)."""
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        inputs: LayerInputs,
-        attends: Attends,
-        bias: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, attends: Attends, bias: Tensor | None
     ) -> Tensor:
         """Compute the context [s or r, b, n e] of a layer's rows.
 
         Args:
-            query: [s, b, n, d]; if the inputs want some rows only, the context is of these.
-            key, value: [s, b, g, d] and [s, b, g, e].
+            q: [s, b, n, d]; if the inputs want some rows only, the context is of these.
+            k, v: [s, b, g, d] and [s, b, g, e].
             inputs: the layer's inputs, which say what rows these are.
             attends: the layer's settings.
-            bias: added to the scaled scores, broadcastable to [b, n, r, s].
+            bias: added to the scaled scores, broadcastable to [b, n, r, s]; or None.
         """
 
 

@@ -23,8 +23,8 @@ class ParallelContext:
     """One rank's view of the job.
 
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:
-    ``ends`` (the first and the last pipeline stage), ``node`` (replicas on one node) and ``peers`` (those at
-    the same place of each node). `watch` is the one that watches their calls, if there is one.
+    ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node) and ``peers``
+    (those at the same place of each node). `watch` is the one that watches their calls, if there is one.
     """
 
     grid: ProcessGrid
@@ -64,9 +64,9 @@ class ParallelContext:
         return self.groups["replica"]
 
     @property
-    def ends(self) -> Group:
-        """The first and the last pipeline stage, which hold a tied embedding; elsewhere, this rank alone."""
-        return self.groups["ends"]
+    def tied(self) -> Group:
+        """The pipeline stages that hold a tied weight; at other stages, this rank alone."""
+        return self.groups["tied"]
 
     @property
     def node(self) -> Group:
@@ -93,6 +93,9 @@ class ParallelContext:
         return self.grid.world_size
 
 
+TIED_STAGES = (0, -1)
+"""The pipeline stages that hold a tied weight: embedding and head."""
+
 GroupMaker = Callable[[str, tuple[int, ...]], Group]
 
 
@@ -106,7 +109,7 @@ def make_context(
     """
     spans = {name: grid.members(rank, axes) for name, axes in COMMUNICATORS.items()}
     spans |= {
-        "ends": grid.ends(rank),
+        "tied": grid.at_stages(rank, TIED_STAGES),
         "node": grid.node(rank, node_size),
         "peers": grid.peers(rank, node_size),
     }

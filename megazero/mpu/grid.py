@@ -146,13 +146,14 @@ class ProcessGrid:
         spans = [range(self[axis]) if axis in axes else (place.index(axis),) for axis in names]
         return tuple(self.rank(dict(zip(names, indices, strict=True))) for indices in product(*spans))
 
-    def ends(self, rank: int) -> tuple[int, ...]:
-        """The first and the last pipeline stage at `rank`'s other indices; `rank` alone if it is neither.
+    def at_stages(self, rank: int, stages: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks of some pipeline stages at `rank`'s other indices; `rank` alone if it is at none.
 
-        Those two stages hold a tied embedding.
+        A stage below 0 counts from the last.
         """
         line = self.members(rank, ("pp",))
-        return tuple(dict.fromkeys((line[0], line[-1]))) if rank in (line[0], line[-1]) else (rank,)
+        ranks = tuple(dict.fromkeys(line[stage] for stage in stages))
+        return ranks if rank in ranks else (rank,)
 
     def node(self, rank: int, size: int) -> tuple[int, ...]:
         """The block of `size` adjacent replicas of `rank`'s dense parameters that `rank` belongs to.

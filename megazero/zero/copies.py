@@ -3,7 +3,7 @@
 Copies drift apart without any error: a bit that flips in one rank's memory, a kernel that adds in another
 order, a collective that was left out. Each rank then trains a model of its own. Megatron-LM compares hashes
 of the parameters over the data-parallel replicas; here masters and moments are compared too, the copies that
-tensor-parallel ranks and tied ends hold, and weights with the masters that they are rounded from.
+tensor-parallel ranks and tied stages hold, and weights with the masters that they are rounded from.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megazero.zero.store import WEIGHT, LoadedBucket
 _USED = "weights in use"
 ROUNDED = "weights in use, against their masters"
 _MASTER = "master weights"
-_GROUPS = ("replica", "expert_replica", *SLICE_AXES, "ends")
+_GROUPS = ("replica", "expert_replica", *SLICE_AXES, "tied")
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class CopyCheck:
                 groups = (
                     (replicas if whole else set())
                     | set(copy_axes(spec))
-                    | ({"ends"} if spec.shared else set())
+                    | ({"tied"} if spec.shared else set())
                 )
                 if part.numel() and (groups := groups & set(self._shared)):
                     yield _HeldPiece(spec.tied_with or spec.name, kind, part, groups)

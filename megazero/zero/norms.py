@@ -78,22 +78,22 @@ class ParameterNorms:
                 self.context.groups[replicas].all_reduce(mine).wait()
             specs = [spec for bucket in buckets for spec in bucket.layout.specs]
             _over_axes(mine, specs, replicas, self.context, "sum")
-        self._agree_over_ends()
+        self._agree_over_tied_stages()
         self._norms.sqrt_()
 
-    def _agree_over_ends(self) -> None:
-        ends = self.context.ends
+    def _agree_over_tied_stages(self) -> None:
+        stages = self.context.tied
         tied = [
             self.of(bucket, number)
             for bucket in self._first
             for number, spec in enumerate(bucket.layout.specs)
             if spec.shared
         ]
-        if ends.size > 1 and tied:
+        if stages.size > 1 and tied:
             together = torch.stack(tied)
-            ends.all_reduce(together).wait()
+            stages.all_reduce(together).wait()
             for mine, total in zip(tied, together, strict=True):
-                mine.copy_(total / ends.size)
+                mine.copy_(total / stages.size)
 
     def of(self, bucket: Bucket, member: int) -> Tensor:
         """The norms of one member of a bucket, fp64 [count], on the device."""
@@ -118,9 +118,9 @@ def reduce_over_slices(
         if spec.copy(context.place)[0]:  # another rank measured the same elements
             row.zero_()
     _over_axes(measured, specs, bucket.key.replicas, context, operation)
-    if context.ends.size > 1 and specs[0].shared:  # then it is the bucket's only one
-        context.ends.all_reduce(measured).wait()
-        measured /= context.ends.size
+    if context.tied.size > 1 and specs[0].shared:  # then it is the bucket's only one
+        context.tied.all_reduce(measured).wait()
+        measured /= context.tied.size
 
 
 def _over_axes(

@@ -248,14 +248,14 @@ class GradientReducer:
 
     def _sum_over_ends(self) -> None:
         """Sum tied parameters' gradients over the two pipeline stages that hold them."""
-        if self.context.ends.size == 1:
+        if self.context.tied.size == 1:
             return
         # A tied parameter has its bucket to itself, so both stages cut it into the same slices.
         shared = [bucket for bucket in self._buckets() if bucket.layout.specs[0].shared]
         for loaded_buckets in self.store.stream((GRADIENT,), shared, changes=(GRADIENT,)):
             for loaded in loaded_buckets:
                 sums = on_device(loaded.flats[GRADIENT], self.context.device)
-                self.context.ends.all_reduce(sums).wait()
+                self.context.tied.all_reduce(sums).wait()
                 if sums is not loaded.flats[GRADIENT]:
                     loaded.flats[GRADIENT].copy_(sums)
 
