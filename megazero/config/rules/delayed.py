@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from megazero.config.offload import OffloadConfig
+from megazero.config.optimization import OptimizerName
 from megazero.config.rules.rule import Case, Rule
 
-_OPTIMIZERS = ("adam", "sgd", "lion", "adagrad", "adadelta", "adamax", "nadam", "radam", "rmsprop")
+# These send messages between ranks during an update.
+_SENDING = ("lamb", "muon", "onebit-adam", "zero-one-adam", "onebit-lamb")
+_OPTIMIZERS = tuple(name for name in get_args(OptimizerName) if name not in _SENDING)
 
 
 def _delays(case: Case) -> bool:
