@@ -131,13 +131,13 @@ int for_updates(const UpdateLists& lists, const Start& start) {
 // The words of csrc/update/rules.hpp.
 #define MEGAZERO_RULE __device__ __forceinline__
 
-MEGAZERO_RULE float product(float a, float b) { return __fmul_rn(a, b); }
-
 // a b + c, rounded once.
 MEGAZERO_RULE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
-// a x + b y, of which the first product is rounded.
-MEGAZERO_RULE float weighted(float a, float x, float b, float y) { return __fmaf_rn(b, y, __fmul_rn(a, x)); }
+// a x + b y, of which one product is rounded by itself.
+MEGAZERO_RULE float sum_rounding_first(float a, float x, float b, float y) { return __fmaf_rn(b, y, __fmul_rn(a, x)); }
+
+MEGAZERO_RULE float sum_rounding_second(float a, float x, float b, float y) { return __fmaf_rn(a, x, __fmul_rn(b, y)); }
 
 // x / (sqrt(square) + eps).
 MEGAZERO_RULE float over_root(float x, float square, float eps) {

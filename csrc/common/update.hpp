@@ -200,21 +200,14 @@ MEGAZERO_CLONES void update_range(UpdatePass pass, Rule rule, std::int64_t begin
   finish_writes();
 }
 
-// The words of csrc/update/rules.hpp; what is fused is fused where the CPU can.
+// The words of csrc/update/rules.hpp. The compiler chooses what is rounded once, where the CPU can do that.
 #define MEGAZERO_RULE MEGAZERO_INLINE
-
-// Without the barrier, compilers would rather fuse this product than the one after it.
-MEGAZERO_RULE float product(float a, float b) {
-#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
-  return __builtin_assoc_barrier(a * b);
-#else
-  return a * b;
-#endif
-}
 
 MEGAZERO_RULE float fused(float a, float b, float c) { return a * b + c; }
 
-MEGAZERO_RULE float weighted(float a, float x, float b, float y) { return a * x + b * y; }
+MEGAZERO_RULE float sum_rounding_first(float a, float x, float b, float y) { return a * x + b * y; }
+
+MEGAZERO_RULE float sum_rounding_second(float a, float x, float b, float y) { return a * x + b * y; }
 
 MEGAZERO_RULE float over_root(float x, float square, float eps) { return x / (std::sqrt(square) + eps); }
 

@@ -3,7 +3,7 @@
 // gradient g and brings its state up to date.
 //
 // The formulas are in words that common/update.hpp has for CPUs and common/cuda_update.hpp for GPUs, one of which is
-// included before this. A `product` is rounded by itself, and `fused` rounds once where the device can.
+// included before this. A formula does not read back what it has written: on a CPU that costs a fifth of the pass.
 #pragma once
 
 #include <algorithm>
@@ -20,9 +20,11 @@ struct Adam {
   float mean_share, keep, square_share, rate, eps, decay;
 
   MEGAZERO_RULE void operator()(float& p, float g, float& m, float& v) const {
-    m = moved_towards(m, g, mean_share);
-    v = weighted(keep, v, product(square_share, g), g);
-    p = weighted(decay, p, -rate, over_root(m, v, eps));
+    const float mean = moved_towards(m, g, mean_share);
+    const float square = sum_rounding_first(keep, v, square_share * g, g);
+    m = mean;
+    v = square;
+    p = sum_rounding_first(decay, p, -rate, over_root(mean, square, eps));
   }
 };
 
@@ -34,8 +36,9 @@ struct Sgd {
   MEGAZERO_RULE void operator()(float& p, float g) const { p = fused(-lr, decayed_gradient(g, p, decay), p); }
 
   MEGAZERO_RULE void operator()(float& p, float g, float& u) const {
-    u = fused(momentum, u, decayed_gradient(g, p, decay));
-    p = fused(-lr, u, p);
+    const float direction = fused(momentum, u, decayed_gradient(g, p, decay));
+    u = direction;
+    p = fused(-lr, direction, p);
   }
 };
 
@@ -44,11 +47,11 @@ struct Lion {
   float beta1, share, mean_share, lr, decay;
 
   MEGAZERO_RULE void operator()(float& p, float g, float& m) const {
-    const float direction = fused(beta1, m, product(share, g));
+    const float direction = sum_rounding_second(beta1, m, share, g);
     m = moved_towards(m, g, mean_share);
     // NaN has no sign, as in torch.
     const float move = direction > 0.0f ? lr : (direction < 0.0f ? -lr : 0.0f);
-    p = weighted(decay, p, -1.0f, move);
+    p = sum_rounding_first(decay, p, -1.0f, move);
   }
 };
 
@@ -59,8 +62,9 @@ struct Adagrad {
 
   MEGAZERO_RULE void operator()(float& p, float gradient, float& sum) const {
     const float g = decayed_gradient(gradient, p, decay);
-    sum = fused(g, g, sum);
-    p = fused(-lr, over_root(g, sum, eps), p);
+    const float total = fused(g, g, sum);
+    sum = total;
+    p = fused(-lr, over_root(g, total, eps), p);
   }
 };
 
