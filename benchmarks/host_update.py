@@ -36,7 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.ops.update import StepFacts, adam_fused, update_step
+from megazero.ops.update import StepFacts, UpdateCall, adam_fused, update_step
 from megazero.optim import Adam
 
 RULE, LR, DECAY = Adam(), 1e-3, 0.1
@@ -67,7 +67,7 @@ def ours(state: HostState, case: str) -> None:
     grad = [state.narrow_grad if narrow else state.grad]
     out, scale = [state.weights if narrow else None], 1.0 if case == "fp32" else FACTOR
     at = StepFacts(state.step, LR, DECAY)
-    update_step(RULE, at, [state.master], grad, state.state, out, scale=scale)
+    update_step(UpdateCall(RULE, at, [state.master], grad, state.state, out, scale))
 
 
 def by_torch(state: HostState, case: str) -> None:
@@ -78,7 +78,7 @@ def by_torch(state: HostState, case: str) -> None:
     elif case == "clipped":
         grad.mul_(FACTOR)
     at = StepFacts(state.step, LR, DECAY)
-    adam_fused(RULE, at, [state.master], [grad], state.state, [None], 1.0)
+    adam_fused(UpdateCall(RULE, at, [state.master], [grad], state.state, [None]))
     if case == "bf16":
         state.narrow_grad.copy_(grad)
         state.weights.copy_(state.master)

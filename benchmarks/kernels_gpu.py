@@ -53,7 +53,7 @@ from megazero.ops.scaled_softmax.reference import scaled_softmax_reference
 from megazero.ops.square_sum.cuda import square_sum_cuda
 from megazero.ops.swiglu.cuda import swiglu_cuda
 from megazero.ops.swiglu.reference import swiglu_reference
-from megazero.ops.update import StepFacts, update_cuda
+from megazero.ops.update import StepFacts, UpdateCall, update_cuda
 from megazero.optim import Adam
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -243,7 +243,7 @@ def _adam(kernels: KernelLibrary, device: str, dtype: torch.dtype, elements: int
 
     def ours(*_: Tensor) -> Tensor:
         state = [(mean, square)]
-        update_cuda(rule, at, [master], [grad], state, [weights], 1.0, kernels=kernels)
+        update_cuda(UpdateCall(rule, at, [master], [grad], state, [weights]), kernels=kernels)
         return weights
 
     def fused(*_: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
-from megazero.ops.update import StepFacts, update_step
+from megazero.ops.update import StepFacts, UpdateCall, update_step
 from megazero.optim import Adam
 
 S, B, H, HEADS, VOCAB = 512, 4, 512, 8, 8192
@@ -199,8 +199,8 @@ def measure_adam(rounds: int) -> dict[str, float]:
     for twin, grad in zip(twins, grads, strict=True):
         twin.grad = grad
     optimizer = torch.optim.AdamW(twins, lr=1e-4, fused=True)
-    at = StepFacts(1, 1e-4, 0.01)
-    return _ratio(lambda: update_step(Adam(), at, params, grads, states), optimizer.step, rounds)
+    call = UpdateCall(Adam(), StepFacts(1, 1e-4, 0.01), params, grads, states, [None] * len(params))
+    return _ratio(lambda: update_step(call), optimizer.step, rounds)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ csrc/update/rules.hpp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -59,87 +59,77 @@ class ElementRule(Protocol):
         """The fields of the rule's struct in csrc/update/rules.hpp."""
 
 
-States = Sequence[Sequence[Tensor]]
-"""For each tensor of masters, its state: one tensor of each kind."""
+@dataclass(frozen=True)
+class UpdateCall:
+    """One step of a rule over lists of tensors.
 
-Weights = Sequence[Tensor | None]
-"""For each tensor of masters, the tensor that also gets the new weights, rounded to its dtype; or None."""
+    Attributes:
+        rule: the optimizer.
+        at: the step's number and rates.
+        params: contiguous masters (fp32), all on one device; the other lists hold tensors of their shapes.
+        grads: their gradients, of any width, which stay as they are.
+        states: for each tensor of masters its state, a tensor of each kind, of the masters' dtype.
+        weights: for each, the tensor that also gets the new weights, rounded to its dtype; None for none.
+        scale: a factor that gradients are multiplied by once they are widened.
+    """
+
+    rule: ElementRule
+    at: StepFacts
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: Sequence[Sequence[Tensor]]
+    weights: Sequence[Tensor | None]
+    scale: float = 1.0
+
+    def pieces(self) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None]]:
+        """Masters, gradient, state and weights of one tensor after the other."""
+        return zip(self.params, self.grads, self.states, self.weights, strict=True)
 
 
-def update_native_cpu(
-    rule: ElementRule,
-    at: StepFacts,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: States,
-    weights: Weights,
-    scale: float,
-) -> None:
+def update_native_cpu(call: UpdateCall) -> None:
     """The compiled kernel: one pass over memory, from gradients as stored to the weights."""
-    coefficients = rule.coefficients(at)
-    for param, grad, state, out in zip(params, grads, states, weights, strict=True):
-        around = update_pass(param, grad, scale, out)
-        NATIVE.update(rule.name, around, address(param), [*map(address, state)], coefficients)
+    coefficients = call.rule.coefficients(call.at)
+    for param, grad, state, out in call.pieces():
+        around = update_pass(param, grad, call.scale, out)
+        NATIVE.update(call.rule.name, around, address(param), [*map(address, state)], coefficients)
 
 
 @torch.no_grad()
 def update_cuda(
-    rule: ElementRule,
-    at: StepFacts,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: States,
-    weights: Weights,
-    scale: float,
-    *,
-    signals: DeviceSignals = NO_SIGNALS,
-    kernels: KernelLibrary = CUDA_KERNELS,
+    call: UpdateCall, *, signals: DeviceSignals = NO_SIGNALS, kernels: KernelLibrary = CUDA_KERNELS
 ) -> None:
     """The kernel for GPUs: one pass over memory for all tensors of one pair of dtypes.
 
     Args:
-        rule, at, params, grads, states, weights, scale: as in `update_step`; a gradient that is not
-            contiguous or is fp64 is copied.
+        call: the step; a gradient that is not contiguous or is fp64 is copied.
         signals: the inputs of the step that only the device knows.
         kernels: the library.
     """
-    grads = [readable(grad) for grad in grads]
-    groups: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
-    for index, (grad, out) in enumerate(zip(grads, weights, strict=True)):
-        groups.setdefault((grad.dtype, None if out is None else out.dtype), []).append(index)
-    for (grad_dtype, weight_dtype), chosen in groups.items():
-        masters = [params[i] for i in chosen]
-        beside = ([grads[i] for i in chosen], [weights[i] for i in chosen])
-        kinds = [list(kind) for kind in zip(*(states[i] for i in chosen), strict=True)]
+    groups: dict[tuple[torch.dtype, torch.dtype | None], list[list[Any]]] = {}
+    for param, grad, state, out in call.pieces():
+        grad = readable(grad)
+        lists = groups.setdefault((grad.dtype, None if out is None else out.dtype), [[] for _ in range(4)])
+        for members, member in zip(lists, (param, grad, out, state), strict=True):
+            members.append(member)
+    for (grad_dtype, weight_dtype), (masters, grads, outs, states) in groups.items():
+        kinds = [list(kind) for kind in zip(*states, strict=True)]
         kernels.launch(
-            f"{rule.name}_update",
+            f"{call.rule.name}_update",
             grad_dtype,
             NO_WEIGHTS if weight_dtype is None else weight_dtype,
-            len(chosen),
-            lengths_of(masters, *beside, *kinds),
-            masters,
-            *beside,
-            len(kinds),
-            [tensor for kind in kinds for tensor in kind],
-            scale,
-            signals.scale,
-            signals.overflow,
-            [float(number) for number in rule.coefficients(at)],
+            len(masters),
+            lengths_of(masters, grads, outs, *kinds),
+            *(masters, grads, outs, len(kinds), [tensor for kind in kinds for tensor in kind]),
+            *(call.scale, signals.scale, signals.overflow),
+            [float(number) for number in call.rule.coefficients(call.at)],
         )
 
 
 @torch.no_grad()
-def adam_fused(
-    rule: Any,
-    at: StepFacts,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: States,
-    weights: Weights,
-    scale: float,
-) -> None:
+def adam_fused(call: UpdateCall) -> None:
     """torch's kernel of AdamW, which needs one dtype throughout: other gradients are widened in chunks."""
-    counter = torch.full((), float(at.step), dtype=torch.float32, device=params[0].device)
+    rule: Any = call.rule
+    counter = torch.full((), float(call.at.step), dtype=torch.float32, device=call.params[0].device)
 
     def move(params: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor]) -> None:
         torch._fused_adamw_(
@@ -149,58 +139,46 @@ def adam_fused(
             squares,
             [],
             [counter] * len(params),
-            lr=at.lr,
+            lr=call.at.lr,
             beta1=rule.beta1,
             beta2=rule.beta2,
-            weight_decay=at.weight_decay,
+            weight_decay=call.at.weight_decay,
             eps=rule.eps,
             amsgrad=False,
             maximize=False,
         )
 
-    means, squares = (list(kind) for kind in zip(*states, strict=True))
-    if scale == 1.0 and all(grad.dtype == param.dtype for grad, param in zip(grads, params, strict=True)):
-        move(list(params), list(grads), means, squares)
+    if call.scale == 1.0 and all(p.dtype == g.dtype for p, g, *_ in call.pieces()):
+        means, squares = (list(kind) for kind in zip(*call.states, strict=True))
+        move(list(call.params), list(call.grads), means, squares)
     else:
-        for pieces in zip(params, grads, means, squares, strict=True):
-            for p, g, m, v in side_by_side(*pieces):
-                move([p], [scaled(g, scale, p.dtype)], [m], [v])
-    for param, out in zip(params, weights, strict=True):
+        for param, grad, state, _ in call.pieces():
+            for p, g, m, v in side_by_side(param, grad, *state):
+                move([p], [scaled(g, call.scale, p.dtype)], [m], [v])
+    for param, _, _, out in call.pieces():
         if out is not None:
             out.copy_(param)
 
 
 @torch.no_grad()
-def update_chunks(
-    rule: ElementRule,
-    at: StepFacts,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: States,
-    weights: Weights,
-    scale: float,
-) -> None:
+def update_chunks(call: UpdateCall) -> None:
     """The reference chunk by chunk, so that temporaries stay small."""
-    for param, grad, state, out in zip(params, grads, states, weights, strict=True):
+    for param, grad, state, out in call.pieces():
         for p, g, new, *parts in side_by_side(param, grad, out, *state):
-            update_reference(rule, at, [p], [g], [parts], [new], scale)
+            _move(call, p, g, parts, new)
 
 
 @torch.no_grad()
-def update_reference(
-    rule: ElementRule,
-    at: StepFacts,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: States,
-    weights: Weights,
-    scale: float,
-) -> None:
+def update_reference(call: UpdateCall) -> None:
     """The rule's formula on whole tensors."""
-    for param, grad, state, out in zip(params, grads, states, weights, strict=True):
-        rule.move(at, param, scaled(grad, scale, param.dtype), *state)
-        if out is not None:
-            out.copy_(param)
+    for param, grad, state, out in call.pieces():
+        _move(call, param, grad, state, out)
+
+
+def _move(call: UpdateCall, p: Tensor, grad: Tensor, state: Sequence[Tensor], out: Tensor | None) -> None:
+    call.rule.move(call.at, p, scaled(grad, call.scale, p.dtype), *state)
+    if out is not None:
+        out.copy_(p)
 
 
 @dataclass(frozen=True)
@@ -227,28 +205,7 @@ UPDATE: Operator[Callable[..., None]] = Operator(
 )
 
 
-def update_step(
-    rule: ElementRule,
-    at: StepFacts,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: States,
-    weights: Weights | None = None,
-    *,
-    scale: float = 1.0,
-) -> None:
-    """One step in place on masters and states.
-
-    Args:
-        rule: the optimizer.
-        at: the step's number and rates.
-        params: contiguous masters (fp32), all on one device; the other lists hold tensors of their shapes.
-        grads: their gradients, of any width.
-        states: their states, of the masters' dtype.
-        weights: where the new weights are also written; None for nowhere.
-        scale: a factor that gradients are multiplied by once they are widened.
-    """
-    if params:
-        outs = [None] * len(params) if weights is None else weights
-        chosen = UPDATE.choose(UpdateFacts.of(params[0], rule=rule.name))
-        chosen.fn(rule, at, params, grads, states, outs, scale)
+def update_step(call: UpdateCall) -> None:
+    """One step in place on masters and states; weights are written beside."""
+    if call.params:
+        UPDATE.choose(UpdateFacts.of(call.params[0], rule=call.rule.name)).fn(call)

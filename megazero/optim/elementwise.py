@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megazero.ops.update import ElementRule, StepFacts, update_step
+from megazero.ops.update import ElementRule, StepFacts, UpdateCall, update_step
 from megazero.optim.rule import Needs, Pieces, UpdateRule
 
 
@@ -35,15 +35,16 @@ class Elementwise(UpdateRule, ElementRule):
         """Update the pieces, those of one weight decay in one call of the kernel."""
         pieces.check(self.state_names)
         for decay, chosen in pieces.by_decay():
-            update_step(
+            call = UpdateCall(
                 self,
                 StepFacts(pieces.step, lr, decay),
                 [pieces.params[i] for i in chosen],
                 [pieces.grads[i] for i in chosen],
                 [tuple(pieces.states[i].values()) for i in chosen],
                 [pieces.weights[i] for i in chosen],
-                scale=pieces.scale,
+                pieces.scale,
             )
+            update_step(call)
 
 
 @dataclass(frozen=True)

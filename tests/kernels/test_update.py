@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.update import StepFacts, update_cuda, update_reference
+from megazero.ops.update import StepFacts, UpdateCall, update_cuda, update_reference
 from megazero.optim import ELEMENTWISE, Adam, Sgd
 from tests.kernels.harness import DTYPES, in_every_order, watched
 from tests.kernels.updates import (
@@ -25,7 +25,12 @@ def call(function, rule, own, scale=1.0, **others):
     """A step of pieces by an implementation."""
     states = list(zip(*own.moments, strict=True)) or [()] * len(own.params)
     outs = own.weights or [None] * len(own.params)
-    function(rule, AT, own.params, own.grads, states, outs, scale, **others)
+    function(UpdateCall(rule, AT, own.params, own.grads, states, outs, scale), **others)
+
+
+def one(rule, param, grad, state):
+    """A step of one tensor."""
+    return UpdateCall(rule, AT, [param], [grad], [state], [None])
 
 
 def step_by(rule):
@@ -69,9 +74,9 @@ def test_gradients_of_several_dtypes():
 
 
 def test_nothing():
-    update_cuda(ADAM, AT, [], [], [], [], 1.0, kernels=watched())
+    update_cuda(UpdateCall(ADAM, AT, [], [], [], []), kernels=watched())
     nothing = torch.zeros(0)
-    update_cuda(ADAM, AT, [nothing], [nothing], [(nothing, nothing)], [None], 1.0, kernels=watched())
+    update_cuda(one(ADAM, nothing, nothing, (nothing, nothing)), kernels=watched())
 
 
 @EVERY_RULE
@@ -94,16 +99,16 @@ def test_signals(rule):
 def test_tensors_of_other_sizes_and_strides_are_refused():
     three, four = torch.ones(3), torch.ones(4)
     with pytest.raises(AssertionError, match="other sizes"):
-        update_cuda(ADAM, AT, [three], [four], [(three, three)], [None], 1.0, kernels=watched())
+        update_cuda(one(ADAM, three, four, (three, three)), kernels=watched())
     apart, state = torch.ones(6)[::2], (three.clone(), three.clone())
     with pytest.raises(AssertionError, match="contiguous"):
-        update_cuda(ADAM, AT, [apart], [three], [state], [None], 1.0, kernels=watched())
+        update_cuda(one(ADAM, apart, three, state), kernels=watched())
 
 
 def test_another_number_of_states_is_refused():
     three = torch.ones(3)
     with pytest.raises(RuntimeError, match="must start, but CUDA says"):
-        update_cuda(ADAM, AT, [three], [three], [(three.clone(),)], [None], 1.0, kernels=watched())
+        update_cuda(one(ADAM, three, three, (three.clone(),)), kernels=watched())
 
 
 def test_the_bits_are_those_of_one_formula():
@@ -111,7 +116,7 @@ def test_the_bits_are_those_of_one_formula():
 
     def run(kernels):
         p, g, m, v = (torch.tensor([value]) for value in (1.1, 0.3, -0.7, 0.9))
-        update_cuda(ADAM, AT, [p], [g], [(m, v)], [None], 1.0, kernels=kernels)
+        update_cuda(one(ADAM, p, g, (m, v)), kernels=kernels)
         return [p, m, v]
 
     p, m, v = in_every_order(run)

@@ -42,7 +42,7 @@ from megazero.ops.square_sum import square_sum
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 from megazero.ops.top_k import top_k
-from megazero.ops.update import StepFacts, update_step
+from megazero.ops.update import StepFacts, UpdateCall, update_step
 from megazero.optim import Adam, Sgd
 
 
@@ -172,7 +172,7 @@ def _run_attention(facts) -> Tensor:
 def _run_update(facts) -> None:
     rule = Adam() if facts.rule == "adam" else Sgd(0.0)
     p, g, *states = ([torch.ones(3, dtype=facts.dtype)] for _ in range(2 + len(rule.state_names)))
-    update_step(rule, StepFacts(1, 0.1, 0.1), p, g, [[tensor for (tensor,) in states]])
+    update_step(UpdateCall(rule, StepFacts(1, 0.1, 0.1), p, g, [[tensor for (tensor,) in states]], [None]))
 
 
 def _run_grouped_linear(facts) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megazero.ops import Implementation
 from megazero.ops.native import NATIVE as KERNELS
 from megazero.ops.native import address, available, update_pass
-from megazero.ops.update import UPDATE, StepFacts, UpdateFacts, update_step
+from megazero.ops.update import UPDATE, StepFacts, UpdateCall, UpdateFacts, update_step
 from megazero.optim import Adam, Elementwise, Sgd
 from megazero.optim.elementwise import Adagrad, Lion
 
@@ -35,12 +35,12 @@ def run(
     scale: float = 1.0,
 ) -> None:
     """One step of single tensors by one implementation."""
-    each.fn(rule, StepFacts(3, 0.01, 0.1), [param], [grad], [states], [weights], scale)
+    each.fn(UpdateCall(rule, StepFacts(3, 0.01, 0.1), [param], [grad], [states], [weights], scale))
 
 
 def step(rule: Elementwise, at: StepFacts, param: Tensor, grad: Tensor, *states: Tensor, out=None) -> None:
     """One step of single tensors."""
-    update_step(rule, at, [param], [grad], [states], [out])
+    update_step(UpdateCall(rule, at, [param], [grad], [states], [out]))
 
 
 def members(rule: Elementwise) -> list[Implementation]:
@@ -258,9 +258,8 @@ def test_five_steps_equal_torch_optim(implementation) -> None:
         for twin, grad in zip(twins, grads, strict=True):
             twin.grad = grad.clone()
         optimizer.step()
-        implementation.fn(
-            ADAM, StepFacts(number, 0.01, 0.1), params, grads, states, [None] * len(params), 1.0
-        )
+        outs = [None] * len(params)
+        implementation.fn(UpdateCall(ADAM, StepFacts(number, 0.01, 0.1), params, grads, states, outs))
         assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
     for ours, twin, (m, _) in zip(params, twins, states, strict=True):
         assert torch.allclose(ours, twin, rtol=1e-5, atol=1e-6)
@@ -276,7 +275,7 @@ def test_a_late_step_needs_no_correction() -> None:
 
 
 def test_a_step_of_nothing() -> None:
-    update_step(ADAM, AT, [], [], [])
+    update_step(UpdateCall(ADAM, AT, [], [], [], []))
 
 
 @NATIVE
