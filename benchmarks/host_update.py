@@ -36,10 +36,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.ops.adam import adam_step
-from megazero.ops.adam.front import adam_fused
+from megazero.ops.update import StepFacts, UpdateCall, adam_fused, update_step
+from megazero.optim import Adam
 
-SETTINGS = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
+RULE, LR, DECAY = Adam(), 1e-3, 0.1
 FACTOR = 0.5
 BYTES = {"copy": 8, "fp32": 28, "clipped": 28, "bf16": 28}
 
@@ -56,29 +56,29 @@ class HostState:
         self.step = 0
 
     @property
-    def lists(self) -> list[list[Tensor]]:
-        """What a kernel is given, but for gradients."""
-        return [[self.master], [self.m], [self.v]]
+    def state(self) -> list[tuple[Tensor, Tensor]]:
+        """The moments, as an update takes them."""
+        return [(self.m, self.v)]
 
 
 def ours(state: HostState, case: str) -> None:
     """One pass."""
     narrow = case == "bf16"
-    master, m, v = state.lists
     grad = [state.narrow_grad if narrow else state.grad]
     out, scale = [state.weights if narrow else None], 1.0 if case == "fp32" else FACTOR
-    adam_step(master, grad, m, v, out, step=state.step, scale=scale, **SETTINGS)
+    at = StepFacts(state.step, LR, DECAY)
+    update_step(UpdateCall(RULE, at, [state.master], grad, state.state, out, scale))
 
 
 def by_torch(state: HostState, case: str) -> None:
     """torch's fused AdamW, with the passes around it that megazero made before."""
-    master, m, v = state.lists
     grad = state.grad
     if case == "bf16":
         grad = state.narrow_grad.to(torch.float32, copy=True).mul_(FACTOR)
     elif case == "clipped":
         grad.mul_(FACTOR)
-    adam_fused(master, [grad], m, v, step=state.step, **SETTINGS)
+    at = StepFacts(state.step, LR, DECAY)
+    adam_fused(UpdateCall(RULE, at, [state.master], [grad], state.state, [None]))
     if case == "bf16":
         state.narrow_grad.copy_(grad)
         state.weights.copy_(state.master)

@@ -30,7 +30,6 @@ from torch import Tensor
 from megazero.kernels import KernelLibrary, WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
 from megazero.mpu import SoloGroup
-from megazero.ops.adam.cuda import adam_cuda
 from megazero.ops.bias_dropout_add.cuda import bias_dropout_add_cuda
 from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
 from megazero.ops.bias_gelu.cuda import bias_gelu_cuda
@@ -54,6 +53,8 @@ from megazero.ops.scaled_softmax.reference import scaled_softmax_reference
 from megazero.ops.square_sum.cuda import square_sum_cuda
 from megazero.ops.swiglu.cuda import swiglu_cuda
 from megazero.ops.swiglu.reference import swiglu_reference
+from megazero.ops.update import StepFacts, UpdateCall, update_cuda
+from megazero.optim import Adam
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TARGET = 0.85  # of the copy's rate
@@ -238,14 +239,15 @@ def _adam(kernels: KernelLibrary, device: str, dtype: torch.dtype, elements: int
     """fp32 masters and moments, the rest in dtype, beside torch's pass and the copies around it."""
     master, mean, square = (torch.rand(elements, device=device) for _ in range(3))
     grad, weights = (torch.randn(elements, device=device).to(dtype) for _ in range(2))
-    settings = {"step": 3, "lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+    rule, at = Adam(0.9, 0.95), StepFacts(3, 1e-3, 0.1)
 
     def ours(*_: Tensor) -> Tensor:
-        adam_cuda([master], [grad], [mean], [square], [weights], **settings, kernels=kernels)
+        state = [(mean, square)]
+        update_cuda(UpdateCall(rule, at, [master], [grad], state, [weights]), kernels=kernels)
         return weights
 
     def fused(*_: Tensor) -> Tensor:
-        own = {name: settings[name] for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+        own = {"lr": at.lr, **vars(rule), "weight_decay": at.weight_decay}
         step = torch.full((), 3.0, device=device)
         lists = [master], [grad.float()], [mean], [square], [], [step]
         torch._fused_adamw_(*lists, **own, amsgrad=False, maximize=False)

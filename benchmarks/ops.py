@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.mpu import SoloGroup
-from megazero.ops.adam import adam_step
 from megazero.ops.attention import attention
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
@@ -33,6 +32,8 @@ from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
+from megazero.ops.update import StepFacts, UpdateCall, update_step
+from megazero.optim import Adam
 
 S, B, H, HEADS, VOCAB = 512, 4, 512, 8, 8192
 HEAD_DIM = H // HEADS
@@ -192,14 +193,14 @@ def measure(contest: Contest, rounds: int) -> dict[str, float]:
 def measure_adam(rounds: int) -> dict[str, float]:
     """Measure 23M fp32 parameters in 74 tensors, against torch.optim.AdamW(fused=True)."""
     params = [torch.randn(23_000_000 // 74) for _ in range(74)]
-    moments = [[torch.zeros_like(each) for each in params] for _ in range(2)]
+    states = [(torch.zeros_like(each), torch.zeros_like(each)) for each in params]
     grads = [torch.randn_like(each) for each in params]
     twins = [each.clone().requires_grad_() for each in params]
     for twin, grad in zip(twins, grads, strict=True):
         twin.grad = grad
     optimizer = torch.optim.AdamW(twins, lr=1e-4, fused=True)
-    settings = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
-    return _ratio(lambda: adam_step(params, grads, *moments, step=1, **settings), optimizer.step, rounds)
+    call = UpdateCall(Adam(), StepFacts(1, 1e-4, 0.01), params, grads, states, [None] * len(params))
+    return _ratio(lambda: update_step(call), optimizer.step, rounds)
 
 
 def main() -> None:

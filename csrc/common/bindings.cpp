@@ -4,14 +4,15 @@
 // (megazero/ops/*/front.py and their neighbors) ensure types, lengths and contiguity; only sizes are checked here.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
+#include <vector>
 
-#include "adagrad/cpu.hpp"
-#include "adam/cpu.hpp"
 #include "attention/cpu.hpp"
 #include "bias_dropout_add/cpu.hpp"
 #include "bias_gelu/cpu.hpp"
@@ -22,14 +23,13 @@
 #include "gathered_sum/cpu.hpp"
 #include "lamb/cpu.hpp"
 #include "layer_norm/cpu.hpp"
-#include "lion/cpu.hpp"
 #include "permute/cpu.hpp"
 #include "quantize/cpu.hpp"
 #include "rms_norm/cpu.hpp"
 #include "rotary/cpu.hpp"
-#include "sgd/cpu.hpp"
 #include "sort_by_expert/cpu.hpp"
 #include "swiglu/cpu.hpp"
+#include "update/cpu.hpp"
 
 namespace py = pybind11;
 using megazero::AttentionLimits;
@@ -96,6 +96,17 @@ void set_dropout(AttentionLimits& limits, Keep keep, std::int64_t column_sample)
   limits.column_sample = column_sample;
 }
 
+void update(const std::string& rule, UpdatePass pass, std::uintptr_t p, const std::vector<std::uintptr_t>& addresses,
+            const std::vector<double>& coefficients) {
+  std::vector<float*> states;
+  for (const std::uintptr_t address : addresses) states.push_back(reinterpret_cast<float*>(address));
+  const auto count = [](const auto& list) { return static_cast<std::int64_t>(list.size()); };
+  if (!megazero_update(rule.c_str(), pass, reinterpret_cast<float*>(p), count(states), states.data(),
+                       count(coefficients), coefficients.data())) {
+    throw std::invalid_argument("no rule has this name, as many states and as many coefficients");
+  }
+}
+
 // How an argument arrives from Python: a pointer as a number, anything else unchanged.
 template <typename T>
 using FromPython = std::conditional_t<std::is_pointer_v<T>, std::uintptr_t, T>;
@@ -144,8 +155,6 @@ PYBIND11_MODULE(_native, module) {
       .def(py::init<>())
       .def("mask", &set_mask, py::arg("at"), py::arg("sample"), py::arg("head"), py::arg("query"))
       .def("dropout", &set_dropout, py::arg("keep"), py::arg("column_sample"));
-  bind(module, "adagrad_step", megazero_adagrad_step);
-  bind(module, "adam_step", megazero_adam_step);
   bind(module, "attention_forward", megazero_attention_forward);
   bind(module, "attention_backward", megazero_attention_backward);
   bind(module, "bias_dropout_add_forward", megazero_bias_dropout_add_forward);
@@ -161,15 +170,14 @@ PYBIND11_MODULE(_native, module) {
   bind(module, "lamb_move", megazero_lamb_move);
   bind(module, "layer_norm_forward", megazero_layer_norm_forward);
   bind(module, "layer_norm_backward", megazero_layer_norm_backward);
-  bind(module, "lion_step", megazero_lion_step);
   bind(module, "permute", megazero_permute);
   bind(module, "quantize_rows", megazero_quantize_rows);
   bind(module, "dequantize_rows", megazero_dequantize_rows);
   bind(module, "rms_norm_forward", megazero_rms_norm_forward);
   bind(module, "rms_norm_backward", megazero_rms_norm_backward);
   bind(module, "rotary", megazero_rotary);
-  bind(module, "sgd_step", megazero_sgd_step);
   bind(module, "sort_by_expert", megazero_sort_by_expert);
   bind(module, "swiglu_forward", megazero_swiglu_forward);
   bind(module, "swiglu_backward", megazero_swiglu_backward);
+  module.def("update", &update, py::call_guard<py::gil_scoped_release>());
 }

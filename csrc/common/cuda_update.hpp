@@ -6,8 +6,6 @@
 // whether the step is to change anything.
 #pragma once
 
-#include <array>
-
 #include "common/cuda_segments.hpp"
 
 namespace megazero {
@@ -108,35 +106,49 @@ inline std::size_t element_size(std::int64_t dtype) {
   return dtype == kNoWeights ? 0 : dtype == 0 ? sizeof(float) : sizeof(F16);
 }
 
-// A launch's lists as Python gives them, `count` addresses each; those of weights may be 0.
+// A launch's lists as Python gives them, `count` addresses each; those of weights may be 0, and those of the states are
+// behind each other.
 struct UpdateLists {
   std::int64_t grad_dtype, weight_dtype, count;
-  const std::int64_t *lengths, *params, *grads, *weights;
+  const std::int64_t *lengths, *params, *grads, *weights, *states;
 };
 
 // Calls start(gradient, segments, chunks) for one batch of the lists after the other, with an element of the gradients'
 // type; returns the first error's code.
 template <int MOMENTS, typename Start>
-int for_updates(const UpdateLists& lists, const std::array<const std::int64_t*, MOMENTS>& moments, const Start& start) {
+int for_updates(const UpdateLists& lists, const Start& start) {
   return with_element(lists.grad_dtype, [&](auto gradient) {
     BufferList buffers[kMoments + MOMENTS] = {{lists.params, sizeof(float)},
                                               {lists.grads, sizeof(gradient)},
                                               {lists.weights, element_size(lists.weight_dtype)}};
-    std::transform(moments.begin(), moments.end(), buffers + kMoments,
-                   [](const std::int64_t* each) { return BufferList{each, sizeof(float)}; });
+    for (int k = 0; k < MOMENTS; ++k) buffers[kMoments + k] = {lists.states + k * lists.count, sizeof(float)};
     return for_segments<UpdateSegments<MOMENTS>>(
         lists.count, lists.lengths, buffers, kUpdateChunk,
         [&](auto& all, int chunks, auto) { return chunks == 0 ? 0 : start(gradient, all, chunks); });
   });
 }
 
-// The weighted sum m + share (x - m), as torch's lerp has it.
-__device__ __forceinline__ float moved_towards(float m, float x, float share) {
-  return __fmaf_rn(share, __fsub_rn(x, m), m);
+// The words of csrc/update/rules.hpp.
+#define MEGAZERO_RULE __device__ __forceinline__
+
+// a b + c, rounded once.
+MEGAZERO_RULE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+
+// a x + b y, of which one product is rounded by itself.
+MEGAZERO_RULE float sum_rounding_first(float a, float x, float b, float y) { return __fmaf_rn(b, y, __fmul_rn(a, x)); }
+
+MEGAZERO_RULE float sum_rounding_second(float a, float x, float b, float y) { return __fmaf_rn(a, x, __fmul_rn(b, y)); }
+
+// x / (sqrt(square) + eps).
+MEGAZERO_RULE float over_root(float x, float square, float eps) {
+  return __fdiv_rn(x, __fadd_rn(__fsqrt_rn(square), eps));
 }
 
+// The weighted sum m + share (x - m), as torch's lerp has it.
+MEGAZERO_RULE float moved_towards(float m, float x, float share) { return __fmaf_rn(share, __fsub_rn(x, m), m); }
+
 // Gradient plus decay p; a decay of 0 leaves the gradient alone, whatever p is.
-__device__ __forceinline__ float decayed_gradient(float g, float p, float decay) {
+MEGAZERO_RULE float decayed_gradient(float g, float p, float decay) {
   return decay != 0.0f ? __fmaf_rn(decay, p, g) : g;
 }
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #if defined(__SSE2__)
@@ -198,6 +199,21 @@ MEGAZERO_CLONES void update_range(UpdatePass pass, Rule rule, std::int64_t begin
   }
   finish_writes();
 }
+
+// The words of csrc/update/rules.hpp. The compiler chooses what is rounded once, where the CPU can do that.
+#define MEGAZERO_RULE MEGAZERO_INLINE
+
+MEGAZERO_RULE float fused(float a, float b, float c) { return a * b + c; }
+
+MEGAZERO_RULE float sum_rounding_first(float a, float x, float b, float y) { return a * x + b * y; }
+
+MEGAZERO_RULE float sum_rounding_second(float a, float x, float b, float y) { return a * x + b * y; }
+
+MEGAZERO_RULE float over_root(float x, float square, float eps) { return x / (std::sqrt(square) + eps); }
+
+MEGAZERO_RULE float moved_towards(float m, float x, float share) { return m + share * (x - m); }
+
+MEGAZERO_RULE float decayed_gradient(float g, float p, float decay) { return decay != 0.0f ? g + decay * p : g; }
 
 // A pass over all elements, divided among the threads.
 template <typename Rule, typename... Moments>

@@ -1,7 +1,7 @@
 """deepspeed: DeepSpeed's interface: an engine for the user's own model, with DeepSpeed's JSON and names.
 
 Start with `initialize.py` and `engine.py` (`stepping.py` holds its training step, `answers.py` what a script
-may query). `settings.py` reads the JSON; `optimizer.py`, `torch_rule.py`, `lamb.py`, `lion.py`, `muon.py` and
+may query). `settings.py` reads the JSON; `optimizer.py`, `torch_rule.py`, `fused.py`, `muon.py` and
 `schedules.py` connect torch's optimizers to ours; `parallel.py` lays a foreign module out in buckets;
 `checkpoint.py` and `data.py` save and feed it; `report.py` reports progress; `estimates.py` says how much
 memory states take. `adopt.py` finds a rank's place, `zero.py` has `Init`, and `moe` the layer of experts.
@@ -17,9 +17,8 @@ from megazero.deepspeed.estimates import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from megazero.deepspeed.fused import FusedLamb, FusedLion
 from megazero.deepspeed.initialize import add_config_arguments, init_distributed, initialize
-from megazero.deepspeed.lamb import FusedLamb
-from megazero.deepspeed.lion import FusedLion
 from megazero.deepspeed.muon import MuonWithAuxAdam
 from megazero.deepspeed.optimizer import UserOptimizer
 

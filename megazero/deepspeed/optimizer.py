@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -10,9 +11,7 @@ import torch
 from torch import nn
 
 from megazero.config.deepspeed import Extras, OptimizerExtras
-from megazero.deepspeed.compressed import OPTIONS, CompressedOptimizer
-from megazero.deepspeed.lamb import FusedLamb
-from megazero.deepspeed.lion import FusedLion
+from megazero.deepspeed.fused import COMPRESSED, FUSED, CompressedOptimizer
 from megazero.deepspeed.muon import split_by_mark
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
@@ -20,27 +19,20 @@ from megazero.errors import ConfigError, MegazeroError
 from megazero.optim import LossScaler, ScalerState
 from megazero.zero import Optimizer, StepReport
 
-_CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = MappingProxyType(
+_MOMENTS = ("betas", "eps")
+# The class of each name, and the options that it takes beside learning rate and weight decay.
+_CLASSES: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = MappingProxyType(
     {
-        "sgd": torch.optim.SGD,
-        "lion": FusedLion,
-        "adagrad": torch.optim.Adagrad,
-        "adadelta": torch.optim.Adadelta,
-        "adamax": torch.optim.Adamax,
-        "nadam": torch.optim.NAdam,
-        "radam": torch.optim.RAdam,
-        "rmsprop": torch.optim.RMSprop,
-    }
-)
-# The options that they take beside learning rate and weight decay; others have betas and an epsilon.
-_TAKEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "sgd": ("momentum",),
-        "lion": ("betas",),
-        "adagrad": ("eps",),
-        "adadelta": ("rho", "eps"),
-        "rmsprop": ("alpha", "eps"),
-        "muon": ("momentum", "nesterov", "betas", "eps"),
+        "adam": (torch.optim.AdamW, _MOMENTS),
+        "sgd": (torch.optim.SGD, ("momentum",)),
+        "adagrad": (torch.optim.Adagrad, ("eps",)),
+        "adadelta": (torch.optim.Adadelta, ("rho", "eps")),
+        "adamax": (torch.optim.Adamax, _MOMENTS),
+        "nadam": (torch.optim.NAdam, _MOMENTS),
+        "radam": (torch.optim.RAdam, _MOMENTS),
+        "rmsprop": (torch.optim.RMSprop, ("alpha", "eps")),
+        **{name: (kind, kind.shared) for name, kind in FUSED.items()},
+        **{name: (partial(CompressedOptimizer, name), taken) for name, taken in COMPRESSED.items()},
     }
 )
 
@@ -94,32 +86,19 @@ def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimi
         )
 
     # Options that are "auto" or missing have the class's default, except the weight decay of AdamW and Muon.
-    said: dict[str, Any] = {"weight_decay": extras.weight_decay or 0.0}
-    names = _TAKEN.get(extras.type, ("betas", "eps"))
-    said |= {name: value for name in names if (value := getattr(extras, name)) is not None}
-    if extras.type in _CLASSES:
-        return _CLASSES[extras.type](params, lr=extras.lr, **said)
+    shared = {"weight_decay": extras.weight_decay or 0.0}
     if extras.type == "muon":
-        shared = {"weight_decay": said.pop("weight_decay")}
-        rest = {"lr": extras.adam_lr or extras.lr, "betas": (0.9, 0.999), "eps": 1e-8, **shared}
-        rest |= {name: said.pop(name) for name in ("betas", "eps") if name in said}
-        return split_by_mark(list(params), {"lr": extras.muon_lr or extras.lr, **shared, **said}, rest)
-    if extras.type == "lamb":
-        return FusedLamb(
-            params,
-            extras.lr,
-            **said,
-            bias_correction=extras.bias_correction == "rate",
-            max_coeff=extras.max_coeff,
-            min_coeff=extras.min_coeff,
-            use_nvlamb=extras.use_nvlamb,
-        )
-    for kind, names in OPTIONS.items():
-        if kind == extras.type:
-            own = {name: getattr(extras, name) for name in names}
-            said = {"betas": (0.9, 0.999), "eps": 1e-8, **said}
-            return CompressedOptimizer(kind, params, extras.lr, **said, **own)
-    return torch.optim.AdamW(params, extras.lr, **said)
+        moments = {"betas": (0.9, 0.999), "eps": 1e-8, **_given(extras, _MOMENTS)}
+        rest = {"lr": extras.adam_lr or extras.lr, **moments, **shared}
+        muon = {"lr": extras.muon_lr or extras.lr, **_given(extras, ("momentum", "nesterov")), **shared}
+        return split_by_mark(list(params), muon, rest)
+    kind, taken = _CLASSES[extras.type]
+    return kind(params, lr=extras.lr, **shared, **_given(extras, taken))
+
+
+def _given(extras: OptimizerExtras, names: Sequence[str]) -> dict[str, Any]:
+    """The options with these names that the JSON says."""
+    return {name: value for name in names if (value := getattr(extras, name)) is not None}
 
 
 class UserOptimizer(torch.optim.Optimizer):

@@ -1,6 +1,6 @@
 """Turns a torch optimizer into an update rule on flat shards.
 
-AdamW, FusedLamb, FusedLion and Muon have rules of their own. Any other optimizer runs itself on flat pieces
+AdamW, Muon and each `RuleOptimizer` have rules of their own. Any other optimizer runs itself on flat pieces
 of the fp32 master weights, see `megazero.optim.TorchRule`.
 """
 
@@ -9,18 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from megazero.deepspeed.compressed import OPTIONS, CompressedOptimizer
-from megazero.deepspeed.lamb import FusedLamb, lamb_of
-from megazero.deepspeed.lion import FusedLion
+from megazero.deepspeed.fused import FUSED, CompressedOptimizer, RuleOptimizer
 from megazero.deepspeed.muon import matrix_groups, muon_of
 from megazero.errors import ConfigError
-from megazero.optim import Adam, Lion, TorchRule, UpdateRule, on_pieces
+from megazero.optim import Adam, TorchRule, UpdateRule, on_pieces
 
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups of a torch optimizer."""
@@ -48,12 +45,9 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
     )
     if plain_adamw:
         return _adamw
-    if type(optimizer) is FusedLamb:
-        return _lamb
-    if isinstance(optimizer, CompressedOptimizer):
-        return partial(_compressed, optimizer)
-    if type(optimizer) is FusedLion:
-        return _lion
+    # A caller's subclass may have another `step`, and is run as any other class.
+    if isinstance(optimizer, RuleOptimizer) and type(optimizer) in (CompressedOptimizer, *FUSED.values()):
+        return lambda groups: optimizer.rule_of(_common(groups, optimizer.shared, optimizer.name))
     if whole := matrix_groups(optimizer):
         return lambda groups: _muon(groups, whole)
     rule = on_pieces(TorchRule(type(optimizer), *_options(optimizer)), allow_untested=allow_untested)
@@ -63,20 +57,6 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
 def _adamw(groups: Groups) -> UpdateRule:
     options = _common(groups, ("betas", "eps"), "AdamW")
     return Adam(float(options["betas"][0]), float(options["betas"][1]), options["eps"])
-
-
-def _lamb(groups: Groups) -> UpdateRule:
-    names = ("betas", "eps", "min_coeff", "max_coeff", "bias_correction", "use_nvlamb")
-    return lamb_of(_common(groups, names, "FusedLamb"))
-
-
-def _compressed(optimizer: CompressedOptimizer, groups: Groups) -> UpdateRule:
-    names = ("betas", "eps", *OPTIONS[optimizer.kind])
-    return optimizer.rule_of(_common(groups, names, optimizer.kind))
-
-
-def _lion(groups: Groups) -> UpdateRule:
-    return Lion(*(float(beta) for beta in _common(groups, ("betas",), "FusedLion")["betas"]))
 
 
 def _muon(groups: Groups, whole: Set[int]) -> UpdateRule:

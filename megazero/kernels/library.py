@@ -18,7 +18,7 @@ _C_TYPES = MappingProxyType({"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": cty
 
 
 # An argument of a launch; `KernelLibrary.launch` says what the kernel gets.
-Argument = Tensor | torch.dtype | float | None | Sequence[Tensor | None] | Sequence[int]
+Argument = Tensor | torch.dtype | float | None | Sequence[Tensor | None] | Sequence[int] | Sequence[float]
 
 
 class KernelLibrary:
@@ -46,8 +46,8 @@ class KernelLibrary:
         """Run kernel `name` on the current stream of the device that its tensors are on.
 
         An argument is a tensor (its address is passed; it must be contiguous), None (address 0), a dtype (its
-        code), an int or a float; or a sequence of tensors and None, or of ints: an array of them in host
-        memory. Raises RuntimeError if CUDA refuses the launch, and ctypes.ArgumentError or TypeError for
+        code), an int or a float; or a sequence of tensors and None, of ints or of floats: an array of them in
+        host memory. Raises RuntimeError if CUDA refuses the launch, and ctypes.ArgumentError or TypeError for
         arguments that the function does not take.
         """
         tensors = list(tensors_among(arguments))
@@ -103,5 +103,6 @@ def _as_c(argument: Argument) -> Any:
         return DTYPE_CODES[argument]
     if isinstance(argument, (list, tuple)):
         values = [_as_c(member) or 0 for member in argument]
-        return (ctypes.c_int64 * len(values))(*values)
+        element = ctypes.c_double if any(isinstance(member, float) for member in argument) else ctypes.c_int64
+        return (element * len(values))(*values)
     return argument

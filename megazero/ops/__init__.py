@@ -14,8 +14,6 @@ function of keys and absolute positions, so that every layout sees the same numb
 
 from typing import Any
 
-from megazero.ops.adagrad import ADAGRAD
-from megazero.ops.adam import ADAM
 from megazero.ops.attention import ATTENTION
 from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
 from megazero.ops.bias_gelu import BIAS_GELU
@@ -31,18 +29,17 @@ from megazero.ops.kl_divergence import KL_DIVERGENCE
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS
 from megazero.ops.layer_norm import ADD_LAYER_NORM, LAYER_NORM
 from megazero.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from megazero.ops.lion import LION
 from megazero.ops.permute import PERMUTE
 from megazero.ops.quantize import DEQUANTIZE, QUANTIZE
 from megazero.ops.rms_norm import ADD_RMS_NORM, RMS_NORM
 from megazero.ops.rotary import ROTARY
 from megazero.ops.scaled_softmax import SCALED_SOFTMAX
-from megazero.ops.sgd import SGD
 from megazero.ops.sort_by_expert import SORT_BY_EXPERT
 from megazero.ops.square_sum import SQUARE_SUM
 from megazero.ops.squared_relu import SQUARED_RELU
 from megazero.ops.swiglu import SWIGLU
 from megazero.ops.top_k import TOP_K
+from megazero.ops.update import UPDATE
 
 __all__ = ["CallFacts", "Implementation", "Operator", "explain", "operators"]
 
@@ -50,8 +47,6 @@ __all__ = ["CallFacts", "Implementation", "Operator", "explain", "operators"]
 def operators() -> tuple[Operator[Any], ...]:
     """Every operator with a choice of implementations, in alphabetical order."""
     return (
-        ADAGRAD,
-        ADAM,
         ADD_LAYER_NORM,
         ADD_RMS_NORM,
         ATTENTION,
@@ -71,16 +66,15 @@ def operators() -> tuple[Operator[Any], ...]:
         LAMB_NORMS,
         LAYER_NORM,
         LINEAR_CROSS_ENTROPY,
-        LION,
         PERMUTE,
         QUANTIZE,
         RMS_NORM,
         ROTARY,
         SCALED_SOFTMAX,
-        SGD,
         SORT_BY_EXPERT,
         SQUARE_SUM,
         SQUARED_RELU,
         SWIGLU,
         TOP_K,
+        UPDATE,
     )

@@ -8,7 +8,7 @@ so chunks there are as large as the bound on temporaries allows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,24 +28,13 @@ def row_chunks(tensor: Tensor, rows: int, width: int) -> Iterator[slice]:
 _UPDATE_ELEMENTS = 1 << 24  # enough to fill a GPU; a temporary has 64 MiB
 
 
-_Third = TypeVar("_Third", Tensor, Tensor | None)
-_Fourth = TypeVar("_Fourth", Tensor, Tensor | None)
-
-
-def side_by_side(
-    first: Tensor, second: Tensor, third: _Third, fourth: _Fourth
-) -> Iterator[tuple[Tensor, Tensor, _Third, _Fourth]]:
+def side_by_side(first: Tensor, *others: Tensor | None) -> Iterator[Any]:
     """Chunks of contiguous tensors of one shape, flat, for an optimizer's pass; None stays None."""
     on_cpu = first.device.type == "cpu"
     size = CPU_ELEMENTS * torch.get_num_threads() if on_cpu else _UPDATE_ELEMENTS
     for start in range(0, first.numel(), size):
         part = slice(start, start + size)
-        yield (
-            first.view(-1)[part],
-            second.view(-1)[part],
-            None if third is None else third.view(-1)[part],
-            None if fourth is None else fourth.view(-1)[part],
-        )
+        yield tuple(None if tensor is None else tensor.view(-1)[part] for tensor in (first, *others))
 
 
 def scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

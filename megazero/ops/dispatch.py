@@ -125,15 +125,12 @@ class Implementation(Generic[_Fn]):
 
     Attributes:
         traceable: whether torch.compile can look into it; a reference always is.
-        of_lists: the implementation for lists of such tensors, if a kernel takes many in one launch; None if
-            `fn` takes them one by one.
     """
 
     name: str
     fn: _Fn
     serves: Callable[[CallFacts], bool] = everything
     traceable: bool = False
-    of_lists: Callable[..., Any] | None = None
 
     def unmet(self, facts: CallFacts) -> str | None:
         """The reason why it does not serve such a call, or None if it does."""

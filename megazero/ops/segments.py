@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from megazero.kernels import DTYPE_CODES, KernelLibrary
+from megazero.kernels import DTYPE_CODES
 
-_NO_WEIGHTS = -1  # as csrc/common/cuda_update.hpp has it
+NO_WEIGHTS = -1  # as csrc/common/cuda_update.hpp has it
 
 
 @dataclass(frozen=True)
@@ -27,55 +26,6 @@ class DeviceSignals:
 
 
 NO_SIGNALS = DeviceSignals()
-
-
-def launch_update(
-    kernels: KernelLibrary,
-    name: str,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    moments: Sequence[Sequence[Tensor] | None],
-    weights: Sequence[Tensor | None] | None,
-    *settings: float,
-    scale: float,
-    signals: DeviceSignals,
-) -> None:
-    """Run an optimizer's kernel, once for each combination of the gradients' and the weights' dtypes.
-
-    Args:
-        kernels: the library.
-        name: the kernel.
-        params: contiguous fp32 masters, changed in place.
-        grads: their gradients, of any float type; one that is not contiguous or is fp64 is copied.
-        moments: for each kind of moments, a list of contiguous fp32 tensors, changed in place; None if the
-            step has none of that kind.
-        weights: for each master, the tensor for the new weights (fp32, fp16 or bf16), or None.
-        settings: the kernel's numbers.
-        scale: the factor of the gradients.
-        signals: the inputs of the step that only the device knows.
-    """
-    outs = [None] * len(params) if weights is None else weights
-    grads = [readable(grad) for grad in grads]
-    beside: Sequence[Sequence[Tensor | None] | None] = (grads, outs, *moments)
-    groups: dict[tuple[torch.dtype, torch.dtype | None], list[int]] = {}
-    for index, (grad, out) in enumerate(zip(grads, outs, strict=True)):
-        groups.setdefault((grad.dtype, None if out is None else out.dtype), []).append(index)
-    for (grad_dtype, weight_dtype), chosen in groups.items():
-        masters = [params[i] for i in chosen]
-        lists = [None if tensors is None else [tensors[i] for i in chosen] for tensors in beside]
-        kernels.launch(
-            name,
-            grad_dtype,
-            _NO_WEIGHTS if weight_dtype is None else weight_dtype,
-            len(chosen),
-            lengths_of(masters, *lists),
-            masters,
-            *lists,
-            scale,
-            signals.scale,
-            signals.overflow,
-            *settings,
-        )
 
 
 def readable(tensor: Tensor) -> Tensor:

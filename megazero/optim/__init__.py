@@ -2,19 +2,18 @@
 
 Everything here is a pure function or a frozen value and starts no communication; `train` and `zero` put the
 pieces together. `schedule.py`: learning rate and weight decay over the course of training. `rule.py`: what an
-update rule is given and may ask for. `update.py`: Adam and SGD on flat fp32 shards. `lion.py`, `adagrad.py`:
-two more of their kind. `torch_rule.py`: any other class of torch.optim that updates each element by itself.
+update rule is given and may ask for. `elementwise.py`: the rules that move each element by itself, and their
+table. `torch_rule.py`: any other class of torch.optim that does so.
 `lamb.py`: LAMB, which asks for norms of whole parameters. `muon.py`: Muon, which asks for whole matrices.
 `compressed/`: rules that sum over the replicas themselves, a bit per element. `build.py`: the rule that a
 configuration names. `loss_scaler.py`: the loss scale of fp16 training. `grad_norm.py`: clipping.
 """
 
-from megazero.optim.adagrad import Adagrad
-from megazero.optim.build import build_update_rule
+from megazero.optim.build import build_update_rule, takes_signs
 from megazero.optim.compressed import OnebitAdam, OnebitLamb, ZeroOneAdam
+from megazero.optim.elementwise import ELEMENTWISE, Adam, Elementwise, Sgd
 from megazero.optim.grad_norm import clip_coefficient, local_square_sum
 from megazero.optim.lamb import Lamb
-from megazero.optim.lion import Lion
 from megazero.optim.loss_scaler import (
     DynamicLossScaler,
     LossScaler,
@@ -32,6 +31,7 @@ from megazero.optim.rule import (
     Needs,
     NormRule,
     PassEnds,
+    Pieces,
     ReducingRule,
     Replicas,
     UpdateRule,
@@ -45,18 +45,17 @@ from megazero.optim.schedule import (
     build_weight_decay,
 )
 from megazero.optim.torch_rule import TorchRule, on_pieces
-from megazero.optim.update import Adam, Sgd
 
 __all__ = [
+    "ELEMENTWISE",
     "SERVER_ERROR",
     "WORKER_ERROR",
-    "Adagrad",
     "Adam",
     "Decay",
     "DynamicLossScaler",
+    "Elementwise",
     "Lamb",
     "LearningRate",
-    "Lion",
     "LocalRule",
     "LossScaler",
     "MatrixRule",
@@ -67,6 +66,7 @@ __all__ = [
     "OnebitAdam",
     "OnebitLamb",
     "PassEnds",
+    "Pieces",
     "ReducingRule",
     "Replicas",
     "ScalerState",
@@ -84,4 +84,5 @@ __all__ = [
     "clip_coefficient",
     "local_square_sum",
     "on_pieces",
+    "takes_signs",
 ]

@@ -2,77 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megazero.config.tree import OptimizerConfig
-from megazero.optim.adagrad import Adagrad
 from megazero.optim.compressed import OnebitAdam, OnebitLamb, ZeroOneAdam
+from megazero.optim.elementwise import ELEMENTWISE
 from megazero.optim.lamb import Lamb
-from megazero.optim.lion import Lion
 from megazero.optim.muon import NEWTON_SCHULZ, Muon
 from megazero.optim.rescaled import Rescaled
 from megazero.optim.rule import UpdateRule
 from megazero.optim.torch_rule import TorchRule, on_pieces
-from megazero.optim.update import Adam, Sgd
 
 
 def build_update_rule(config: OptimizerConfig) -> UpdateRule:
     """The update rule that the configuration names."""
     name = config.optimizer
-    adam = Adam(config.adam_beta1, config.adam_beta2, config.adam_eps)
-    if name == "adam":
-        return adam
-    if name == "sgd":
-        return Sgd(config.sgd_momentum)
-    if name == "lion":
-        return Lion(config.lion_beta1, config.lion_beta2)
-    if name == "adagrad":
-        return Adagrad(config.adagrad_eps)
-    if name == "lamb":
-        return _lamb(config)
-    if name == "muon":
-        return _muon(config)
-    return _compressed(config, adam) or _of_torch(config)
+    if name in ELEMENTWISE:
+        kind = ELEMENTWISE[name]
+        return kind(**{field.name: getattr(config, f"{name}_{field.name}") for field in fields(kind)})
+    return _BUILDERS[name](config)
+
+
+def takes_signs(config: OptimizerConfig) -> bool:
+    """Whether weights move by a sign, so that a gradient which is only rounding counts as any other."""
+    used = {config.optimizer, config.muon_scalar_optimizer}
+    return any(rule.takes_signs for name, rule in ELEMENTWISE.items() if name in used)
+
+
+def _adam(config: OptimizerConfig) -> dict[str, float]:
+    return {"beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps}
 
 
 def _lamb(config: OptimizerConfig) -> Lamb:
     return Lamb(
-        config.adam_beta1,
-        config.adam_beta2,
-        config.adam_eps,
-        config.lamb_min_coeff,
-        config.lamb_max_coeff,
-        config.lamb_bias_correction,
-        config.lamb_adapt_all,
+        **_adam(config),
+        min_coeff=config.lamb_min_coeff,
+        max_coeff=config.lamb_max_coeff,
+        bias_correction=config.lamb_bias_correction,
+        adapt_all=config.lamb_adapt_all,
     )
 
 
-def _compressed(config: OptimizerConfig, adam: Adam) -> UpdateRule | None:
-    """A rule that sums gradients itself, a bit per element; None if the configuration names another."""
-    if config.optimizer == "onebit-adam":
-        return OnebitAdam(config.onebit_freeze_step, **vars(adam), precondition=config.onebit_precondition)
-    if config.optimizer == "zero-one-adam":
-        return ZeroOneAdam(
-            config.zero_one_var_freeze_step,
-            config.zero_one_var_update_scaler,
-            config.zero_one_local_step_scaler,
-            config.zero_one_local_step_clipper,
-            **vars(adam),
-            precondition=config.onebit_precondition,
-        )
-    if config.optimizer == "onebit-lamb":
-        return OnebitLamb(
-            config.onebit_freeze_step,
-            _lamb(config),
-            config.onebit_lamb_coeff_beta,
-            config.onebit_lamb_factor_min,
-            config.onebit_lamb_factor_max,
-            config.onebit_lamb_factor_threshold,
-        )
-    return None
+def _onebit_adam(config: OptimizerConfig) -> UpdateRule:
+    return OnebitAdam(config.onebit_freeze_step, **_adam(config), precondition=config.onebit_precondition)
+
+
+def _zero_one_adam(config: OptimizerConfig) -> UpdateRule:
+    return ZeroOneAdam(
+        config.zero_one_var_freeze_step,
+        config.zero_one_var_update_scaler,
+        config.zero_one_local_step_scaler,
+        config.zero_one_local_step_clipper,
+        **_adam(config),
+        precondition=config.onebit_precondition,
+    )
+
+
+def _onebit_lamb(config: OptimizerConfig) -> UpdateRule:
+    return OnebitLamb(
+        config.onebit_freeze_step,
+        _lamb(config),
+        config.onebit_lamb_coeff_beta,
+        config.onebit_lamb_factor_min,
+        config.onebit_lamb_factor_max,
+        config.onebit_lamb_factor_threshold,
+    )
 
 
 def _muon(config: OptimizerConfig) -> UpdateRule:
@@ -95,15 +94,32 @@ def _muon(config: OptimizerConfig) -> UpdateRule:
     )
 
 
-def _of_torch(config: OptimizerConfig) -> UpdateRule:
+def _of_torch(
+    kind: type[torch.optim.Optimizer], options: Callable[[OptimizerConfig], Mapping[str, Any]]
+) -> Callable[[OptimizerConfig], UpdateRule]:
     """A class of torch.optim with the configuration's options; others have torch's defaults."""
-    moments = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-    rows: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-        "adadelta": (torch.optim.Adadelta, {"rho": config.adadelta_rho, "eps": config.adadelta_eps}),
-        "adamax": (torch.optim.Adamax, moments),
-        "nadam": (torch.optim.NAdam, moments),
-        "radam": (torch.optim.RAdam, moments),
-        "rmsprop": (torch.optim.RMSprop, {"alpha": config.rmsprop_alpha, "eps": config.adam_eps}),
+    return lambda config: on_pieces(TorchRule(kind, MappingProxyType(dict(options(config)))))
+
+
+def _moments(config: OptimizerConfig) -> Mapping[str, Any]:
+    return {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+
+
+_BUILDERS: Mapping[str, Callable[[OptimizerConfig], UpdateRule]] = MappingProxyType(
+    {
+        "lamb": _lamb,
+        "muon": _muon,
+        "onebit-adam": _onebit_adam,
+        "zero-one-adam": _zero_one_adam,
+        "onebit-lamb": _onebit_lamb,
+        "adadelta": _of_torch(
+            torch.optim.Adadelta, lambda config: {"rho": config.adadelta_rho, "eps": config.adadelta_eps}
+        ),
+        "adamax": _of_torch(torch.optim.Adamax, _moments),
+        "nadam": _of_torch(torch.optim.NAdam, _moments),
+        "radam": _of_torch(torch.optim.RAdam, _moments),
+        "rmsprop": _of_torch(
+            torch.optim.RMSprop, lambda config: {"alpha": config.rmsprop_alpha, "eps": config.adam_eps}
+        ),
     }
-    kind, options = rows[config.optimizer]
-    return on_pieces(TorchRule(kind, MappingProxyType(options)))
+)

@@ -10,8 +10,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megazero.ops.lamb import lamb_move_all, lamb_norms_of_all
-from megazero.optim.rule import Needs, NormRule, PassEnds, check_pieces, zeros_like
+from megazero.ops.lamb import LambMoments, LambTerms, lamb_move, lamb_norms
+from megazero.optim.rule import Needs, NormRule, Pieces
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Lamb(NormRule):
     """
 
     needs: ClassVar[Needs] = Needs(norms=("weight", "update"), one_pass=True)
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     beta1: float = 0.9
     beta2: float = 0.999
@@ -45,57 +46,37 @@ class Lamb(NormRule):
     bias_correction: Literal["moments", "rate", "none"] = "moments"
     adapt_all: bool = False
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def init_state(self, like: Tensor) -> dict[str, Tensor]:
-        return zeros_like(self.state_names, like)
-
-    def prepare(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        weight_decays: Sequence[float],
-        ends: PassEnds | None = None,
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def prepare(self, pieces: Pieces) -> Iterator[tuple[Tensor, Tensor]]:
         """Update the moments and yield for each piece, instead of weights and update, their norms.
 
         A scalar has its own norm, and nothing of a piece's size is needed.
         """
-        ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
-        facts = {"beta1": self.beta1, "beta2": self.beta2, **self._terms(step), "scale": ends.scale}
-        first, second = self._moments(states)
-        for norms in lamb_norms_of_all(params, grads, first, second, weight_decays=weight_decays, **facts):
+        pieces.check(self.state_names)
+        first, second = map(pieces.of, self.state_names)
+        measured = lamb_norms(
+            pieces.params,
+            pieces.grads,
+            first,
+            second,
+            pieces.weight_decays,
+            LambMoments(self.beta1, self.beta2, pieces.scale),
+            self._terms(pieces.step),
+        )
+        for norms in measured:
             weight, update = norms.unbind()
             yield weight, update
 
     @torch.no_grad()
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-        norms: Sequence[Tensor],
-        exempt: Sequence[bool],
-        ends: PassEnds | None = None,
-    ) -> None:
-        ends = check_pieces(self.state_names, params, grads, states, step, weight_decays, ends)
-        if not params:
+    def step(self, pieces: Pieces, lr: float, norms: Sequence[Tensor], exempt: Sequence[bool]) -> None:
+        pieces.check(self.state_names)
+        if not pieces.params:
             return
         if self.bias_correction == "rate":
-            lr *= _correction(self, step)
+            lr *= self._correction(pieces.step)
         rates = (lr * self.ratios(norms, exempt)).to(torch.float32).unbind()
-        first, second = self._moments(states)
-        terms = self._terms(step)
-        lamb_move_all(params, first, second, rates, ends.weights, weight_decays=weight_decays, **terms)
+        first, second = map(pieces.of, self.state_names)
+        terms = self._terms(pieces.step)
+        lamb_move(pieces.params, first, second, rates, pieces.weights, pieces.weight_decays, terms)
 
     def ratios(self, norms: Sequence[Tensor], exempt: Sequence[bool]) -> Tensor:
         """The trust ratio of each piece, fp64 [pieces], from the arguments of `step`."""
@@ -105,15 +86,11 @@ class Lamb(NormRule):
         scaled = (weight > 0) & (update > 0) & ~torch.tensor(plain, device=weight.device)
         return torch.where(scaled, bounded, 1.0)
 
-    def _moments(self, states: Sequence[dict[str, Tensor]]) -> list[list[Tensor]]:
-        return [[state[name] for state in states] for name in self.state_names]
-
-    def _terms(self, step: int) -> dict[str, float]:
+    def _terms(self, step: int) -> LambTerms:
         """The factor and epsilon with which moments that have a bias give the update of those without it."""
         if self.bias_correction != "moments":
-            return {"factor": 1.0, "eps": self.eps}
-        return {"factor": _correction(self, step), "eps": self.eps * math.sqrt(1.0 - self.beta2**step)}
+            return LambTerms(1.0, self.eps)
+        return LambTerms(self._correction(step), self.eps * math.sqrt(1.0 - self.beta2**step))
 
-
-def _correction(rule: Lamb, step: int) -> float:
-    return math.sqrt(1.0 - rule.beta2**step) / (1.0 - rule.beta1**step)
+    def _correction(self, step: int) -> float:
+        return math.sqrt(1.0 - self.beta2**step) / (1.0 - self.beta1**step)

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megazero.optim.rule import MatrixRule, Needs, UpdateRule, check_pieces, zeros_like
-from megazero.optim.update import Adam
+from megazero.optim.elementwise import Adam
+from megazero.optim.rule import MatrixRule, Needs, Pieces, UpdateRule
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -81,6 +81,7 @@ class Muon(MatrixRule):
     """
 
     needs: ClassVar[Needs] = Needs(matrices=True)
+    state_names: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -92,27 +93,12 @@ class Muon(MatrixRule):
     dtype: Literal["fp32", "bf16"] = "fp32"
     rest: UpdateRule = field(default_factory=Adam)
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("momentum",)
-
-    def init_state(self, like: Tensor) -> dict[str, Tensor]:
-        return zeros_like(self.state_names, like)
-
     @torch.no_grad()
-    def prepare(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        weight_decays: Sequence[float],
-    ) -> Iterator[Tensor]:
+    def prepare(self, pieces: Pieces) -> Iterator[Tensor]:
         """Update the momentum and yield the tensors to orthogonalize, piece by piece; they may be views."""
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
-        for grad, state in zip(grads, states, strict=True):
-            momentum = state["momentum"].lerp_(grad, 1.0 - self.momentum)
+        pieces.check(self.state_names)
+        for grad, momentum in zip(pieces.grads, pieces.of("momentum"), strict=True):
+            momentum.lerp_(grad, 1.0 - self.momentum)
             yield torch.lerp(grad, momentum, self.momentum) if self.nesterov else momentum
 
     @torch.no_grad()
@@ -124,19 +110,9 @@ class Muon(MatrixRule):
         return newton_schulz(matrices, steps, dtype).mul_(self._scale(rows, columns))
 
     @torch.no_grad()
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-        updates: Sequence[Tensor],
-    ) -> None:
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
-        for param, update, decay in zip(params, updates, weight_decays, strict=True):
+    def step(self, pieces: Pieces, lr: float, updates: Sequence[Tensor]) -> None:
+        pieces.check(self.state_names)
+        for param, update, decay in zip(pieces.params, updates, pieces.weight_decays, strict=True):
             param.mul_(1.0 - lr * decay).sub_(update, alpha=lr)
 
     def _scale(self, rows: int, columns: int) -> float:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from megazero.optim.rule import Needs, PassEnds, UpdateRule
+from megazero.optim.rule import Needs, Pieces, UpdateRule
 
 
 @dataclass(frozen=True)
@@ -33,16 +32,5 @@ class Rescaled(UpdateRule):
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
         return self.rule.init_state(like)
 
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-        **ends: PassEnds,
-    ) -> None:
-        rate = lr * self.factor
-        self.rule.step(params, grads, states, step=step, lr=rate, weight_decays=weight_decays, **ends)
+    def step(self, pieces: Pieces, lr: float) -> None:
+        self.rule.step(pieces, lr * self.factor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
@@ -25,7 +25,7 @@ class Needs:
         in_use: whether the model uses other weights than the masters; the rule's `in_use` makes them.
         matrices: whether it updates whole matrices, and another rule the rest, see `MatrixRule`.
         one_pass: whether it reads gradients as they are stored and writes the model's weights while it moves
-            the masters: its `step` and, if it needs norms, its `prepare` then take `PassEnds` as `ends`.
+            the masters; its pieces then have `ends`.
     """
 
     norms: tuple[str, ...] = ()
@@ -50,7 +50,100 @@ class PassEnds:
     weights: Sequence[Tensor | None]
 
 
+_FP32 = (torch.float32,)
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Flat pieces of parameters, and what an update of them takes beside a learning rate.
+
+    Attributes:
+        params: contiguous fp32 tensors of any shape, empty ones included.
+        grads: for each, a contiguous fp32 gradient of its shape, unscaled and clipped.
+        states: for each, its `init_state`.
+        weight_decays: for each, its weight decay.
+        step: number of this update, from 1 (skipped steps do not count).
+        ends: both ends of the pass if the rule's `needs.one_pass`; otherwise None.
+    """
+
+    params: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    states: Sequence[dict[str, Tensor]]
+    weight_decays: Sequence[float]
+    step: int
+    ends: PassEnds | None = None
+
+    @property
+    def scale(self) -> float:
+        """The factor by which gradients are multiplied."""
+        return 1.0 if self.ends is None else self.ends.scale
+
+    @property
+    def weights(self) -> Sequence[Tensor | None]:
+        """For each piece, the tensor for its new weights, rounded; None where only masters are used."""
+        return [None] * len(self.params) if self.ends is None else self.ends.weights
+
+    def of(self, kind: str) -> list[Tensor]:
+        """The pieces' states of one kind."""
+        return [state[kind] for state in self.states]
+
+    def by_decay(self) -> Iterator[tuple[float, list[int]]]:
+        """Each weight decay, and the numbers of the pieces that have it and are not empty."""
+        for decay in dict.fromkeys(self.weight_decays):
+            chosen = [
+                i for i, own in enumerate(self.weight_decays) if own == decay and self.params[i].numel()
+            ]
+            if chosen:
+                yield decay, chosen
+
+    def check(self, names: tuple[str, ...], scalars: tuple[str, ...] = ()) -> None:
+        """Refuse what an in-place kernel would read or write incorrectly.
+
+        Args:
+            names: the rule's `state_names`.
+            scalars: the rule's `needs.scalars`, if each piece is of one parameter.
+
+        Raises:
+            ValueError: see `UpdateRule.step`.
+        """
+        lists = (self.params, self.grads, self.states, self.weight_decays, self.weights)
+        lengths = [len(members) for members in lists]
+        if len(set(lengths)) != 1:
+            raise ValueError(
+                f"`params`, `grads`, `states`, `weight_decays` and `ends.weights` must have the same length, "
+                f"but have {lengths}; give one of each per tensor."
+            )
+        if self.step < 1:
+            raise ValueError(f"`step` must be at least 1, but is {self.step}; count updates from 1.")
+        for index, (param, grad, state, weights) in enumerate(
+            zip(self.params, self.grads, self.states, self.weights, strict=True)
+        ):
+            if tuple(state) != (*names, *scalars):
+                raise ValueError(
+                    f"`states[{index}]` must have the keys {(*names, *scalars)}, but has {tuple(state)}; "
+                    "make it with `init_state`."
+                )
+            for name in names:
+                _check_tensor(name, index, state[name], param, _FP32)
+            _check_tensor("params", index, param, param, _FP32)
+            _check_tensor("grads", index, grad, param, _FP32 if self.ends is None else _STORED)
+            if weights is not None:
+                _check_tensor("ends.weights", index, weights, param, _STORED)
+
+
+def _check_tensor(
+    name: str, index: int, tensor: Tensor, param: Tensor, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"`{name}[{index}]` must be contiguous, but has strides {tensor.stride()}; pass a flat tensor."
+        )
+    if tensor.dtype not in dtypes or tensor.shape != param.shape:
+        raise ValueError(
+            f"`{name}[{index}]` must be fp32 of shape {tuple(param.shape)}, but is {tensor.dtype} of "
+            f"shape {tuple(tensor.shape)}; convert it."
+        )
 
 
 WORKER_ERROR = "worker_error"
@@ -98,21 +191,15 @@ class UpdateRule(Protocol):
         """Keys of `init_state`'s result, which name the arrays in a checkpoint, in that order."""
 
     def init_state(self, like: Tensor) -> dict[str, Tensor]:
-        """Fresh state for one parameter tensor: zeros with its shape, dtype and device."""
+        """Fresh state for one parameter tensor: contiguous zeros with its shape, dtype and device."""
+        return {
+            name: torch.zeros_like(like, memory_format=torch.contiguous_format) for name in self.state_names
+        }
 
     step: Callable[..., None]
-    """Updates parameters and states in place.
+    """Updates the parameters and states of `Pieces` in place, with a learning rate, its second argument.
 
-    It takes these arguments, and by name those that the rule's needs add.
-
-    Args:
-        params: contiguous fp32 tensors of any shape, empty ones included.
-        grads: for each parameter, a contiguous fp32 gradient of its shape: unscaled and clipped.
-        states: for each parameter, its `init_state`.
-        step: by name, number of this update, from 1 (skipped steps do not count).
-        lr: by name, learning rate.
-        weight_decays: by name, for each parameter, its weight decay.
-        ends: by name, a `PassEnds` if `needs.one_pass`.
+    A rule's needs may add further arguments, see `NormRule` and `MatrixRule`.
 
     Raises:
         ValueError: the lists differ in length, the step is below 1, or a tensor is not contiguous, not fp32
@@ -127,23 +214,12 @@ class NormRule(UpdateRule, Protocol):
     are summed together over the ranks that hold parts of them; finally `step` sees the pieces again.
     """
 
-    def prepare(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        weight_decays: Sequence[float],
-    ) -> Iterable[Sequence[Tensor]]:
-        """Bring `states` up to date and return the tensors to measure, piece by piece.
+    def prepare(self, pieces: Pieces) -> Iterable[Sequence[Tensor]]:
+        """Bring the states up to date and return the tensors to measure, piece by piece.
 
         Args:
-            params: as in `step`, but each is part of one parameter; neither these nor `grads` may be changed.
-            grads: as in `step`.
-            states: as in `step`.
-            step: as in `step`.
-            weight_decays: as in `step`.
+            pieces: as in `step`, but each is part of one parameter; neither parameters nor gradients may be
+                changed.
 
         Returns:
             For each piece, one tensor for each of `needs.norms`, such as the weights and their update, or any
@@ -151,21 +227,11 @@ class NormRule(UpdateRule, Protocol):
             memory at a time.
         """
 
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-        norms: Sequence[Tensor],
-        exempt: Sequence[bool],
-    ) -> None:
-        """Update `params` in place, as `UpdateRule.step` does.
+    def step(self, pieces: Pieces, lr: float, norms: Sequence[Tensor], exempt: Sequence[bool]) -> None:
+        """Update the pieces in place, as `UpdateRule.step` does.
 
         Args:
+            pieces, lr: as in `UpdateRule.step`.
             norms: for each piece, the L2 norms of its whole parameter's tensors, fp64 [len(needs.norms)].
             exempt: for each piece, whether its parameter is exempt from weight decay, and not only for now,
                 while a schedule has it at 0.
@@ -187,38 +253,17 @@ class MatrixRule(UpdateRule, Protocol):
     rest: UpdateRule
     split_joined: bool
 
-    def prepare(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        weight_decays: Sequence[float],
-    ) -> Iterable[Tensor]:
-        """Bring `states` up to date and return the tensors for `change`, piece by piece.
-
-        Args:
-            params, grads, states, step, weight_decays: as in `NormRule.prepare`.
-        """
+    def prepare(self, pieces: Pieces) -> Iterable[Tensor]:
+        """Bring the states up to date and return the tensors for `change`, piece by piece."""
 
     def change(self, matrices: Tensor) -> Tensor:
         """The updates of whole matrices [n, rows, columns], in the same shape, each by itself."""
 
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-        updates: Sequence[Tensor],
-    ) -> None:
-        """Update `params` in place, as `UpdateRule.step` does.
+    def step(self, pieces: Pieces, lr: float, updates: Sequence[Tensor]) -> None:
+        """Update the pieces in place, as `UpdateRule.step` does.
 
         Args:
+            pieces, lr: as in `UpdateRule.step`.
             updates: for each piece, its part of the tensors that `change` returned.
         """
 
@@ -279,58 +324,3 @@ def is_reducing_rule(rule: UpdateRule) -> TypeGuard[ReducingRule]:
 def is_local_rule(rule: UpdateRule) -> TypeGuard[LocalRule]:
     """Whether the rule makes the weights that the model uses."""
     return rule.needs.in_use
-
-
-def zeros_like(names: tuple[str, ...], like: Tensor) -> dict[str, Tensor]:
-    """Named tensors of zeros in the shape of `like`, contiguous whatever its strides are."""
-    return {name: torch.zeros_like(like, memory_format=torch.contiguous_format) for name in names}
-
-
-def check_pieces(
-    names: tuple[str, ...],
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[dict[str, Tensor]],
-    step: int,
-    weight_decays: Sequence[float],
-    ends: PassEnds | None = None,
-) -> PassEnds:
-    """Refuse arguments that an in-place kernel would read or write incorrectly.
-
-    Returns:
-        `ends`; where it is None, ends with a scale of 1 and no weights.
-
-    Raises:
-        ValueError: see `UpdateRule.step`.
-    """
-    widths = (torch.float32,) if ends is None else _STORED
-    ends = PassEnds(1.0, [None] * len(params)) if ends is None else ends
-    lengths = [len(params), len(grads), len(states), len(weight_decays), len(ends.weights)]
-    if len(set(lengths)) != 1:
-        raise ValueError(
-            f"`params`, `grads`, `states`, `weight_decays` and `ends.weights` must have the same length, but "
-            f"have {lengths}; give one of each per tensor."
-        )
-    if step < 1:
-        raise ValueError(f"`step` must be at least 1, but is {step}; count updates from 1.")
-    pieces = zip(params, grads, states, ends.weights, strict=True)
-    for index, (param, grad, state, weights) in enumerate(pieces):
-        if tuple(state) != names:
-            raise ValueError(
-                f"`states[{index}]` must have the keys {names}, but has {tuple(state)}; make it with "
-                f"`init_state`."
-            )
-        stored = {"grads": grad} | ({} if weights is None else {"ends.weights": weights})
-        for name, tensor in {"params": param, **stored, **state}.items():
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"`{name}[{index}]` must be contiguous, but has strides {tensor.stride()}; pass a flat "
-                    f"tensor."
-                )
-            fits = tensor.dtype in (widths if name in stored else (torch.float32,))
-            if not fits or tensor.shape != param.shape:
-                raise ValueError(
-                    f"`{name}[{index}]` must be fp32 of shape {tuple(param.shape)}, but is {tensor.dtype} of "
-                    f"shape {tuple(tensor.shape)}; convert it."
-                )
-    return ends

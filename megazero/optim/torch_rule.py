@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError
-from megazero.optim.rule import Needs, UpdateRule, check_pieces, zeros_like
+from megazero.optim.rule import Needs, Pieces, UpdateRule
 
 _TRIAL_STEPS = 3
 
@@ -41,35 +41,19 @@ class TorchRule(UpdateRule):
     state_names: tuple[str, ...] = ()
     counter: type | None = None
 
-    def init_state(self, like: Tensor) -> dict[str, Tensor]:
-        """Zeros, which the first update replaces with the optimizer's own initial state."""
-        return zeros_like(self.state_names, like)
-
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-    ) -> None:
-        """Update `params` and `states` in place, as the class does."""
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
-        for decay in dict.fromkeys(weight_decays):
-            chosen = [i for i, other in enumerate(weight_decays) if other == decay and params[i].numel() > 0]
-            leaves = [nn.Parameter(params[i]) for i in chosen]
-            if not leaves:
-                continue
+    def step(self, pieces: Pieces, lr: float) -> None:
+        """Update parameters and states in place, as the class does; the first update replaces the states."""
+        pieces.check(self.state_names)
+        for decay, chosen in pieces.by_decay():
+            leaves = [nn.Parameter(pieces.params[i]) for i in chosen]
             optimizer = self.make(leaves, lr, decay)
             for leaf, i in zip(leaves, chosen, strict=True):
-                leaf.grad = grads[i]
-                if step > 1:
-                    optimizer.state[leaf] = {**states[i], **self._count(step - 1)}
+                leaf.grad = pieces.grads[i]
+                if pieces.step > 1:
+                    optimizer.state[leaf] = {**pieces.states[i], **self._count(pieces.step - 1)}
             optimizer.step()
             for leaf, i in zip(leaves, chosen, strict=True):
-                for name, mine in states[i].items():
+                for name, mine in pieces.states[i].items():
                     if optimizer.state[leaf][name] is not mine:
                         mine.copy_(optimizer.state[leaf][name])
 
@@ -111,7 +95,7 @@ def on_pieces(rule: TorchRule, *, allow_untested: bool = False) -> TorchRule:
         states = [rule.init_state(piece) for piece in pieces]
         for number, grad in enumerate(grads, start=1):
             parts = [part.clone() for part in grad.reshape(-1).split([9, 15])]
-            rule.step(pieces, parts, states, step=number, lr=0.1, weight_decays=[0.01, 0.01])
+            rule.step(Pieces(pieces, parts, states, [0.01, 0.01], number), 0.1)
     except ConfigError:
         raise
     except Exception as error:

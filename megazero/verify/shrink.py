@@ -14,6 +14,7 @@ from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.mpu import ProcessGrid
+from megazero.optim import takes_signs
 from megazero.verify.sampling import SAMPLES, shrunk_metric
 
 _WIDTH_OF_HEAD = 4
@@ -85,9 +86,9 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         "distillation": {"kd_train_iters": None if config.distillation.kd_train_iters is None else 3},
         "training": {"train_iters": 100, "train_samples": None, "train_tokens": None},
     }
-    if "lion" in (config.optimizer.optimizer, config.optimizer.muon_scalar_optimizer):
+    if takes_signs(config.optimizer):
         changes["model"] |= {"add_bias_linear": False, "add_qkv_bias": False}
-        notes.append("no biases: the gradient of the keys' bias is rounding alone, and Lion takes its sign")
+        notes.append("no biases: the gradient of the keys' bias is rounding alone, and its sign is taken")
     if config.optimizer.optimizer in _ALL_EXACT:
         notes.append(f"{config.optimizer.optimizer} sums exactly: compressed sums depend on the replicas")
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu import ParallelContext, on_device
-from megazero.optim import SERVER_ERROR, WORKER_ERROR, PassEnds, Replicas, UpdateRule
+from megazero.optim import SERVER_ERROR, WORKER_ERROR, PassEnds, Pieces, Replicas, UpdateRule
 from megazero.optim.rule import is_local_rule, is_norm_rule, is_reducing_rule
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
@@ -177,23 +177,26 @@ class Update:
         for piece in self._pieces(loaded_buckets):
             calls.setdefault(self._scale(piece), []).append(piece)
         for scale, pieces in calls.items():
-            tensors_of_pieces = rule.prepare(
-                [piece.weights for piece in pieces],
-                [piece.gradient for piece in pieces],
-                [piece.state for piece in pieces],
-                step=self.facts.number,
-                weight_decays=[piece.decay for piece in pieces],
-                **self._ends(scale, [None] * len(pieces)),
-            )
-            for piece, tensors in zip(pieces, tensors_of_pieces, strict=True):
+            prepared = rule.prepare(self._for_rule(pieces, scale, [None] * len(pieces)))
+            for piece, tensors in zip(pieces, prepared, strict=True):
                 norms.add(piece.loaded.bucket, piece.member, tensors)
 
     def _scale(self, piece: _RulePiece) -> float:
         """The factor of a piece's gradient in a rule that works in one pass."""
         return self.facts.factor * piece.loaded.bucket.sums_scale
 
-    def _ends(self, scale: float, outs: Sequence[Tensor | None]) -> dict[str, PassEnds]:
-        return {"ends": PassEnds(scale, outs)} if self.rule.needs.one_pass else {}
+    def _for_rule(
+        self, pieces: Sequence[_RulePiece], scale: float = 1.0, outs: Sequence[Tensor | None] = ()
+    ) -> Pieces:
+        """The pieces as a rule takes them; scale and outs are for one that works in one pass."""
+        return Pieces(
+            [piece.weights for piece in pieces],
+            [piece.gradient for piece in pieces],
+            [piece.state for piece in pieces],
+            [piece.decay for piece in pieces],
+            self.facts.number,
+            PassEnds(scale, outs) if self.rule.needs.one_pass else None,
+        )
 
     def _move(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
         if self.matrices is None:
@@ -206,14 +209,7 @@ class Update:
     def _updates(self, matrices: WholeMatrices, loaded: LoadedBucket, pieces: Sequence[_RulePiece]) -> Tensor:
         """The updates of a bucket by a rule for whole matrices, flat over its `state_range`."""
         prepared = torch.zeros_like(loaded.flats[WEIGHT])
-        tensors = matrices.rule.prepare(
-            [piece.weights for piece in pieces],
-            [piece.gradient for piece in pieces],
-            [piece.state for piece in pieces],
-            step=self.facts.number,
-            weight_decays=[piece.decay for piece in pieces],
-        )
-        for piece, tensor in zip(pieces, tensors, strict=True):
+        for piece, tensor in zip(pieces, matrices.rule.prepare(self._for_rule(pieces)), strict=True):
             prepared[piece.where] = tensor
         return matrices.updates(loaded.bucket, prepared)
 
@@ -223,22 +219,14 @@ class Update:
         for piece in pieces:
             calls.setdefault((piece.lr, self._scale(piece)), []).append(piece)
         for (lr, scale), pieces in calls.items():
-            asked: dict[str, Any] = {**self._ends(scale, [piece.out for piece in pieces])}
+            asked: dict[str, Any] = {}
             if self.norms is not None:
                 norms = ((self.norms.of(p.loaded.bucket, p.member), p.weights.device) for p in pieces)
                 asked["norms"] = [on_device(norm, device) for norm, device in norms]
                 asked["exempt"] = [piece.exempt for piece in pieces]
             if updates is not None:
                 asked["updates"] = [updates[piece.where] for piece in pieces]
-            self.rule.step(
-                [piece.weights for piece in pieces],
-                [piece.gradient for piece in pieces],
-                [piece.state for piece in pieces],
-                step=self.facts.number,
-                lr=lr,
-                weight_decays=[piece.decay for piece in pieces],
-                **asked,
-            )
+            self.rule.step(self._for_rule(pieces, scale, [piece.out for piece in pieces]), lr, **asked)
 
     def _group_is_exempt(self, group: int) -> bool:
         """Whether groups have weight decays of their own, and this one's is 0: its parameters are exempt."""

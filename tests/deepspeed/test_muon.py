@@ -10,7 +10,7 @@ from megazero.deepspeed import MuonWithAuxAdam
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu import ParallelContext, solo_context
-from megazero.optim import Adam, Muon
+from megazero.optim import Adam, Muon, Pieces
 from tests.deepspeed.user_models import (
     Tied,
     assert_same,
@@ -64,13 +64,9 @@ class Plain(torch.optim.Optimizer):
             for param in (each for each in group["params"] if each.grad is not None):
                 state = self.state[param] or Muon().init_state(param)
                 self.state[param] = state
-                pieces, facts = (
-                    ([param.data], [param.grad], [state]),
-                    {"step": 1, "weight_decays": [group["weight_decay"]]},
-                )
-                (prepared,) = Muon().prepare(*pieces, **facts)
-                update = Muon().change(prepared.clone()[None])[0]
-                Muon().step(*pieces, lr=group["lr"], updates=[update], **facts)
+                pieces = Pieces([param.data], [param.grad], [state], [group["weight_decay"]], 1)
+                (prepared,) = Muon().prepare(pieces)
+                Muon().step(pieces, group["lr"], [Muon().change(prepared.clone()[None])[0]])
         if self.rest is not None:
             self.rest.step()
 

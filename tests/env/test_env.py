@@ -331,7 +331,7 @@ def test_what_the_tools_print_is_read(monkeypatch):
 
 @pytest.mark.parametrize(("flags", "status"), [([], 0), (["--json"], 0), (["--check"], 1)])
 def test_only_a_check_fails_for_a_problem(monkeypatch, capsys, flags, status):
-    from megazero.env import command
+    from megazero.commands import env as command
 
     monkeypatch.setattr(command, "gather", lambda ranks: PROBLEMS["foreign_apex"][0])
     assert cli.main(["env", *flags]) == status
@@ -339,7 +339,7 @@ def test_only_a_check_fails_for_a_problem(monkeypatch, capsys, flags, status):
 
 
 def test_a_check_of_a_sound_machine_passes(monkeypatch, capsys):
-    from megazero.env import command
+    from megazero.commands import env as command
 
     monkeypatch.setattr(command, "gather", lambda ranks: SOUND)
     assert cli.main(["env", "--check"]) == 0

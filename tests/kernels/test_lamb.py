@@ -5,45 +5,55 @@ from functools import partial
 import pytest
 import torch
 
+from megazero.ops import lamb
 from megazero.ops.dispatch import Implementation, Operator
-from megazero.ops.lamb import front
-from megazero.ops.lamb.cuda import lamb_move_cuda, lamb_move_pieces, lamb_norms_cuda, lamb_norms_of_pieces
-from megazero.ops.lamb.reference import lamb_move_reference, lamb_norms_reference
+from megazero.ops.lamb import (
+    LambMoments,
+    LambTerms,
+    lamb_move,
+    lamb_norms,
+    move_cuda,
+    move_reference,
+    norms_cuda,
+    norms_reference,
+)
 from megazero.ops.segments import DeviceSignals
 from megazero.optim import Lamb
-from megazero.optim.rule import PassEnds
+from megazero.optim.rule import PassEnds, Pieces
 from tests.kernels.harness import DTYPES, in_every_order, same_bits, watched
 from tests.kernels.updates import SIZES, check_cuts, check_extremes, check_signals, check_step, pieces
 
-BETAS = {"beta1": 0.9, "beta2": 0.95}
-TERMS = {"factor": 0.7, "eps": 1e-6, "weight_decay": 0.1}
+MOMENTS = LambMoments(0.9, 0.95)
+TERMS = LambTerms(0.7, 1e-6, 0.1)
 
 
 def rates(own):
     return [torch.tensor(0.01 * (1 + number), dtype=p.dtype) for number, p in enumerate(own.params)]
 
 
-def norms(own, **others):
-    return lamb_norms_of_pieces(own.params, own.grads, *own.moments, **BETAS, **TERMS, **others)
+def outs(own):
+    return own.weights or [None] * len(own.params)
+
+
+def norms(own, scale=1.0, **others):
+    moments = LambMoments(MOMENTS.beta1, MOMENTS.beta2, scale)
+    return norms_cuda(own.params, own.grads, *own.moments, moments, TERMS, **others)
 
 
 def step(own, scale=1.0, signals=DeviceSignals(), **others):  # noqa: B008 -- a frozen value
-    norms(own, scale=scale, signals=signals, **others)
+    norms(own, scale, signals=signals, **others)
     skip = DeviceSignals(overflow=signals.overflow)
-    lamb_move_pieces(own.params, *own.moments, rates(own), own.weights, **TERMS, signals=skip, **others)
+    move_cuda(own.params, *own.moments, rates(own), outs(own), TERMS, signals=skip, **others)
 
 
 def norms_formula(own):
-    found = []
-    for p, g, m, v in zip(own.params, own.grads, *own.moments, strict=True):
-        found.append(lamb_norms_reference(p, g.to(p.dtype), m, v, **BETAS, **TERMS))
-    return torch.stack(found)
+    grads = [grad.to(p.dtype) for p, grad in zip(own.params, own.grads, strict=True)]
+    return torch.stack(norms_reference(own.params, grads, *own.moments, MOMENTS, TERMS))
 
 
 def formula(own):
     norms_formula(own)
-    for p, m, v, rate in zip(own.params, *own.moments, rates(own), strict=True):
-        lamb_move_reference(p, m, v, rate, **TERMS)
+    move_reference(own.params, *own.moments, rates(own), [None] * len(own.params), TERMS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,23 +83,6 @@ def test_squares_beyond_fp32():
     assert check_norms(start)[0, 0] > 1e30
 
 
-def test_one_piece_is_a_list_of_one():
-    start = pieces((130,), 2, torch.float32, torch.bfloat16)
-
-    def run(kernels):
-        one, many = start.clone(), start.clone()
-        tensors = (one.params[0], one.grads[0], one.moments[0][0], one.moments[1][0])
-        found = lamb_norms_cuda(*tensors, **BETAS, **TERMS, kernels=kernels)
-        rate = torch.tensor(0.01)
-        lamb_move_cuda(tensors[0], *tensors[2:], rate, one.weights[0], **TERMS, kernels=kernels)
-        assert same_bits(found.view(1, 2), norms(many, kernels=kernels))
-        lamb_move_pieces(many.params, *many.moments, [rate], many.weights, **TERMS, kernels=kernels)
-        assert all(same_bits(a, b) for a, b in zip(one.changed(), many.changed(), strict=True))
-        return one.changed()
-
-    in_every_order(run)
-
-
 def test_extremes():
     check_extremes(step, formula, 2)
 
@@ -100,7 +93,7 @@ def test_cuts():
     def moments_and_move(own, **others):
         norms(own, **others)
         rate = [torch.tensor(0.01)] * len(own.params)
-        lamb_move_pieces(own.params, *own.moments, rate, own.weights, **TERMS, **others)
+        move_cuda(own.params, *own.moments, rate, own.weights, TERMS, **others)
 
     check_cuts(moments_and_move, pieces((700,), 2, torch.bfloat16, torch.bfloat16), (1, 2, 5, 64, 71, 699))
 
@@ -133,27 +126,19 @@ def test_launches_are_as_many_for_64_pieces_as_for_one(count, batches):
 
 def served_by(library, monkeypatch):
     """LAMB's tables with the library's kernels at the top."""
-    for name, one, many in (
-        ("LAMB_NORMS", lamb_norms_cuda, lamb_norms_of_pieces),
-        ("LAMB_MOVE", lamb_move_cuda, lamb_move_pieces),
-    ):
-        ours = Implementation(
-            "watched", partial(one, kernels=library), of_lists=partial(many, kernels=library)
-        )
-        table = getattr(front, name)
-        monkeypatch.setattr(front, name, Operator(table.name, (ours, table.implementations[-1])))
+    for name, kernel in (("LAMB_NORMS", norms_cuda), ("LAMB_MOVE", move_cuda)):
+        ours = Implementation("watched", partial(kernel, kernels=library))
+        table = getattr(lamb, name)
+        monkeypatch.setattr(lamb, name, Operator(table.name, (ours, table.implementations[-1])))
 
 
 def by_the_rule(own, decays):
     """A step of the optimizer of pieces that are whole parameters."""
     rule = Lamb()
     states = [dict(zip(rule.state_names, each, strict=True)) for each in zip(*own.moments, strict=True)]
-    facts = {"step": 3, "weight_decays": decays}
-    ends = PassEnds(0.5, own.weights)
-    measured = rule.prepare(own.params, own.grads, states, ends=ends, **facts)
-    norms = [torch.stack(list(each)) for each in measured]
-    exempt = [decay == 0.0 for decay in decays]
-    rule.step(own.params, own.grads, states, lr=0.1, norms=norms, exempt=exempt, ends=ends, **facts)
+    given = Pieces(own.params, own.grads, states, decays, 3, PassEnds(0.5, own.weights))
+    norms = [torch.stack(list(each)) for each in rule.prepare(given)]
+    rule.step(given, 0.1, norms, [decay == 0.0 for decay in decays])
     return norms
 
 
@@ -180,13 +165,16 @@ def test_pieces_of_several_dtypes_come_back_in_their_order(monkeypatch):
     start.weights[0], start.weights[3] = None, start.weights[3].half()
     wanted, found, library = start.clone(), start.clone(), watched()
     wanted.grads = [each.float() for each in wanted.grads]
-    tensors = lambda own: (own.params, own.grads, *own.moments)  # noqa: E731
-    settings = {"factor": 0.7, "eps": 1e-6, "weight_decays": [0.1, 0.0, 0.1, 0.1]}
-    norms_wanted = front.lamb_norms_of_all(*tensors(wanted), **BETAS, **settings)
-    front.lamb_move_all(wanted.params, *wanted.moments, rates(wanted), wanted.weights, **settings)
+    decays, terms = [0.1, 0.0, 0.1, 0.1], LambTerms(0.7, 1e-6)
+
+    def both(own):
+        norms = lamb_norms(own.params, own.grads, *own.moments, decays, MOMENTS, terms)
+        lamb_move(own.params, *own.moments, rates(own), own.weights, decays, terms)
+        return norms
+
+    norms_wanted = both(wanted)
     served_by(library, monkeypatch)
-    norms_found = front.lamb_norms_of_all(*tensors(found), **BETAS, **settings)
-    front.lamb_move_all(found.params, *found.moments, rates(found), found.weights, **settings)
+    norms_found = both(found)
     assert library.report().faults == ()
     torch.testing.assert_close(norms_found, norms_wanted, rtol=2e-6, atol=0.0)
     torch.testing.assert_close(found.params, wanted.params, rtol=2e-6, atol=1e-6)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from megazero.mpu import SoloGroup
 from megazero.ops import CallFacts, Implementation, Operator, explain, native, operators
-from megazero.ops.adagrad import adagrad_step
-from megazero.ops.adam import adam_step
 from megazero.ops.attention import ATTENTION, MaskKind, attention, attention_with_lse
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
@@ -30,22 +28,22 @@ from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 from megazero.ops.kept_columns import kept_columns
 from megazero.ops.kept_columns.cuda import LONGEST
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
-from megazero.ops.lamb import lamb_move, lamb_norms
+from megazero.ops.lamb import LambMoments, LambTerms, lamb_move, lamb_norms
 from megazero.ops.layer_norm import add_layer_norm, layer_norm
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
-from megazero.ops.lion import lion_step
 from megazero.ops.permute import permute
 from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.ops.rms_norm import add_rms_norm, rms_norm
 from megazero.ops.rotary import apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
-from megazero.ops.sgd import sgd_step
 from megazero.ops.sort_by_expert import sort_by_expert
 from megazero.ops.sort_by_expert.cuda import MOST_EXPERTS
 from megazero.ops.square_sum import square_sum
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 from megazero.ops.top_k import top_k
+from megazero.ops.update import StepFacts, UpdateCall, update_step
+from megazero.optim import Adam, Sgd
 
 
 @dataclass(frozen=True)
@@ -179,22 +177,10 @@ def _run_attention(facts) -> Tensor:
     return out[0].sum() + out[1].sum() if facts.lse else out
 
 
-def _run_adam(facts) -> None:
-    lists = ([torch.ones(3, dtype=facts.dtype)] for _ in range(4))
-    adam_step(*lists, step=1, lr=0.1, beta1=0.9, beta2=0.9, eps=1e-3, weight_decay=0.0)
-
-
-def _run_adagrad(facts) -> None:
-    adagrad_step(*(torch.ones(3, dtype=facts.dtype) for _ in range(3)), lr=0.1, eps=1e-3, weight_decay=0.1)
-
-
-def _run_lion(facts) -> None:
-    three = (torch.ones(3, dtype=facts.dtype) for _ in range(3))
-    lion_step(*three, lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.1)
-
-
-def _run_sgd(facts) -> None:
-    sgd_step(*(torch.ones(3, dtype=facts.dtype) for _ in range(3)), lr=0.1, momentum=0.9, weight_decay=0.1)
+def _run_update(facts) -> None:
+    rule = Adam() if facts.rule == "adam" else Sgd(0.0)
+    p, g, *states = ([torch.ones(3, dtype=facts.dtype)] for _ in range(2 + len(rule.state_names)))
+    update_step(UpdateCall(rule, StepFacts(1, 0.1, 0.1), p, g, [[tensor for (tensor,) in states]], [None]))
 
 
 def _run_grouped_linear(facts) -> None:
@@ -209,17 +195,14 @@ def _run_grouped_outer(facts) -> None:
     grouped_outer(torch.ones(5, width, dtype=facts.dtype), torch.ones(5, 16, dtype=facts.dtype), (2, 3))
 
 
-def _lamb_settings() -> dict[str, float]:
-    return {"factor": 1.0, "eps": 1e-3, "weight_decay": 0.1}
-
-
 def _run_lamb_norms(facts) -> None:
-    four = (torch.ones(3, dtype=facts.dtype) for _ in range(4))
-    lamb_norms(*four, beta1=0.9, beta2=0.9, **_lamb_settings())
+    four = ([torch.ones(3, dtype=facts.dtype)] for _ in range(4))
+    lamb_norms(*four, [0.1], LambMoments(0.9, 0.9), LambTerms(1.0, 1e-3))
 
 
 def _run_lamb_move(facts) -> None:
-    lamb_move(*(torch.ones(3, dtype=facts.dtype) for _ in range(3)), torch.tensor(0.1), **_lamb_settings())
+    three = ([torch.ones(3, dtype=facts.dtype)] for _ in range(3))
+    lamb_move(*three, [torch.tensor(0.1)], [None], [0.1], LambTerms(1.0, 1e-3))
 
 
 def _run_quantize(facts) -> None:
@@ -249,8 +232,6 @@ def _run_sort_by_expert(facts) -> None:
 
 # A call of the public function with these facts.
 RUNS: dict[str, Callable] = {
-    "adagrad": _run_adagrad,
-    "adam": _run_adam,
     "add_layer_norm": lambda facts: sum(
         add_layer_norm(*(_randn(facts, *s) for s in ((3, 8), (3, 8), (8,), (8,))), 1e-5)
     ),
@@ -286,7 +267,6 @@ RUNS: dict[str, Callable] = {
     "linear_cross_entropy": lambda facts: linear_cross_entropy(
         _randn(facts, 3, 2, 4), _randn(facts, 8, 4), torch.ones(3, 2, dtype=torch.int64), SoloGroup(), 0, 8
     ),
-    "lion": _run_lion,
     "permute": lambda facts: permute(
         _randn(facts, 3, 8), torch.tensor([[1], [0], [2]]), torch.tensor([1, 0])
     ),
@@ -296,12 +276,12 @@ RUNS: dict[str, Callable] = {
         _randn(facts, 3, 2, 2, 8), *rotary_table(torch.arange(3), 8, 1e4, facts.table)
     ),
     "scaled_softmax": lambda facts: scaled_softmax(_randn(facts, 2, 2, 4, 4), 0.5, True, None),
-    "sgd": _run_sgd,
     "sort_by_expert": _run_sort_by_expert,
     "square_sum": _run_square_sum,
     "squared_relu": lambda facts: squared_relu(_randn(facts, 3, 8)),
     "swiglu": lambda facts: swiglu(_randn(facts, 3, 2, 8)),
     "top_k": _run_top_k,
+    "update": _run_update,
 }
 
 

@@ -16,11 +16,10 @@ from megazero.mpu import (
     ProcessGrid,
 )
 from megazero.optim import (
-    Adagrad,
     Adam,
     Lamb,
-    Lion,
     OnebitAdam,
+    Pieces,
     Sgd,
     TorchRule,
     UpdateRule,
@@ -28,6 +27,7 @@ from megazero.optim import (
     build_update_rule,
     local_square_sum,
 )
+from megazero.optim.elementwise import Adagrad, Lion
 from tests.optim.rules import Lars, SelfSumming, SelfSummingLars
 from tests.optim.sharded import LR, SPECS, sharded, values
 
@@ -173,15 +173,15 @@ def by_torch(rule: TorchRule, param: Tensor, grads: list[Tensor], decay: float) 
 def update(rule, params, grads, states, *, step, decays, lr=LR, owners=None) -> None:
     """One update of pieces in one process; `owners` says which parameter each is a piece of."""
     owners = list(range(len(params))) if owners is None else owners
-    asked = {}
+    pieces, asked = Pieces(params, grads, states, decays, step), {}
     if rule.needs.norms:
         squares = torch.zeros(len(params), len(rule.needs.norms), dtype=torch.float64)
-        measured = rule.prepare(params, grads, states, step=step, weight_decays=decays)
+        measured = rule.prepare(pieces)
         for owner, tensors in zip(owners, measured, strict=True):
             squares[owner] += torch.stack([local_square_sum([tensor]) for tensor in tensors])
         asked["norms"] = [squares[owner].sqrt() for owner in owners]
         asked["exempt"] = [decay == 0.0 for decay in decays]
-    rule.step(params, grads, states, step=step, lr=lr, weight_decays=decays, **asked)
+    rule.step(pieces, lr, **asked)
 
 
 def problem(shapes, seed=0):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.config.tree import OptimizerConfig
-from megazero.optim import Lamb, build_update_rule
+from megazero.optim import Lamb, Pieces, build_update_rule
 
 TINY = 1e-30  # an epsilon that does not show
 
@@ -14,10 +14,9 @@ TINY = 1e-30  # an epsilon that does not show
 def move(rule, param, grad, *, lr=0.1, decay=0.0, exempt=False, steps=1):
     param, state = torch.tensor(param), rule.init_state(torch.tensor(param))
     for step in range(1, steps + 1):
-        piece = ([param], [torch.tensor(grad)], [state])
-        (measured,) = rule.prepare(*piece, step=step, weight_decays=[decay])
-        norms = [torch.stack(list(measured))]
-        rule.step(*piece, step=step, lr=lr, weight_decays=[decay], norms=norms, exempt=[exempt])
+        piece = Pieces([param], [torch.tensor(grad)], [state], [decay], step)
+        (measured,) = rule.prepare(piece)
+        rule.step(piece, lr, [torch.stack(list(measured))], [exempt])
     return param.tolist()
 
 

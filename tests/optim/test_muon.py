@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megazero.config.tree import OptimizerConfig
 from megazero.mpu import Matrices
-from megazero.optim import Adam, Lion, Muon, build_update_rule
+from megazero.optim import Adam, Muon, Pieces, build_update_rule
+from megazero.optim.elementwise import Lion
 from megazero.optim.muon import NEWTON_SCHULZ, newton_schulz
 from megazero.optim.rescaled import Rescaled
 
@@ -27,10 +28,9 @@ def train(rule: Muon, param: Tensor, grads: list[Tensor], decay: float = 0.1) ->
     """Updates of one matrix in one process."""
     param, state = param.clone(), rule.init_state(param)
     for number, grad in enumerate(grads, start=1):
-        pieces, facts = ([param], [grad], [state]), {"step": number, "weight_decays": [decay]}
-        (prepared,) = rule.prepare(*pieces, **facts)
-        update = rule.change(prepared.clone()[None])[0]
-        rule.step(*pieces, lr=LR, updates=[update], **facts)
+        pieces = Pieces([param], [grad], [state], [decay], number)
+        (prepared,) = rule.prepare(pieces)
+        rule.step(pieces, LR, [rule.change(prepared.clone()[None])[0]])
     return param
 
 
@@ -162,8 +162,8 @@ def test_rule_of_a_configuration():
 def test_the_rest_moves_at_its_own_rate():
     rule, param, alone = Rescaled(Adam(), 0.25), torch.ones(3), torch.ones(3)
     states = [rule.init_state(param)], [rule.init_state(alone)]
-    rule.step([param], [torch.ones(3)], states[0], step=1, lr=0.4, weight_decays=[0.1])
-    Adam().step([alone], [torch.ones(3)], states[1], step=1, lr=0.1, weight_decays=[0.1])
+    rule.step(Pieces([param], [torch.ones(3)], states[0], [0.1], 1), 0.4)
+    Adam().step(Pieces([alone], [torch.ones(3)], states[1], [0.1], 1), 0.1)
     assert torch.equal(param, alone)
     assert rule.state_names == ("exp_avg", "exp_avg_sq")
     assert rule.needs == Adam().needs

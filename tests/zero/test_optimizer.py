@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.optim import Adam, Lamb, Sgd
+from megazero.optim import Adam, Lamb, Pieces, Sgd
 from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_store, module_units
 from tests.zero.harness import Trainer, assert_same, in_threads, serial
 from tests.zero.models import Zoo, zoo_loss
@@ -163,7 +163,7 @@ def test_bf16_masters_move_in_fp32_and_are_rounded_once(stage):
     moments = rule.init_state(grad)
     for number in (1, 2, 3):
         wide = want.float()
-        rule.step([wide], [grad.clone()], [moments], step=number, lr=1e-2, weight_decays=[0.1])
+        rule.step(Pieces([wide], [grad.clone()], [moments], [0.1], number), 1e-2)
         want = wide.to(torch.bfloat16)
     for found in in_threads(2, work):
         assert found["weight"].dtype == torch.bfloat16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError
-from megazero.ops.adam import adam_step
 from megazero.optim.compressed.mean import compressed_mean
-from megazero.optim.rule import Needs, ReducingRule, Replicas, check_pieces, zeros_like
+from megazero.optim.elementwise import Adam
+from megazero.optim.rule import Needs, Pieces, ReducingRule, Replicas
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,7 @@ class OnebitAdam(ReducingRule):
     """
 
     needs: ClassVar[Needs] = Needs(reduces=True)
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     freeze_step: int
     beta1: float = 0.9
@@ -59,13 +59,6 @@ class OnebitAdam(ReducingRule):
                 "element has a second moment, and none would move: choose 15 to 25 percent of the steps"
             )
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def init_state(self, like: Tensor) -> dict[str, Tensor]:
-        return zeros_like(self.state_names, like)
-
     def sums_exactly(self, step: int) -> bool:
         return step <= self.freeze_step
 
@@ -79,36 +72,13 @@ class OnebitAdam(ReducingRule):
         compressed_mean(momentum, state["exp_avg_sq"] > 0, replicas, units)
 
     @torch.no_grad()
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-    ) -> None:
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
-        exact = self.sums_exactly(step)
-        first = 1.0 - self.beta1**step
-        for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
-            if not param.numel():
-                continue
-            if exact:
-                adam_step(
-                    [param],
-                    [grad],
-                    [state["exp_avg"]],
-                    [state["exp_avg_sq"]],
-                    step=step,
-                    lr=lr,
-                    beta1=self.beta1,
-                    beta2=self.beta2,
-                    eps=self.eps,
-                    weight_decay=decay,
-                )
-                continue
+    def step(self, pieces: Pieces, lr: float) -> None:
+        if self.sums_exactly(pieces.step):
+            Adam(self.beta1, self.beta2, self.eps).step(pieces, lr)
+            return
+        pieces.check(self.state_names)
+        first = 1.0 - self.beta1**pieces.step
+        for param, state, decay in zip(pieces.params, pieces.states, pieces.weight_decays, strict=True):
             param.mul_(1.0 - lr * decay)
             param.addcdiv_(state["exp_avg"], self._roots(state["exp_avg_sq"]), value=-lr / first)
 

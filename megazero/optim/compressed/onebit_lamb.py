@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from megazero.errors import ConfigError
 from megazero.optim.compressed.mean import compressed_mean
 from megazero.optim.lamb import Lamb
-from megazero.optim.rule import Needs, NormRule, ReducingRule, Replicas, check_pieces, zeros_like
+from megazero.optim.rule import Needs, NormRule, Pieces, ReducingRule, Replicas
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class OnebitLamb(NormRule, ReducingRule):
         reduces=True,
         scalars=("coefficient", "factor", "variance_ratio"),
     )
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
 
     freeze_step: int
     lamb: Lamb = field(default_factory=Lamb)
@@ -66,13 +67,6 @@ class OnebitLamb(NormRule, ReducingRule):
                 "`factor_min` must be above 0 and at most `factor_max`, but they are "
                 f"{self.factor_min} and {self.factor_max}; change one of them"
             )
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
-
-    def init_state(self, like: Tensor) -> dict[str, Tensor]:
-        return zeros_like(self.state_names, like)
 
     def sums_exactly(self, step: int) -> bool:
         return step <= self.freeze_step
@@ -102,64 +96,34 @@ class OnebitLamb(NormRule, ReducingRule):
         replicas.over_slices(largest, "max")
         state["variance_ratio"].copy_(largest.view(-1))
 
-    def prepare(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        weight_decays: Sequence[float],
-    ) -> Iterator[tuple[Tensor, ...]]:
-        if self.sums_exactly(step):
-            norms = self.lamb.prepare(
-                params, grads, self._moments(states), step=step, weight_decays=weight_decays
-            )
-            for weight, update in norms:
+    def prepare(self, pieces: Pieces) -> Iterator[tuple[Tensor, ...]]:
+        if self.sums_exactly(pieces.step):
+            for weight, update in self.lamb.prepare(self._exact(pieces)):
                 yield weight, update, torch.zeros_like(update)
             return
-        check_pieces(self.state_names, params, grads, self._tensors(states), step, weight_decays)
-        for param, state, decay in zip(params, states, weight_decays, strict=True):
-            undecayed = self._direction(state, step)
+        pieces.check(self.state_names, self.needs.scalars)
+        for param, state, decay in zip(pieces.params, pieces.states, pieces.weight_decays, strict=True):
+            undecayed = self._direction(state, pieces.step)
             yield torch.zeros_like(undecayed[:0]), undecayed.add(param, alpha=decay), undecayed
 
     @torch.no_grad()
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-        norms: Sequence[Tensor],
-        exempt: Sequence[bool],
-    ) -> None:
-        check_pieces(self.state_names, params, grads, self._tensors(states), step, weight_decays)
-        if not params:
+    def step(self, pieces: Pieces, lr: float, norms: Sequence[Tensor], exempt: Sequence[bool]) -> None:
+        pieces.check(self.state_names, self.needs.scalars)
+        step = pieces.step
+        if not pieces.params:
             return
         if self.sums_exactly(step):
             decayed = [norm[:2] for norm in norms]
-            self.lamb.step(
-                params,
-                grads,
-                self._moments(states),
-                step=step,
-                lr=lr,
-                weight_decays=weight_decays,
-                norms=decayed,
-                exempt=exempt,
-            )
-            for state, ratio in zip(states, self.lamb.ratios(decayed, exempt), strict=True):
+            self.lamb.step(self._exact(pieces), lr, decayed, exempt)
+            for state, ratio in zip(pieces.states, self.lamb.ratios(decayed, exempt), strict=True):
                 begun = 1.0 - self.coeff_beta if step > 1 else 1.0
                 state["coefficient"].lerp_(ratio.to(torch.float32), begun)
             return
         if self.lamb.bias_correction == "rate":
             first, second = self._corrections(step)
             lr *= math.sqrt(second) / first
-        pieces = zip(params, states, weight_decays, norms, strict=True)
-        for param, state, decay, (_, update, undecayed) in pieces:
+        lists = (pieces.params, pieces.states, pieces.weight_decays, norms)
+        for param, state, decay, (_, update, undecayed) in zip(*lists, strict=True):
             factor = self._factor(state, update, undecayed)
             move = self._direction(state, step).add_(param, alpha=decay)
             param.sub_(move.mul_(lr * state["coefficient"] * factor))
@@ -182,8 +146,7 @@ class OnebitLamb(NormRule, ReducingRule):
         """The divisors that correct the bias of the two moments."""
         return 1.0 - self.lamb.beta1**step, 1.0 - self.lamb.beta2 ** min(step, self.freeze_step)
 
-    def _moments(self, states: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        return [{name: state[name] for name in self.lamb.state_names} for state in states]
-
-    def _tensors(self, states: Sequence[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        return [{name: state[name] for name in self.state_names} for state in states]
+    def _exact(self, pieces: Pieces) -> Pieces:
+        """The pieces as `lamb` takes them."""
+        moments = [{name: state[name] for name in self.lamb.state_names} for state in pieces.states]
+        return replace(pieces, states=moments)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megazero.errors import ConfigError
 from megazero.optim.compressed.mean import compressed_mean
-from megazero.optim.rule import LocalRule, Needs, Replicas, check_pieces, zeros_like
+from megazero.optim.rule import LocalRule, Needs, Pieces, Replicas
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class ZeroOneAdam(LocalRule):
     needs: ClassVar[Needs] = Needs(
         reduces=True, private=("exp_avg", "local_update"), scalars=("lr_sum",), in_use=True
     )
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "local_update")
 
     var_freeze_step: int
     var_update_scaler: int = 16
@@ -58,13 +59,6 @@ class ZeroOneAdam(LocalRule):
         for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
             if (value := getattr(self, name)) < 1:
                 raise ConfigError(f"`{name}` must be at least 1, but is {value}; choose a number of steps")
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq", "local_update")
-
-    def init_state(self, like: Tensor) -> dict[str, Tensor]:
-        return zeros_like(self.state_names, like)
 
     def updates_variance(self, step: int) -> bool:
         """Whether update number `step` updates v: the first one does, and then the distance from one to the
@@ -106,23 +100,16 @@ class ZeroOneAdam(LocalRule):
             _share(momentum, update, lr_sum, replicas.spans)
 
     @torch.no_grad()
-    def step(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[dict[str, Tensor]],
-        *,
-        step: int,
-        lr: float,
-        weight_decays: Sequence[float],
-    ) -> None:
-        check_pieces(self.state_names, params, grads, states, step, weight_decays)
+    def step(self, pieces: Pieces, lr: float) -> None:
+        pieces.check(self.state_names)
+        step = pieces.step
         alone = step > self.var_freeze_step
         if alone and not self.exchanges(step):
             lr_of_moments = 0.0
         else:
             lr_of_moments = 1.0 if alone else lr / self._corrections(step)[0]
-        for param, grad, state, decay in zip(params, grads, states, weight_decays, strict=True):
+        lists = (pieces.params, pieces.grads, pieces.states, pieces.weight_decays)
+        for param, grad, state, decay in zip(*lists, strict=True):
             if not alone:
                 state["exp_avg"].lerp_(grad, 1.0 - self.beta1)
                 if self.updates_variance(step):

@@ -7,12 +7,15 @@ are all that a kernel reads.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from megazero.commands.kernels.case import KernelCase
 from megazero.kernels import KernelLibrary
-from megazero.ops.lamb.cuda import lamb_move_pieces, lamb_norms_of_pieces
+from megazero.ops.lamb import LambMoments
+from megazero.ops.lamb import LambTerms
+from megazero.ops.lamb import move_cuda
+from megazero.ops.lamb import norms_cuda
+from torch import Tensor
+import torch
+
 
 # Biases and norms, matrices, and one of several chunks of 16,384, of which the last is small.
 SIZES = (*(768, 1003, 250, 2049) * 10, 3 << 14)
@@ -33,11 +36,9 @@ def _lamb(kernels: KernelLibrary) -> None:
     p, m, v = (_cut(torch.rand(_ELEMENTS)) for _ in range(3))
     grads, weights = (_cut(torch.rand(_ELEMENTS).bfloat16()) for _ in range(2))
     rates = torch.full((len(SIZES),), 1e-3).unbind()
-    factor, eps, decay = 1.0, 1e-6, 0.1
-    lamb_norms_of_pieces(
-        p, grads, m, v, beta1=0.9, beta2=0.95, factor=factor, eps=eps, weight_decay=decay, kernels=kernels
-    )
-    lamb_move_pieces(p, m, v, rates, weights, factor=factor, eps=eps, weight_decay=decay, kernels=kernels)
+    terms = LambTerms(1.0, 1e-6, 0.1)
+    norms_cuda(p, grads, m, v, LambMoments(0.9, 0.95), terms, kernels=kernels)
+    move_cuda(p, m, v, rates, weights, terms, kernels=kernels)
 
 
 CASES = (

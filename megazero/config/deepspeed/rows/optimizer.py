@@ -25,22 +25,24 @@ from megazero.config.deepspeed.row import (
     sets,
 )
 
-_OPTIMIZERS: Mapping[str, str] = MappingProxyType(
+# The types that a JSON may name, in any case, and the value of `--optimizer` that each stands for.
+_TYPES: Mapping[str, str] = MappingProxyType(
     {
-        "adam": "adam",
-        "adamw": "adam",
-        "sgd": "sgd",
-        "lamb": "lamb",
-        "fusedlamb": "lamb",
-        "lion": "lion",
-        "fusedlion": "lion",
-        "muon": "muon",
-        "onebitadam": "onebit-adam",
-        "zerooneadam": "zero-one-adam",
-        "onebitlamb": "onebit-lamb",
-        **{name: name for name in ("adagrad", "adadelta", "adamax", "nadam", "radam", "rmsprop")},
+        "Adam": "adam",
+        "AdamW": "adam",
+        "SGD": "sgd",
+        "Lamb": "lamb",
+        "FusedLamb": "lamb",
+        "Lion": "lion",
+        "FusedLion": "lion",
+        "Muon": "muon",
+        **{name: name.lower() for name in ("Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop")},
+        "OneBitAdam": "onebit-adam",
+        "ZeroOneAdam": "zero-one-adam",
+        "OneBitLamb": "onebit-lamb",
     }
 )
+_OPTIMIZERS: Mapping[str, str] = MappingProxyType({name.lower(): flag for name, flag in _TYPES.items()})
 
 
 def _optimizer(key: str, shape: Any, *fields: str, **rest: Any) -> KeyRow:
@@ -163,25 +165,7 @@ OPTIMIZER_ROWS: tuple[KeyRow, ...] = (
         "optimizer.optimizer",
         convert=lambda name, values: _OPTIMIZERS[name.lower()],
         extra="optimizer.type",
-        only=only(
-            "Adam",
-            "AdamW",
-            "SGD",
-            "Lamb",
-            "FusedLamb",
-            "Lion",
-            "FusedLion",
-            "Muon",
-            "Adagrad",
-            "Adadelta",
-            "Adamax",
-            "NAdam",
-            "RAdam",
-            "RMSprop",
-            "OneBitAdam",
-            "ZeroOneAdam",
-            "OneBitLamb",
-        ),
+        only=only(*_TYPES),
         refused="choose Adam, AdamW (both decay weights separately from the gradient), SGD, Lamb, Lion, "
         "Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, or Adagrad, Adadelta, Adamax, NAdam, RAdam or RMSprop of "
         "torch.optim",

@@ -7,21 +7,15 @@ import math
 import torch
 
 from megazero.config.tree import OptimizerConfig
-from megazero.optim import Adam, Sgd, build_update_rule
+from megazero.optim import Adam, Pieces, Sgd, build_update_rule
 
 LR, STEPS = 0.02, 20
 
 
 def test_first_adam_update_is_the_learning_rate_whatever_the_gradient():
     param = torch.zeros(3)
-    Adam(eps=1e-30).step(
-        [param],
-        [torch.tensor([1e-6, -4.0, 1e6])],
-        [Adam().init_state(param)],
-        step=1,
-        lr=0.5,
-        weight_decays=[0.0],
-    )
+    grad, state = torch.tensor([1e-6, -4.0, 1e6]), Adam().init_state(param)
+    Adam(eps=1e-30).step(Pieces([param], [grad], [state], [0.0], 1), 0.5)
     torch.testing.assert_close(param, torch.tensor([-0.5, 0.5, -0.5]))
 
 
@@ -30,7 +24,7 @@ def test_sgd_momentum_accumulates():
     state = rule.init_state(param)
     seen = []
     for step in (1, 2, 3):
-        rule.step([param], [torch.ones(1)], [state], step=step, lr=1.0, weight_decays=[0.0])
+        rule.step(Pieces([param], [torch.ones(1)], [state], [0.0], step), 1.0)
         seen.append(param.item())
     assert seen == [-1.0, -2.5, -4.25]
 
@@ -43,7 +37,7 @@ def test_adam_equals_torch_adamw():
     rule, ours = Adam(), param.clone()
     state = rule.init_state(ours)
     for step, grad in enumerate(grads, start=1):
-        rule.step([ours], [grad], [state], step=step, lr=LR, weight_decays=[0.1])
+        rule.step(Pieces([ours], [grad], [state], [0.1], step), LR)
         twin.grad = grad
         optimizer.step()
     torch.testing.assert_close(ours, twin.detach(), rtol=1e-6, atol=1e-7)
@@ -57,7 +51,7 @@ def test_sgd_equals_torch_sgd():
     rule, ours = Sgd(0.9), param.clone()
     state = rule.init_state(ours)
     for step, grad in enumerate(grads, start=1):
-        rule.step([ours], [grad], [state], step=step, lr=LR, weight_decays=[0.1])
+        rule.step(Pieces([ours], [grad], [state], [0.1], step), LR)
         twin.grad = grad
         optimizer.step()
     torch.testing.assert_close(ours, twin.detach(), rtol=1e-6, atol=1e-7)
