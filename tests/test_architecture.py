@@ -348,6 +348,7 @@ def test_doors_open_nothing_before_they_are_asked():
         ("megazero.config.tree", "from megazero.config.deepspeed import x", True),
         ("megazero.config.resolve", "from megazero.config.deepspeed import x", False),
         ("megazero.train.x", "from megazero.train.guards.guard import x", False),
+        ("megazero.pipeline.x", "from megazero.mpu import JobFailure", True),
         ("megazero.inference.x", "from megazero.checkpoint.hf import x", False),
     ],
 )
