@@ -77,7 +77,12 @@ class RouterConfig(Section):
         "add Gumbel noise to the logits for the choice of the only expert (first) or of the second of two, "
         "as DeepSpeed does",
         switches={"--disable-moe-top2-2nd-expert-sampling": "none"},
-        needs=("moe_router_score_function=softmax", "moe_router_num_groups=None"),
+        needs=(
+            "first => moe_router_topk=1",
+            "second => moe_router_topk=2",
+            "moe_router_score_function=softmax",
+            "moe_router_num_groups=None",
+        ),
     )
 
     @property
@@ -122,10 +127,7 @@ class CapacityConfig(Section):
         "give every expert exactly as many rows as its capacity, some of them empty",
         needs=(
             "moe_expert_capacity_factor",
-            (
-                "parallel.moe_token_dispatcher_type=alltoall: an all-gather moves whole tokens, so there is"
-                " nothing to pad"
-            ),
+            "parallel.moe_token_dispatcher_type=alltoall: an all-gather moves whole tokens",
         ),
     )
 
