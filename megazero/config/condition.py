@@ -31,13 +31,22 @@ class Condition:
 
 @dataclass(frozen=True)
 class Need:
-    """The need of a setting that one of some conditions holds; and why, where that is not plain."""
+    """The need of a setting that one of some conditions holds.
+
+    Attributes:
+        conditions: the conditions.
+        why: the reason, where it is not plain.
+        of: the values of the setting that have this need; empty for all but its default.
+    """
 
     conditions: tuple[Condition, ...]
     why: str = ""
+    of: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, text: str, section: str) -> Need:
-        """Read ``condition or condition: the reason``."""
-        conditions, _, why = text.partition(": ")
-        return cls(tuple(Condition.read(part, section) for part in conditions.split(" or ")), why)
+        """Read ``value,value => condition or condition: the reason``."""
+        of, _, rest = text.rpartition(" => ")
+        conditions, _, why = rest.partition(": ")
+        read = tuple(Condition.read(part, section) for part in conditions.split(" or "))
+        return cls(read, why, tuple(filter(None, of.split(","))))

@@ -14,6 +14,7 @@ from megazero.config.tree import (
     TransformerConfig,
     ZeroConfig,
 )
+from megazero.config.tree.routing import BalanceConfig, CapacityConfig
 from megazero.errors import ConfigError
 
 # Settings whose default follows from others, and the values they take.
@@ -47,22 +48,7 @@ EXPERT_FIELDS = tuple(
 )
 """The model's settings about experts; they say nothing about a model without any."""
 
-FREE_EXPERT_FIELDS = frozenset(
-    {
-        "moe_router_bias_update_rate",
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_input_jitter_eps",
-        "moe_router_sampling",
-        "moe_expert_capacity_factor",
-        "moe_eval_capacity_factor",
-        "moe_min_capacity",
-        "moe_token_drop_policy",
-        "moe_capacity_scope",
-        "moe_pad_expert_input_to_capacity",
-    }
-)
+FREE_EXPERT_FIELDS = frozenset({*BalanceConfig.model_fields, *CapacityConfig.model_fields})
 """The settings about experts that change how a model is trained or run, but not which parameters it has."""
 
 DEFAULT_TOKENIZERS = MappingProxyType({"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"})

@@ -215,8 +215,12 @@ def _need_rows() -> Iterable[tuple[str, ...]]:
     for section, needs in NEEDS.items():
         takers: dict[Need, list[str]] = {}
         for name, need in ((name, need) for name, several in needs.items() for need in several):
-            takers.setdefault(need, []).append(f"`{section}.{name}`")
+            takers.setdefault(need, []).append(f"`{section}.{name}`{_of(need)}")
         yield from ((", ".join(names), must(need), need.why) for need, names in takers.items())
+
+
+def _of(need: Need) -> str:
+    return f" = {', '.join(need.of)}" if need.of else ""
 
 
 def _default_lines() -> list[str]:

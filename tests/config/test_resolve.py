@@ -82,7 +82,7 @@ def test_an_empty_command_line_is_told_all_that_is_required() -> None:
     found = violations([])
     for flag in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "lr"):
         assert sum(f"`--{flag}` must be set" in line for line in found) == 1
-    assert len(found) == 9  # and vocabulary, training length, data
+    assert len(found) == 10  # and both files of the vocabulary, training length, data
 
 
 @pytest.mark.parametrize(

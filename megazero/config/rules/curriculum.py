@@ -11,9 +11,7 @@ from megazero.config.tree import CurriculumConfig
 _SCHEDULE = "curriculum.seqlen_schedule"
 _MIN = "curriculum.seqlen_min_difficulty"
 _MAX = "curriculum.seqlen_max_difficulty"
-_TOTAL = "curriculum.seqlen_total_curriculum_step"
 _STEP = "curriculum.seqlen_difficulty_step"
-_DEGREE = "curriculum.seqlen_root_degree"
 _LEVELS = "curriculum.seqlen_difficulty"
 _ENDS = "curriculum.seqlen_max_step"
 _CUSTOM = "curriculum.seqlen_custom_schedule"
@@ -59,24 +57,6 @@ def _divides(case: Case, pacing: Pacing) -> bool:
 
 CURRICULUM_RULES: tuple[Rule, ...] = (
     Rule(
-        "seqlen_ramp_has_its_numbers",
-        (_MIN, _TOTAL),
-        "`seqlen_min_difficulty` and `seqlen_total_curriculum_step` must be set with a `seqlen_schedule` of "
-        "fixed_linear or fixed_root",
-        "say where it begins and how long it takes",
-        lambda c: (
-            not _is(c, "fixed_linear", "fixed_root")
-            or None not in (_settings(c).seqlen_min_difficulty, _settings(c).seqlen_total_curriculum_step)
-        ),
-    ),
-    Rule(
-        "seqlen_root_has_a_degree",
-        (_DEGREE, _SCHEDULE),
-        "`seqlen_root_degree` must be set with a `seqlen_schedule` of fixed_root",
-        "set it",
-        lambda c: not _is(c, "fixed_root") or _settings(c).seqlen_root_degree is not None,
-    ),
-    Rule(
         "seqlen_levels_fit",
         (_LEVELS, _ENDS, _SCHEDULE),
         "`seqlen_difficulty` and `seqlen_max_step` must grow, one level more than ends, with a "
@@ -112,13 +92,6 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "`sequence_parallel`",
         "choose a `--seqlen-difficulty-step` and an end that are",
         _if_paced(_divides),
-    ),
-    Rule(
-        "seqlen_custom_has_a_function",
-        (_CUSTOM, _SCHEDULE),
-        "`seqlen_custom_schedule` must be set with a `seqlen_schedule` of custom",
-        "name a function with `--seqlen-custom-schedule`",
-        lambda c: not _is(c, "custom") or _settings(c).seqlen_custom_schedule is not None,
     ),
     Rule(
         "seqlen_custom_is_a_pacing",

@@ -150,13 +150,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "leave out `--context-parallel-size` and raise `--tensor-model-parallel-size` or the number of ranks",
         lambda c: c.config.parallel.context_parallel_size == 1,
     ),
-    Rule(
-        "nccl_needs_cuda",
-        ("parallel.distributed_backend", "parallel.device"),
-        "`distributed_backend` must be gloo or auto on the CPU",
-        "leave out `--distributed-backend`",
-        lambda c: c.config.parallel.distributed_backend != "nccl" or c.config.parallel.device != "cpu",
-    ),
 )
 
 

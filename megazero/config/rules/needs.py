@@ -29,7 +29,7 @@ def unmet_needs(config: Config) -> Iterator[tuple[str, str]]:
 def _unmet(config: Config, spec: FieldSpec, needs: tuple[Need, ...]) -> Iterator[tuple[str, str]]:
     for need in needs:
         try:
-            if _counts(config, spec) and not any(
+            if _counts(config, spec, need.of) and not any(
                 condition.holds(value_at(config, condition.path)) for condition in need.conditions
             ):
                 yield f"needs_of_{spec.name}", _sentence(config, spec, need)
@@ -37,10 +37,12 @@ def _unmet(config: Config, spec: FieldSpec, needs: tuple[Need, ...]) -> Iterator
             continue
 
 
-def _counts(config: Config, spec: FieldSpec) -> bool:
-    """Whether a field is not left at its default, and says something: without experts, theirs say nothing."""
-    if value_at(config, spec.path) == spec.default:
+def _counts(config: Config, spec: FieldSpec, of: tuple[str, ...]) -> bool:
+    """Whether a field has one of these values, if any but its default, and means something by it."""
+    value = value_at(config, spec.path)
+    if str(value) not in of if of else value == spec.default:
         return False
+    # Without experts, settings about them say nothing.
     return spec.section != "model" or spec.name not in EXPERT_FIELDS or bool(config.model.num_experts)
 
 

@@ -50,11 +50,6 @@ def _allowed(model: ModelConfig) -> int:
     return fewest // (model.moe_router_num_groups or 1) * (model.moe_router_group_topk or 1)
 
 
-def _sampling_fits(model: ModelConfig) -> bool:
-    wanted = {"none": model.moe_router_topk, "first": 1, "second": 2}
-    return wanted[model.moe_router_sampling] == model.moe_router_topk
-
-
 def _balance_is_one(model: ModelConfig) -> bool:
     kinds = model.moe_router_load_balancing_type
     return len(set(kinds)) == len(kinds) and (len(kinds) == 1 or "none" not in kinds)
@@ -114,13 +109,6 @@ ROUTING_RULES: tuple[Rule, ...] = (
                 or not model.moe_router_load_balancing_type
             )
         ),
-    ),
-    Rule(
-        "sampling_fits_topk",
-        ("model.moe_router_sampling", _TOPK),
-        "`moe_router_topk` must be 1 with `moe_router_sampling` first, and 2 with second",
-        "change one of the two",
-        with_experts(_sampling_fits),
     ),
     Rule(
         "balance_is_one",

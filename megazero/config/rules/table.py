@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Set
 
 from megazero.config.fields import SECTIONS
 from megazero.config.rules.curriculum import CURRICULUM_RULES
+from megazero.config.rules.data import DATA_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
 from megazero.config.rules.experts import EXPERT_RULES
-from megazero.config.rules.files import DATA_RULES, OUTPUT_RULES, TOKENIZER_RULES
 from megazero.config.rules.finetuning import FINETUNING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
 from megazero.config.rules.needs import unmet_needs
@@ -41,9 +41,7 @@ RULES: tuple[Rule, ...] = (
     *SCHEDULE_RULES,
     *OPTIMIZER_RULES,
     *PRECISION_RULES,
-    *TOKENIZER_RULES,
     *DATA_RULES,
-    *OUTPUT_RULES,
     *FINETUNING_RULES,
     *CURRICULUM_RULES,
     *DATA_SAMPLING_RULES,

@@ -140,13 +140,6 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
         in_detail=True,
     ),
     Rule(
-        "wsd_needs_decay_length",
-        ("optimizer.lr_decay_style", *_LR_WSD),
-        "the length of the final decay must be set with `lr_decay_style` WSD",
-        "set `--lr-wsd-decay-iters`, `--lr-wsd-decay-samples` or `--lr-wsd-decay-tokens`",
-        lambda c: c.config.optimizer.lr_decay_style != "WSD" or bool(_given(c, _LR_WSD)),
-    ),
-    Rule(
         "wsd_decay_fits",
         (*_LR_WARMUP, *_LR_DECAY, *_LR_WSD),
         "warmup and WSD's final decay must fit into the decay length",

@@ -36,32 +36,6 @@ UPCYCLING_RULES: tuple[Rule, ...] = (
         _experts_upcycled(_weights_sum_to_one),
     ),
     Rule(
-        "upcycled_weights_are_not_scaled",
-        ("model.moe_router_topk_scaling_factor",),
-        "`moe_router_topk_scaling_factor` must be unset with `moe_use_upcycling`, so that copies of one MLP "
-        "compute what it does",
-        "leave it out",
-        _experts_upcycled(lambda model: model.moe_router_topk_scaling_factor in (None, 1.0)),
-    ),
-    Rule(
-        "upcycled_experts_are_alone",
-        ("model.mlp_type", "model.moe_shared_expert_intermediate_size"),
-        "`mlp_type` must be standard and `moe_shared_expert_intermediate_size` unset with "
-        "`moe_use_upcycling`, as the dense model has nothing for an MLP beside the experts",
-        "leave them out",
-        _experts_upcycled(
-            lambda model: model.mlp_type == "standard" and model.moe_shared_expert_intermediate_size is None
-        ),
-    ),
-    Rule(
-        "upcycled_experts_drop_nothing",
-        ("model.moe_expert_capacity_factor",),
-        "`moe_expert_capacity_factor` must be unset with `moe_use_upcycling`, as a dropped token would miss "
-        "the MLP that it went through before",
-        "leave it out",
-        _experts_upcycled(lambda model: model.moe_expert_capacity_factor is None),
-    ),
-    Rule(
         "upcycled_experts_have_the_mlp_s_width",
         ("model.moe_ffn_hidden_size", "model.ffn_hidden_size"),
         "`moe_ffn_hidden_size` must be the MLP's width with `moe_use_upcycling`",

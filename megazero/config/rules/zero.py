@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from megazero.config.rules.rule import Case, Rule
 
-_GRADIENT_TYPES = ("zero.grad_reduce_dtype", "zero.grad_accumulation_dtype")
-
 
 def _hpz_divides(case: Case) -> bool:
     return case.data_parallel is None or case.data_parallel % case.config.zero.hpz_partition_size == 0
@@ -66,41 +64,9 @@ ZERO_RULES: tuple[Rule, ...] = (
         _node_size_divides,
         lambda c: f"there are {c.data_parallel} data-parallel ranks",
     ),
-    Rule(
-        "fp16_gradients_need_fp16",
-        (*_GRADIENT_TYPES, "precision.dtype"),
-        "`grad_reduce_dtype` and `grad_accumulation_dtype` must not be fp16 unless `dtype` is fp16, whose "
-        "loss scale keeps them in range",
-        "choose fp32 or bf16",
-        lambda c: (
-            c.config.precision.dtype == "fp16"
-            or "fp16" not in (c.config.zero.grad_reduce_dtype, c.config.zero.grad_accumulation_dtype)
-        ),
-    ),
-    Rule(
-        "main_params_fp32_or_same",
-        ("zero.main_params_dtype", "precision.dtype"),
-        "`main_params_dtype` must be fp32 or the same as `dtype`",
-        "leave it out",
-        lambda c: c.config.zero.main_params_dtype in ("fp32", c.config.precision.dtype),
-    ),
 )
 
 OFFLOAD_RULES: tuple[Rule, ...] = (
-    Rule(
-        "offloaded_gradients_need_offloaded_optimizer",
-        ("offload.gradients", "offload.optimizer"),
-        "`gradients` of `offload` must be auto or none unless masters and moments are offloaded",
-        "add `--offload-optimizer` or leave `--offload-gradients` out",
-        lambda c: c.config.offload.optimizer != "none" or c.config.offload.gradients in ("auto", "none"),
-    ),
-    Rule(
-        "offload_to_disk_needs_path",
-        ("offload.path", "offload.optimizer", "offload.gradients", "offload.parameters"),
-        "`path` of `offload` must name a folder on the disk to offload to",
-        "add `--offload-path DIR`",
-        lambda c: "nvme" not in c.config.offload.places or c.config.offload.path is not None,
-    ),
     Rule(
         "offload_blocks_are_pages",
         ("offload.block_size",),

@@ -20,8 +20,8 @@ class AccelerationConfig(Section):
             "skipping.random_ltd=False: what a layer computes would change from step to step",
             "skipping.progressive_layer_drop=False: what a layer computes would change from step to step",
             (
-                "parallel.pipeline_schedule=auto,gpipe,1f1b,interleaved: what is compiled computes both "
-                "halves of backward at once"
+                "parallel.pipeline_schedule=auto,gpipe,1f1b,interleaved: both halves of backward are compiled"
+                " in one"
             ),
         ),
     )
@@ -35,14 +35,8 @@ class AccelerationConfig(Section):
             "curriculum.seqlen_schedule=none: a graph has the shapes of its capture",
             "skipping.random_ltd=False: a graph computes what its capture did",
             "skipping.progressive_layer_drop=False: a graph computes what its capture did",
-            (
-                "zero.stage=0,1,2: a graph reads weights where they were when it was captured, and stage 3 "
-                "gathers and frees them"
-            ),
-            (
-                "parallel.pipeline_model_parallel_size=1: several micro-batches are alive there, and a "
-                "graph has memory for one"
-            ),
+            "zero.stage=0,1,2: a graph reads weights where they were, and stage 3 gathers and frees them",
+            "parallel.pipeline_model_parallel_size=1: a graph has memory for one micro-batch at a time",
             "parallel.tensor_model_parallel_size=1: layers then communicate, which is not captured",
             "recompute.granularity=none,selective: a graph keeps the memory of its layer anyway",
         ),

@@ -28,6 +28,13 @@ class CheckpointConfig(Section):
             "model.num_experts",
             "load or load_hf: it is the folder of the dense model",
             "finetune.task=None: pretrain the model with experts first",
+            "model.moe_router_topk_scaling_factor=None,1.0: copies of one MLP are to compute what it does",
+            "model.mlp_type=standard: the dense model has no MLP beside the experts",
+            "model.moe_shared_expert_intermediate_size=None: the dense model has no MLP beside the experts",
+            (
+                "model.moe_expert_capacity_factor=None: a dropped token would miss the MLP that it went "
+                "through before"
+            ),
         ),
     )
     save_interval: Interval = option(

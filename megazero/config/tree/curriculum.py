@@ -19,7 +19,13 @@ class CurriculumConfig(Section):
         "none",
         "how sequences grow: by a straight line, by a root of the training done, by given levels, or by a "
         "function of your own; training cuts each sample to the length of its step, evaluations do not",
-        needs="finetune.task=None",
+        needs=(
+            "fixed_linear,fixed_root => seqlen_min_difficulty",
+            "fixed_linear,fixed_root => seqlen_total_curriculum_step",
+            "fixed_root => seqlen_root_degree",
+            "custom => seqlen_custom_schedule",
+            "finetune.task=None",
+        ),
     )
     seqlen_kind: Literal["truncate", "reshape"] = option(
         "truncate",
@@ -27,10 +33,7 @@ class CurriculumConfig(Section):
         "length, and drops what does not fill one",
         needs=(
             "seqlen_schedule: otherwise nothing is cut",
-            (
-                "model.family=gpt: a sample of BERT's is one pair of sentences with its marks, and a "
-                "further row of it would have neither"
-            ),
+            "model.family=gpt: further rows of a pair of sentences would have none of BERT's marks",
         ),
     )
     seqlen_unit: Literal["iters", "tokens"] = option(

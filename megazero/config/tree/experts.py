@@ -49,10 +49,7 @@ class ExpertsConfig(TransformerConfig):
         None,
         "N: every N-th layer has experts, the N-th being the first (counted from 0: N-1, 2N-1, ...), as in "
         "Megatron-DeepSpeed; instead of --moe-layer-freq",
-        needs=(
-            "moe_layer_freq=None: of layers counted from 0, `--moe-layer-freq N` takes 0, N and so on, "
-            "and `--expert-interval N` takes N-1, 2N-1 and so on"
-        ),
+        needs="moe_layer_freq=None: `--moe-layer-freq N` begins with layer 0, this with layer N-1",
     )
     moe_ffn_hidden_size: PositiveInt | None = option(
         None, "inner width of an expert; default: that of the MLP"

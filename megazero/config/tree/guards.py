@@ -42,11 +42,21 @@ class GuardsConfig(Section):
         "stop",
         "what to do when copies differ: end with an error; take over what most ranks hold; or go back to "
         "the last healthy checkpoint",
+        needs=(
+            "checkpoint => checkpoint.save",
+            "checkpoint => checkpoint.save_interval",
+            "checkpoint => checkpoint.no_save_optim=False",
+        ),
     )
     on_spike: Literal["off", "warn", "skip", "rollback"] = option(
         "warn",
         "what to do about a step whose loss or gradient norm is far above the latest ones: report it; "
         "leave its update out; or go back to the last healthy checkpoint and train without its samples",
+        needs=(
+            "rollback => checkpoint.save",
+            "rollback => checkpoint.save_interval",
+            "rollback => checkpoint.no_save_optim=False",
+        ),
     )
     spike_threshold: PositiveFloat = option(
         10.0, "how far above the median of the latest updates a spike is, in robust standard deviations"
@@ -70,10 +80,7 @@ class GuardsConfig(Section):
         "off",
         "look for calls within steps that make the host wait for the device, from the second step on: report "
         "each place once, or end with an error; slow on a CPU",
-        needs=(
-            "acceleration.compile=False or parallel.device=cuda: on a CPU waits are found by looking at"
-            " each operator"
-        ),
+        needs="acceleration.compile=False or parallel.device=cuda: a CPU's waits are found at each operator",
     )
     iterations_to_skip: tuple[PositiveInt, ...] = option(
         (), "steps whose samples are passed over without training on them"

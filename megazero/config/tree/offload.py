@@ -21,18 +21,26 @@ class OffloadConfig(Section):
         "or on disk, from where they visit the host's memory (ZeRO-Infinity)",
         flag="--offload-optimizer",
         switches={"--optimizer-cpu-offload": "cpu", "--cpu-optimizer": "cpu"},
+        needs="nvme => path",
     )
     gradients: Literal["auto", "none", "cpu", "nvme"] = option(
         "auto",
         "where gradient sums are kept once they are complete; auto is where masters and moments are",
         flag="--offload-gradients",
+        needs=(
+            "cpu,nvme => optimizer",
+            "nvme => path",
+        ),
     )
     parameters: Literal["none", "cpu", "nvme"] = option(
         "none",
         "stage 3: where each rank keeps its slices of the weights between gathers",
         flag="--offload-parameters",
         aliases=("--remote-device",),
-        needs="zero.stage=3: it shards them",
+        needs=(
+            "zero.stage=3: it shards them",
+            "nvme => path",
+        ),
     )
     fraction: Share = option(
         1.0,
@@ -48,31 +56,16 @@ class OffloadConfig(Section):
         "the numbers of the training (DPU of ZeRO-Offload)",
         flag="--delayed-param-update",
         needs=(
-            (
-                "optimizer=cpu: on the device an update would take turns with the step beside it, and from "
-                "disk it would share buffers with it"
-            ),
-            (
-                "gradients=auto,cpu: gradient sums on the device would be overwritten by the step beside an"
-                " update"
-            ),
+            "optimizer=cpu: on the device an update would take turns with the step beside it",
+            "gradients=auto,cpu: on the device the step beside an update would overwrite its sums",
             "fraction=1.0: on the device an update would take turns with the step beside it",
+            "parameters=none: a step reads the slices that the update beside it replaces",
             (
-                "parameters=none: the slices that the step beside an update reads would be those that it is"
-                " to replace"
+                "optimizer.optimizer=adam,sgd,lion,adagrad,adadelta,adamax,nadam,radam,rmsprop: others send "
+                "messages in an update, which would cross those of the step beside it"
             ),
-            (
-                "optimizer.optimizer=adam,sgd,lion,adagrad,adadelta,adamax,nadam,radam,rmsprop: others send"
-                " messages between ranks during an update, which would cross those of the step beside it"
-            ),
-            (
-                "zero.quantized_weights=none: weights in use are saved, and codes of what has been rounded "
-                "are not the same codes"
-            ),
-            (
-                "finetune.task=None: the best weights are chosen by those in use, and kept from masters "
-                "that are one update ahead"
-            ),
+            "zero.quantized_weights=none: weights in use are saved, and rounded ones have other codes",
+            "finetune.task=None: the best weights are in use, and masters are one update ahead of them",
         ),
     )
     delayed_param_update_start: NonNegativeInt = option(

@@ -47,6 +47,24 @@ class BaseOptimizerConfig(Section):
             "adaptive_muon": "is not offered; choose muon",
             "dist_muon": "is muon with `--use-distributed-optimizer`; give these two",
         },
+        needs=(
+            (
+                "onebit-adam,zero-one-adam,onebit-lamb => zero.stage=0: each replica needs whole moments to "
+                "say what its bits leave out of the sum, and a sharded one could not use the sum"
+            ),
+            (
+                "onebit-adam,zero-one-adam,onebit-lamb => zero.main_params_dtype=fp32: what rounding to a bit"
+                " leaves out is fed back"
+            ),
+            (
+                "onebit-adam,zero-one-adam,onebit-lamb => zero.grad_accumulation_dtype=fp32: what rounding to"
+                " a bit leaves out is fed back"
+            ),
+            (
+                "onebit-adam,zero-one-adam,onebit-lamb => offload.optimizer=none: messages are made of "
+                "moments and leave from the device"
+            ),
+        ),
     )
     lr: PositiveFloat = option(..., "peak learning rate")
     min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")

@@ -38,8 +38,8 @@ def option(
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
         needs: what must hold where the field is not left at its default: ``optimizer=lamb,lion``, ``kd`` (it
-            is set), or ``save or load: the reason``; several must all hold. A field of another section is
-            written with it. None for the needs of the class.
+            is set), or ``save or load: the reason``, or for some values alone ``nvme => path``; several must
+            all hold. A field of another section is written with it. None for the needs of the class.
     """
     extra: dict[str, Any] = {
         "flag": flag,

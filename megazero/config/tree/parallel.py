@@ -64,6 +64,7 @@ class ParallelConfig(Section):
     distributed_backend: Literal["auto", "nccl", "gloo"] = option(
         "auto",
         "communication library; auto is nccl on CUDA, else gloo, with shared memory within a host",
+        needs="nccl => device=auto,cuda",
     )
     check_collectives: bool = option(
         False, "verify before each collective that all its members make the same call; slow"

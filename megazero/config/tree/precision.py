@@ -36,8 +36,8 @@ class PrecisionConfig(Section):
         needs=(
             "model.num_experts=(): the products of experts are not of 8-bit floats",
             (
-                "parallel.pipeline_schedule=auto,gpipe,1f1b,interleaved: an 8-bit product computes both "
-                "halves of backward at once"
+                "parallel.pipeline_schedule=auto,gpipe,1f1b,interleaved: both halves of backward are one "
+                "product"
             ),
         ),
     )

@@ -21,8 +21,8 @@ Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
 """The part of the data that a load-balancing loss counts over: a micro-batch, a sequence, a global batch."""
 
 
-class RouterConfig(Section):
-    """The choice of the experts of a token, and its balance"""
+class ChoiceConfig(Section):
+    """The choice of the experts of a token"""
 
     moe_router_topk: PositiveInt = option(2, "experts that each token is sent to", aliases=("--topk",))
     moe_router_score_function: Literal["softmax", "sigmoid"] = option(
@@ -50,6 +50,11 @@ class RouterConfig(Section):
         "each step towards equal loads",
         needs="moe_router_score_function=sigmoid",
     )
+
+
+class BalanceConfig(Section):
+    """The balance of the experts, and noise in the choice, in training alone"""
+
     moe_router_bias_update_rate: NonNegativeFloat = option(1e-3, "how far that bias moves in a step")
     moe_router_load_balancing_type: Annotated[tuple[Balance, ...], Field(min_length=1)] = option(
         ("aux_loss",),
@@ -77,7 +82,12 @@ class RouterConfig(Section):
         "add Gumbel noise to the logits for the choice of the only expert (first) or of the second of two, "
         "as DeepSpeed does",
         switches={"--disable-moe-top2-2nd-expert-sampling": "none"},
-        needs=("moe_router_score_function=softmax", "moe_router_num_groups=None"),
+        needs=(
+            "first => moe_router_topk=1",
+            "second => moe_router_topk=2",
+            "moe_router_score_function=softmax",
+            "moe_router_num_groups=None",
+        ),
     )
 
     @property
@@ -85,6 +95,10 @@ class RouterConfig(Section):
         """Kind of load-balancing loss -> its weight, of those that are in use."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
         return {kind: weight for kind, weight in pairs if kind != "none" and weight}
+
+
+class RouterConfig(BalanceConfig, ChoiceConfig):
+    """All that a router reads"""
 
 
 class CapacityConfig(Section):
@@ -122,10 +136,7 @@ class CapacityConfig(Section):
         "give every expert exactly as many rows as its capacity, some of them empty",
         needs=(
             "moe_expert_capacity_factor",
-            (
-                "parallel.moe_token_dispatcher_type=alltoall: an all-gather moves whole tokens, so there is"
-                " nothing to pad"
-            ),
+            "parallel.moe_token_dispatcher_type=alltoall: an all-gather moves whole tokens",
         ),
     )
 

@@ -14,7 +14,9 @@ class ScheduleConfig(Section):
 
     clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
-        "linear", "shape of the decay"
+        "linear",
+        "shape of the decay",
+        needs="WSD => lr_wsd_decay_iters or lr_wsd_decay_samples or lr_wsd_decay_tokens",
     )
     lr_decay_iters: PositiveInt | None = option(None, "length of the decay", unit="iterations")
     lr_decay_samples: PositiveInt | None = option(None, "length of the decay", unit="samples")

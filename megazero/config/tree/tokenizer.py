@@ -36,6 +36,16 @@ class TokenizerConfig(Section):
             "MultimodalTokenizer": "belongs to vision models, which are not offered",
             "NullMultimodalTokenizer": "belongs to vision models, which are not offered",
         },
+        needs=(
+            "GPT2BPETokenizer => vocab_file: it is the kind that no `--tokenizer-type` means",
+            "GPT2BPETokenizer => merge_file",
+            (
+                "HFTokenizer,SentencePieceTokenizer,GPTSentencePieceTokenizer,Llama2Tokenizer => "
+                "tokenizer_model"
+            ),
+            "BertWordPieceLowerCase,BertWordPieceCase => vocab_file",
+            "NullTokenizer => model.vocab_size",
+        ),
     )
     vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)")
     merge_file: str | None = option(None, "BPE merges file")

@@ -50,10 +50,7 @@ class TrainingConfig(Section):
         unit="samples",
         needs=(
             "finetune.task=None: `--train-data` and `--epochs` take its place",
-            (
-                "train_iters=None: `--train-tokens` may go with either, and the first limit reached ends "
-                "the training"
-            ),
+            "train_iters=None: `--train-tokens` may go with either, and the first limit ends the training",
         ),
     )
     train_tokens: PositiveInt | None = option(

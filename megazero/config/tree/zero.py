@@ -99,13 +99,20 @@ class ZeroConfig(Section):
         "fp32",
         "type of gradients on the wire between data-parallel ranks",
         switches={"--grad-reduce-in-bf16": "bf16"},
+        needs="fp16 => precision.dtype=fp16: its loss scale keeps gradients in range",
     )
     grad_accumulation_dtype: Literal["fp32", "bf16", "fp16"] = option(
         "fp32",
         "type of gradient sums over the micro-batches",
         aliases=("--main-grads-dtype",),
         switches={"--accumulate-allreduce-grads-in-fp32": "fp32"},
+        needs="fp16 => precision.dtype=fp16: its loss scale keeps gradients in range",
     )
     main_params_dtype: Literal["fp32", "bf16", "fp16"] = option(
-        "fp32", "type of the optimizer's own copy of the weights"
+        "fp32",
+        "type of the optimizer's own copy of the weights",
+        needs=(
+            "bf16 => precision.dtype=bf16",
+            "fp16 => precision.dtype=fp16",
+        ),
     )

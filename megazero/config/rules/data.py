@@ -1,0 +1,75 @@
+"""Rules about the data."""
+
+from __future__ import annotations
+
+from megazero.config.rules.rule import Case, Rule, value_at
+
+_SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
+_ALL_PATHS = ("data.data_path", *_SPLIT_PATHS)
+
+
+def _sources(case: Case) -> int:
+    data = case.config.data
+    per_split = any(value_at(case.config, path) for path in _SPLIT_PATHS)
+    return sum((bool(data.data_path), per_split, data.mock_data))
+
+
+def _is_blend(items: tuple[str, ...]) -> bool:
+    """Whether `items` are prefixes alone, or pairs of a positive weight and a prefix."""
+    if len(items) <= 1 or not any(map(_is_number, items)):
+        return True
+    weights = items[::2]
+    return len(items) % 2 == 0 and all(
+        _is_number(weight) and 0 < float(weight) < float("inf") for weight in weights
+    )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+DATA_RULES: tuple[Rule, ...] = (
+    Rule(
+        "data_source_given",
+        (*_ALL_PATHS, "data.mock_data"),
+        "the data must be given",
+        "set `--data-path`, or `--train-data-path` and its siblings, or `--mock-data`",
+        lambda c: _sources(c) >= 1 or c.config.finetune.task is not None,
+    ),
+    Rule(
+        "one_data_source",
+        (*_ALL_PATHS, "data.mock_data"),
+        "the data must come from `data_path`, from the paths of each split, or from `mock_data`",
+        "keep one of the three",
+        lambda c: _sources(c) <= 1,
+    ),
+    Rule(
+        "training_data_given",
+        (*_SPLIT_PATHS, "training.skip_train"),
+        "`train_data_path` must be set beside the other splits' paths",
+        "add it, or `--skip-train`",
+        lambda c: (
+            bool(c.config.data.train_data_path)
+            or c.config.training.skip_train
+            or not (c.config.data.valid_data_path or c.config.data.test_data_path)
+        ),
+    ),
+    Rule(
+        "blend_in_pairs",
+        _ALL_PATHS,
+        "a data path must be prefixes alone, or pairs of a positive weight and a prefix",
+        "write `0.7 first_text_document 0.3 second_text_document`",
+        lambda c: all(_is_blend(value_at(c.config, path)) for path in _ALL_PATHS),
+    ),
+    Rule(
+        "room_for_special_tokens",
+        ("model.family", "model.seq_length"),
+        "`seq_length` must be at least 5 for a BERT: three special tokens and one of each segment",
+        "use a longer sequence",
+        lambda c: c.config.model.family != "bert" or c.config.model.seq_length >= 5,
+    ),
+)
