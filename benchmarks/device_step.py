@@ -33,8 +33,8 @@ from megazero.config.tree import ParallelConfig, ZeroConfig
 from megazero.errors import ConfigError
 from megazero.mpu import solo_context
 from megazero.train.assemble import build_engine
-from megazero.train.chunks import build_chunks
-from megazero.train.matmul_rate import measure_matmul_rate
+from megazero.train.observe.host import measure_matmul_rate
+from megazero.train.parts.chunks import build_chunks
 
 SHAPES = {
     "124M": Shape(layers=12, hidden=768, heads=12, sequence=1024, vocab=50304, micro_batch=16),

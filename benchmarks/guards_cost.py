@@ -28,12 +28,12 @@ from megazero.config.training_plan import training_plan_of
 from megazero.mpu import Launch, leave
 from megazero.mpu.launch import join
 from megazero.train import assemble
-from megazero.train.agreement import settings_and_code
+from megazero.train.guards.agreement import settings_and_code
 from megazero.train.loop import Loop
-from megazero.train.monitors import CompositeMonitor
-from megazero.train.signals import StopRequest
-from megazero.train.state import TrainState
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.observe.monitors import CompositeMonitor
+from megazero.train.parts.vocabulary import build_vocabulary
+from megazero.train.process import StopRequest
+from megazero.train.step.state import TrainState
 
 MODEL = (
     "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --vocab-size 8192 --mock-data "

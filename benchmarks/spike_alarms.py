@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.config.guards import GuardsConfig
 from megazero.report.incidents import read_steps
-from megazero.train.guards.spikes import Recent
+from megazero.train.step.spikes import Recent
 
 
 def main() -> int:

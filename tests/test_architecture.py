@@ -308,7 +308,7 @@ def test_a_family_named_in_code_is_found(text, offends):
 def test_only_the_table_names_a_family():
     allowed = {"models", "data"}
     found = [v for s in sources("megazero") if unit_of(s.module) not in allowed for v in family_violations(s)]
-    assert {violation.partition(":")[0] for violation in found} == {"megazero.train.families"}
+    assert {violation.partition(":")[0] for violation in found} == {"megazero.train.parts.families"}
 
 
 def mutable(value: object) -> bool:

@@ -24,9 +24,9 @@ from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, agree, threa
 from megazero.mpu.watch import Watch, WatchLimits
 from megazero.mpu.watch import watched as watched_group
 from megazero.train import assemble
-from megazero.train.agreement import settings_and_code
+from megazero.train.guards.agreement import settings_and_code
 from megazero.train.guards.incidents import read_incidents
-from megazero.train.state import TrainState
+from megazero.train.step.state import TrainState
 from tests.mpu.test_watch import Notes, Spared
 
 VOCABULARY, USED = 64, 6

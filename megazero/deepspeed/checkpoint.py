@@ -35,7 +35,7 @@ from megazero.deepspeed.experts import with_all_experts
 from megazero.deepspeed.stepping import EngineCounters, SteppingEngine
 from megazero.errors import CheckpointError
 from megazero.optim import ScalerState
-from megazero.train.resume import check_tensors
+from megazero.train.resume.fit import check_tensors
 from megazero.zero.init import GatheredParameters
 
 LATEST = "latest"

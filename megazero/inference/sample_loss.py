@@ -29,13 +29,12 @@ from megazero.models import Collate, MicroBatch, NumberedBatch, SampleLosses
 from megazero.models.batch import M
 from megazero.mpu import ParallelContext, gather_values
 from megazero.pipeline import Evaluator, Program
-from megazero.train.families import family_of
-from megazero.train.named_checkpoint import checkpoint_at, opened
-from megazero.train.programs import evaluation_program
-from megazero.train.resume import check_model
-from megazero.train.state_json import saved_model
-from megazero.train.trained import load_chunks
-from megazero.train.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.parts.chunks import evaluation_program
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.resume.fit import check_model
+from megazero.train.resume.saved import checkpoint_at, opened, saved_model
+from megazero.train.resume.trained import load_chunks
 
 SCALE = 1000
 """A value in the index is the mean loss in nats times this, rounded."""

@@ -35,30 +35,25 @@ from megazero.optim import (
     build_weight_decay,
 )
 from megazero.pipeline import Executor
-from megazero.train.agreement import samples_of, settings_and_code, tokenizer_and_place
-from megazero.train.allocator import keep_freed_memory
-from megazero.train.chunks import Chunks, build_chunks
-from megazero.train.data_record import compare_data, data_record
-from megazero.train.determinism import compute_deterministically
-from megazero.train.distillation import Distillation, Teacher
-from megazero.train.engine import Engine, Programs, Schedules
-from megazero.train.families import family_of
-from megazero.train.feed import Feed, make_feed
-from megazero.train.host_check import host_remarks, ranks_here
+from megazero.train.guards.agreement import samples_of, settings_and_code, tokenizer_and_place
 from megazero.train.loop import Loop
-from megazero.train.matmul_rate import measure_matmul_rate
-from megazero.train.monitors import build_monitors
-from megazero.train.placement import DTYPES
-from megazero.train.programs import evaluation_program, train_program
-from megazero.train.resume import resume
-from megazero.train.run_plan import Feeds, RunPlan
-from megazero.train.skipping import SkippingPlan
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.teacher import load_teacher
-from megazero.train.token_flops import TokenFlops
-from megazero.train.vocabulary import Vocabulary, build_vocabulary
-from megazero.train.weights import take_foreign_weights
+from megazero.train.observe.host import host_remarks, measure_matmul_rate, ranks_here
+from megazero.train.observe.monitors import build_monitors
+from megazero.train.parts.chunks import DTYPES, Chunks, build_chunks, evaluation_program, train_program
+from megazero.train.parts.families import TokenFlops, family_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.process import compute_deterministically, keep_freed_memory
+from megazero.train.resume.fit import compare_data, data_record
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.resume.teacher import load_teacher
+from megazero.train.resume.weights import take_foreign_weights
+from megazero.train.run_plan import RunPlan
+from megazero.train.step.distillation import Distillation, Teacher
+from megazero.train.step.engine import Engine, Programs, Schedules
+from megazero.train.step.feed import Feed, Feeds, make_feed
+from megazero.train.step.skipping import SkippingPlan
+from megazero.train.step.state import TrainState
 from megazero.zero import (
     DataParallel,
     DelayedUpdates,

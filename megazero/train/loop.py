@@ -17,22 +17,22 @@ from megazero.config.steps import Step
 from megazero.errors import CheckpointError, DataError, LostFolderError, NumericsError
 from megazero.models import MicroBatch
 from megazero.mpu import JobFailure, ParallelContext, Waits, gather_values
-from megazero.train.engine import Engine, StepResult
 from megazero.train.guards.guard import StepGuard
 from megazero.train.guards.incidents import Incident, IncidentLog
-from megazero.train.memory import MemoryMeter
-from megazero.train.metrics import EvalMetrics, StepMetrics
-from megazero.train.monitors import CompositeMonitor, Monitor
-from megazero.train.rollback import go_back
-from megazero.train.run_plan import Feeds, RunPlan
-from megazero.train.signals import StopRequest
-from megazero.train.snapshot import Snapshots
-from megazero.train.stability import Stability
-from megazero.train.state import TrainState
-from megazero.train.step_metrics import StepExtras, step_metrics
-from megazero.train.step_waits import StepWaits
-from megazero.train.stragglers import Straggler, Stragglers
-from megazero.train.timers import Timers
+from megazero.train.observe.memory import MemoryMeter
+from megazero.train.observe.metrics import EvalMetrics, StepExtras, StepMetrics, step_metrics
+from megazero.train.observe.monitors import CompositeMonitor, Monitor
+from megazero.train.observe.step_waits import StepWaits
+from megazero.train.observe.stragglers import Straggler, Stragglers
+from megazero.train.process import StopRequest
+from megazero.train.resume.rollback import go_back
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.run_plan import RunPlan
+from megazero.train.step.engine import Engine, StepResult
+from megazero.train.step.feed import Feeds
+from megazero.train.step.stability import Stability
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.zero import offloaded_bytes, traffic
 
 _SHOWN = 3  # changed files in a message

@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 from megazero.config.difficulties import Difficulties
 from megazero.config.guards import GuardsConfig
 from megazero.config.training_plan import TrainingPlan
-from megazero.data import changed_files
 from megazero.layers import Skipping
-from megazero.models import MicroBatch
-from megazero.train.feed import Feed
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,3 @@ class RunPlan:
     straggler_interval: int | None = None
     measures_memory: bool = False
     difficulties: Difficulties | None = None
-
-
-@dataclass(frozen=True)
-class Feeds:
-    """The sources of samples; a split without data is None."""
-
-    train: Feed[MicroBatch] | None
-    valid: Feed[MicroBatch] | None
-    test: Feed[MicroBatch] | None
-
-    def changed_files(self) -> list[str]:
-        """Clauses about the files of all splits that have changed, as this rank sees them."""
-        feeds = [feed for feed in (self.train, self.valid, self.test) if feed is not None]
-        return list(dict.fromkeys(clause for feed in feeds for clause in changed_files(feed.dataset)))

@@ -9,8 +9,8 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import solo_context
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.state import TrainState
 from megazero.verify.record import verification_engine
 from megazero.verify.sampling import vocabulary_size
 

@@ -19,7 +19,7 @@ from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError, LostFolderError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.train.assemble import pretrain, pretrain_on
-from megazero.train.engine import Engine
+from megazero.train.step.engine import Engine
 
 SMALL = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-2 --mock-data "

@@ -9,8 +9,8 @@ from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.models import Batch
 from megazero.mpu import solo_context
-from megazero.train.chunks import build_chunks
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import Vocabulary
 from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from tests.equivalence.test_hf_layouts import export
 from tests.models.hf_weights import expert_by_expert

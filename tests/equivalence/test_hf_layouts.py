@@ -14,12 +14,12 @@ from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.models import Batch, ModelChunk
 from megazero.mpu import ThreadWorld, solo_context, thread_context
-from megazero.train.chunks import build_chunks
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.vocabulary import Vocabulary
-from megazero.train.weights import take_foreign_weights
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.resume.weights import take_foreign_weights
+from megazero.train.step.state import TrainState
 from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import verification_engine
 from tests.checkpoint.hf.encoder_samples import batch_of

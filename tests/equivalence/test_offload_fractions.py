@@ -22,11 +22,11 @@ from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import Launch, ParallelContext, ThreadWorld, open_context, thread_context
 from megazero.mpu.launch import close_groups
-from megazero.train.engine import Engine
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.verify.selection import allowed, candidates, expert_layouts

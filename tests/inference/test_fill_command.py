@@ -17,8 +17,8 @@ from megazero.inference import Candidate
 from megazero.inference.command import main as generate
 from megazero.inference.fill_command import format_candidates, main
 from megazero.mpu import solo_context, spec_of
-from megazero.train.chunks import build_chunks
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import Vocabulary
 from megazero.verify.layouts import Layout
 from tests.inference.masked import WORDS, config_for, word_pieces
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megazero.layers import initialize
 from megazero.models import GPT, ChunkSpan, DistilledChunk, TextCollate, random_text
 from megazero.mpu import solo_context
-from megazero.train.placement import placement_of
+from megazero.train.parts.chunks import placement_of
 from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 
 WIDE = {"hidden_size": 48, "ffn_hidden_size": 64, "hidden_dropout": 0.5}

@@ -19,9 +19,9 @@ from megazero.mpu import Launch, ProcessGrid, ThreadWorld, sample_keys, site_key
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
 from megazero.train.assemble import build_engine, pretrain, pretrain_on
-from megazero.train.chunks import build_chunks
-from megazero.train.families import family_of
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import build_vocabulary
 
 Flags = Mapping[str, object]
 # Flags that say over how many ranks a model is trained, and how.

@@ -9,7 +9,7 @@ import pytest
 from megazero.errors import ConfigError
 from megazero.report.incidents import main, read_steps
 from megazero.train.guards.incidents import Incident, IncidentLog
-from megazero.train.monitors import CompositeMonitor
+from megazero.train.observe.monitors import CompositeMonitor
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megazero.loss import LossTerm
-from megazero.train.losses import Losses
-from megazero.train.metrics import EvalMetrics, StepMetrics
+from megazero.train.observe.metrics import EvalMetrics, StepMetrics
+from megazero.train.step.losses import Losses
 
 
 def only_lm(loss: float | None) -> Losses:

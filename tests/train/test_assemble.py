@@ -6,7 +6,7 @@ from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.mpu import solo_context
 from megazero.train.assemble import build_feeds
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts.vocabulary import Vocabulary
 from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
 
 

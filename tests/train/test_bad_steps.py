@@ -13,10 +13,10 @@ from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress, Step
 from megazero.errors import NumericsError
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.train import snapshot
 from megazero.train.assemble import pretrain, pretrain_on
-from megazero.train.engine import Engine
-from megazero.train.state import TrainState
+from megazero.train.resume import snapshot
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
 
 SMALL = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-2 --mock-data "

@@ -17,7 +17,7 @@ from megazero.data import IndexedDatasetWriter
 from megazero.errors import DataError
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
 from megazero.train.assemble import pretrain, pretrain_on
-from megazero.train.engine import Engine
+from megazero.train.step.engine import Engine
 from tests.checkpoint.forged import edit, reseal
 
 SMALL = (

@@ -13,7 +13,7 @@ import torch
 from megazero.config import parse_config
 from megazero.mpu import Launch
 from megazero.train.assemble import pretrain
-from megazero.train.determinism import compute_deterministically
+from megazero.train.process import compute_deterministically
 
 
 @pytest.fixture(autouse=True)

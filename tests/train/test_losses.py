@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megazero.loss import LossTerm
-from megazero.train.losses import Losses, local_counts, loss_factors
+from megazero.train.step.losses import Losses, local_counts, loss_factors
 
 TERMS = (LossTerm("lm"), LossTerm("aux", 0.25), LossTerm("accuracy", 0.0))
 

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from megazero.loss import LossTerm
-from megazero.train.losses import Losses
-from megazero.train.metrics import EvalMetrics
+from megazero.train.observe.metrics import EvalMetrics
+from megazero.train.step.losses import Losses
 from tests.train.samples import evaluation, only_lm, step
 
 

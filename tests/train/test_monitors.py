@@ -15,8 +15,7 @@ from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConf
 from megazero.config.tree_output import LoggingConfig
 from megazero.errors import ConfigError
 from megazero.loss import LossTerm
-from megazero.train.losses import Losses
-from megazero.train.monitors import (
+from megazero.train.observe.monitors import (
     CompositeMonitor,
     ConsoleMonitor,
     JsonlMonitor,
@@ -25,7 +24,8 @@ from megazero.train.monitors import (
     WandbMonitor,
     build_monitors,
 )
-from megazero.train.monitors.csv_file import CsvMonitor
+from megazero.train.observe.monitors.csv_file import CsvMonitor
+from megazero.train.step.losses import Losses
 from tests.train.samples import evaluation, step
 
 # Of a model with two trained terms, 4 + 0.5 x 2 = 5, and one that is only reported.

@@ -20,10 +20,10 @@ from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
 from megazero.train.assemble import pretrain
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 from tests.forks import start_ranks

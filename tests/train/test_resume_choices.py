@@ -20,14 +20,15 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, Config, ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu import Launch, ThreadWorld, solo_context, thread_context
-from megazero.train import resume as module
-from megazero.train.engine import Engine
-from megazero.train.resume import Resumed, check_model, resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.state_json import PRETRAINING, SavedModel
-from megazero.train.timers import Timers
-from megazero.train.trained import load_for_inference
+from megazero.train.resume import resume as module
+from megazero.train.resume.fit import check_model
+from megazero.train.resume.resume import Resumed, resume
+from megazero.train.resume.saved import PRETRAINING, SavedModel
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.resume.trained import load_for_inference
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import micro_batches, verification_engine
 from tests.checkpoint.forged import edit, reseal

@@ -9,12 +9,12 @@ import pytest
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, ParallelConfig
 from megazero.mpu import ThreadWorld, thread_context
-from megazero.train import resume as module
-from megazero.train.resume import resume
-from megazero.train.same_sums import changed_sums
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.state_json import RunFacts
+from megazero.train.resume import resume as module
+from megazero.train.resume.fit import changed_sums
+from megazero.train.resume.resume import resume
+from megazero.train.resume.saved import RunFacts
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.state import TrainState
 from megazero.verify.layouts import VOCABULARY, Layout
 from megazero.verify.record import verification_engine
 

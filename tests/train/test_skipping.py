@@ -12,7 +12,7 @@ from megazero.config import parse_config
 from megazero.config.pacing import FromZero, Root
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.train.skipping import LayerDrop, SkippingPlan
+from megazero.train.step.skipping import LayerDrop, SkippingPlan
 from tests.train.random_ltd_json import random_ltd_section
 from tests.train.test_curriculum import GROWS, LENGTHS, SMALL, run
 

@@ -12,10 +12,10 @@ import pytest
 from megazero.config import parse_config
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, thread_context
 from megazero.train.assemble import pretrain, pretrain_on
-from megazero.train.metrics import STABILITY
-from megazero.train.stability import Spread, Stability
-from megazero.train.state import TrainState
-from megazero.train.state_json import StateFacts
+from megazero.train.observe.metrics import STABILITY
+from megazero.train.resume.saved import StateFacts
+from megazero.train.step.stability import Spread, Stability
+from megazero.train.step.state import TrainState
 
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "

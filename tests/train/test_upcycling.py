@@ -16,10 +16,10 @@ from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
 from megazero.train.assemble import pretrain
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.weights import take_foreign_weights
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.resume.weights import take_foreign_weights
+from megazero.train.step.state import TrainState
 from megazero.verify.layouts import SEQUENCE, VOCABULARY, Layout
 from megazero.verify.record import verification_engine
 from tests.checkpoint.hf.samples import LLAMA, VOCAB, config_for, their_tensors, write_folder

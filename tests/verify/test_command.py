@@ -11,7 +11,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.rules import check
 from megazero.config.steps import SequenceLengths
 from megazero.config.training_plan import training_plan_of
-from megazero.train.skipping import SkippingPlan
+from megazero.train.step.skipping import SkippingPlan
 from megazero.verify import command, compare
 from megazero.verify.command import main, serial_of
 from megazero.verify.shrink import shrink

@@ -18,8 +18,8 @@ from megazero.mpu import (
     recording_context,
     thread_context,
 )
-from megazero.train.engine import StepResult
-from megazero.train.timers import Timers
+from megazero.train.step.engine import StepResult
+from megazero.train.step.timers import Timers
 from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.verify.selection import allowed, candidates, covering

@@ -14,11 +14,11 @@ from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, ProcessGrid, TrafficLog, grid_of, recording_context
 from megazero.report.memory.table import RankMemory
 from megazero.train.assemble import build_model
-from megazero.train.families import family_of
-from megazero.train.feed import cut
-from megazero.train.memory import MemoryMeter
-from megazero.train.timers import Timers
-from megazero.train.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.observe.memory import MemoryMeter
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.step.feed import cut
+from megazero.train.step.timers import Timers
 
 
 def planned_memory(config: Config, ranks: int) -> list[RankMemory]:

@@ -11,10 +11,10 @@ from megazero.checkpoint.folder import iteration_folder, remove_checkpoint, save
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext
-from megazero.train.engine import Engine
-from megazero.train.router_state import router_parts_to_read
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
+from megazero.train.resume.keepers import router_parts_to_read
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
 
 FOLDER = "best"
 

@@ -11,21 +11,20 @@ from megazero.data import BatchSampler, EpochOrder, SamplerSpec
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.models import LabelledBatch
 from megazero.mpu import Launch, ParallelContext, TrafficLog, agree, count_traffic, gather_values
-from megazero.train.agreement import labelled_samples, tokenizer_and_place
 from megazero.train.assemble import build_model, build_plan, in_job
-from megazero.train.families import classifiers_of
-from megazero.train.feed import Feed, make_feed
 from megazero.train.finetuning.best import BestModel
-from megazero.train.finetuning.loop import EvaluationData, TaskLoop
+from megazero.train.finetuning.evaluation import EvaluationData, TaskLoop
 from megazero.train.finetuning.predictions import check_writable, write_predictions
 from megazero.train.finetuning.pretrained import take_pretrained
 from megazero.train.finetuning.task import LabelledSplit, TaskData, completed, read_task
-from megazero.train.monitors import Monitor, build_monitors
-from megazero.train.resume import Resumed, resume
-from megazero.train.run_plan import Feeds
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.guards.agreement import labelled_samples, tokenizer_and_place
+from megazero.train.observe.monitors import Monitor, build_monitors
+from megazero.train.parts.families import classifiers_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.resume.resume import Resumed, resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.feed import Feed, Feeds, make_feed
+from megazero.train.step.state import TrainState
 
 
 def finetune(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:

@@ -11,8 +11,8 @@ from typing import TypedDict
 from megazero.config.steps import Step
 from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, gather_values
-from megazero.train.engine import Attempt, Engine
-from megazero.train.feed import Feed, SampleFacts
+from megazero.train.step.engine import Attempt, Engine
+from megazero.train.step.feed import Feed, SampleFacts
 
 _LAYER = re.compile(r"layers\.[0-9]+")
 

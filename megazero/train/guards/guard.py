@@ -11,13 +11,13 @@ from megazero.config.steps import Step
 from megazero.errors import NumericsError
 from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext
-from megazero.train.engine import Attempt, Engine, Judge, Judgement, Replay, StepResult
-from megazero.train.feed import Feed
 from megazero.train.guards.facts import step_facts
 from megazero.train.guards.incidents import Action, Incident, IncidentLog
 from megazero.train.guards.rerun import Cause, Ruling, repeat
-from megazero.train.guards.spikes import Recent, Spike
-from megazero.train.state import TrainState
+from megazero.train.step.engine import Attempt, Engine, Judge, Judgement, Replay, StepResult
+from megazero.train.step.feed import Feed
+from megazero.train.step.spikes import Recent, Spike
+from megazero.train.step.state import TrainState
 from megazero.zero import CopyCheck
 
 _MOST_BAD = 5  # updates skipped in a row

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from megazero.data.files import whole_file
 from megazero.errors import CheckpointError
 from megazero.mpu import name_ranks
-from megazero.train.monitors.base import Monitor
-from megazero.train.monitors.jsonl import to_json
+from megazero.train.observe.monitors.base import Monitor
+from megazero.train.observe.monitors.jsonl import to_json
 
 FOLDER = "incidents"
 

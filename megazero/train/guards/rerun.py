@@ -16,7 +16,7 @@ import torch
 
 from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, gather_values, name_ranks
-from megazero.train.engine import Attempt, Replay
+from megazero.train.step.engine import Attempt, Replay
 
 _SHOWN = 4  # names of tensors in a message
 

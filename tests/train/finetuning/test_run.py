@@ -15,11 +15,11 @@ from megazero.config.training_plan import training_plan_of
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu import Launch, solo_context
 from megazero.train.assemble import build_engine, pretrain
-from megazero.train.chunks import build_chunks
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.trained import load_for_inference
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import build_vocabulary
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.resume.trained import load_for_inference
+from megazero.train.step.state import TrainState
 from tests.train.finetuning.samples import FAMILIES, MODEL, make_files, run, steps
 
 

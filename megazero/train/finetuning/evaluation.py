@@ -1,0 +1,217 @@
+"""The training loop of fine-tuning: evaluations are of whole files, and the best model is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.models import LabelledBatch
+from megazero.mpu import ParallelContext
+from megazero.train.finetuning.best import BestModel
+from megazero.train.finetuning.scores import TaskReport
+from megazero.train.finetuning.task import LabelledSplit, TaskData
+from megazero.train.loop import Loop
+from megazero.train.observe.metrics import EvalMetrics
+from megazero.train.observe.monitors import Monitor
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.run_plan import RunPlan
+from megazero.train.step.engine import Engine
+from megazero.train.step.feed import Feed, Feeds
+from megazero.train.step.losses import Losses
+from megazero.train.step.state import TrainState
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers of an evaluation.
+
+    Attributes:
+        losses: the losses over the samples with a label, by term.
+        counted: number of samples with a label.
+        scores: float32 [samples, classes].
+    """
+
+    losses: Losses
+    counted: int
+    scores: np.ndarray
+
+
+def answer(engine: Engine, feed: Feed[LabelledBatch], count: int, batch_size: int, classes: int) -> Answers:
+    """Evaluate the first `count` samples of a feed, each once, by forward passes of whole global batches.
+
+    Every rank calls this. The feed goes on with samples that do not count until the last batch is full.
+    """
+    context, stride = engine.context, feed.spec.stride
+    places: list[tuple[int, list[Tensor]]] = []
+
+    def batches() -> Iterator[list[LabelledBatch]]:
+        for start in range(0, count, batch_size):
+            micro_batches = feed.micro_batches(start, batch_size // stride)
+            for i, batch in enumerate(micro_batches):
+                first = start + i * stride + feed.spec.data_parallel_rank * feed.spec.micro_batch_size
+                assert batch.answers is not None, "batches without dropout keep the answers"
+                places.append((first, batch.answers))
+            yield micro_batches
+
+    losses, counted = engine.evaluate(batches())
+    scores = _gathered(places, (-(-count // batch_size) * batch_size, classes), context)
+    return Answers(losses, counted, scores[:count])
+
+
+def _gathered(
+    places: list[tuple[int, list[Tensor]]], shape: tuple[int, int], context: ParallelContext
+) -> np.ndarray:
+    """The scores of all ranks: only one rank has those of a micro-batch, so that their sum is exact."""
+    scores = torch.zeros(shape, dtype=torch.float32, device=context.device)
+    if context.tp.rank == 0:
+        for first, parts in places:
+            for part in parts:
+                scores[first : first + len(part)] = part
+    context.world.all_reduce(scores).wait()
+    return scores.cpu().numpy()
+
+
+@dataclass(frozen=True)
+class TaskMetrics(EvalMetrics):
+    """One evaluation of labelled files.
+
+    Attributes:
+        report: how good all answers are.
+        files: the same for each file, by its path.
+    """
+
+    predicts_text: ClassVar[bool] = False
+
+    report: TaskReport
+    files: Mapping[str, TaskReport]
+
+    def record(self) -> dict[str, object]:
+        """Name -> value, with the reports as JSON and without a perplexity."""
+        names = [field.name for field in fields(EvalMetrics)]
+        metrics = EvalMetrics(**{name: getattr(self, name) for name in names}).record()
+        del metrics["perplexity"]
+        files = {path: report.record() for path, report in self.files.items()}
+        return {**metrics, **self.report.record(), "files": files}
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """The inputs of evaluations.
+
+    Attributes:
+        data: the labelled splits.
+        classes: number of scores of a sample.
+        valid, test: feeds that go on without end; None for a split without samples.
+        best: keeps the best model; None if nothing is saved.
+    """
+
+    data: TaskData
+    classes: int
+    valid: Feed[LabelledBatch] | None
+    test: Feed[LabelledBatch] | None
+    best: BestModel | None
+
+
+class TaskLoop(Loop):
+    """Trains on labelled samples.
+
+    Args:
+        engine, plan, feeds, monitor, checkpoints, context: as for `Loop`; only the feed for training is
+            read, and `valid` says whether there is anything to evaluate.
+        inputs: the inputs of evaluations.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: RunPlan,
+        feeds: Feeds,
+        monitor: Monitor,
+        checkpoints: Snapshots | None,
+        context: ParallelContext,
+        inputs: EvaluationData,
+    ):
+        super().__init__(engine, plan, feeds, monitor, checkpoints, context)
+        self.inputs = inputs
+
+    def answers(self, split: str) -> Answers:
+        """The model's answers to a split, without a report; every rank calls this."""
+        labelled, feed = self._split(split)
+        batch = self.plan.training_plan.evaluations.batch_size
+        with self.timers("evaluation"):
+            return answer(self.engine, feed, len(labelled), batch, self.inputs.classes)
+
+    def evaluate(self, split: str, state: TrainState) -> None:
+        """Report the loss, accuracy, F1 and confusions on a split, as `examine` does."""
+        self.examine(split, state)
+
+    def examine(self, split: str, state: TrainState) -> Answers:
+        """Report the loss, accuracy, F1 and confusions on a split, and return the answers.
+
+        Validation is also a chance for the model to become the best so far. Every rank calls this.
+        """
+        began = time.perf_counter()
+        answers = self.answers(split)
+        report, files = self._reports(self._split(split)[0], answers)
+        self.monitor.evaluation(
+            TaskMetrics(
+                iteration=state.iteration,
+                split=split,
+                losses=answers.losses,
+                consumed_samples=state.consumed_samples,
+                consumed_tokens=state.consumed_tokens,
+                num_tokens=answers.counted,
+                seconds=time.perf_counter() - began,
+                report=report,
+                files=files,
+            )
+        )
+        self._tell_of(split, report, files)
+        if split == "validation":
+            self._offer(state, report)
+        return answers
+
+    def _split(self, split: str) -> tuple[LabelledSplit, Feed[LabelledBatch]]:
+        inputs, validates = self.inputs, split == "validation"
+        labelled, feed = (inputs.data.valid, inputs.valid) if validates else (inputs.data.test, inputs.test)
+        assert labelled is not None, f"there are no samples for {split}"
+        assert feed is not None, f"there are no samples for {split}"
+        return labelled, feed
+
+    def _reports(self, labelled: LabelledSplit, answers: Answers) -> tuple[TaskReport, dict[str, TaskReport]]:
+        labels, truth = self.inputs.data.labels, labelled.samples.labels
+        files, start = {}, 0
+        for file in labelled.files:
+            rows = slice(start, start + len(file.samples))
+            files[file.path] = TaskReport.of(labels, truth[rows], answers.scores[rows])
+            start = rows.stop
+        return TaskReport.of(labels, truth, answers.scores), files
+
+    def _tell_of(self, split: str, report: TaskReport, files: dict[str, TaskReport]) -> None:
+        if not report.count:
+            self.monitor.message(f"{split}: no sample has a label")
+            return
+        for path, file_report in files.items() if len(files) > 1 else ():
+            if file_report.count:
+                self.monitor.message(
+                    f"{split}: {path}: accuracy {file_report.accuracy:.4f} of {file_report.count}, macro F1 "
+                    f"{file_report.macro_f1:.4f}"
+                )
+        self.monitor.message(
+            f"{split}: accuracy {report.accuracy:.4f} of {report.count}, macro F1 {report.macro_f1:.4f}"
+        )
+        for line in report.table():
+            self.monitor.message(line)
+
+    def _offer(self, state: TrainState, report: TaskReport) -> None:
+        best = self.inputs.best
+        if best is None or report.accuracy is None or not state.iteration:
+            return
+        if best.offer(state, report.accuracy):
+            self.monitor.message(f"saved the best model so far to {best.folder}")

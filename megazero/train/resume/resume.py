@@ -1,0 +1,275 @@
+"""Resuming a run: choosing a checkpoint, checking that it fits, and loading its state."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megazero.checkpoint import (
+    FP8,
+    RANDOM,
+    ROUTER,
+    WEIGHT,
+    Box,
+    Candidates,
+    CheckpointReader,
+    Key,
+    Part,
+    ReplicaRows,
+    Source,
+    Verify,
+    candidates,
+    parts_in_use,
+    parts_to_read,
+    state_keys,
+    together,
+)
+from megazero.checkpoint.lock import saved_elsewhere
+from megazero.checkpoint.upcycling import Upcycled, router_names
+from megazero.config.training_plan import TrainingPlan, training_plan_of
+from megazero.config.tree import Config, ModelConfig
+from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.mpu import ParallelContext, gather_values, transports
+from megazero.optim import ScalerState
+from megazero.train.resume.fit import changed_sums, check_tensors, fit
+from megazero.train.resume.keepers import (
+    fp8_parts_to_read,
+    random_state,
+    router_parts_to_read,
+    set_random_state,
+)
+from megazero.train.resume.saved import (
+    DataFacts,
+    RunFacts,
+    opened,
+    saved_model,
+    saved_run,
+)
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+from megazero.zero import IN_USE, Optimizer
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The point from which a run continues.
+
+    Attributes:
+        engine: the engine, new or with the checkpoint's state.
+        state: the progress of the training.
+        stream_seed: seed of the dropout streams.
+        config: the run's configuration; its global batch is the checkpoint's if none was asked for.
+        training_plan: the run's plan, from `state` on.
+        remarks: lines about the resume for a person.
+        data: the data of the steps so far; None if there were none or the checkpoint does not say.
+    """
+
+    engine: Engine
+    state: TrainState
+    stream_seed: int
+    config: Config
+    training_plan: TrainingPlan
+    remarks: tuple[str, ...] = ()
+    data: tuple[DataFacts, ...] | None = None
+
+
+def resume(
+    config: Config,
+    context: ParallelContext,
+    vocab_size: int,
+    build: Callable[[Config, TrainingPlan], Engine],
+    begin: Callable[[Engine], tuple[str, ...]] | None = None,
+) -> Resumed:
+    """Continue from the best checkpoint in `--load`, or start anew; every rank calls this.
+
+    If any rank finds a checkpoint damaged, all ranks pass it over for the newest intact one.
+
+    Args:
+        config: the run's configuration.
+        context: all ranks.
+        vocab_size: number of vocabulary entries, without padding.
+        build: makes an engine with new weights, given the configuration to continue with and its plan.
+        begin: gives a new engine the weights that training begins with, and says so; None leaves the seed's.
+
+    Raises:
+        ConfigError: the checkpoint's global batch cannot be distributed over these ranks, and no other was
+            asked for.
+        CheckpointError: on every rank: no checkpoint is intact; it belongs to another model, or to another
+            learning rate schedule without --override-opt_param-scheduler; or there is none, and starting
+            without one was not allowed.
+    """
+    section = config.checkpoint
+    checkpoints = _candidates(section.load, section.ckpt_step, context) if section.load else None
+    if checkpoints is None or not (checkpoints.folders or checkpoints.remarks):
+        if section.load:
+            _may_start_without(config)
+        training_plan = training_plan_of(config, context.data.size)
+        new = build(config, training_plan)
+        begun = begin(new) if begin else ()
+        if section.load and not begun:
+            begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
+        return Resumed(new, TrainState(), config.training.seed, config, training_plan, begun)
+    remarks = list(checkpoints.remarks)
+    for folder in checkpoints.folders:
+        engine: Engine | None = None
+        try:
+            reader = opened(folder, Verify(section.verify_checkpoint), context)
+            begins = _begins_experts(config, reader)
+            run = None if begins else saved_run(reader)
+            kept, changes = fit(config, reader, run, vocab_size, context.world_size, begins)
+            state = TrainState() if run is None or section.finetune else run.state.train_state()
+            training_plan = training_plan_of(kept, context.data.size, state.progress)
+            engine = build(kept, training_plan)
+            seed = load_state(kept, engine, context, reader, run, begins_experts=begins)
+        except DamagedCheckpointError as error:
+            remarks.append(f"passed over {folder}: {error}")
+            if engine is not None:  # part of its state may come from the damaged checkpoint
+                engine = None
+                gc.collect()  # frees its memory before the next engine needs as much
+            continue
+        changes += filter(None, [saved_elsewhere(folder, reader.saved_into)])
+        if run is not None and not section.finetune:
+            changes += changed_sums(run, kept.parallel, transports(context), context.world_size)
+        loaded = f"{'began experts from the dense model' if begins else 'loaded'} {folder}"
+        data = None if run is None or section.finetune or run.data is None else tuple(run.data)
+        return Resumed(engine, state, seed, kept, training_plan, (*remarks, loaded, *changes), data)
+    raise DamagedCheckpointError(
+        f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
+    )
+
+
+def _may_start_without(config: Config) -> None:
+    """Refuse to start from random weights where a checkpoint, which `--load` lacks, must give them."""
+    section = config.checkpoint
+    elsewhere = section.load_hf is not None or config.finetune.pretrained_checkpoint is not None
+    needed_by = {
+        "--exit-on-missing-checkpoint": section.exit_on_missing_checkpoint,
+        "--finetune": section.finetune and not elsewhere,
+        "--moe-use-upcycling": section.moe_use_upcycling and not elsewhere,
+    }
+    for flag, needs in needed_by.items():
+        if needs:
+            raise CheckpointError(
+                f"`load` must hold a checkpoint with {flag}, but {section.load} has none; check the path"
+            )
+
+
+def _candidates(load: str, step: int | None, context: ParallelContext) -> Candidates:
+    """The first rank's candidates; on a shared file system, other ranks may still see an older state."""
+
+    def look() -> dict[str, list[str]]:
+        listed = candidates(load, step)
+        return {"folders": [str(folder) for folder in listed.folders], "remarks": list(listed.remarks)}
+
+    first = together(context, look if context.rank == 0 else None, f"look into {load}")[0]
+    return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
+
+
+def _begins_experts(config: Config, reader: CheckpointReader) -> bool:
+    """Whether the experts are to be copies of this checkpoint's MLPs; not once it has experts itself."""
+    if not config.checkpoint.moe_use_upcycling:
+        return False
+    return not saved_model(reader).settings(ModelConfig.model_fields).num_experts
+
+
+def load_state(
+    config: Config,
+    engine: Engine,
+    context: ParallelContext,
+    reader: CheckpointReader,
+    run: RunFacts | None,
+    *,
+    begins_experts: bool = False,
+) -> int:
+    """Load what a checkpoint holds into an engine, as `config` asks; every rank calls this.
+
+    Returns:
+        The seed of the dropout streams.
+
+    Raises:
+        CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
+    """
+    section, optimizer = config.checkpoint, engine.optimizer
+    progress = None if section.finetune else run
+    drawn = None if section.no_load_rng else progress
+    counted = None  # the updates made, and the loss scaler's state
+    if progress is not None and not section.no_load_optim:
+        if progress.updates is None or progress.scaler is None:
+            raise CheckpointError(
+                f"`{reader.folder}` must hold optimizer state, but has none; set --no-load-optim "
+                "or --finetune"
+            )
+        counted = progress.updates, ScalerState(**dict(progress.scaler))
+    moments = counted is not None
+    held: Source = Upcycled(reader, config.model) if begins_experts else reader
+    seeded = router_names(config.model) if begins_experts else ()
+    parts = [
+        part for part in parts_to_read(optimizer, context, moments=moments) if part.key.name not in seeded
+    ]
+    source = ReplicaRows(held, parts, optimizer.private_kinds)
+    unused = _unused(source, optimizer, context, moments)
+    generators = random_state(context.device)
+    rows = [] if drawn is None else _random_rows(reader, context, generators)
+
+    def read() -> None:
+        check_tensors(source, parts, reader.folder, unused)
+        remembered = [*router_parts_to_read(engine.loads, source)]
+        if progress is not None:
+            remembered += fp8_parts_to_read(engine.fp8, source)
+        source.read([*parts, *rows, *remembered])
+
+    together(context, read, f"load {reader.folder}")
+    optimizer.publish()
+    if counted is not None:
+        _load_in_use(optimizer, context, reader)
+        optimizer.updates, engine.scaler_state = counted
+    if rows:
+        together(context, lambda: set_random_state(generators, context.device), f"load {reader.folder}")
+    return config.training.seed if drawn is None else drawn.stream_seed
+
+
+def _load_in_use(optimizer: Optimizer, context: ParallelContext, reader: CheckpointReader) -> None:
+    """Load the weights that the next step reads, where an update that is delayed was not published yet."""
+    if optimizer.delayed is None or all(key.kind != IN_USE for key in reader.shapes):
+        return
+    parts = parts_in_use(optimizer, context)
+
+    def read() -> None:
+        missing = sorted({str(part.key) for part in parts if part.key not in reader.shapes})
+        if missing:
+            raise CheckpointError(
+                f"{reader.folder} must hold the weights in use of all parameters, but lacks `{missing[0]}` "
+                f"and {len(missing) - 1} more; load an older one, or leave `--delayed-param-update` out."
+            )
+        reader.read(parts)
+
+    together(context, read, f"load {reader.folder}")
+    optimizer.delayed.show_in_use()
+
+
+def _random_rows(
+    reader: CheckpointReader, context: ParallelContext, generators: Mapping[str, torch.Tensor]
+) -> list[Part]:
+    """The parts to read for this rank's generators; none unless the checkpoint has them for as many ranks."""
+    rows = []
+    for name, state in generators.items():
+        key, shape = Key(name, RANDOM), (context.world_size, *state.shape)
+        if reader.shapes.get(key) != shape:
+            return []
+        row = Box((context.rank, *[0] * state.dim()), (1, *state.shape))
+        rows.append(Part(key, shape, row, state.unsqueeze(0)))
+    return rows
+
+
+def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, moments: bool) -> list[str]:
+    """The tensors of the checkpoint that no rank has a place for; moments count only if they are loaded."""
+    mine = sorted(str(key) for key in state_keys(optimizer))
+    asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
+    # Without delay, the weights in use are those of the masters.
+    kinds = {key.kind for key in source.shapes} - {FP8, IN_USE, RANDOM, ROUTER} if moments else {WEIGHT}
+    held = [key for key in source.shapes if key.kind in kinds]
+    return [str(key) for key in held if str(key) not in asked]
