@@ -28,7 +28,7 @@ from megazero.checkpoint import WEIGHT, CheckpointReader, iteration_folder
 from megazero.config.resolve import parse_config
 from megazero.data import IndexedDatasetWriter
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 
 RANKS, HIDDEN, HEADS = 2, 128, 4
 MODEL = (

@@ -98,7 +98,7 @@ def _pretrain(arguments: list[str]) -> int:
     from megazero.errors import exit_status
 
     config = resolve_or_exit(arguments, "megazero pretrain")
-    from megazero.train.assemble import pretrain
+    from megazero.train.pretraining import pretrain
 
     return exit_status(lambda: pretrain(config))
 

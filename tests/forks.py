@@ -22,7 +22,14 @@ from subprocess import CompletedProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 240.0
-PRELOADED = ["torch", "sympy", "numpy.random", "megazero.train.assemble", "megazero.verify.run", "tests.pool"]
+PRELOADED = [
+    "torch",
+    "sympy",
+    "numpy.random",
+    "megazero.train.pretraining",
+    "megazero.verify.run",
+    "tests.pool",
+]
 
 
 def fork_server() -> ForkServerContext:

@@ -18,7 +18,7 @@ from megazero.checkpoint.lock import LOCK, WriterLock, saved_elsewhere
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError, LostFolderError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.assemble import pretrain, pretrain_on
+from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.step.engine import Engine
 
 SMALL = (

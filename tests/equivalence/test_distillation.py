@@ -10,7 +10,7 @@ from megazero.config.distillation import DistillationConfig
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import solo_context
-from megazero.train.assemble import pretrain_on
+from megazero.train.pretraining import pretrain_on
 from megazero.verify.compare import compare
 from megazero.verify.layouts import Layout
 from megazero.verify.record import Record

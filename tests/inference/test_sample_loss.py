@@ -23,9 +23,9 @@ from megazero.errors import CheckpointError, ConfigError, NumericsError
 from megazero.inference.sample_loss import SCALE, measure_loss, whole_numbers
 from megazero.models import GPT
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.assemble import pretrain
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import build_vocabulary
+from megazero.train.pretraining import pretrain
 from megazero.train.resume.trained import load_chunks
 
 SHAPE = (

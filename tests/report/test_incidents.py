@@ -8,7 +8,7 @@ import pytest
 
 from megazero.errors import ConfigError
 from megazero.report.incidents import main, read_steps
-from megazero.train.guards.incidents import Incident, IncidentLog
+from megazero.train.observe.incidents import Incident, IncidentLog
 from megazero.train.observe.monitors import CompositeMonitor
 
 

@@ -13,8 +13,8 @@ from megazero.report.memory.command import main
 from megazero.report.memory.picture import memory_figure
 from megazero.report.memory.planned import planned_memory
 from megazero.report.memory.table import RankMemory, merge_alike, read_memory, rows, shown, verdict
-from megazero.train.assemble import pretrain_on
 from megazero.train.observe.memory import MemoryMeter, _PeakOfOutputs
+from megazero.train.pretraining import pretrain_on
 from megazero.zero import GRADIENT, WEIGHT, ZeroPolicy
 from megazero.zero.store import TierSlot
 from tests.zero.harness import Trainer, in_threads

@@ -13,9 +13,9 @@ from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress, Step
 from megazero.errors import NumericsError
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.train.assemble import pretrain, pretrain_on
+from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.resume import snapshot
-from megazero.train.step.engine import Engine
+from megazero.train.step.engine import Engine, Outcome
 from megazero.train.step.state import TrainState
 
 SMALL = (
@@ -54,13 +54,14 @@ def test_what_is_written_in_the_background_is_finished_first(tmp_path):
 
 def bad_at(monkeypatch, iterations: set[int]) -> None:
     """Let these steps end as if a gradient had not been finite, though nothing else is changed."""
-    whole = Engine.train_step
+    whole = Engine.update
 
-    def step(self, batches, progress, *rest):
-        result = whole(self, batches, progress, *rest)
-        return replace(result, skipped=result.skipped or progress.iteration + 1 in iterations)
+    def update(self, attempt, progress, timers, **rest):
+        result = whole(self, attempt, progress, timers, **rest)
+        bad = progress.iteration + 1 in iterations
+        return replace(result, outcome=Outcome.NOT_FINITE) if bad else result
 
-    monkeypatch.setattr(Engine, "train_step", step)
+    monkeypatch.setattr(Engine, "update", update)
 
 
 def test_a_checkpoint_that_is_due_waits_for_the_end_of_the_row(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree_output import CheckpointConfig
 from megazero.mpu import Launch, ThreadWorld, TrafficLog, count_traffic, recording_context, thread_context
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState

@@ -16,7 +16,7 @@ from megazero.config.resolve import parse_config
 from megazero.data import IndexedDatasetWriter
 from megazero.errors import DataError
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.train.assemble import pretrain, pretrain_on
+from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.step.engine import Engine
 from tests.checkpoint.forged import edit, reseal
 

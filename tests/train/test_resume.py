@@ -19,7 +19,7 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState

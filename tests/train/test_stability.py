@@ -11,12 +11,12 @@ import pytest
 
 from megazero.config import parse_config
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, thread_context
-from megazero.train.assemble import pretrain, pretrain_on
-from megazero.train.observe.metrics import STABILITY
+from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.resume.saved import StateFacts
 from megazero.train.step.stability import Spread, Stability
 from megazero.train.step.state import TrainState
 
+STABILITY = ("loss_ratio", "loss_deviation", "grad_norm_deviation")
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
     "--micro-batch-size 2 --global-batch-size 4 --lr 5e-2 --train-iters 8 --eval-iters 0"

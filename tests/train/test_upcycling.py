@@ -15,7 +15,7 @@ from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.resume.weights import take_foreign_weights

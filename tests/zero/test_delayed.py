@@ -15,7 +15,7 @@ from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.optim import Adam
-from megazero.train.assemble import pretrain_on
+from megazero.train.pretraining import pretrain_on
 from megazero.train.resume import resume
 from megazero.verify.compare import compare
 from megazero.verify.layouts import Layout

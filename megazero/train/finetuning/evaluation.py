@@ -1,10 +1,10 @@
-"""The training loop of fine-tuning: evaluations are of whole files, and the best model is kept."""
+"""The evaluation of fine-tuning: whole files, with the same scores on all ranks of any layout."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -16,15 +16,13 @@ from megazero.mpu import ParallelContext
 from megazero.train.finetuning.best import BestModel
 from megazero.train.finetuning.scores import TaskReport
 from megazero.train.finetuning.task import LabelledSplit, TaskData
-from megazero.train.loop import Loop
 from megazero.train.observe.metrics import EvalMetrics
 from megazero.train.observe.monitors import Monitor
-from megazero.train.resume.snapshot import Snapshots
-from megazero.train.run_plan import RunPlan
 from megazero.train.step.engine import Engine
-from megazero.train.step.feed import Feed, Feeds
+from megazero.train.step.feed import Feed
 from megazero.train.step.losses import Losses
 from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -93,99 +91,70 @@ class TaskMetrics(EvalMetrics):
 
     def record(self) -> dict[str, object]:
         """Name -> value, with the reports as JSON and without a perplexity."""
-        names = [field.name for field in fields(EvalMetrics)]
-        metrics = EvalMetrics(**{name: getattr(self, name) for name in names}).record()
-        del metrics["perplexity"]
         files = {path: report.record() for path, report in self.files.items()}
-        return {**metrics, **self.report.record(), "files": files}
+        return {**super().record(), **self.report.record(), "files": files}
 
 
-@dataclass(frozen=True)
-class EvaluationData:
-    """The inputs of evaluations.
+class TaskEvaluation:
+    """Reports the loss, accuracy, F1 and confusions on a split of labelled files.
 
-    Attributes:
-        data: the labelled splits.
-        classes: number of scores of a sample.
-        valid, test: feeds that go on without end; None for a split without samples.
-        best: keeps the best model; None if nothing is saved.
-    """
-
-    data: TaskData
-    classes: int
-    valid: Feed[LabelledBatch] | None
-    test: Feed[LabelledBatch] | None
-    best: BestModel | None
-
-
-class TaskLoop(Loop):
-    """Trains on labelled samples.
+    Validation is also a chance for the model to become the best so far.
 
     Args:
-        engine, plan, feeds, monitor, checkpoints, context: as for `Loop`; only the feed for training is
-            read, and `valid` says whether there is anything to evaluate.
-        inputs: the inputs of evaluations.
+        engine: has the model.
+        data: the labelled splits.
+        feeds: of each split that has samples, by its name; they go on without end.
+        batch_size: samples of a global batch.
+        best: keeps the best model; None if nothing is saved.
+        monitor: receives the report.
+        timers: collects the time.
     """
 
     def __init__(
         self,
         engine: Engine,
-        plan: RunPlan,
-        feeds: Feeds,
+        data: TaskData,
+        feeds: Mapping[str, Feed[LabelledBatch]],
+        batch_size: int,
+        best: BestModel | None,
         monitor: Monitor,
-        checkpoints: Snapshots | None,
-        context: ParallelContext,
-        inputs: EvaluationData,
+        timers: Timers,
     ):
-        super().__init__(engine, plan, feeds, monitor, checkpoints, context)
-        self.inputs = inputs
+        self.engine = engine
+        self.data = data
+        self.feeds = feeds
+        self.batch_size = batch_size
+        self.best = best
+        self.monitor = monitor
+        self.timers = timers
 
     def answers(self, split: str) -> Answers:
         """The model's answers to a split, without a report; every rank calls this."""
-        labelled, feed = self._split(split)
-        batch = self.plan.training_plan.evaluations.batch_size
+        count = len(self._labelled(split))
         with self.timers("evaluation"):
-            return answer(self.engine, feed, len(labelled), batch, self.inputs.classes)
+            return answer(self.engine, self.feeds[split], count, self.batch_size, len(self.data.labels))
 
-    def evaluate(self, split: str, state: TrainState) -> None:
-        """Report the loss, accuracy, F1 and confusions on a split, as `examine` does."""
-        self.examine(split, state)
-
-    def examine(self, split: str, state: TrainState) -> Answers:
-        """Report the loss, accuracy, F1 and confusions on a split, and return the answers.
-
-        Validation is also a chance for the model to become the best so far. Every rank calls this.
-        """
+    def __call__(self, split: str, state: TrainState) -> Answers:
+        """Report on a split, and return the answers; every rank calls this."""
         began = time.perf_counter()
         answers = self.answers(split)
-        report, files = self._reports(self._split(split)[0], answers)
+        report, files = self._reports(self._labelled(split), answers)
+        seconds = time.perf_counter() - began
         self.monitor.evaluation(
-            TaskMetrics(
-                iteration=state.iteration,
-                split=split,
-                losses=answers.losses,
-                consumed_samples=state.consumed_samples,
-                consumed_tokens=state.consumed_tokens,
-                num_tokens=answers.counted,
-                seconds=time.perf_counter() - began,
-                report=report,
-                files=files,
-            )
+            TaskMetrics(state.progress, split, answers.losses, answers.counted, seconds, report, files)
         )
         self._tell_of(split, report, files)
         if split == "validation":
             self._offer(state, report)
         return answers
 
-    def _split(self, split: str) -> tuple[LabelledSplit, Feed[LabelledBatch]]:
-        inputs, validates = self.inputs, split == "validation"
-        labelled, feed = (inputs.data.valid, inputs.valid) if validates else (inputs.data.test, inputs.test)
+    def _labelled(self, split: str) -> LabelledSplit:
+        labelled = self.data.valid if split == "validation" else self.data.test
         assert labelled is not None, f"there are no samples for {split}"
-        assert feed is not None, f"there are no samples for {split}"
-        return labelled, feed
+        return labelled
 
     def _reports(self, labelled: LabelledSplit, answers: Answers) -> tuple[TaskReport, dict[str, TaskReport]]:
-        labels, truth = self.inputs.data.labels, labelled.samples.labels
+        labels, truth = self.data.labels, labelled.samples.labels
         files, start = {}, 0
         for file in labelled.files:
             rows = slice(start, start + len(file.samples))
@@ -210,7 +179,7 @@ class TaskLoop(Loop):
             self.monitor.message(line)
 
     def _offer(self, state: TrainState, report: TaskReport) -> None:
-        best = self.inputs.best
+        best = self.best
         if best is None or report.accuracy is None or not state.iteration:
             return
         if best.offer(state, report.accuracy):

@@ -1,131 +1,299 @@
-"""The metrics of one step and of one evaluation: plain values, the same on every rank."""
+"""The metrics of a step are rows of one table, those of an evaluation a plain value; all ranks have the same.
+
+A row says where its value comes from, and its names in charts and on the console. A new metric is a new row.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, TypedDict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
-from megazero.config.steps import Step
-from megazero.train.run_plan import RunPlan
-from megazero.train.step.engine import StepResult
-from megazero.train.step.losses import Losses
-from megazero.train.step.state import TrainState
-
-STABILITY = ("loss_ratio", "loss_deviation", "grad_norm_deviation")
-"""The fields of `StepMetrics` that say how steady the training is."""
-
-_WHERE_KNOWN = (
-    "tokens_per_expert",
-    "sequence_length",
-    "difficulties",
-    "kept_tokens",
-    "layers_run",
-    "rank_seconds",
-    "offload",
-    "memory",
-    *STABILITY,
+from megazero.config.steps import Progress
+from megazero.config.tree_output import LoggingConfig
+from megazero.train.observe.meters import StepFacts
+from megazero.train.observe.metric import (
+    Chart,
+    Interval,
+    Line,
+    Metric,
+    expert_loads,
+    iteration_time,
+    latest,
+    load_span,
+    loss_means,
+    offload_traffic,
+    rate,
+    skips,
 )
+from megazero.train.step.engine import Outcome
+from megazero.train.step.losses import Losses
+from megazero.train.step.stability import Stability
+from megazero.zero import Optimizer
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """One training iteration, as monitors see it.
+def _stability(name: str, chart: str, unit: str, of: Callable[[Stability], float | None]) -> Metric:
+    """A row about how steady the training is, known if it is asked for and the step made an update."""
 
-    Attributes:
-        iteration: number of this iteration, from 1.
-        consumed_samples: sequences consumed by this and all earlier iterations.
-        consumed_tokens: tokens consumed by this and all earlier iterations.
-        losses: losses on the global batch, by term.
-        grad_norm: global gradient norm before clipping, unscaled; inf or NaN if that caused the step to be
-            skipped.
-        learning_rate: the learning rate of this update.
-        loss_scale: the loss scale of this step.
-        skipped: whether the update was skipped: because of non-finite gradients, or because nothing in the
-            global batch counted (`losses.total` is None).
-        seconds: wall time of the iteration.
-        tokens_per_second: throughput of all ranks together, padding and what layers skip included.
-        tflops: model TFLOP/s of one rank, padding and what was skipped left out; `models/flops.py` says what
-            counts.
-        matmul_share: `tflops` as a share of the rank's measured matmul rate, 0 to 1.
-        global_batch_size: number of sequences in this iteration.
-        num_micro_batches: forward passes per replica.
-        params_norm: norm of the parameters after the update, if asked for.
-        num_zeros: zero elements of the gradient, if asked for.
-        first_bad_parameter: global name of the first parameter with a non-finite gradient.
-        phase_seconds: wall time of each named phase (`timers.py`).
-        sequence_length: tokens of a sequence in this iteration; None without a curriculum.
-        difficulties: for each metric of a curriculum over samples, how difficult those of this iteration
-            may be; None without one.
-        kept_tokens: tokens of a sequence that layers with random-LTD saw; None where they saw all.
-        layers_run: how many layers ran; None without progressive layer dropping.
-        loss_ratio: the total loss as a multiple of the lowest of the updates before (`stability.py`); like
-            the next two, None unless asked for, and in a skipped step.
-        loss_deviation, grad_norm_deviation: standard deviation over recent updates, this one included.
-        tokens_per_expert: for each layer with experts, its number as ``layer``, and as ``tokens`` how often
-            each of its experts was chosen in this iteration, before any token was dropped. None in between
-            the iterations that are logged, and without experts.
-        rank_seconds: minimum, median and maximum over ranks of the seconds per step that each takes itself,
-            as ``own``, and those that it waits, as ``waited``; in the iteration after an interval over which
-            ranks were compared (`stragglers.py`).
-        offload: what this rank moved to and from offloaded state: ``read`` and ``written``, bytes, and
-            ``waited``, seconds in which the step did nothing else. None where nothing is offloaded.
-        memory: for each rank, bytes by place (``device``, ``cpu``, ``nvme``) and by what they hold (see
-            `memory.py`); in the first iteration of a run, and only where metrics go to a file.
-    """
+    def value(facts: StepFacts) -> float | None:
+        known = facts.state.stability
+        return None if known is None or facts.result.skipped or not known.updates else of(known)
 
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    losses: Losses
-    grad_norm: float
-    learning_rate: float
-    loss_scale: float
-    skipped: bool
-    seconds: float
-    tokens_per_second: float
-    tflops: float
-    matmul_share: float
-    global_batch_size: int
-    num_micro_batches: int
-    params_norm: float | None = None
-    num_zeros: int | None = None
-    first_bad_parameter: str | None = None
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)
-    sequence_length: int | None = None
-    difficulties: Mapping[str, int] | None = None
-    kept_tokens: int | None = None
-    layers_run: int | None = None
-    loss_ratio: float | None = None
-    loss_deviation: float | None = None
-    grad_norm_deviation: float | None = None
-    tokens_per_expert: Sequence[Mapping[str, Any]] | None = None
-    rank_seconds: Mapping[str, Sequence[float]] | None = None
-    offload: Mapping[str, float] | None = None
-    memory: Sequence[Mapping[str, Mapping[str, int]]] | None = None
+    line = Line(latest(f"{name.replace('_', ' ')}: {{:.3E}}"), 160)
+    return Metric(name, unit, value, Chart(f"stability/{chart}"), line, optional=True)
+
+
+def _logging(facts: StepFacts) -> LoggingConfig:
+    return facts.meters.config.logging
+
+
+def _optimizer(facts: StepFacts) -> Optimizer:
+    return facts.meters.engine.optimizer
+
+
+METRICS = (
+    Metric("iteration", "from 1", lambda f: f.state.iteration),
+    Metric(
+        "consumed_samples",
+        "sequences, of this and all earlier iterations",
+        lambda f: f.state.consumed_samples,
+        line=Line(latest("consumed samples: {:12d}"), 10),
+    ),
+    Metric(
+        "consumed_tokens",
+        "tokens, of this and all earlier iterations",
+        lambda f: f.state.consumed_tokens,
+        line=Line(latest("consumed tokens: {:12d}"), 20),
+    ),
+    Metric(
+        "losses",
+        "by term, on the global batch",
+        lambda f: f.result.losses,
+        Chart("{}", over_samples=True),
+        Line(loss_means, 130),
+    ),
+    Metric(
+        "grad_norm",
+        "before clipping, unscaled; inf or NaN if that caused the step to be skipped",
+        lambda f: f.result.grad_norm,
+        Chart("grad-norm", over_samples=True),
+        Line(latest("grad norm: {:.3f}"), 150),
+    ),
+    Metric(
+        "learning_rate",
+        "of this update",
+        lambda f: f.result.learning_rate,
+        Chart("learning-rate", over_samples=True),
+        Line(latest("learning rate: {:.6E}"), 70),
+    ),
+    Metric(
+        "loss_scale",
+        "of this step",
+        lambda f: f.result.loss_scale,
+        Chart("loss-scale", over_samples=True),
+        Line(latest("loss scale: {:.1f}"), 140),
+    ),
+    Metric(
+        "skipped",
+        "whether no update was made",
+        lambda f: f.result.skipped,
+        Chart("skipped-iterations"),
+        Line(skips, 1000),
+    ),
+    Metric("seconds", "wall time", lambda f: f.seconds, Chart("iteration-time"), Line(iteration_time, 30)),
+    Metric(
+        "tokens_per_second",
+        "of all ranks together, padding and what layers skip included",
+        lambda f: f.tokens_per_second,
+        Chart("tokens-per-second"),
+        Line(rate("tokens per second: {:.1f}"), 40),
+    ),
+    Metric(
+        "tflops",
+        "model TFLOP/s of one rank, padding and what was skipped left out (`models/flops.py`)",
+        lambda f: f.flops / 1e12,
+        Chart("throughput"),
+        Line(rate("throughput per rank (TFLOP/s): {:.3f}"), 50),
+    ),
+    Metric(
+        "matmul_share",
+        "`tflops` as a share of the rank's measured matmul rate, 0 to 1",
+        lambda f: f.flops / f.meters.matmul_rate,
+        Chart("matmul-share"),
+        Line(rate("share of matmul rate: {:.1f}%", 100), 60),
+    ),
+    Metric(
+        "global_batch_size",
+        "sequences in this iteration",
+        lambda f: f.step.batch_size,
+        Chart("batch-size", over_samples=True),
+        Line(latest("global batch size: {:5d}"), 80),
+    ),
+    Metric("num_micro_batches", "forward passes per replica", lambda f: f.step.micro_batches),
+    Metric(
+        "params_norm",
+        "of the parameters after the update, if asked for",
+        lambda f: _optimizer(f).params_norm() if _logging(f).log_params_norm else None,
+        Chart("params-norm", over_samples=True),
+        Line(latest("params norm: {:.3f}"), 215),
+        gathered=True,
+    ),
+    Metric(
+        "num_zeros",
+        "elements of the gradient that are zero, if asked for",
+        lambda f: _optimizer(f).count_zero_grads() if _logging(f).log_num_zeros_in_grad else None,
+        Chart("num-zeros", over_samples=True),
+        Line(latest("num zeros: {}"), 210),
+        gathered=True,
+    ),
+    Metric(
+        "first_bad_parameter",
+        "global name of the first one with a gradient that is not finite",
+        lambda f: f.result.first_bad_parameter,
+    ),
+    Metric(
+        "phase_seconds",
+        "wall time of each named phase (`timers.py`)",
+        lambda f: f.meters.timers.collect(),
+        Chart("{}-time"),
+    ),
+    Metric(
+        "sequence_length",
+        "tokens of a sequence, where a curriculum lets it grow",
+        lambda f: f.step.sequence_length if f.meters.plan.steps.lengths.grow else None,
+        Chart("seqlen/curriculum_seqlen"),
+        Line(latest("sequence length: {:5d}"), 90),
+        optional=True,
+    ),
+    Metric(
+        "difficulties",
+        "by the metric of a curriculum over samples: how difficult those of this iteration may be",
+        lambda f: f.meters.difficulties.at(f.step.before) if f.meters.difficulties else None,
+        Chart("curriculum/{}"),
+        Line(latest("difficulty: {}"), 100),
+        optional=True,
+    ),
+    Metric(
+        "kept_tokens",
+        "tokens of a sequence that layers with random-LTD saw, where they did not see all",
+        lambda f: f.step.kept_tokens,
+        Chart("seqlen/random_ltd_reserved_length"),
+        Line(latest("tokens kept by random-LTD: {:5d}"), 110),
+        optional=True,
+    ),
+    Metric(
+        "layers_run",
+        "layers that ran, with progressive layer dropping",
+        lambda f: f.skipping.layers_run,
+        Chart("layers-run"),
+        Line(latest("layers run: {:3d}"), 120),
+        optional=True,
+    ),
+    _stability(
+        "loss_ratio",
+        "loss-ratio",
+        "the total loss as a multiple of the lowest of the updates before (`stability.py`)",
+        lambda s: s.loss_ratio,
+    ),
+    _stability(
+        "loss_deviation",
+        "loss-deviation",
+        "standard deviation over recent updates, this one included",
+        lambda s: s.loss.deviation,
+    ),
+    _stability(
+        "grad_norm_deviation",
+        "grad-norm-deviation",
+        "standard deviation over recent updates, this one included",
+        lambda s: s.grad_norm.deviation,
+    ),
+    Metric(
+        "tokens_per_expert",
+        "in iterations that are logged: for each layer with experts, its number as `layer`, and as `tokens` "
+        "how often each of its experts was chosen, before any token was dropped",
+        lambda f: f.meters.tokens_per_expert(f.result) if f.due(_logging(f).log_interval) else None,
+        Chart("expert-load-{}", of=expert_loads),
+        Line(load_span, 200),
+        optional=True,
+        gathered=True,
+    ),
+    Metric(
+        "rank_seconds",
+        "after a comparison of ranks (`stragglers.py`): minimum, median and maximum over "
+        "ranks of the seconds per step that each takes itself, as `own`, and waits, as `waited`",
+        lambda f: f.meters.stragglers.take_summary(),
+        optional=True,
+        gathered=True,
+    ),
+    Metric(
+        "offload",
+        "traffic of this rank's offloaded state: bytes `read` and `written`, and seconds `waited`, in which "
+        "the step did nothing else",
+        lambda f: None if f.meters.moved is None else asdict(f.meters.moved),
+        line=Line(offload_traffic, 190),
+        optional=True,
+        gathered=True,
+    ),
+    Metric(
+        "memory",
+        "of each rank in the first iteration, where metrics go to a file: bytes by place (`device`, `cpu`, "
+        "`nvme`) and by what they hold (`memory.py`)",
+        lambda f: f.meters.memory_of_first_step(),
+        optional=True,
+        gathered=True,
+    ),
+)
+"""All that a step reports, in the order of JSON lines."""
+
+LINE = tuple(sorted((m for m in METRICS if m.line is not None), key=lambda m: m.line.place if m.line else 0))
+"""The metrics on the console, in the order of their parts."""
+
+_NAMES = {metric.name for metric in METRICS}
+
+
+class StepMetrics(dict[str, Any]):
+    """One training iteration, as monitors see it: the values of `METRICS` by name; None where not known."""
+
+    def __init__(self, **values: Any):
+        assert values.keys() <= _NAMES, f"these are no metrics: {sorted(values.keys() - _NAMES)}"
+        super().__init__({metric.name: values.get(metric.name) for metric in METRICS})
+        self["phase_seconds"] = values.get("phase_seconds", {})
+
+    @classmethod
+    def of(cls, facts: StepFacts) -> StepMetrics:
+        """The metrics of a step; every rank calls this, since some values take communication."""
+        made = facts.result.outcome is not Outcome.PASSED_OVER
+        gathered = {metric.name: metric.of(facts) for metric in METRICS if metric.gathered and made}
+        facts = replace(facts, seconds=facts.meters.seconds)
+        return cls(**gathered, **{m.name: m.of(facts) for m in METRICS if not m.gathered})
 
     @property
-    def expert_loads(self) -> tuple[float, float] | None:
-        """The loads of the idlest and the busiest expert of all, as multiples of an even share."""
-        if not self.tokens_per_expert:
-            return None
-        layers = [layer["tokens"] for layer in self.tokens_per_expert]
-        loads = [count * len(tokens) / max(1, sum(tokens)) for tokens in layers for count in tokens]
-        return min(loads), max(loads)
+    def losses(self) -> Losses:
+        """The losses of the global batch, by term."""
+        losses: Losses = self["losses"]
+        return losses
 
     def record(self) -> dict[str, object]:
-        """Name -> value of every field, with every loss term in place of `losses`.
+        """Name -> value, with every loss term in place of `losses`, and without optional ones not known."""
+        known = {m.name: self[m.name] for m in METRICS if not (m.optional and self[m.name] is None)}
+        return _with_terms(known)
 
-        Some fields are left out where they are None: tokens per expert, traffic of offloaded state, memory
-        and stability where they are not known, the sequence length where it does not change, difficulties
-        without a curriculum, and skipping where nothing can be skipped.
-        """
-        values = _record(self)
-        for name in _WHERE_KNOWN:
-            if values[name] is None:
-                del values[name]
-        return values
+    def charts(self, *, with_timers: bool) -> dict[str, float]:
+        """Tag -> value of all that is known; the time of each phase only if asked for."""
+        shown = (metric for metric in METRICS if with_timers or metric.name != "phase_seconds")
+        return {tag: value for metric in shown for tag, value in metric.charted(self).items()}
+
+    def tags_over_samples(self) -> set[str]:
+        """The tags that are also drawn over consumed samples."""
+        chosen = (metric for metric in METRICS if metric.chart is not None and metric.chart.over_samples)
+        return {tag for metric in chosen for tag in metric.charted(self)}
+
+
+def line_of(interval: Interval) -> list[str]:
+    """The parts of the console's line about an interval."""
+    texts = (metric.line.text(interval, metric.name) for metric in LINE if metric.line is not None)
+    return [text for text in texts if text is not None]
 
 
 @dataclass(frozen=True)
@@ -133,11 +301,9 @@ class EvalMetrics:
     """One evaluation of one split.
 
     Attributes:
-        iteration: training iterations done before it.
+        progress: the training iterations, samples and tokens before it.
         split: `validation` or `test`.
         losses: losses on the batches, by term.
-        consumed_samples: training sequences consumed before it.
-        consumed_tokens: training tokens consumed before it.
         num_tokens: how much counted for the first term, such as the number of tokens that were not masked.
         seconds: wall time.
         predicts_text: whether the first term is the loss of a language model, which has a perplexity.
@@ -145,13 +311,21 @@ class EvalMetrics:
 
     predicts_text: ClassVar[bool] = True
 
-    iteration: int
+    progress: Progress
     split: str
     losses: Losses
-    consumed_samples: int
-    consumed_tokens: int
     num_tokens: int
     seconds: float
+
+    @property
+    def iteration(self) -> int:
+        """The number of training iterations before it."""
+        return self.progress.iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        """The number of training sequences consumed before it."""
+        return self.progress.samples
 
     @property
     def perplexity(self) -> float | None:
@@ -161,82 +335,29 @@ class EvalMetrics:
 
     def record(self) -> dict[str, object]:
         """Name -> value of every field, with every loss term in place of `losses`, and the perplexity."""
-        return {**_record(self), "perplexity": self.perplexity}
+        record = _with_terms({"iteration": self.iteration, "split": self.split, "losses": self.losses})
+        return {
+            **record,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.progress.tokens,
+            "num_tokens": self.num_tokens,
+            "seconds": self.seconds,
+            **({"perplexity": self.perplexity} if self.predicts_text else {}),
+        }
+
+    def charts(self, *, with_perplexity: bool) -> dict[str, float]:
+        """Tag -> value of all that is known; a tag is for example ``lm loss validation``."""
+        values = {f"{label} {self.split}": mean for label, mean in self.losses.labelled().items()}
+        if with_perplexity and self.predicts_text:
+            values[f"{self.losses.terms[0].label} {self.split} ppl"] = self.perplexity
+        return {tag: value for tag, value in values.items() if value is not None}
 
 
-def _record(metrics: StepMetrics | EvalMetrics) -> dict[str, object]:
-    values: dict[str, object] = {}
-    for attribute in fields(metrics):
-        value = getattr(metrics, attribute.name)
-        new = value.record() if isinstance(value, Losses) else {attribute.name: value}
-        assert not values.keys() & new.keys(), f"a loss term has the name of a metric: {sorted(new)}"
-        values |= new
-    return values
-
-
-class StepExtras(TypedDict, total=False):
-    """Fields of `StepMetrics` that take communication, or that not every step has."""
-
-    params_norm: float | None
-    num_zeros: int | None
-    phase_seconds: Mapping[str, float]
-    tokens_per_expert: Sequence[Mapping[str, Any]] | None
-    rank_seconds: Mapping[str, Sequence[float]] | None
-    offload: Mapping[str, float] | None
-    memory: Sequence[Mapping[str, Mapping[str, int]]] | None
-
-
-def step_metrics(
-    plan: RunPlan,
-    state: TrainState,
-    result: StepResult,
-    step: Step,
-    seconds: float,
-    flops_per_token: float,
-    extras: StepExtras,
-) -> StepMetrics:
-    """The metrics of one training step.
-
-    Args:
-        plan: the plan of the run.
-        state: the progress of the run, this step included.
-        result: the result of the step.
-        step: the samples that it consumed.
-        seconds: its wall time.
-        flops_per_token: this rank's share of the FLOPs for a token.
-        extras: further fields.
-    """
-    rate = step.positions / seconds
-    # Padding takes time only where it cannot be avoided, and is no use.
-    flops = rate * (1.0 - result.losses.padding) * flops_per_token
-    metrics = StepMetrics(
-        iteration=state.iteration,
-        consumed_samples=state.consumed_samples,
-        consumed_tokens=state.consumed_tokens,
-        losses=result.losses,
-        grad_norm=result.grad_norm,
-        learning_rate=result.learning_rate,
-        loss_scale=result.loss_scale,
-        skipped=result.skipped,
-        seconds=seconds,
-        tokens_per_second=rate,
-        tflops=flops / 1e12,
-        matmul_share=flops / plan.matmul_rate,
-        global_batch_size=step.batch_size,
-        num_micro_batches=step.micro_batches,
-        first_bad_parameter=result.first_bad_parameter,
-        sequence_length=step.sequence_length if plan.training_plan.steps.lengths.grow else None,
-        difficulties=plan.difficulties.at(step.before) if plan.difficulties else None,
-        kept_tokens=step.kept_tokens,
-        layers_run=result.skipping.layers_run,
-        **extras,
-    )
-    stability = state.stability
-    if stability is None or result.skipped or not stability.updates:
-        return metrics
-    return replace(
-        metrics,
-        loss_ratio=stability.loss_ratio,
-        loss_deviation=stability.loss.deviation,
-        grad_norm_deviation=stability.grad_norm.deviation,
-    )
+def _with_terms(values: Mapping[str, Any]) -> dict[str, object]:
+    """The values, with every loss term in place of `losses`."""
+    record: dict[str, object] = {}
+    for name, value in values.items():
+        new = value.record() if isinstance(value, Losses) else {name: value}
+        assert not record.keys() & new.keys(), f"a loss term has the name of a metric: {sorted(new)}"
+        record |= new
+    return record

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from megazero.checkpoint import Verify, candidates, together
@@ -12,8 +13,11 @@ from megazero.train.resume.saved import opened, saved_run
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState
 
+Restore = Callable[[], TrainState | None]
+"""Goes back to the last healthy checkpoint and returns its state; None without one. Every rank calls it."""
 
-def go_back(snapshots: Snapshots) -> TrainState | None:
+
+def restore_last(snapshots: Snapshots) -> TrainState | None:
     """Load the newest healthy checkpoint that a run has saved, and return its state; every rank calls this.
 
     Damaged ones are passed over.

@@ -65,6 +65,7 @@ class Snapshots:
             Retention(section.kept_last, section.save_retain_interval),
             section.async_save_limit if section.async_save else 0,
         )
+        self._arguments = training_plan, engine, context, vocab_size, stream_seed
         self._fixed: dict[str, object] = {
             "kind": PRETRAINING,
             "vocab_size": vocab_size,
@@ -79,6 +80,11 @@ class Snapshots:
                 "python": platform.python_version(),
             },
         }
+
+    def elsewhere(self, changes: Mapping[str, object], disk: Disk | None = None) -> Snapshots:
+        """Saves the same run with these changes to the `checkpoint` section."""
+        section = self.config.checkpoint.model_copy(update=changes)
+        return Snapshots(self.config.model_copy(update={"checkpoint": section}), *self._arguments, disk)
 
     def note(self, facts: Mapping[str, object]) -> None:
         """Add these facts, as JSON, to all checkpoints from now on."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from megazero.config.steps import Progress
-from megazero.layers import NOTHING_SKIPPED, Fp8State, Skipping
+from megazero.layers import NOTHING_SKIPPED, Fp8State
 from megazero.models import MicroBatch
 from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext, read_values
@@ -45,6 +46,16 @@ class Schedules:
     skipping: SkippingPlan
 
 
+class Outcome(Enum):
+    """The fate of a step's update."""
+
+    UPDATED = "updated"
+    EMPTY = "nothing in the global batch counted for a trained term"
+    NOT_FINITE = "a number was not finite"
+    HELD = "a guard held it"
+    PASSED_OVER = "the step was not made"
+
+
 @dataclass(frozen=True)
 class StepResult:
     """The result of one training step, the same on all ranks.
@@ -54,29 +65,24 @@ class StepResult:
         grad_norm: global norm before clipping; 0 where there was nothing to train on.
         learning_rate: the schedule's learning rate at this step.
         loss_scale: the loss scale that backward used.
-        skipped: whether the update was left out: a gradient was not finite, or nothing in the global batch
-            counted for a trained term, so that `losses.total` is None.
+        outcome: whether the update was made, and if not, why.
         first_bad_parameter: the first parameter with a gradient that is not finite.
-        skipping: the tokens and layers that the step left out.
         tokens: how many choices fell on each expert of this stage, by the names of the routers' tallies, on
             the device.
-        held: whether a judge held the update back.
     """
 
     losses: Losses
     grad_norm: float
     learning_rate: float
     loss_scale: float
-    skipped: bool
+    outcome: Outcome
     first_bad_parameter: str | None = None
-    skipping: Skipping = NOTHING_SKIPPED
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
-    held: bool = False
 
     @property
-    def bad(self) -> bool:
-        """Whether the update was left out because a number was not finite."""
-        return self.skipped and self.losses.total is not None and not self.held
+    def skipped(self) -> bool:
+        """Whether no update was made."""
+        return self.outcome is not Outcome.UPDATED
 
 
 @dataclass(frozen=True)
@@ -99,29 +105,6 @@ class Attempt:
     local: Tensor
     prints: Sequence[tuple[str, Tensor]] = ()
     tallies: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """The verdict on an attempt.
-
-    Attributes:
-        attempt: the latest attempt, whose gradients the optimizer holds.
-        hold: whether to skip the update.
-    """
-
-    attempt: Attempt
-    hold: bool = False
-
-
-Replay = Callable[[Sequence[MicroBatch]], Attempt]
-"""Make another attempt, with these micro-batches on this rank; every rank calls it.
-
-Its gradients replace those of the attempt before.
-"""
-
-Judge = Callable[[Attempt, Replay], Judgement]
-"""Decide whether the update is made; all ranks decide the same."""
 
 
 class Engine:
@@ -168,7 +151,7 @@ class Engine:
         terms = self.executor.terms
         losses = Losses.of(terms, [0.0] * len(terms), [0.0] * len(terms))
         lr = self.schedules.learning_rate.at(progress)
-        return StepResult(losses, 0.0, lr, self.scaler_state.scale, skipped=True)
+        return StepResult(losses, 0.0, lr, self.scaler_state.scale, Outcome.PASSED_OVER)
 
     def witness(self, sharding: DataParallel) -> None:
         """Take the fingerprints of gradients from now on, before `sharding` sums them over ranks."""
@@ -179,68 +162,23 @@ class Engine:
 
         sharding.observe(note)
 
-    def train_step(
-        self,
-        batches: Sequence[MicroBatch],
-        progress: Progress,
-        timers: Timers,
-        before_update: Callable[[], None] | None = None,
-        judge: Judge | None = None,
-    ) -> StepResult:
-        """Train on one global batch. If nothing in it counts, nothing changes, not even the loss scale.
+    def train_step(self, batches: Sequence[MicroBatch], progress: Progress, timers: Timers) -> StepResult:
+        """Train on one global batch: an attempt and its update."""
+        return self.update(self.attempt(batches, progress, timers), progress, timers)
+
+    def attempt(self, batches: Sequence[MicroBatch], progress: Progress, timers: Timers) -> Attempt:
+        """Forward and backward of a global batch, its losses, and the norm of its gradient.
+
+        Nothing changes but the gradients, which replace those of an earlier attempt.
 
         Args:
             batches: this rank's micro-batches, whole.
             progress: where the training stands before this step; schedules read it.
             timers: collects how long each phase takes.
-            before_update: called when the state is about to change.
-            judge: looks at the losses and the gradient norm before anything changes; nothing does if it
-                holds the update.
         """
-        scale = self.scaler_state.scale
         self.distillation.before(progress)
-        skipping = self.schedules.skipping.at(progress)
-        lr = self.schedules.learning_rate.at(progress)
-
-        def attempt(these: Sequence[MicroBatch]) -> Attempt:
-            return self._attempt(these, skipping, scale, timers)
-
-        latest = attempt(batches)
-        with timers("optimizer"):
-            self.fp8.advance()
-            if latest.losses.total is None:
-                tokens = self.loads.update(latest.tallies)
-                return StepResult(latest.losses, 0.0, lr, scale, True, skipping=skipping, tokens=tokens)
-            if judge is not None:
-                judgement = judge(latest, attempt)
-                latest = judgement.attempt
-                if judgement.hold:
-                    norm = latest.grad_norm
-                    return StepResult(latest.losses, norm, lr, scale, True, skipping=skipping, held=True)
-            tokens = self.loads.update(latest.tallies)
-            if before_update is not None:
-                before_update()
-            sound = math.isfinite(latest.losses.trained_total) or self.context.device.type == "meta"
-            norm = latest.sums_norm if sound else math.nan
-            decay = self.schedules.weight_decay.at(progress)
-            report = self.optimizer.step(lr, decay, 1.0 / scale, norm)
-            self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
-        return StepResult(
-            latest.losses,
-            report.grad_norm,
-            lr,
-            scale,
-            not report.applied,
-            report.first_bad_parameter,
-            skipping,
-            tokens,
-        )
-
-    def _attempt(
-        self, batches: Sequence[MicroBatch], skipping: Skipping, scale: float, timers: Timers
-    ) -> Attempt:
-        """Forward and backward of a global batch, its losses, and the norm of its gradient."""
         self._prints.clear()
+        scale, skipping = self.scaler_state.scale, self.schedules.skipping.at(progress)
         with timers("forward-backward"):
             if skipping is not NOTHING_SKIPPED:
                 batches = [replace(batch, skipping=skipping) for batch in batches]
@@ -255,6 +193,37 @@ class Engine:
             losses, _ = self._losses(sums.terms, counts)
             norm = 0.0 if losses.total is None else self.optimizer.grad_norm()
         return Attempt(losses, norm, norm * (1.0 / scale), local, tuple(self._prints), sums.tallies)
+
+    def update(
+        self, attempt: Attempt, progress: Progress, timers: Timers, *, hold: bool = False
+    ) -> StepResult:
+        """Update the weights with the gradients of the latest attempt; it must be this one.
+
+        If nothing in the global batch counts, only routers and the scales of 8-bit products move on, not even
+        the loss scale.
+
+        Args:
+            attempt: the latest attempt.
+            progress, timers: as for the attempt.
+            hold: whether to leave the update out; routers stay as they are then, too.
+        """
+        losses, scale = attempt.losses, self.scaler_state.scale
+        lr = self.schedules.learning_rate.at(progress)
+        with timers("optimizer"):
+            self.fp8.advance()
+            if losses.total is None:
+                tokens = self.loads.update(attempt.tallies)
+                return StepResult(losses, 0.0, lr, scale, Outcome.EMPTY, tokens=tokens)
+            if hold:
+                return StepResult(losses, attempt.grad_norm, lr, scale, Outcome.HELD)
+            tokens = self.loads.update(attempt.tallies)
+            sound = math.isfinite(losses.trained_total) or self.context.device.type == "meta"
+            norm = attempt.sums_norm if sound else math.nan
+            decay = self.schedules.weight_decay.at(progress)
+            report = self.optimizer.step(lr, decay, 1.0 / scale, norm)
+            self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
+        outcome = Outcome.UPDATED if report.applied else Outcome.NOT_FINITE
+        return StepResult(losses, report.grad_norm, lr, scale, outcome, report.first_bad_parameter, tokens)
 
     def evaluate(self, global_batches: Iterable[Sequence[MicroBatch]]) -> tuple[Losses, int]:
         """The losses over the batches of all ranks, and the first term's count.

@@ -192,7 +192,12 @@ class Feeds:
     valid: Feed[MicroBatch] | None
     test: Feed[MicroBatch] | None
 
+    @property
+    def datasets(self) -> list[SampleDataset | None]:
+        """The datasets of training, validation and test."""
+        return [None if feed is None else feed.dataset for feed in (self.train, self.valid, self.test)]
+
     def changed_files(self) -> list[str]:
         """Clauses about the files of all splits that have changed, as this rank sees them."""
-        feeds = [feed for feed in (self.train, self.valid, self.test) if feed is not None]
-        return list(dict.fromkeys(clause for feed in feeds for clause in changed_files(feed.dataset)))
+        datasets = (dataset for dataset in self.datasets if dataset is not None)
+        return list(dict.fromkeys(clause for dataset in datasets for clause in changed_files(dataset)))

@@ -2,7 +2,7 @@
 
 `base.py` says what a monitor is and has the composite; `console.py` prints lines and a progress bar,
 `jsonl.py` writes one object per iteration, `csv_file.py` one file per metric; `tensorboard.py` and
-`weights_and_biases.py` draw charts, under the names in `tags.py`.
+`weights_and_biases.py` draw charts.
 """
 
 from __future__ import annotations

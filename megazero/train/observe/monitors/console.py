@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from datetime import datetime
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megazero.train.observe.metrics import STABILITY, EvalMetrics, StepMetrics
+from megazero.train.observe.metrics import EvalMetrics, StepMetrics, line_of
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.step.losses import Losses
 
 
 class ConsoleMonitor(Monitor):
@@ -47,9 +45,9 @@ class ConsoleMonitor(Monitor):
 
     def step(self, metrics: StepMetrics) -> None:
         self._interval.append(metrics)
-        if metrics.skipped:
+        if metrics["skipped"]:
             self._print(_skipped_line(metrics))
-        if metrics.iteration % self._log_interval == 0:
+        if metrics["iteration"] % self._log_interval == 0:
             self._print_interval()
         if self._console.is_terminal:
             self._advance_bar(metrics)
@@ -96,88 +94,25 @@ class ConsoleMonitor(Monitor):
             self._bar.start()
         loss = metrics.losses.total
         shown = "none" if loss is None else f"{loss:.4f}"
-        note = f"loss {shown}  {metrics.tokens_per_second:,.0f} tokens/s"
-        self._bar.update(self._bar.task_ids[0], completed=metrics.iteration, note=note)
+        note = f"loss {shown}  {metrics['tokens_per_second']:,.0f} tokens/s"
+        self._bar.update(self._bar.task_ids[0], completed=metrics["iteration"], note=note)
 
 
 def interval_line(interval: list[StepMetrics], total: int | None) -> str:
     """Summary of one or more iterations, without the time stamp."""
-    last = interval[-1]
-    made = [metrics.losses for metrics in interval if not metrics.skipped]
-    seconds = sum(metrics.seconds for metrics in interval)
-
-    def rate(name: str) -> float:
-        """Mean of a per-second value, weighted by the time of each iteration."""
-        done = sum(getattr(metrics, name) * metrics.seconds for metrics in interval)
-        return done / seconds if seconds > 0 else math.nan
-
-    parts = [
-        f"iteration {last.iteration:8d}/{total if total is not None else '?':>8}",
-        f"consumed samples: {last.consumed_samples:12d}",
-        f"consumed tokens: {last.consumed_tokens:12d}",
-        f"elapsed time per iteration (ms): {1000 * seconds / len(interval):.1f}",
-        f"tokens per second: {rate('tokens_per_second'):.1f}",
-        f"throughput per rank (TFLOP/s): {rate('tflops'):.3f}",
-        f"share of matmul rate: {100 * rate('matmul_share'):.1f}%",
-        f"learning rate: {last.learning_rate:.6E}",
-        f"global batch size: {last.global_batch_size:5d}",
-    ]
-    if last.sequence_length is not None:
-        parts.append(f"sequence length: {last.sequence_length:5d}")
-    parts += [f"{name} difficulty: {level}" for name, level in (last.difficulties or {}).items()]
-    if last.kept_tokens is not None:
-        parts.append(f"tokens kept by random-LTD: {last.kept_tokens:5d}")
-    if last.layers_run is not None:
-        parts.append(f"layers run: {last.layers_run:3d}")
-    parts += [f"{label}: {mean:.6E}" for label, mean in _interval_means(made).items()]
-    parts += [f"loss scale: {last.loss_scale:.1f}", f"grad norm: {last.grad_norm:.3f}"]
-    parts += [
-        f"{name.replace('_', ' ')}: {getattr(last, name):.3E}"
-        for name in STABILITY
-        if getattr(last, name) is not None
-    ]
-    if last.offload is not None:
-        parts.append(_offload_text(interval, seconds))
-    if last.expert_loads is not None:
-        parts.append("expert loads (of an even share): {:.2f} to {:.2f}".format(*last.expert_loads))
-    if last.num_zeros is not None:
-        parts.append(f"num zeros: {last.num_zeros}")
-    if last.params_norm is not None:
-        parts.append(f"params norm: {last.params_norm:.3f}")
-    parts.append(f"number of skipped iterations: {sum(metrics.skipped for metrics in interval):3d}")
-    parts.append(f"number of nan iterations: {sum(math.isnan(x.trained_total) for x in made):3d}")
-    return " | ".join(parts) + " |"
-
-
-def _interval_means(made: list[Losses]) -> dict[str, float]:
-    """Label -> mean over the iterations in which anything counted for the term."""
-    by_label: dict[str, list[float]] = {}
-    for losses in made:
-        for label, mean in losses.labelled().items():
-            if mean is not None:
-                by_label.setdefault(label, []).append(mean)
-    return {label: sum(means) / len(means) for label, means in by_label.items()}
+    progress = f"iteration {interval[-1]['iteration']:8d}/{total if total is not None else '?':>8}"
+    return " | ".join([progress, *line_of(interval)]) + " |"
 
 
 def _shown(value: float | None) -> str:
     return "none, nothing counts" if value is None else f"{value:.6E}"
 
 
-def _offload_text(interval: list[StepMetrics], seconds: float) -> str:
-    """The traffic to and from offloaded state, per second of the interval."""
-    moved = [metrics.offload for metrics in interval if metrics.offload is not None]
-    read, written, waited = (
-        sum(traffic[name] for traffic in moved) for name in ("read", "written", "waited")
-    )
-    rates = f"{read / seconds / 1e6:.1f} MB/s read, {written / seconds / 1e6:.1f} MB/s written"
-    return f"offload: {rates}, waited for {100 * waited / seconds:.1f}% of the time"
-
-
 def phase_line(interval: list[StepMetrics]) -> str:
     """Mean time per iteration of each phase, in the order in which they first appeared."""
-    names = dict.fromkeys(name for metrics in interval for name in metrics.phase_seconds)
+    names = dict.fromkeys(name for metrics in interval for name in metrics["phase_seconds"])
     parts = [
-        f"{name}: {1000 * sum(m.phase_seconds.get(name, 0.0) for m in interval) / len(interval):.1f}"
+        f"{name}: {1000 * sum(m['phase_seconds'].get(name, 0.0) for m in interval) / len(interval):.1f}"
         for name in names
     ]
     return " | ".join(["time per iteration (ms)", *parts]) + " |"
@@ -185,9 +120,9 @@ def phase_line(interval: list[StepMetrics]) -> str:
 
 def _skipped_line(metrics: StepMetrics) -> str:
     if metrics.losses.total is None:
-        return f" iteration {metrics.iteration}: update skipped, nothing in the global batch counts"
-    where = f"; first in `{metrics.first_bad_parameter}`" if metrics.first_bad_parameter else ""
+        return f" iteration {metrics['iteration']}: update skipped, nothing in the global batch counts"
+    where = f"; first in `{metrics['first_bad_parameter']}`" if metrics["first_bad_parameter"] else ""
     return (
-        f" iteration {metrics.iteration}: update skipped, a gradient is inf or NaN at loss scale "
-        f"{metrics.loss_scale:g}{where}"
+        f" iteration {metrics['iteration']}: update skipped, a gradient is inf or NaN at loss scale "
+        f"{metrics['loss_scale']:g}{where}"
     )

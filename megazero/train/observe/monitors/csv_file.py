@@ -8,7 +8,6 @@ from pathlib import Path
 from megazero.errors import ConfigError
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.observe.monitors.tags import evaluation_values, step_values
 
 
 class CsvMonitor(Monitor):
@@ -36,11 +35,11 @@ class CsvMonitor(Monitor):
             ) from error
 
     def step(self, metrics: StepMetrics) -> None:
-        for tag, value in step_values(metrics, with_timers=self._with_timers).items():
-            self._add(tag, metrics.iteration, value)
+        for tag, value in metrics.charts(with_timers=self._with_timers).items():
+            self._add(tag, metrics["iteration"], value)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        for tag, value in evaluation_values(metrics, with_perplexity=True).items():
+        for tag, value in metrics.charts(with_perplexity=True).items():
             self._add(tag, metrics.iteration, value)
 
     def _add(self, tag: str, iteration: int, value: float) -> None:

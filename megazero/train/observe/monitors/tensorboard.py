@@ -6,13 +6,12 @@ from megazero.config.tree_output import LoggingConfig
 from megazero.errors import ConfigError
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.observe.monitors.tags import OVER_SAMPLES, evaluation_values, step_values
 
 
 class TensorBoardMonitor(Monitor):
     """Writes scalars every `tensorboard_log_interval` iterations.
 
-    Losses and the tags of `OVER_SAMPLES` are also written over consumed samples, as ``... vs samples``.
+    Losses and the metrics that ask for it are also written over consumed samples, as ``... vs samples``.
     A resumed training adds another event file to the folder, which TensorBoard joins to the earlier ones.
 
     Args:
@@ -40,17 +39,17 @@ class TensorBoardMonitor(Monitor):
         self._config = config
 
     def step(self, metrics: StepMetrics) -> None:
-        if metrics.iteration % self._config.tensorboard_log_interval:
+        if metrics["iteration"] % self._config.tensorboard_log_interval:
             return
-        values = step_values(metrics, with_timers=self._config.log_timers_to_tensorboard)
-        over_samples = {*OVER_SAMPLES, *metrics.losses.labelled()}
+        values = metrics.charts(with_timers=self._config.log_timers_to_tensorboard)
+        over_samples = metrics.tags_over_samples()
         for tag, value in values.items():
-            self._add(tag, value, metrics.iteration)
+            self._add(tag, value, metrics["iteration"])
             if tag in over_samples:
-                self._add(f"{tag} vs samples", value, metrics.consumed_samples)
+                self._add(f"{tag} vs samples", value, metrics["consumed_samples"])
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        values = evaluation_values(metrics, with_perplexity=self._config.log_validation_ppl_to_tensorboard)
+        values = metrics.charts(with_perplexity=self._config.log_validation_ppl_to_tensorboard)
         for tag, value in values.items():
             self._add(tag, value, metrics.iteration)
             self._add(f"{tag} vs samples", value, metrics.consumed_samples)

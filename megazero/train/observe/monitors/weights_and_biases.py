@@ -6,7 +6,6 @@ from megazero.config.tree import Config
 from megazero.errors import ConfigError
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
 from megazero.train.observe.monitors.base import Monitor
-from megazero.train.observe.monitors.tags import evaluation_values, step_values
 
 
 class WandbMonitor(Monitor):
@@ -47,12 +46,12 @@ class WandbMonitor(Monitor):
             ) from error
 
     def step(self, metrics: StepMetrics) -> None:
-        values = step_values(metrics, with_timers=self._with_timers)
-        values |= {"consumed-samples": metrics.consumed_samples, "consumed-tokens": metrics.consumed_tokens}
-        self._log(values, metrics.iteration)
+        values = metrics.charts(with_timers=self._with_timers)
+        values |= {f"consumed-{kind}": metrics[f"consumed_{kind}"] for kind in ("samples", "tokens")}
+        self._log(values, metrics["iteration"])
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        self._log(evaluation_values(metrics, with_perplexity=True), metrics.iteration)
+        self._log(metrics.charts(with_perplexity=True), metrics.iteration)
 
     def close(self) -> None:
         self._run.finish()

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from megazero.data.files import whole_file
 from megazero.errors import CheckpointError
-from megazero.mpu import name_ranks
-from megazero.train.observe.monitors.base import Monitor
+from megazero.mpu import JobFailure, name_ranks
+from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.jsonl import to_json
 
 FOLDER = "incidents"
@@ -69,6 +69,27 @@ class IncidentLog:
             f"incident at iteration {incident.iteration}: {incident.kind}: {incident.summary}; "
             f"{_DONE[incident.action]}{where}"
         )
+
+
+class FailureLog:
+    """Writes an incident about the failure of the job, on the rank that has the diagnosis.
+
+    Args:
+        folder: the run's folder; None where nothing is written.
+
+    Attributes:
+        reached: the latest iteration that was begun.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.log = IncidentLog(CompositeMonitor(), folder)
+        self.reached = 0
+
+    def note(self, failure: JobFailure) -> None:
+        """Write it."""
+        details = {"diagnosis": failure.page.splitlines()}
+        incident = Incident("job failed", self.reached, failure.summary, "stopped", failure.ranks, details)
+        self.log.add(incident)
 
 
 def _write(folder: Path, incident: Incident) -> Path:
