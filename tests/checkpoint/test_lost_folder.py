@@ -238,14 +238,14 @@ def test_a_checkpoint_that_was_saved_elsewhere_is_told(tmp_path, capsys):
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, iteration: int, happens) -> None:
     """Let something happen, on one rank, while the step after this many is made."""
-    whole = Engine.train_step
+    whole = Engine.attempt
 
     def step(self, batches, progress, *rest):
         if progress.iteration == iteration and self.context.rank == 0:
             happens()
         return whole(self, batches, progress, *rest)
 
-    monkeypatch.setattr(Engine, "train_step", step)
+    monkeypatch.setattr(Engine, "attempt", step)
 
 
 @pytest.mark.parametrize("extra", ["", "--async-save"])

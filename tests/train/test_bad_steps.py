@@ -14,7 +14,7 @@ from megazero.config.steps import Progress, Step
 from megazero.errors import NumericsError
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
 from megazero.train.pretraining import pretrain, pretrain_on
-from megazero.train.resume import snapshot
+from megazero.train.resume import keepers
 from megazero.train.step.engine import Engine, Outcome
 from megazero.train.step.state import TrainState
 
@@ -97,7 +97,7 @@ def test_the_search_for_a_loss_scale_is_no_row(tmp_path):
 @pytest.mark.parametrize("kind", ["weight", "exp_avg"])
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch, kind):
     """On any rank: here the second of two, from the fourth step on."""
-    honest, world = snapshot.parts_to_write, ThreadWorld(2, timeout=60)
+    honest, world = keepers.parts_to_write, ThreadWorld(2, timeout=60)
 
     def poisoned(optimizer, context, **rest):
         parts = honest(optimizer, context, **rest)
@@ -105,7 +105,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch, kind):
             next(part for part in parts if part.key.kind == kind).tensor.view(-1)[0] = torch.nan
         return parts
 
-    monkeypatch.setattr(snapshot, "parts_to_write", poisoned)
+    monkeypatch.setattr(keepers, "parts_to_write", poisoned)
     config = parse_config(flags(tmp_path, "--zero-stage 1"), world_size=2).config
 
     def rank(number: int) -> Exception | None:

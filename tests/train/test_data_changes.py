@@ -42,14 +42,14 @@ def run(*prefixes: str, folder: Path | None = None, extra: str = "", iterations:
 
 def after(monkeypatch, iteration: int, change: Callable[[], None]) -> None:
     """Change something in this step, once."""
-    whole, done = Engine.train_step, []
+    whole, done = Engine.attempt, []
 
     def step(self, batches, progress, *rest):
         if progress.iteration + 1 == iteration and not done:
             done.append(change())
         return whole(self, batches, progress, *rest)
 
-    monkeypatch.setattr(Engine, "train_step", step)
+    monkeypatch.setattr(Engine, "attempt", step)
 
 
 def touch(path: str) -> None:

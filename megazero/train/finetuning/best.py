@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megazero.checkpoint import CheckpointReader, Disk, candidates, parts_to_read, together
+from megazero.checkpoint import CheckpointReader, Disk, Verify, candidates, together
 from megazero.checkpoint.folder import iteration_folder, remove_checkpoint, saved_iterations
-from megazero.train.resume.keepers import router_parts_to_read
+from megazero.train.resume.keepers import keepers_of
+from megazero.train.resume.saved import opened
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState
 
@@ -78,14 +79,14 @@ class BestModel:
         """Give the engine the best weights; every rank calls this."""
         assert self.mark is not None, "no model has been offered"
         path = iteration_folder(self.folder, self.mark.iteration)
+        reader, keepers = opened(path, Verify.FULL, self.context), keepers_of(self.engine, ())
 
         def read() -> None:
-            reader = CheckpointReader(path)
-            weights = parts_to_read(self.engine.optimizer, self.context, moments=False)
-            reader.read([*weights, *router_parts_to_read(self.engine.loads, reader)])
+            reader.read([part for keeper in keepers for part in keeper.taken(reader)])
 
         together(self.context, read, f"load {path}")
-        self.engine.optimizer.publish()
+        for keeper in keepers:
+            keeper.took(reader, path)
 
     def close(self) -> None:
         """Release the folder to other jobs."""

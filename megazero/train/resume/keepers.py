@@ -1,22 +1,256 @@
-"""The random generators that other code may draw from: Python's, numpy's and torch's.
+"""State that lasts from one job to the next: for each kind, the tensors that are written, and those taken.
 
-megazero's own randomness comes from stateless streams, so none of its results depend on these generators, but
-a user's dataset or monitor may use them."""
+The tensors of `Keeper.parts` go into a checkpoint, and `Keeper.taken` says which of a checkpoint's are read
+back, and into which memory. One more part with state is one more keeper in the list of `keepers_of`.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from enum import Enum, auto
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint import FP8, ROUTER, Key, Part, Source
-from megazero.errors import DamagedCheckpointError
+from megazero.checkpoint import (
+    FP8,
+    RANDOM,
+    ROUTER,
+    Box,
+    Key,
+    Part,
+    Source,
+    parts_in_use,
+    parts_to_read,
+    parts_to_write,
+    together,
+)
+from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.layers import Fp8State
 from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext
+from megazero.train.step.engine import Engine
+from megazero.zero import IN_USE, Optimizer
+
+
+class Share(Enum):
+    """The part of a run that state belongs to; jobs may leave parts out."""
+
+    MODEL = auto()
+    PROGRESS = auto()
+    UPDATES = auto()
+    RANDOM = auto()
+
+
+ALL = frozenset(Share)
+
+
+class Keeper:
+    """Keeps one kind of state. A keeper that derives from this class defines only what it needs.
+
+    Attributes:
+        share: the part of the run that the state belongs to.
+        kind: the kind of its logical tensors; None for the optimizer's own kinds.
+    """
+
+    share: ClassVar[Share] = Share.MODEL
+    kind: ClassVar[str | None] = None
+
+    def parts(self) -> list[Part]:
+        """The parts that this rank writes; over all ranks each element is written once."""
+        return []
+
+    def taken(self, source: Source) -> list[Part]:
+        """The parts that this rank reads, of what the source has."""
+        return []
+
+    def took(self, source: Source, where: object) -> None:
+        """Put into effect what was read; every rank calls this, after all keepers' parts were read.
+
+        `where` names the source in messages.
+        """
+
+
+class Updated(Keeper):
+    """The optimizer's masters, and its moments if asked for; all of them must be in the source.
+
+    Args:
+        optimizer: holds them.
+        context: all ranks.
+        moments: whether moments are kept, too.
+        without: names of weights that are not taken.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, context: ParallelContext, *, moments: bool, without: Collection[str] = ()
+    ):
+        self.optimizer = optimizer
+        self.context = context
+        self.moments = moments
+        self.without = without
+
+    def parts(self) -> list[Part]:
+        return parts_to_write(self.optimizer, self.context, moments=self.moments)
+
+    def taken(self, source: Source) -> list[Part]:
+        parts = parts_to_read(self.optimizer, self.context, moments=self.moments)
+        return [part for part in parts if part.key.name not in self.without]
+
+    def took(self, source: Source, where: object) -> None:
+        self.optimizer.publish()
+
+
+class Routers(Keeper):
+    """The loads and biases of routers. Converted models have none: their routers begin evenly.
+
+    Args:
+        loads: those of this stage.
+        context: all ranks; the first one of each stage writes.
+    """
+
+    kind = ROUTER
+
+    def __init__(self, loads: RouterLoads, context: ParallelContext):
+        self._tensors = loads.state()
+        self._writes = not context.groups["stage"].rank
+
+    def parts(self) -> list[Part]:
+        return _whole(self._tensors, ROUTER) if self._writes else []
+
+    def taken(self, source: Source) -> list[Part]:
+        return [part for part in _whole(self._tensors, ROUTER) if part.key in source.shapes]
+
+
+class Scales(Keeper):
+    """The histories and scales of 8-bit products; a history of another length begins anew.
+
+    Args:
+        fp8: those of this stage.
+        context: all ranks; the first one of each stage writes.
+    """
+
+    share = Share.PROGRESS
+    kind = FP8
+
+    def __init__(self, fp8: Fp8State, context: ParallelContext):
+        self._tensors = fp8.state()
+        self._writes = not context.groups["stage"].rank
+
+    def parts(self) -> list[Part]:
+        return _whole(self._tensors, FP8) if self._writes else []
+
+    def taken(self, source: Source) -> list[Part]:
+        return [part for part in _whole(self._tensors, FP8) if source.shapes.get(part.key) == part.shape]
+
+
+class InUse(Keeper):
+    """The weights that the next step reads, where an update that is delayed was not published yet.
+
+    They are written with the masters.
+
+    Args:
+        optimizer: its updates may be delayed.
+        context: all ranks.
+    """
+
+    share = Share.UPDATES
+    kind = IN_USE
+
+    def __init__(self, optimizer: Optimizer, context: ParallelContext):
+        self.optimizer = optimizer
+        self.context = context
+
+    def took(self, source: Source, where: object) -> None:
+        """Read them, now that the masters were published, which fills the same memory."""
+        delayed = self.optimizer.delayed
+        if delayed is None or all(key.kind != IN_USE for key in source.shapes):
+            return
+        parts = parts_in_use(self.optimizer, self.context)
+
+        def read() -> None:
+            missing = sorted({str(part.key) for part in parts if part.key not in source.shapes})
+            if missing:
+                raise CheckpointError(
+                    f"{where} must hold the weights in use of all parameters, but lacks `{missing[0]}` "
+                    f"and {len(missing) - 1} more; load an older one, or leave `--delayed-param-update` out."
+                )
+            source.read(parts)
+
+        together(self.context, read, f"load {where}")
+        delayed.show_in_use()
+
+
+class Generators(Keeper):
+    """The random generators that other code may draw from: Python's, numpy's and torch's.
+
+    megazero's own randomness comes from stateless streams, so none of its results depend on these generators,
+    but a user's dataset or monitor may use them. The state of each is a row of a tensor over all ranks.
+
+    Args:
+        context: all ranks; only as many as wrote the rows take them.
+    """
+
+    share = Share.RANDOM
+    kind = RANDOM
+
+    def __init__(self, context: ParallelContext):
+        self.context = context
+        self._taken: dict[str, Tensor] = {}
+
+    def parts(self) -> list[Part]:
+        return self._rows(random_state(self.context.device))
+
+    def taken(self, source: Source) -> list[Part]:
+        self._taken = random_state(self.context.device)
+        rows = self._rows(self._taken)
+        if any(source.shapes.get(row.key) != row.shape for row in rows):
+            self._taken, rows = {}, []
+        return rows
+
+    def took(self, source: Source, where: object) -> None:
+        if self._taken:
+            state, device = self._taken, self.context.device
+            together(self.context, lambda: set_random_state(state, device), f"load {where}")
+
+    def _rows(self, states: Mapping[str, Tensor]) -> list[Part]:
+        context, parts = self.context, []
+        for name, state in states.items():
+            row = Box((context.rank, *[0] * state.dim()), (1, *state.shape))
+            shape = (context.world_size, *state.shape)
+            parts.append(Part(Key(name, RANDOM), shape, row, state.unsqueeze(0)))
+        return parts
+
+
+def keepers_of(
+    engine: Engine, shares: Collection[Share] = ALL, without: Collection[str] = ()
+) -> tuple[Keeper, ...]:
+    """The keepers of an engine's state, in the order in which their tensors are written and put into effect.
+
+    Args:
+        engine: has the state.
+        shares: the parts of the run that are kept; the model always is.
+        without: names of weights that are not taken.
+    """
+    optimizer, context = engine.optimizer, engine.context
+    keepers: tuple[Keeper, ...] = (
+        Updated(optimizer, context, moments=Share.UPDATES in shares, without=without),
+        Routers(engine.loads, context),
+        Scales(engine.fp8, context),
+        InUse(optimizer, context),
+        Generators(context),
+    )
+    return tuple(keeper for keeper in keepers if keeper.share in {Share.MODEL, *shares})
+
+
+KINDS = frozenset(keeper.kind for keeper in (Routers, Scales, InUse, Generators))
+"""The kinds of logical tensors that are not the optimizer's."""
+
+
+def _whole(tensors: Mapping[str, Tensor], kind: str) -> list[Part]:
+    return [Part.whole(Key(name, kind), tensor) for name, tensor in tensors.items()]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -64,31 +298,3 @@ def _set(state: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def router_parts_to_write(loads: RouterLoads, context: ParallelContext) -> list[Part]:
-    """The loads and biases of the routers here, which the first rank of each stage writes."""
-    if context.groups["stage"].rank:
-        return []
-    return [Part.whole(Key(name, ROUTER), tensor) for name, tensor in loads.state().items()]
-
-
-def router_parts_to_read(loads: RouterLoads, source: Source) -> list[Part]:
-    """The loads and biases that the source has. Converted models have none: their routers begin evenly."""
-    tensors = {Key(name, ROUTER): tensor for name, tensor in loads.state().items()}
-    return [Part.whole(key, tensor) for key, tensor in tensors.items() if key in source.shapes]
-
-
-def fp8_parts_to_write(fp8: Fp8State, context: ParallelContext) -> list[Part]:
-    """The histories and scales of the layers here, which the first rank of each stage writes."""
-    if context.groups["stage"].rank:
-        return []
-    return [Part.whole(Key(name, FP8), tensor) for name, tensor in fp8.state().items()]
-
-
-def fp8_parts_to_read(fp8: Fp8State, source: Source) -> list[Part]:
-    """The histories and scales that the source has in the same shape; one of another length begins anew."""
-    tensors = {Key(name, FP8): tensor for name, tensor in fp8.state().items()}
-    return [
-        Part.whole(key, tensor) for key, tensor in tensors.items() if source.shapes.get(key) == tensor.shape
-    ]

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from megazero.checkpoint import (
-    FP8,
-    RANDOM,
-    ROUTER,
     WEIGHT,
-    Box,
     Candidates,
     CheckpointReader,
-    Key,
-    Part,
     ReplicaRows,
     Source,
     Verify,
     candidates,
-    parts_in_use,
-    parts_to_read,
     state_keys,
     together,
 )
@@ -36,12 +26,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu import ParallelContext, gather_values, transports
 from megazero.optim import ScalerState
 from megazero.train.resume.fit import changed_sums, check_tensors, fit
-from megazero.train.resume.keepers import (
-    fp8_parts_to_read,
-    random_state,
-    router_parts_to_read,
-    set_random_state,
-)
+from megazero.train.resume.keepers import KINDS, Share, keepers_of
 from megazero.train.resume.saved import (
     DataFacts,
     RunFacts,
@@ -51,7 +36,7 @@ from megazero.train.resume.saved import (
 )
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
-from megazero.zero import IN_USE, Optimizer
+from megazero.zero import Optimizer
 
 
 @dataclass(frozen=True)
@@ -193,7 +178,7 @@ def load_state(
     Raises:
         CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
     """
-    section, optimizer = config.checkpoint, engine.optimizer
+    section = config.checkpoint
     progress = None if section.finetune else run
     drawn = None if section.no_load_rng else progress
     counted = None  # the updates made, and the loss scaler's state
@@ -204,65 +189,28 @@ def load_state(
                 "or --finetune"
             )
         counted = progress.updates, ScalerState(**dict(progress.scaler))
-    moments = counted is not None
-    held: Source = Upcycled(reader, config.model) if begins_experts else reader
+    wanted = {Share.PROGRESS: progress, Share.UPDATES: counted, Share.RANDOM: drawn}
+    # The weights of new routers are the seed's, as the dense model has none.
     seeded = router_names(config.model) if begins_experts else ()
-    parts = [
-        part for part in parts_to_read(optimizer, context, moments=moments) if part.key.name not in seeded
-    ]
-    source = ReplicaRows(held, parts, optimizer.private_kinds)
-    unused = _unused(source, optimizer, context, moments)
-    generators = random_state(context.device)
-    rows = [] if drawn is None else _random_rows(reader, context, generators)
+    keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
+    held: Source = Upcycled(reader, config.model) if begins_experts else reader
+    updated, *others = keepers
+    parts = updated.taken(held)
+    source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
+    # All ranks of a model together know which tensors have a place, so this is asked before any rank reads.
+    unused = _unused(source, engine.optimizer, context, moments=counted is not None)
 
     def read() -> None:
         check_tensors(source, parts, reader.folder, unused)
-        remembered = [*router_parts_to_read(engine.loads, source)]
-        if progress is not None:
-            remembered += fp8_parts_to_read(engine.fp8, source)
-        source.read([*parts, *rows, *remembered])
+        source.read([*parts, *(part for keeper in others for part in keeper.taken(source))])
 
+    # An error on one rank is raised on all, so that none waits in the next call for one that has given up.
     together(context, read, f"load {reader.folder}")
-    optimizer.publish()
+    for keeper in keepers:
+        keeper.took(reader, reader.folder)
     if counted is not None:
-        _load_in_use(optimizer, context, reader)
-        optimizer.updates, engine.scaler_state = counted
-    if rows:
-        together(context, lambda: set_random_state(generators, context.device), f"load {reader.folder}")
+        engine.optimizer.updates, engine.scaler_state = counted
     return config.training.seed if drawn is None else drawn.stream_seed
-
-
-def _load_in_use(optimizer: Optimizer, context: ParallelContext, reader: CheckpointReader) -> None:
-    """Load the weights that the next step reads, where an update that is delayed was not published yet."""
-    if optimizer.delayed is None or all(key.kind != IN_USE for key in reader.shapes):
-        return
-    parts = parts_in_use(optimizer, context)
-
-    def read() -> None:
-        missing = sorted({str(part.key) for part in parts if part.key not in reader.shapes})
-        if missing:
-            raise CheckpointError(
-                f"{reader.folder} must hold the weights in use of all parameters, but lacks `{missing[0]}` "
-                f"and {len(missing) - 1} more; load an older one, or leave `--delayed-param-update` out."
-            )
-        reader.read(parts)
-
-    together(context, read, f"load {reader.folder}")
-    optimizer.delayed.show_in_use()
-
-
-def _random_rows(
-    reader: CheckpointReader, context: ParallelContext, generators: Mapping[str, torch.Tensor]
-) -> list[Part]:
-    """The parts to read for this rank's generators; none unless the checkpoint has them for as many ranks."""
-    rows = []
-    for name, state in generators.items():
-        key, shape = Key(name, RANDOM), (context.world_size, *state.shape)
-        if reader.shapes.get(key) != shape:
-            return []
-        row = Box((context.rank, *[0] * state.dim()), (1, *state.shape))
-        rows.append(Part(key, shape, row, state.unsqueeze(0)))
-    return rows
 
 
 def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, moments: bool) -> list[str]:
@@ -270,6 +218,6 @@ def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, mome
     mine = sorted(str(key) for key in state_keys(optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
     # Without delay, the weights in use are those of the masters.
-    kinds = {key.kind for key in source.shapes} - {FP8, IN_USE, RANDOM, ROUTER} if moments else {WEIGHT}
+    kinds = {key.kind for key in source.shapes} - KINDS if moments else {WEIGHT}
     held = [key for key in source.shapes if key.kind in kinds]
     return [str(key) for key in held if str(key) not in asked]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint import RANDOM, Box, Disk, Key, Part, Retention, Saver, parts_to_write
+from megazero.checkpoint import Disk, Part, Retention, Saver
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree import Config
 from megazero.errors import NumericsError
 from megazero.mpu import ParallelContext, gather_values, transports
-from megazero.train.resume.keepers import fp8_parts_to_write, random_state, router_parts_to_write
+from megazero.train.resume.keepers import ALL, Share, keepers_of
 from megazero.train.resume.saved import PRETRAINING
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
@@ -106,12 +106,10 @@ class Snapshots:
         """
         section, engine = self.config.checkpoint, self.engine
         moments = not section.no_save_optim
-        parts = parts_to_write(engine.optimizer, self.context, moments=moments)
-        parts += router_parts_to_write(engine.loads, self.context)
-        parts += fp8_parts_to_write(engine.fp8, self.context)
+        left_out = {Share.UPDATES: section.no_save_optim, Share.RANDOM: section.no_save_rng}
+        keepers = keepers_of(engine, {share for share in ALL if not left_out.get(share)})
+        parts = [part for keeper in keepers for part in keeper.parts()]
         self._check_finite(parts, state.iteration)
-        if not section.no_save_rng:
-            parts += random_parts(self.context)
         facts = {
             **self._fixed,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -138,16 +136,6 @@ class Snapshots:
                     f"`{key}` must be finite to be saved, but rank {rank} holds inf or NaN after iteration "
                     f"{iteration}; earlier checkpoints are kept: resume from the last one"
                 )
-
-
-def random_parts(context: ParallelContext) -> list[Part]:
-    """The states of this rank's generators, each as the rank's row of a tensor over all ranks."""
-    parts = []
-    for name, state in random_state(context.device).items():
-        shape = (context.world_size, *state.shape)
-        row = Box((context.rank, *[0] * state.dim()), (1, *state.shape))
-        parts.append(Part(Key(name, RANDOM), shape, row, state.unsqueeze(0)))
-    return parts
 
 
 def git_revision() -> str | None:

@@ -16,7 +16,7 @@ from megazero.train.parts.chunks import Chunks, build_chunks, schedule_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.resume.fit import check_tensors
-from megazero.train.resume.keepers import router_parts_to_read
+from megazero.train.resume.keepers import Routers
 from megazero.train.resume.saved import SavedModel, saved_model
 
 
@@ -106,7 +106,7 @@ def load_chunks(
     chunks = build_chunks(config, vocabulary, context, context.device)
     parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
     loads = RouterLoads([r for c in chunks.values() for r in c.routers()], config.model, context)
-    parts += router_parts_to_read(loads, reader)
+    parts += Routers(loads, context).taken(reader)
     together(context, partial(_read, reader, parts), f"load {reader.folder}")
     return chunks
 
