@@ -49,7 +49,7 @@ from megazero.train.resume.resume import Resumed, resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.resume.teacher import load_teacher
 from megazero.train.step.distillation import Distillation, Teacher
-from megazero.train.step.engine import Engine, Programs, Schedules
+from megazero.train.step.engine import Engine, LayerMemory, Programs, Schedules
 from megazero.train.step.feed import Feeds
 from megazero.train.step.skipping import SkippingPlan
 from megazero.train.step.state import TrainState
@@ -115,10 +115,11 @@ def build_engine(
             build_weight_decay(config.optimizer, training_plan),
             SkippingPlan.of(config, training_plan),
         ),
-        RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),
-        context,
+        LayerMemory(
+            RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),
+            Fp8State(scalings, context.groups["stage"]),
+        ),
         distillation,
-        Fp8State(scalings, context.groups["stage"]),
     )
     if config.guards.rerun_on_fault:
         engine.witness(sharding)

@@ -105,6 +105,7 @@ def rate(form: str, factor: float = 1.0) -> Callable[[Interval, str], str]:
 
 
 def iteration_time(interval: Interval, name: str) -> str:
+    """The mean wall time of an iteration."""
     mean = 1000 * sum(metrics[name] for metrics in interval) / len(interval)
     return f"elapsed time per iteration (ms): {mean:.1f}"
 
@@ -124,6 +125,7 @@ def loss_means(interval: Interval, name: str) -> str | None:
 
 
 def skips(interval: Interval, name: str) -> str:
+    """The numbers of iterations without an update, and of those with one whose loss was NaN."""
     bad = sum(math.isnan(losses.trained_total) for losses in _made(interval))
     skipped = sum(metrics[name] for metrics in interval)
     return f"number of skipped iterations: {skipped:3d} | number of nan iterations: {bad:3d}"
@@ -148,5 +150,6 @@ def expert_loads(layers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def load_span(interval: Interval, name: str) -> str | None:
+    """The loads of the idlest and the busiest expert in the latest iteration."""
     loads = expert_loads(interval[-1][name] or ())
     return "expert loads (of an even share): {min:.2f} to {max:.2f}".format(**loads) if loads else None

@@ -249,7 +249,7 @@ METRICS = (
 LINE = tuple(sorted((m for m in METRICS if m.line is not None), key=lambda m: m.line.place if m.line else 0))
 """The metrics on the console, in the order of their parts."""
 
-_NAMES = {metric.name for metric in METRICS}
+_NAMES = frozenset(metric.name for metric in METRICS)
 
 
 class StepMetrics(dict[str, Any]):

@@ -14,7 +14,7 @@ from megazero.config.steps import Progress
 from megazero.layers import NOTHING_SKIPPED, Fp8State
 from megazero.models import MicroBatch
 from megazero.moe import RouterLoads
-from megazero.mpu import ParallelContext, read_values
+from megazero.mpu import read_values
 from megazero.optim import LearningRate, LossScaler, WeightDecay
 from megazero.pipeline import Executor, Program
 from megazero.train.step.distillation import Distillation
@@ -107,6 +107,19 @@ class Attempt:
     tallies: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class LayerMemory:
+    """The state of layers that moves on with each step without gradients.
+
+    Attributes:
+        loads: the routers' loads and biases.
+        fp8: the scales and histories of 8-bit products.
+    """
+
+    loads: RouterLoads
+    fp8: Fp8State
+
+
 class Engine:
     """Trains a model step by step. Its state is the optimizer's and `scaler_state`.
 
@@ -116,10 +129,8 @@ class Engine:
         optimizer: updates the weights.
         scaler: decides the loss scale.
         schedules: learning rate, weight decay and skipping over the training.
-        loads: the routers' loads and biases, which steps update without gradients.
-        context: this rank's place and groups, over which sums run.
+        memory: what layers remember besides their weights.
         distillation: the chunks that learn from a teacher; by default, none.
-        fp8: the scales and histories of 8-bit products; by default, none.
     """
 
     def __init__(
@@ -129,10 +140,8 @@ class Engine:
         optimizer: Optimizer,
         scaler: LossScaler,
         schedules: Schedules,
-        loads: RouterLoads,
-        context: ParallelContext,
+        memory: LayerMemory,
         distillation: Distillation | None = None,
-        fp8: Fp8State | None = None,
     ):
         self.executor = executor
         self.programs = programs
@@ -140,10 +149,10 @@ class Engine:
         self.scaler = scaler
         self.scaler_state = scaler.initial()
         self.schedules = schedules
-        self.loads = loads
-        self.context = context
+        self.loads = memory.loads
+        self.fp8 = memory.fp8
+        self.context = optimizer.context
         self.distillation = distillation or Distillation()
-        self.fp8 = fp8 or Fp8State([], context.groups["stage"])
         self._prints: list[tuple[str, Tensor]] = []
 
     def nothing(self, progress: Progress) -> StepResult:
