@@ -38,7 +38,7 @@ from megazero.config.tree import Config, ParallelConfig, ZeroConfig
 from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.models import Batch
 from megazero.mpu import sample_keys, solo_context
-from megazero.train.assemble import build_engine
+from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.families import TokenFlops
 from megazero.train.process import keep_freed_memory

@@ -32,7 +32,7 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import ParallelConfig, ZeroConfig
 from megazero.errors import ConfigError
 from megazero.mpu import solo_context
-from megazero.train.assemble import build_engine
+from megazero.train.build import build_engine
 from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.parts.chunks import build_chunks
 

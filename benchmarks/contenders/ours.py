@@ -27,7 +27,7 @@ from megazero.errors import ConfigError
 from megazero.models import Batch
 from megazero.mpu import Launch, ParallelContext, open_context, solo_context
 from megazero.pipeline import Action
-from megazero.train.assemble import build_engine
+from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.process import keep_freed_memory

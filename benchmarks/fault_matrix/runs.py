@@ -26,6 +26,7 @@ from megazero.mpu.watch import watched as watched_group
 from megazero.train import assemble, pretraining
 from megazero.train.guards.agreement import settings_and_code
 from megazero.train.observe.incidents import read_incidents
+from megazero.train.parts import feeds
 from megazero.train.step.state import TrainState
 from tests.mpu.test_watch import Notes, Spared
 
@@ -100,7 +101,7 @@ def write_text(prefix: Path, tokens: int = 40_000) -> str:
 @contextlib.contextmanager
 def spoiled(spoils: dict[int, Spoil], noise: Sequence[int]) -> Iterator[None]:
     """Within this, these ranks' engines are spoiled, and these samples are noise."""
-    honest_model, honest_feeds = assemble.build_model, pretraining.make_feed
+    honest_model, honest_feeds = assemble.build_model, feeds.make_feed
 
     def build_model(vocabulary, context, *rest):
         engine = honest_model(vocabulary, context, *rest)
@@ -113,7 +114,7 @@ def spoiled(spoils: dict[int, Spoil], noise: Sequence[int]) -> Iterator[None]:
 
     with mock.patch.object(assemble, "build_model", build_model):
         if noise:
-            with mock.patch.object(pretraining, "make_feed", make_feed):
+            with mock.patch.object(feeds, "make_feed", make_feed):
                 yield
         else:
             yield

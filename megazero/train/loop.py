@@ -53,7 +53,7 @@ class Loop:
         self.feed = feeds.train
         self.monitor = monitor
         self.evaluations = evaluations
-        self.exits = ExitRequests(config)
+        self.exits = ExitRequests(config.training)
         self.saving: Saving | None = None
         folder = restore = None
         if snapshots is not None:

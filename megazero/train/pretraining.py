@@ -5,29 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from megazero.checkpoint import Disk
-from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree import Config
-from megazero.data import BatchSampler, SampleDataset, SamplerKind, SamplerSpec
-from megazero.data_efficiency.curriculum import curriculum_sampler
 from megazero.errors import ConfigError
-from megazero.models import MicroBatch
 from megazero.mpu import (
     Launch,
     ParallelContext,
 )
-from megazero.train.assemble import Run, Task, carry_out, in_job
+from megazero.train.assemble import Run, Task, assemble
 from megazero.train.guards.agreement import samples_of
 from megazero.train.observe.evaluation import Evaluations, LossEvaluation
 from megazero.train.observe.host import host_remarks
 from megazero.train.parts.chunks import DTYPES
-from megazero.train.parts.families import family_of
-from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.parts.feeds import build_feeds
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.process import in_job
 from megazero.train.resume.fit import compare_data, data_record
 from megazero.train.resume.resume import Resumed
 from megazero.train.resume.saved import DataFacts
 from megazero.train.resume.weights import take_foreign_weights
 from megazero.train.step.engine import Engine
-from megazero.train.step.feed import Feed, Feeds, make_feed
+from megazero.train.step.feed import Feeds
 from megazero.train.step.state import TrainState
 from megazero.zero import (
     offloaded_bytes,
@@ -50,48 +47,6 @@ def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = N
             f"`task` must be left out of pretraining, but is {config.finetune.task}; run finetune.py"
         )
     return in_job(config, launch, lambda joined: pretrain_on(config, joined, disk))
-
-
-def build_feeds(
-    config: Config,
-    training_plan: TrainingPlan,
-    vocabulary: Vocabulary,
-    context: ParallelContext,
-    stream_seed: int,
-) -> Feeds:
-    """The feeds of the three splits, with as many samples as the training will take (this fixes their order).
-
-    Raises:
-        DataError: files are missing or damaged, or hold too little data for one sample.
-    """
-    family, data, training, end = family_of(config.model), config.data, config.training, training_plan.end
-    sizes = (
-        # All that were asked for, as a continuation with another batch size may leave fewer over at the end.
-        0 if training.skip_train else training.train_samples or end.samples,
-        training_plan.evaluations.samples_until(end.iteration),
-        training_plan.evaluations.samples,
-    )
-    train, valid, test = family.datasets(config, vocabulary, sizes)
-
-    def feed(
-        dataset: SampleDataset | None, ahead: int = 0, seed: int | None = None
-    ) -> Feed[MicroBatch] | None:
-        if dataset is None:
-            return None
-        spec = SamplerSpec(
-            num_samples=len(dataset),
-            micro_batch_size=config.batch.micro_batch_size,
-            data_parallel_rank=context.data.rank,
-            data_parallel_size=context.data.size,
-            kind=SamplerKind(data.dataloader_type),
-            seed=training.seed,
-            data_sharding=data.data_sharding,
-        )
-        sampler = curriculum_sampler(config, training_plan.steps, dataset, spec) if dataset is train else None
-        collate = family.collate(config, vocabulary.size, context.device, seed)
-        return make_feed(dataset, sampler or BatchSampler(spec), collate, ahead)
-
-    return Feeds(feed(train, data.num_workers, stream_seed), feed(valid), feed(test))
 
 
 class Pretraining(Task):
@@ -153,4 +108,5 @@ def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     Raises:
         MegazeroError: as `pretrain`.
     """
-    return carry_out(config, joined, Pretraining(), disk)
+    task = Pretraining()
+    return assemble(config, build_vocabulary(config), joined, task, disk).carry_out(task, disk)

@@ -19,7 +19,7 @@ from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree import Config
 from megazero.models import Collate, MicroBatch
 from megazero.mpu import ParallelContext, ParamSpec
-from megazero.train.assemble import build_model
+from megazero.train.build import build_model
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.engine import Engine

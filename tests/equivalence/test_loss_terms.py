@@ -20,7 +20,7 @@ from megazero.config.tree import Config
 from megazero.loss import LossTerm
 from megazero.models import GPT, Batch
 from megazero.mpu import ParallelContext, ThreadWorld, solo_context, spec_of, thread_context
-from megazero.train.assemble import build_engine
+from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.engine import Engine

@@ -21,7 +21,7 @@ WIDE = {"hidden_size": 48, "ffn_hidden_size": 64, "hidden_dropout": 0.5}
 def build(layout: Layout, seed: int, span: ChunkSpan | None = None, **shape) -> GPT:
     config, context = layout.config(), solo_context()
     model = config.model.model_copy(update=shape)
-    placement = placement_of(config, context, torch.device("cpu"))
+    placement = placement_of(config.parallel, config.precision.dtype, context, torch.device("cpu"))
     gpt = GPT(model, (VOCABULARY, 64), placement, config.recompute, span)
     initialize(gpt, seed, context.place)
     return gpt

@@ -5,8 +5,8 @@ from __future__ import annotations
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.mpu import solo_context
+from megazero.train.parts.feeds import build_feeds
 from megazero.train.parts.vocabulary import Vocabulary
-from megazero.train.pretraining import build_feeds
 from megazero.verify.layouts import GLOBAL_BATCH, SEQUENCE, Layout
 
 

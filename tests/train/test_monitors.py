@@ -169,7 +169,7 @@ class TestComposite:
             self.seen = []
 
         def step(self, metrics):
-            self.seen.append(metrics.iteration)
+            self.seen.append(metrics["iteration"])
 
         def message(self, text):
             self.seen.append(text)

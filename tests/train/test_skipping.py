@@ -107,7 +107,9 @@ class TestLayerDrop:
 def test_layers_that_ran_are_reported(tmp_path):
     steps = run(tmp_path, PLD)
     config = parse_config(f"{SMALL} {PLD}".split(), world_size=1).config
-    plan = SkippingPlan.of(config, training_plan_of(config, 1))
+    plan = SkippingPlan.of(
+        config.skipping, config.model.num_layers, config.training.seed, training_plan_of(config, 1)
+    )
     expected = [plan.at(Progress(iteration=n)).layers_run for n in range(8)]
     assert [s["layers_run"] for s in steps] == expected
     assert 2 <= min(expected) < 4

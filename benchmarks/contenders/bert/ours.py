@@ -12,7 +12,7 @@ from benchmarks.contenders.ours import join_context, make_config, vocabulary_of
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import ParallelConfig, ZeroConfig
-from megazero.train.assemble import build_engine
+from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.families import family_of
 from megazero.train.process import keep_freed_memory

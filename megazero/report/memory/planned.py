@@ -13,7 +13,7 @@ from megazero.config.tree import Config
 from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, ProcessGrid, TrafficLog, grid_of, recording_context
 from megazero.report.memory.table import RankMemory
-from megazero.train.assemble import build_model
+from megazero.train.build import build_model
 from megazero.train.observe.memory import MemoryMeter
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary

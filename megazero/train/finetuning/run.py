@@ -11,7 +11,7 @@ from megazero.data import BatchSampler, EpochOrder, SamplerSpec
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.models import LabelledBatch
 from megazero.mpu import Launch, ParallelContext, gather_values
-from megazero.train.assemble import Run, Task, carry_out, in_job
+from megazero.train.assemble import Run, Task, assemble
 from megazero.train.finetuning.best import BestModel
 from megazero.train.finetuning.evaluation import TaskEvaluation
 from megazero.train.finetuning.predictions import check_writable, write_predictions
@@ -20,7 +20,8 @@ from megazero.train.finetuning.task import LabelledSplit, TaskData, completed, r
 from megazero.train.guards.agreement import labelled_samples
 from megazero.train.observe.evaluation import Evaluations
 from megazero.train.parts.families import classifiers_of
-from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.process import in_job
 from megazero.train.resume.resume import Resumed
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feed, Feeds, make_feed
@@ -53,25 +54,28 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     Raises:
         MegazeroError: as `finetune`.
     """
-    return carry_out(config, joined, FineTuning(), disk)
+    vocabulary = build_vocabulary(config)
+    data = read_task(config, vocabulary)
+    config = completed(config, data, joined)
+    if config.finetune.predictions:
+        _on_first(joined, partial(check_writable, config.finetune.predictions))
+    task = FineTuning(data)
+    return assemble(config, vocabulary, joined, task, disk).carry_out(task, disk)
 
 
 class FineTuning(Task):
-    """A run on labelled samples."""
+    """A run on labelled samples.
 
-    data: TaskData
+    Args:
+        data: these samples.
+    """
+
     _evaluate: TaskEvaluation
 
-    def __init__(self) -> None:
+    def __init__(self, data: TaskData):
+        self.data = data
         self.best: BestModel | None = None
         self._feeds: dict[str, Feed[LabelledBatch]] = {}
-
-    def completed(self, config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Config:
-        self.data = read_task(config, vocabulary)
-        config = completed(config, self.data, context)
-        if config.finetune.predictions:
-            _on_first(context, partial(check_writable, config.finetune.predictions))
-        return config
 
     def begin(
         self, config: Config, context: ParallelContext, vocab_size: int, engine: Engine

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from types import FrameType, TracebackType
 
 from megazero.config.guards import GuardsConfig
-from megazero.config.tree import Config
+from megazero.config.tree import TrainingConfig
 from megazero.errors import DataError, NumericsError
 from megazero.mpu import gather_values
 from megazero.train.observe.incidents import Incident, IncidentLog
 from megazero.train.observe.stragglers import Stragglers
-from megazero.train.process import StopRequest
 from megazero.train.step.concern import (
     CONTINUE,
     Concern,
@@ -95,20 +97,70 @@ class SlowRanks(SharedConcern):
         return CONTINUE
 
 
+# SIGTERM: schedulers and `kill`. SIGUSR1: SLURM's `--signal=USR1@...` warning before the time limit.
+# SIGINT is left to Python: Ctrl-C raises KeyboardInterrupt at once.
+_SIGNAL_NAMES = ("SIGTERM", "SIGUSR1")
+
+_Handler = Callable[[int, FrameType | None], object] | int
+
+
+class StopRequest:
+    """Context in which SIGTERM and SIGUSR1 set `requested` instead of ending the process.
+
+    The previous handlers are restored at the end. Python handles signals only in the main thread; in other
+    threads (ranks as threads), entering changes nothing and `requested` stays false.
+
+    Attributes:
+        reason: name of the first signal that arrived, such as `SIGTERM`, or None.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._previous: dict[int, _Handler | None] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has arrived since the context was entered."""
+        return self.reason is not None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for name in _SIGNAL_NAMES:
+                number = getattr(signal, name, None)  # Windows has no SIGUSR1
+                if number is not None:
+                    self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            # None stands for a handler set by C code, which Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.reason is None:
+            self.reason = signal.Signals(number).name
+
+
 class ExitRequests(SharedConcern):
     """Stops a run on a signal, after a time, or at an iteration.
 
     Args:
-        config: the run's configuration.
+        config: when to stop.
 
     Attributes:
         signals: the context in which signals are requests.
     """
 
-    def __init__(self, config: Config):
-        minutes = config.training.exit_duration_in_mins
+    def __init__(self, config: TrainingConfig):
+        minutes = config.exit_duration_in_mins
         self.signals = StopRequest()
-        self.interval = config.training.exit_interval
+        self.interval = config.exit_interval
         self._limit = None if minutes is None else minutes * 60
         self._started = time.monotonic()
 

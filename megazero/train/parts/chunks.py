@@ -4,64 +4,66 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from types import MappingProxyType
 
 import numpy as np
 import torch
 
 from megazero.config.derive import chunks_per_stage, schedule_kind
-from megazero.config.tree import Config
+from megazero.config.tree import Config, ParallelConfig
 from megazero.layers import Placement, initialize
 from megazero.models import ChunkSpan, MicroBatch, ModelChunk
 from megazero.mpu import ParallelContext
 from megazero.pipeline import Program, Schedule, build_schedule, lower, partition_layers
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.step.engine import Programs
 from megazero.train.step.timers import Timers
 from megazero.zero import STAGES
 
 
-def schedule_of(config: Config, microbatches: int | None = None, *, forward_only: bool = False) -> Schedule:
+def schedule_of(config: Config, microbatches: int | None = None) -> Schedule:
     """The configured pipeline schedule; `microbatches` may be left out if only the stages matter."""
+    stages = config.parallel.pipeline_model_parallel_size
+    return build_schedule(schedule_kind(config), stages, microbatches or 2 * stages, chunks_per_stage(config))
+
+
+def programs_of(config: Config) -> Programs:
+    """The programs of a training step and of an evaluation, for each number of micro-batches per replica."""
+    row, overlap = STAGES[config.zero.stage], config.zero.overlap_grad_reduce
     stages, per_stage = config.parallel.pipeline_model_parallel_size, chunks_per_stage(config)
     kind = schedule_kind(config)
-    count = microbatches or 2 * stages
-    if forward_only:
-        return build_schedule("forward", stages, count, per_stage, v_shape=kind == "zb-v")
-    return build_schedule(kind, stages, count, per_stage)
 
+    @cache
+    def train(microbatches: int) -> Program:
+        return lower(
+            build_schedule(kind, stages, microbatches, per_stage),
+            gather=row.shard_params,
+            reduce_every_microbatch=row.shard_grads,
+            overlap_reduce=overlap,
+        )
 
-def train_program(config: Config, microbatches: int) -> Program:
-    """The program of a training step with this many micro-batches per replica."""
-    row = STAGES[config.zero.stage]
-    schedule = schedule_of(config, microbatches)
-    return lower(
-        schedule,
-        gather=row.shard_params,
-        reduce_every_microbatch=row.shard_grads,
-        overlap_reduce=config.zero.overlap_grad_reduce,
-    )
+    @cache
+    def evaluate(microbatches: int) -> Program:
+        forward = build_schedule("forward", stages, microbatches, per_stage, v_shape=kind == "zb-v")
+        return lower(forward, gather=row.shard_params, reduce_every_microbatch=False)
 
-
-def evaluation_program(config: Config, microbatches: int) -> Program:
-    """The program of an evaluation of this many micro-batches per replica."""
-    row = STAGES[config.zero.stage]
-    schedule = schedule_of(config, microbatches, forward_only=True)
-    return lower(schedule, gather=row.shard_params, reduce_every_microbatch=False)
+    return Programs(train, evaluate)
 
 
 DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
 
 
-def placement_of(config: Config, context: ParallelContext, device: torch.device) -> Placement:
+def placement_of(
+    parallel: ParallelConfig, dtype: str, context: ParallelContext, device: torch.device
+) -> Placement:
     """The placement of this rank's layers on a device."""
-    dtype = DTYPES[config.precision.dtype]
     placement = Placement.of(
         context,
-        dtype,
-        sequence_parallel=config.parallel.sequence_parallel,
-        token_dispatcher=config.parallel.moe_token_dispatcher_type,
+        DTYPES[dtype],
+        sequence_parallel=parallel.sequence_parallel,
+        token_dispatcher=parallel.moe_token_dispatcher_type,
     )
     return replace(placement, device=device)
 
@@ -147,7 +149,10 @@ def _piece_builder(
     A tied head gets its own weight, because its stage holds a copy.
     """
     family, count = family_of(config.model), config.model.num_layers
-    vocab, placement = (vocabulary.size, vocabulary.padded), placement_of(config, context, device)
+    vocab, placement = (
+        (vocabulary.size, vocabulary.padded),
+        placement_of(config.parallel, config.precision.dtype, context, device),
+    )
     spans = [
         ChunkSpan(range(0), head=False),
         *(ChunkSpan(range(i, i + 1), embedding=False, head=False) for i in range(count)),
@@ -169,7 +174,7 @@ def build_chunks(
         ConfigError: the layers cannot be assigned to the stages as configured.
     """
     family = family_of(config.model)
-    placement = placement_of(config, context, device or torch.device("meta"))
+    placement = placement_of(config.parallel, config.precision.dtype, context, device or torch.device("meta"))
     stage_of = schedule_of(config).stage_of
     tied = family.ties(config.model)
     vocab = vocabulary.size, vocabulary.padded

@@ -10,7 +10,7 @@ from megazero.checkpoint import CheckpointReader, Part, Source, misfits
 from megazero.checkpoint.upcycling import dense_model
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.rules import check
-from megazero.config.tree import Config, ModelConfig, ParallelConfig
+from megazero.config.tree import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from megazero.data.blended import SampleDataset
 from megazero.data.sources import contents
 from megazero.errors import CheckpointError, ConfigError, DataError
@@ -69,7 +69,8 @@ def fit(
     check_model(model, vocab_size, saved_model(reader), reader.folder)
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
         return config, []
-    _check_schedule(config, run.config, reader.folder)
+    if not config.checkpoint.override_opt_param_scheduler:
+        _check_schedule(config.optimizer, run.config, reader.folder)
     batch = run.global_batch_size
     kept = config
     if config.batch.global_batch_size is None:
@@ -116,10 +117,8 @@ def check_model(
         raise CheckpointError(f"`{folder}` must hold this model, but has {', '.join(wrong)}")
 
 
-def _check_schedule(config: Config, saved: SavedConfig, folder: Path) -> None:
-    if config.checkpoint.override_opt_param_scheduler:
-        return
-    now, then = config.optimizer.model_dump(mode="json"), saved.get("optimizer") or {}
+def _check_schedule(optimizer: OptimizerConfig, saved: SavedConfig, folder: Path) -> None:
+    now, then = optimizer.model_dump(mode="json"), saved.get("optimizer") or {}
     changed = [
         f"{name}: {then.get(name)} -> {now[name]}" for name in SCHEDULE_FIELDS if then.get(name) != now[name]
     ]

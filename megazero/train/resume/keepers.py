@@ -19,19 +19,28 @@ from megazero.checkpoint import (
     FP8,
     RANDOM,
     ROUTER,
+    WEIGHT,
     Box,
+    CheckpointReader,
     Key,
     Part,
+    ReplicaRows,
     Source,
     parts_in_use,
     parts_to_read,
     parts_to_write,
+    state_keys,
     together,
 )
+from megazero.checkpoint.upcycling import Upcycled, router_names
+from megazero.config.tree import Config
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.layers import Fp8State
 from megazero.moe import RouterLoads
-from megazero.mpu import ParallelContext
+from megazero.mpu import ParallelContext, gather_values
+from megazero.optim import ScalerState
+from megazero.train.resume.fit import check_tensors
+from megazero.train.resume.saved import RunFacts
 from megazero.train.step.engine import Engine
 from megazero.zero import IN_USE, Optimizer
 
@@ -249,10 +258,6 @@ KINDS = frozenset(keeper.kind for keeper in (Routers, Scales, InUse, Generators)
 """The kinds of logical tensors that are not the optimizer's."""
 
 
-def _whole(tensors: Mapping[str, Tensor], kind: str) -> list[Part]:
-    return [Part.whole(Key(name, kind), tensor) for name, tensor in tensors.items()]
-
-
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """The state of each generator of this process, as tensors of fixed shape."""
     _, words, gauss = random.getstate()
@@ -298,3 +303,69 @@ def _set(state: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def load_state(
+    config: Config,
+    engine: Engine,
+    context: ParallelContext,
+    reader: CheckpointReader,
+    run: RunFacts | None,
+    *,
+    begins_experts: bool = False,
+) -> int:
+    """Load what a checkpoint holds into an engine, as `config` asks; every rank calls this.
+
+    Returns:
+        The seed of the dropout streams.
+
+    Raises:
+        CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
+    """
+    section = config.checkpoint
+    progress = None if section.finetune else run
+    drawn = None if section.no_load_rng else progress
+    counted = None  # the updates made, and the loss scaler's state
+    if progress is not None and not section.no_load_optim:
+        if progress.updates is None or progress.scaler is None:
+            raise CheckpointError(
+                f"`{reader.folder}` must hold optimizer state, but has none; set --no-load-optim "
+                "or --finetune"
+            )
+        counted = progress.updates, ScalerState(**dict(progress.scaler))
+    wanted = {Share.PROGRESS: progress, Share.UPDATES: counted, Share.RANDOM: drawn}
+    # The weights of new routers are the seed's, as the dense model has none.
+    seeded = router_names(config.model) if begins_experts else ()
+    keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
+    held: Source = Upcycled(reader, config.model) if begins_experts else reader
+    updated, *others = keepers
+    parts = updated.taken(held)
+    source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
+    # All ranks of a model together know which tensors have a place, so this is asked before any rank reads.
+    unused = _unused(source, engine.optimizer, context, moments=counted is not None)
+
+    def read() -> None:
+        check_tensors(source, parts, reader.folder, unused)
+        source.read([*parts, *(part for keeper in others for part in keeper.taken(source))])
+
+    # An error on one rank is raised on all, so that none waits in the next call for one that has given up.
+    together(context, read, f"load {reader.folder}")
+    for keeper in keepers:
+        keeper.took(reader, reader.folder)
+    if counted is not None:
+        engine.optimizer.updates, engine.scaler_state = counted
+    return config.training.seed if drawn is None else drawn.stream_seed
+
+
+def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, moments: bool) -> list[str]:
+    """The tensors of the checkpoint that no rank has a place for; moments count only if they are loaded."""
+    mine = sorted(str(key) for key in state_keys(optimizer))
+    asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
+    # Without delay, the weights in use are those of the masters.
+    kinds = {key.kind for key in source.shapes} - KINDS if moments else {WEIGHT}
+    held = [key for key in source.shapes if key.kind in kinds]
+    return [str(key) for key in held if str(key) not in asked]
+
+
+def _whole(tensors: Mapping[str, Tensor], kind: str) -> list[Part]:
+    return [Part.whole(Key(name, kind), tensor) for name, tensor in tensors.items()]

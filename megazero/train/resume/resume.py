@@ -8,35 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint import (
-    WEIGHT,
     Candidates,
     CheckpointReader,
-    ReplicaRows,
-    Source,
     Verify,
     candidates,
-    state_keys,
     together,
 )
 from megazero.checkpoint.lock import saved_elsewhere
-from megazero.checkpoint.upcycling import Upcycled, router_names
 from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree import Config, ModelConfig
+from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
-from megazero.mpu import ParallelContext, gather_values, transports
-from megazero.optim import ScalerState
-from megazero.train.resume.fit import changed_sums, check_tensors, fit
-from megazero.train.resume.keepers import KINDS, Share, keepers_of
+from megazero.mpu import ParallelContext, transports
+from megazero.train.resume.fit import changed_sums, fit
+from megazero.train.resume.keepers import load_state
 from megazero.train.resume.saved import (
     DataFacts,
-    RunFacts,
     opened,
     saved_model,
     saved_run,
 )
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
-from megazero.zero import Optimizer
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,7 @@ def resume(
         engine: Engine | None = None
         try:
             reader = opened(folder, Verify(section.verify_checkpoint), context)
-            begins = _begins_experts(config, reader)
+            begins = _begins_experts(section, reader)
             run = None if begins else saved_run(reader)
             kept, changes = fit(config, reader, run, vocab_size, context.world_size, begins)
             state = TrainState() if run is None or section.finetune else run.state.train_state()
@@ -154,70 +147,8 @@ def _candidates(load: str, step: int | None, context: ParallelContext) -> Candid
     return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
 
 
-def _begins_experts(config: Config, reader: CheckpointReader) -> bool:
+def _begins_experts(section: CheckpointConfig, reader: CheckpointReader) -> bool:
     """Whether the experts are to be copies of this checkpoint's MLPs; not once it has experts itself."""
-    if not config.checkpoint.moe_use_upcycling:
+    if not section.moe_use_upcycling:
         return False
     return not saved_model(reader).settings(ModelConfig.model_fields).num_experts
-
-
-def load_state(
-    config: Config,
-    engine: Engine,
-    context: ParallelContext,
-    reader: CheckpointReader,
-    run: RunFacts | None,
-    *,
-    begins_experts: bool = False,
-) -> int:
-    """Load what a checkpoint holds into an engine, as `config` asks; every rank calls this.
-
-    Returns:
-        The seed of the dropout streams.
-
-    Raises:
-        CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
-    """
-    section = config.checkpoint
-    progress = None if section.finetune else run
-    drawn = None if section.no_load_rng else progress
-    counted = None  # the updates made, and the loss scaler's state
-    if progress is not None and not section.no_load_optim:
-        if progress.updates is None or progress.scaler is None:
-            raise CheckpointError(
-                f"`{reader.folder}` must hold optimizer state, but has none; set --no-load-optim "
-                "or --finetune"
-            )
-        counted = progress.updates, ScalerState(**dict(progress.scaler))
-    wanted = {Share.PROGRESS: progress, Share.UPDATES: counted, Share.RANDOM: drawn}
-    # The weights of new routers are the seed's, as the dense model has none.
-    seeded = router_names(config.model) if begins_experts else ()
-    keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
-    held: Source = Upcycled(reader, config.model) if begins_experts else reader
-    updated, *others = keepers
-    parts = updated.taken(held)
-    source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
-    # All ranks of a model together know which tensors have a place, so this is asked before any rank reads.
-    unused = _unused(source, engine.optimizer, context, moments=counted is not None)
-
-    def read() -> None:
-        check_tensors(source, parts, reader.folder, unused)
-        source.read([*parts, *(part for keeper in others for part in keeper.taken(source))])
-
-    # An error on one rank is raised on all, so that none waits in the next call for one that has given up.
-    together(context, read, f"load {reader.folder}")
-    for keeper in keepers:
-        keeper.took(reader, reader.folder)
-    if counted is not None:
-        engine.optimizer.updates, engine.scaler_state = counted
-    return config.training.seed if drawn is None else drawn.stream_seed
-
-
-def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, moments: bool) -> list[str]:
-    """The tensors of the checkpoint that no rank has a place for; moments count only if they are loaded."""
-    mine = sorted(str(key) for key in state_keys(optimizer))
-    asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
-    # Without delay, the weights in use are those of the masters.
-    kinds = {key.kind for key in source.shapes} - KINDS if moments else {WEIGHT}
-    held = [key for key in source.shapes if key.kind in kinds]
-    return [str(key) for key in held if str(key) not in asked]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megazero.checkpoint import Verify, candidates, together
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
-from megazero.train.resume.resume import load_state
+from megazero.train.resume.keepers import load_state
 from megazero.train.resume.saved import opened, saved_run
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState

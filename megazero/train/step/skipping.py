@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megazero.config.skipping import SkippingConfig
 from megazero.config.steps import Progress
 from megazero.config.training_plan import TrainingPlan
-from megazero.config.tree import Config
 from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.mpu import derive_key
 
@@ -63,12 +63,13 @@ class SkippingPlan:
     drop: LayerDrop | None
 
     @classmethod
-    def of(cls, config: Config, training_plan: TrainingPlan) -> SkippingPlan:
-        """The plan of a run with this configuration."""
-        settings, layers = config.skipping, config.model.num_layers
+    def of(
+        cls, settings: SkippingConfig, layers: int, seed: int, training_plan: TrainingPlan
+    ) -> SkippingPlan:
+        """The plan of a run with these settings, and so many layers."""
         drop = None
         if settings.progressive_layer_drop:
-            drop = LayerDrop(layers, settings.pld_theta, settings.pld_gamma, config.training.seed)
+            drop = LayerDrop(layers, settings.pld_theta, settings.pld_gamma, seed)
         return cls(training_plan, settings.dropping_layers(layers), drop)
 
     def at(self, progress: Progress) -> Skipping:

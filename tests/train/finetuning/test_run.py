@@ -14,7 +14,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu import Launch, solo_context
-from megazero.train.assemble import build_engine
+from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import build_vocabulary
 from megazero.train.pretraining import pretrain
