@@ -81,7 +81,7 @@ class Metric:
         return {self.chart.tag.format(name): float(x) for name, x in named.items() if x is not None}
 
 
-def latest(form: str) -> Callable[[Interval, str], str | None]:
+def shown(form: str, place: int) -> Line:
     """The latest iteration's value in this format; values by name have a part each, which begins with it."""
 
     def text(interval: Interval, name: str) -> str | None:
@@ -90,7 +90,7 @@ def latest(form: str) -> Callable[[Interval, str], str | None]:
             return " | ".join(f"{key} {form.format(item)}" for key, item in value.items()) or None
         return None if value is None else form.format(value)
 
-    return text
+    return Line(text, place)
 
 
 def rate(form: str, factor: float = 1.0) -> Callable[[Interval, str], str]:

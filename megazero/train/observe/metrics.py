@@ -20,11 +20,11 @@ from megazero.train.observe.metric import (
     Metric,
     expert_loads,
     iteration_time,
-    latest,
     load_span,
     loss_means,
     offload_traffic,
     rate,
+    shown,
     skips,
 )
 from megazero.train.step.engine import Outcome
@@ -33,15 +33,15 @@ from megazero.train.step.stability import Stability
 from megazero.zero import Optimizer
 
 
-def _stability(name: str, chart: str, unit: str, of: Callable[[Stability], float | None]) -> Metric:
+def _stability(name: str, unit: str, of: Callable[[Stability], float | None]) -> Metric:
     """A row about how steady the training is, known if it is asked for and the step made an update."""
 
     def value(facts: StepFacts) -> float | None:
         known = facts.state.stability
         return None if known is None or facts.result.skipped or not known.updates else of(known)
 
-    line = Line(latest(f"{name.replace('_', ' ')}: {{:.3E}}"), 160)
-    return Metric(name, unit, value, Chart(f"stability/{chart}"), line, optional=True)
+    line = shown(f"{name.replace('_', ' ')}: {{:.3E}}", 160)
+    return Metric(name, unit, value, Chart(f"stability/{name.replace('_', '-')}"), line, optional=True)
 
 
 def _logging(facts: StepFacts) -> LoggingConfig:
@@ -56,15 +56,15 @@ METRICS = (
     Metric("iteration", "from 1", lambda f: f.state.iteration),
     Metric(
         "consumed_samples",
-        "sequences, of this and all earlier iterations",
+        "sequences so far",
         lambda f: f.state.consumed_samples,
-        line=Line(latest("consumed samples: {:12d}"), 10),
+        line=shown("consumed samples: {:12d}", 10),
     ),
     Metric(
         "consumed_tokens",
-        "tokens, of this and all earlier iterations",
+        "tokens so far",
         lambda f: f.state.consumed_tokens,
-        line=Line(latest("consumed tokens: {:12d}"), 20),
+        line=shown("consumed tokens: {:12d}", 20),
     ),
     Metric(
         "losses",
@@ -78,21 +78,21 @@ METRICS = (
         "before clipping, unscaled; inf or NaN if that caused the step to be skipped",
         lambda f: f.result.grad_norm,
         Chart("grad-norm", over_samples=True),
-        Line(latest("grad norm: {:.3f}"), 150),
+        shown("grad norm: {:.3f}", 150),
     ),
     Metric(
         "learning_rate",
         "of this update",
         lambda f: f.result.learning_rate,
         Chart("learning-rate", over_samples=True),
-        Line(latest("learning rate: {:.6E}"), 70),
+        shown("learning rate: {:.6E}", 70),
     ),
     Metric(
         "loss_scale",
         "of this step",
         lambda f: f.result.loss_scale,
         Chart("loss-scale", over_samples=True),
-        Line(latest("loss scale: {:.1f}"), 140),
+        shown("loss scale: {:.1f}", 140),
     ),
     Metric(
         "skipped",
@@ -111,7 +111,7 @@ METRICS = (
     ),
     Metric(
         "tflops",
-        "model TFLOP/s of one rank, padding and what was skipped left out (`models/flops.py`)",
+        "model TFLOP/s of one rank, without padding and what was skipped (`models/flops.py`)",
         lambda f: f.flops / 1e12,
         Chart("throughput"),
         Line(rate("throughput per rank (TFLOP/s): {:.3f}"), 50),
@@ -125,10 +125,10 @@ METRICS = (
     ),
     Metric(
         "global_batch_size",
-        "sequences in this iteration",
+        "sequences",
         lambda f: f.step.batch_size,
         Chart("batch-size", over_samples=True),
-        Line(latest("global batch size: {:5d}"), 80),
+        shown("global batch size: {:5d}", 80),
     ),
     Metric("num_micro_batches", "forward passes per replica", lambda f: f.step.micro_batches),
     Metric(
@@ -136,7 +136,7 @@ METRICS = (
         "of the parameters after the update, if asked for",
         lambda f: _optimizer(f).params_norm() if _logging(f).log_params_norm else None,
         Chart("params-norm", over_samples=True),
-        Line(latest("params norm: {:.3f}"), 215),
+        shown("params norm: {:.3f}", 215),
         gathered=True,
     ),
     Metric(
@@ -144,7 +144,7 @@ METRICS = (
         "elements of the gradient that are zero, if asked for",
         lambda f: _optimizer(f).count_zero_grads() if _logging(f).log_num_zeros_in_grad else None,
         Chart("num-zeros", over_samples=True),
-        Line(latest("num zeros: {}"), 210),
+        shown("num zeros: {}", 210),
         gathered=True,
     ),
     Metric(
@@ -163,15 +163,15 @@ METRICS = (
         "tokens of a sequence, where a curriculum lets it grow",
         lambda f: f.step.sequence_length if f.meters.plan.steps.lengths.grow else None,
         Chart("seqlen/curriculum_seqlen"),
-        Line(latest("sequence length: {:5d}"), 90),
+        shown("sequence length: {:5d}", 90),
         optional=True,
     ),
     Metric(
         "difficulties",
-        "by the metric of a curriculum over samples: how difficult those of this iteration may be",
+        "how difficult samples may be, by the metric of a curriculum over samples",
         lambda f: f.meters.difficulties.at(f.step.before) if f.meters.difficulties else None,
         Chart("curriculum/{}"),
-        Line(latest("difficulty: {}"), 100),
+        shown("difficulty: {}", 100),
         optional=True,
     ),
     Metric(
@@ -179,7 +179,7 @@ METRICS = (
         "tokens of a sequence that layers with random-LTD saw, where they did not see all",
         lambda f: f.step.kept_tokens,
         Chart("seqlen/random_ltd_reserved_length"),
-        Line(latest("tokens kept by random-LTD: {:5d}"), 110),
+        shown("tokens kept by random-LTD: {:5d}", 110),
         optional=True,
     ),
     Metric(
@@ -187,31 +187,17 @@ METRICS = (
         "layers that ran, with progressive layer dropping",
         lambda f: f.skipping.layers_run,
         Chart("layers-run"),
-        Line(latest("layers run: {:3d}"), 120),
+        shown("layers run: {:3d}", 120),
         optional=True,
     ),
+    _stability("loss_ratio", "as a multiple of the lowest before (`stability.py`)", lambda s: s.loss_ratio),
+    _stability("loss_deviation", "standard deviation over recent updates", lambda s: s.loss.deviation),
     _stability(
-        "loss_ratio",
-        "loss-ratio",
-        "the total loss as a multiple of the lowest of the updates before (`stability.py`)",
-        lambda s: s.loss_ratio,
-    ),
-    _stability(
-        "loss_deviation",
-        "loss-deviation",
-        "standard deviation over recent updates, this one included",
-        lambda s: s.loss.deviation,
-    ),
-    _stability(
-        "grad_norm_deviation",
-        "grad-norm-deviation",
-        "standard deviation over recent updates, this one included",
-        lambda s: s.grad_norm.deviation,
+        "grad_norm_deviation", "standard deviation over recent updates", lambda s: s.grad_norm.deviation
     ),
     Metric(
         "tokens_per_expert",
-        "in iterations that are logged: for each layer with experts, its number as `layer`, and as `tokens` "
-        "how often each of its experts was chosen, before any token was dropped",
+        "by layer with experts: how often each was chosen, before any token was dropped",
         lambda f: f.meters.tokens_per_expert(f.result) if f.due(_logging(f).log_interval) else None,
         Chart("expert-load-{}", of=expert_loads),
         Line(load_span, 200),
@@ -220,16 +206,14 @@ METRICS = (
     ),
     Metric(
         "rank_seconds",
-        "after a comparison of ranks (`stragglers.py`): minimum, median and maximum over "
-        "ranks of the seconds per step that each takes itself, as `own`, and waits, as `waited`",
+        "minimum, median and maximum over ranks (`stragglers.py`), after a comparison of them",
         lambda f: f.meters.stragglers.take_summary(),
         optional=True,
         gathered=True,
     ),
     Metric(
         "offload",
-        "traffic of this rank's offloaded state: bytes `read` and `written`, and seconds `waited`, in which "
-        "the step did nothing else",
+        "bytes of offloaded state `read` and `written`, and seconds that the step `waited` for them",
         lambda f: None if f.meters.moved is None else asdict(f.meters.moved),
         line=Line(offload_traffic, 190),
         optional=True,
@@ -237,8 +221,7 @@ METRICS = (
     ),
     Metric(
         "memory",
-        "of each rank in the first iteration, where metrics go to a file: bytes by place (`device`, `cpu`, "
-        "`nvme`) and by what they hold (`memory.py`)",
+        "bytes of each rank by place and by what they hold (`memory.py`), in the first iteration",
         lambda f: f.meters.memory_of_first_step(),
         optional=True,
         gathered=True,

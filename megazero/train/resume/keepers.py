@@ -35,8 +35,6 @@ from megazero.checkpoint import (
 from megazero.checkpoint.upcycling import Upcycled, router_names
 from megazero.config.tree import Config
 from megazero.errors import CheckpointError, DamagedCheckpointError
-from megazero.layers import Fp8State
-from megazero.moe import RouterLoads
 from megazero.mpu import ParallelContext, gather_values
 from megazero.optim import ScalerState
 from megazero.train.resume.fit import check_tensors
@@ -112,47 +110,39 @@ class Updated(Keeper):
         self.optimizer.publish()
 
 
-class Routers(Keeper):
-    """The loads and biases of routers. Converted models have none: their routers begin evenly.
+class StageKeeper(Keeper):
+    """Tensors that are equal on all ranks of a stage, whose first rank writes them.
 
     Args:
-        loads: those of this stage.
-        context: all ranks; the first one of each stage writes.
+        tensors: by global name.
+        context: this rank's stage.
     """
+
+    def __init__(self, tensors: Mapping[str, Tensor], context: ParallelContext):
+        self._writes = not context.groups["stage"].rank
+        self._whole = [Part.whole(Key(name, self.kind or WEIGHT), tensor) for name, tensor in tensors.items()]
+
+    def parts(self) -> list[Part]:
+        return self._whole if self._writes else []
+
+    def taken(self, source: Source) -> list[Part]:
+        return [part for part in self._whole if part.key in source.shapes]
+
+
+class Routers(StageKeeper):
+    """The loads and biases of routers. Converted models have none: their routers begin evenly."""
 
     kind = ROUTER
 
-    def __init__(self, loads: RouterLoads, context: ParallelContext):
-        self._tensors = loads.state()
-        self._writes = not context.groups["stage"].rank
 
-    def parts(self) -> list[Part]:
-        return _whole(self._tensors, ROUTER) if self._writes else []
-
-    def taken(self, source: Source) -> list[Part]:
-        return [part for part in _whole(self._tensors, ROUTER) if part.key in source.shapes]
-
-
-class Scales(Keeper):
-    """The histories and scales of 8-bit products; a history of another length begins anew.
-
-    Args:
-        fp8: those of this stage.
-        context: all ranks; the first one of each stage writes.
-    """
+class Scales(StageKeeper):
+    """The histories and scales of 8-bit products; a history of another length begins anew."""
 
     share = Share.PROGRESS
     kind = FP8
 
-    def __init__(self, fp8: Fp8State, context: ParallelContext):
-        self._tensors = fp8.state()
-        self._writes = not context.groups["stage"].rank
-
-    def parts(self) -> list[Part]:
-        return _whole(self._tensors, FP8) if self._writes else []
-
     def taken(self, source: Source) -> list[Part]:
-        return [part for part in _whole(self._tensors, FP8) if source.shapes.get(part.key) == part.shape]
+        return [part for part in self._whole if source.shapes.get(part.key) == part.shape]
 
 
 class InUse(Keeper):
@@ -246,16 +236,12 @@ def keepers_of(
     optimizer, context = engine.optimizer, engine.context
     keepers: tuple[Keeper, ...] = (
         Updated(optimizer, context, moments=Share.UPDATES in shares, without=without),
-        Routers(engine.loads, context),
-        Scales(engine.fp8, context),
+        Routers(engine.loads.state(), context),
+        Scales(engine.fp8.state(), context),
         InUse(optimizer, context),
         Generators(context),
     )
     return tuple(keeper for keeper in keepers if keeper.share in {Share.MODEL, *shares})
-
-
-KINDS = frozenset(keeper.kind for keeper in (Routers, Scales, InUse, Generators))
-"""The kinds of logical tensors that are not the optimizer's."""
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
@@ -342,7 +328,7 @@ def load_state(
     parts = updated.taken(held)
     source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
     # All ranks of a model together know which tensors have a place, so this is asked before any rank reads.
-    unused = _unused(source, engine.optimizer, context, moments=counted is not None)
+    unused = _unused(source, engine, moments=counted is not None)
 
     def read() -> None:
         check_tensors(source, parts, reader.folder, unused)
@@ -350,6 +336,8 @@ def load_state(
 
     # An error on one rank is raised on all, so that none waits in the next call for one that has given up.
     together(context, read, f"load {reader.folder}")
+    # In the list's order: masters are published before the weights in use, which they would overwrite, and
+    # the generators come last, so that nothing here draws from them after they are set.
     for keeper in keepers:
         keeper.took(reader, reader.folder)
     if counted is not None:
@@ -357,15 +345,14 @@ def load_state(
     return config.training.seed if drawn is None else drawn.stream_seed
 
 
-def _unused(source: Source, optimizer: Optimizer, context: ParallelContext, moments: bool) -> list[str]:
+def _unused(source: Source, engine: Engine, moments: bool) -> list[str]:
     """The tensors of the checkpoint that no rank has a place for; moments count only if they are loaded."""
-    mine = sorted(str(key) for key in state_keys(optimizer))
+    context = engine.context
+    mine = sorted(str(key) for key in state_keys(engine.optimizer))
     asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
-    # Without delay, the weights in use are those of the masters.
-    kinds = {key.kind for key in source.shapes} - KINDS if moments else {WEIGHT}
+    # What other keepers keep may be left over: converted models have no router state, and without delay the
+    # weights in use are those of the masters.
+    others = {keeper.kind for keeper in keepers_of(engine)}
+    kinds = {key.kind for key in source.shapes} - others if moments else {WEIGHT}
     held = [key for key in source.shapes if key.kind in kinds]
     return [str(key) for key in held if str(key) not in asked]
-
-
-def _whole(tensors: Mapping[str, Tensor], kind: str) -> list[Part]:
-    return [Part.whole(Key(name, kind), tensor) for name, tensor in tensors.items()]

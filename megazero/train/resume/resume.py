@@ -92,12 +92,15 @@ def resume(
             begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
         return Resumed(new, TrainState(), config.training.seed, config, training_plan, begun)
     remarks = list(checkpoints.remarks)
+    # The newest first. All ranks take each step below together, and an error of one is raised on all: they
+    # pass over a damaged checkpoint as one, and never train from two different ones.
     for folder in checkpoints.folders:
         engine: Engine | None = None
         try:
             reader = opened(folder, Verify(section.verify_checkpoint), context)
             begins = _begins_experts(section, reader)
             run = None if begins else saved_run(reader)
+            # Before the engine is built, which takes memory and minutes for a large model.
             kept, changes = fit(config, reader, run, vocab_size, context.world_size, begins)
             state = TrainState() if run is None or section.finetune else run.state.train_state()
             training_plan = training_plan_of(kept, context.data.size, state.progress)

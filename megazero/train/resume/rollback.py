@@ -29,6 +29,7 @@ def restore_last(snapshots: Snapshots) -> TrainState | None:
         CheckpointError: on every rank: one cannot be read, and none before it is whole.
     """
     saver, engine, context = snapshots.saver, snapshots.engine, snapshots.context
+    # The one being written may be the newest healthy one, and its copies must be done before weights change.
     while saver.unsettled:
         try:
             saver.settle()

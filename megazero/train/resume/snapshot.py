@@ -109,6 +109,7 @@ class Snapshots:
         left_out = {Share.UPDATES: section.no_save_optim, Share.RANDOM: section.no_save_rng}
         keepers = keepers_of(engine, {share for share in ALL if not left_out.get(share)})
         parts = [part for keeper in keepers for part in keeper.parts()]
+        # Before anything is written: a checkpoint that cannot be resumed would push out one that can.
         self._check_finite(parts, state.iteration)
         facts = {
             **self._fixed,

@@ -106,7 +106,7 @@ def load_chunks(
     chunks = build_chunks(config, vocabulary, context, context.device)
     parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
     loads = RouterLoads([r for c in chunks.values() for r in c.routers()], config.model, context)
-    parts += Routers(loads, context).taken(reader)
+    parts += Routers(loads.state(), context).taken(reader)
     together(context, partial(_read, reader, parts), f"load {reader.folder}")
     return chunks
 
