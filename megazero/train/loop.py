@@ -46,7 +46,6 @@ class Loop:
         snapshots: Snapshots | None,
         evaluations: Evaluations,
     ):
-        assert feeds.train is not None, "there are no samples for training"
         config, engine, plan = meters.config, meters.engine, meters.plan
         context, guards, interval = engine.context, config.guards, config.logging.log_interval
         self.meters = meters
@@ -121,6 +120,7 @@ class Loop:
         if self.guard.passes_over(state, step):
             result = meters.engine.nothing(step.before)
         else:
+            assert self.feed is not None, "there are no samples for training"
             with meters.timers("data"):
                 batches = self.feed.of_step(step)
             with meters.over_work():

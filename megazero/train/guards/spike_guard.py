@@ -52,7 +52,7 @@ class SpikeGuard(Concern):
     Args:
         config: the faults to look for, and what to do about each.
         engine: makes the steps.
-        feed: gives their samples.
+        feed: gives their samples; None where nothing is trained on.
         log: takes the incidents.
         restore: goes back to a checkpoint; None where nothing is saved.
     """
@@ -61,7 +61,7 @@ class SpikeGuard(Concern):
         self,
         config: GuardsConfig,
         engine: Engine,
-        feed: Feed[MicroBatch],
+        feed: Feed[MicroBatch] | None,
         log: IncidentLog,
         restore: Restore | None,
     ):
@@ -111,6 +111,7 @@ class SpikeGuard(Concern):
                 again = self._look(now, attempt)
                 if again.finite and not again.spikes:
                     return attempt, False
+        assert self.feed is not None, "a step is made of samples"
         seen.facts = step_facts(self.engine, self.feed, step, attempt, batches)
         return attempt, self._holds(seen)
 
@@ -155,7 +156,7 @@ class SpikeGuard(Concern):
     def _borrowed(self, step: Step) -> Sequence[MicroBatch] | None:
         """The next replica's micro-batches; None if there is none, or if ranks share work for experts."""
         data = self.context.data
-        if data.size == 1 or self.context.groups["ep"].size > 1:
+        if self.feed is None or data.size == 1 or self.context.groups["ep"].size > 1:
             return None
         neighbour = self.feed.of_replica((data.rank + 1) % data.size)
         return neighbour.of_step(step)
