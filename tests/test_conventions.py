@@ -55,7 +55,6 @@ LARGE_CONSTRUCTORS = {
     "megazero.optim.compressed.zero_one_adam.ZeroOneAdam": 8,
     "megazero.optim.muon.Muon": 9,
     "megazero.train.parts.families.Family": 11,
-    "megazero.train.step.state.TrainState": 8,
     "megazero.train.observe.stragglers.Straggler": 9,
     "megazero.verify.layouts.Layout": 31,
     "megazero.zero.plan.BucketMember": 9,

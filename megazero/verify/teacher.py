@@ -5,6 +5,7 @@ from __future__ import annotations
 from megazero.config.curriculum import CurriculumConfig
 from megazero.config.data_sampling import DataSamplingConfig
 from megazero.config.distillation import DistillationConfig
+from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
 from megazero.config.tree_output import CheckpointConfig
@@ -40,7 +41,7 @@ def with_teacher(config: Config, folder: str) -> Config:
         teacher, training_plan, engine, context, vocabulary_size(teacher), teacher.training.seed
     )
     try:
-        snapshots.save(TrainState(iteration=1))
+        snapshots.save(TrainState(Progress(1)))
     finally:
         snapshots.saver.close()
     distillation = {

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint.hf import convert_to_hf
+from megazero.config.steps import Progress
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.models import Batch, ModelChunk
@@ -75,7 +76,7 @@ def export(layout: Layout, config: Config, out: Path) -> dict[str, torch.Tensor]
         snapshots = Snapshots(
             config, resumed.training_plan, resumed.engine, context, VOCABULARY, config.training.seed
         )
-        snapshots.save(TrainState(1, 8, 8 * SEQUENCE, 0))
+        snapshots.save(TrainState(Progress(1, 8, 8 * SEQUENCE)))
         snapshots.saver.close()
 
     on_ranks(layout, save)

@@ -16,6 +16,7 @@ import torch
 
 from megazero.checkpoint import iteration_folder, parts_to_read, saved_iterations
 from megazero.checkpoint.manifest import STATE
+from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, Config, ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
@@ -72,7 +73,7 @@ def test_a_retain_interval_alone_keeps_its_multiples_and_the_newest(tmp_path):
     snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, SEED)
     for iteration in range(1, 6):
         here = training_plan.before(iteration)
-        snapshots.save(TrainState(here.iteration, here.samples, here.tokens))
+        snapshots.save(TrainState(here))
     snapshots.saver.close()
     assert saved_iterations(tmp_path / "run") == [2, 4, 5]
 
@@ -118,7 +119,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_everything_is_taken_over(run):
     found = again(config_of(run.folder))
-    assert found.state == TrainState(STEPS, STEPS * GLOBAL_BATCH, STEPS * GLOBAL_BATCH * SEQUENCE, 0)
+    assert found.state == TrainState(Progress(STEPS, STEPS * GLOBAL_BATCH, STEPS * GLOBAL_BATCH * SEQUENCE))
     assert found.stream_seed == SEED
     assert found.engine.optimizer.updates == STEPS
     assert same(values(found.engine), run.values)

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, ParallelConfig
 from megazero.mpu import ThreadWorld, thread_context
@@ -72,7 +73,7 @@ def test_a_resume_over_other_groups_says_so(tmp_path, monkeypatch):
         context = thread_context(world, layout.grid, rank)
         engine = verification_engine(config, training_plan, context)
         snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, 1)
-        snapshots.save(TrainState(1, 4, 4))
+        snapshots.save(TrainState(Progress(1, 4, 4)))
         snapshots.saver.close()
 
     def load(rank: int) -> tuple[str, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import asdict
 
 import pytest
 
 from megazero.config import parse_config
+from megazero.config.steps import Progress
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, thread_context
 from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.resume.saved import StateFacts
@@ -67,11 +67,11 @@ def test_what_is_not_finite_changes_nothing():
 
 
 def test_it_survives_a_checkpoint_in_every_bit():
-    state = TrainState(3, 12, 192, 0, after([4.1, 2.3, 1 / 3], [1.0, 0.1, 7.7], 2))
-    facts = StateFacts.model_validate_json(json.dumps(asdict(state)))
+    state = TrainState(Progress(3, 12, 192), 0, after([4.1, 2.3, 1 / 3], [1.0, 0.1, 7.7], 2))
+    facts = StateFacts.model_validate_json(json.dumps(state.record()))
     assert facts.train_state() == state
-    old = {name: value for name, value in asdict(state).items() if name != "stability"}
-    assert StateFacts.model_validate(old).train_state() == TrainState(3, 12, 192, 0)
+    old = {name: value for name, value in state.record().items() if name != "stability"}
+    assert StateFacts.model_validate(old).train_state() == TrainState(Progress(3, 12, 192))
     assert Spread() == Spread(0.0, 0.0)
 
 

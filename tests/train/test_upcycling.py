@@ -11,6 +11,7 @@ import torch
 
 from megazero.checkpoint import CheckpointReader, Key, iteration_folder
 from megazero.config import parse_config
+from megazero.config.steps import Progress
 from megazero.config.tree import Config
 from megazero.config.tree_output import CheckpointConfig
 from megazero.errors import CheckpointError
@@ -102,7 +103,7 @@ def save(layout: Layout, config: Config) -> CheckpointReader:
         begin = partial(take_foreign_weights, config, context, size)
         resumed = resume(config, context, size, engine_of, begin)
         snapshots = Snapshots(config, resumed.training_plan, resumed.engine, context, size, 1)
-        snapshots.save(TrainState(1, 8, 8 * SEQUENCE, 0))
+        snapshots.save(TrainState(Progress(1, 8, 8 * SEQUENCE)))
         snapshots.saver.close()
 
     world.run(work)

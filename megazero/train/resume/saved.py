@@ -28,6 +28,7 @@ from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.manifest import STATE, parse
 from megazero.config.option import Section
+from megazero.config.steps import Progress
 from megazero.config.tree import Config, ModelConfig
 from megazero.errors import CheckpointError
 from megazero.mpu import ParallelContext
@@ -93,12 +94,15 @@ class StateFacts(_FactsModel):
     def train_state(self) -> TrainState:
         """The state itself."""
         facts, stability = dict(self), None
+        progress = Progress(
+            *(facts.pop(name) for name in ("iteration", "consumed_samples", "consumed_tokens"))
+        )
         recent = None if self.recent is None else Recent(**dict(self.recent))
         if self.stability is not None:
             saved = dict(self.stability)
             spreads = {name: Spread(**dict(saved[name])) for name in ("loss", "grad_norm")}
             stability = Stability(**{**saved, **spreads})
-        return TrainState(**{**facts, "stability": stability, "recent": recent})
+        return TrainState(progress, **{**facts, "stability": stability, "recent": recent})
 
 
 class ScalerFacts(_FactsModel):

@@ -115,7 +115,7 @@ class Snapshots:
             **self._fixed,
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "config": self.config.model_dump(mode="json"),
-            "state": asdict(state),
+            "state": state.record(),
             "scaler": asdict(engine.scaler_state) if moments else None,
             "updates": engine.optimizer.updates if moments else None,
             **(extras or {}),

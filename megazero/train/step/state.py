@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from megazero.config.steps import Progress, Step
 from megazero.train.step.spikes import Recent
@@ -14,9 +14,7 @@ class TrainState:
     """The progress of a run.
 
     Attributes:
-        iteration: number of steps done, including skipped ones.
-        consumed_samples: number of sequences trained on.
-        consumed_tokens: number of tokens trained on.
+        progress: the steps done, including skipped ones, and the samples and tokens trained on.
         skipped: number of steps without an update, because a gradient was not finite or nothing in the global
             batch counted.
         stability: statistics of the updates; None unless they are asked for.
@@ -26,9 +24,7 @@ class TrainState:
         set_aside: samples that are not trained on, as ranges of places in the training order, from and to.
     """
 
-    iteration: int = 0
-    consumed_samples: int = 0
-    consumed_tokens: int = 0
+    progress: Progress = field(default_factory=Progress)
     skipped: int = 0
     stability: Stability | None = None
     bad_in_a_row: int = 0
@@ -48,18 +44,33 @@ class TrainState:
             stability: statistics of the updates, this one included.
             bad: whether it was skipped because a number was not finite or a guard held it.
         """
-        done, row = step.after, self.bad_in_a_row
+        row = self.bad_in_a_row
         return replace(
             self,
-            iteration=done.iteration,
-            consumed_samples=done.samples,
-            consumed_tokens=done.tokens,
+            progress=step.after,
             skipped=self.skipped + skipped,
             stability=stability,
             bad_in_a_row=row + 1 if bad else row if skipped else 0,
         )
 
     @property
-    def progress(self) -> Progress:
-        """The samples and tokens consumed, as schedules and the training plan count them."""
-        return Progress(self.iteration, self.consumed_samples, self.consumed_tokens)
+    def iteration(self) -> int:
+        """The number of steps done."""
+        return self.progress.iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        """The number of sequences trained on."""
+        return self.progress.samples
+
+    @property
+    def consumed_tokens(self) -> int:
+        """The number of tokens trained on."""
+        return self.progress.tokens
+
+    def record(self) -> dict[str, object]:
+        """The state as JSON."""
+        values = asdict(self)
+        progress = values.pop("progress")
+        consumed = {f"consumed_{unit}": progress[unit] for unit in ("samples", "tokens")}
+        return {"iteration": progress["iteration"], **consumed, **values}
