@@ -9,7 +9,7 @@ from megazero.errors import exit_status
 def main() -> int:
     config = resolve_or_exit(["--model-family", "bert", *sys.argv[1:]], "pretrain_bert.py")
     # After the flags are known to be good: torch takes seconds to import.
-    from megazero.train.assemble import pretrain
+    from megazero.train.pretraining import pretrain
 
     return exit_status(lambda: pretrain(config))
 

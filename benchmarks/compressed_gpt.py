@@ -19,16 +19,17 @@ import sysconfig
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import numpy as np
 
 from megazero.checkpoint import WEIGHT, CheckpointReader, iteration_folder
 from megazero.config.resolve import parse_config
 from megazero.data import IndexedDatasetWriter
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from proofs.kill_job import _free_port
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 
 RANKS, HIDDEN, HEADS = 2, 128, 4
 MODEL = (

@@ -60,7 +60,7 @@ def make(family: str, megabytes: float, folder: Path) -> int:
     from megazero.checkpoint.hf.config_json import TokenIds, config_of
     from megazero.checkpoint.naming import Table
     from megazero.checkpoint.tensor_file import Later, write_tensors
-    from megazero.train.families import family_of
+    from megazero.train.parts.families import family_of
 
     model = model_of(family, megabytes)
     links = Table.of(family_of(model).rules, model, VOCAB).links

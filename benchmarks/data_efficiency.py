@@ -38,12 +38,12 @@ from megazero.config.tree import Config, ParallelConfig, ZeroConfig
 from megazero.layers import NOTHING_SKIPPED, Skipping
 from megazero.models import Batch
 from megazero.mpu import sample_keys, solo_context
-from megazero.train.allocator import keep_freed_memory
-from megazero.train.assemble import build_engine
-from megazero.train.chunks import build_chunks
-from megazero.train.engine import Engine
-from megazero.train.timers import Timers
-from megazero.train.token_flops import TokenFlops
+from megazero.train.build import build_engine
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.families import TokenFlops
+from megazero.train.process import keep_freed_memory
+from megazero.train.step.engine import Engine
+from megazero.train.step.timers import Timers
 
 MODELS = {
     "6x512": Shape(dtype="fp32", accumulations=1),

@@ -31,9 +31,9 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import AccelerationConfig, ParallelConfig, ZeroConfig
 from megazero.errors import ConfigError
 from megazero.mpu import solo_context
-from megazero.train.assemble import build_engine
-from megazero.train.chunks import build_chunks
-from megazero.train.matmul_rate import measure_matmul_rate
+from megazero.train.build import build_engine
+from megazero.train.observe.host import measure_matmul_rate
+from megazero.train.parts.chunks import build_chunks
 
 SHAPES = {
     "124M": Shape(layers=12, hidden=768, heads=12, sequence=1024, vocab=50304, micro_batch=16),

@@ -20,20 +20,20 @@ import time
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from megazero.config.resolve import parse_config
-from megazero.config.training_plan import training_plan_of
 from megazero.mpu import Launch, leave
 from megazero.mpu.launch import join
-from megazero.train import assemble
-from megazero.train.agreement import settings_and_code
+from megazero.train.assemble import assemble
+from megazero.train.guards.agreement import settings_and_code
 from megazero.train.loop import Loop
-from megazero.train.monitors import CompositeMonitor
-from megazero.train.signals import StopRequest
-from megazero.train.state import TrainState
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.observe.evaluation import Evaluations
+from megazero.train.observe.monitors import CompositeMonitor
+from megazero.train.pretraining import Pretraining
+from megazero.train.step.state import TrainState
 from proofs.kill_job import _free_port
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 
 MODEL = (
     "--num-layers 6 --hidden-size 512 --num-attention-heads 8 --vocab-size 8192 --mock-data "
@@ -49,18 +49,15 @@ class Trained:
     def __init__(self, flags: str, ranks: int, joined):
         argv = [*MODEL.split(), *flags.split(), "--global-batch-size", str(8 * ranks)]
         config = parse_config(argv, world_size=ranks).config
-        training_plan, vocabulary = training_plan_of(config, joined.data.size), build_vocabulary(config)
-        engine = assemble.build_model(vocabulary, joined, config, training_plan)
-        feeds = assemble.build_feeds(config, training_plan, vocabulary, joined, 1)
-        plan = assemble.build_plan(config, training_plan, vocabulary, joined)
-        self.loop = Loop(engine, plan, feeds, CompositeMonitor(), None, joined)
+        run = assemble(config, joined, Pretraining())
+        evaluations = Evaluations(lambda split, state: None, None, ())
+        self.loop = Loop(run.meters, run.feeds, CompositeMonitor(), None, evaluations)
         self.state = TrainState()
 
-    def step(self, stop: StopRequest) -> float:
+    def step(self) -> float:
         """Make a step; its wall time in seconds."""
         began = time.perf_counter()
-        self.state = self.loop._step(self.state)
-        self.loop._after_step(self.state, stop, began, False)
+        _, self.state = self.loop._judged(self.loop._step(self.state))
         return time.perf_counter() - began
 
 
@@ -77,17 +74,17 @@ def rank(number: int, ranks: int, port: int, steps: int, length: int, answers) -
     teams = {name: Trained(f"{sized} {flags}", ranks, joined) for name, flags in kinds.items()}
     seconds: dict[str, list[float]] = {name: [] for name in teams}
     compared = []
-    with StopRequest() as stop:
-        for round_ in range(steps + 3):
-            names = list(teams)
-            for name in names[round_ % 3 :] + names[: round_ % 3]:
-                taken = teams[name].step(stop)
-                if round_ >= 3:
-                    seconds[name].append(taken)
-        for _ in range(5):
-            began = time.perf_counter()
-            teams["guarded"].loop.guard.check_copies(teams["guarded"].state)
-            compared.append(time.perf_counter() - began)
+    for round_ in range(steps + 3):
+        names = list(teams)
+        for name in names[round_ % 3 :] + names[: round_ % 3]:
+            taken = teams[name].step()
+            if round_ >= 3:
+                seconds[name].append(taken)
+    copies = teams["guarded"].loop.concerns[-1]
+    for _ in range(5):
+        began = time.perf_counter()
+        copies.compare(teams["guarded"].state)
+        compared.append(time.perf_counter() - began)
     if number == 0:
         answers.put({**seconds, "compared": compared})
     leave(joined)

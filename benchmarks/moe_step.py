@@ -36,10 +36,10 @@ from megazero.errors import ConfigError
 from megazero.layers import NOTHING_SKIPPED
 from megazero.models import Batch
 from megazero.mpu import sample_keys
-from megazero.train.allocator import keep_freed_memory
-from megazero.train.engine import Engine
-from megazero.train.timers import Timers
-from megazero.train.token_flops import TokenFlops
+from megazero.train.parts.families import TokenFlops
+from megazero.train.process import keep_freed_memory
+from megazero.train.step.engine import Engine
+from megazero.train.step.timers import Timers
 
 SHAPE = Shape(dtype="fp32", accumulations=1)
 EXPERTS = {

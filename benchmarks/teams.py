@@ -27,9 +27,9 @@ from pathlib import Path
 
 from benchmarks.contenders import ActionTime, Shape
 from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig
-from megazero.train.families import family_of
-from megazero.train.matmul_rate import measure_matmul_rate
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.observe.host import measure_matmul_rate
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary
 
 WARMUP_STEPS = 2
 

@@ -41,8 +41,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from megazero.checkpoint import Box, CheckpointReader, Key, Part, candidates, iteration_folder, parts_to_read
 from megazero.checkpoint.folder import LATEST
 from megazero.checkpoint.tensor_file import memory_of
@@ -50,13 +48,16 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, Config
 from megazero.errors import DamagedCheckpointError
 from megazero.mpu import ParallelContext, ThreadWorld, thread_context
-from megazero.train.engine import Engine
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import VOCABULARY, Layout
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 
 LAYOUTS = (Layout(tp=2, dp=2, zero=1), Layout(pp=2, dp=2, zero=1))
 OLDER, NEWEST = 1, 3  # the bits of 3 hold those of 1, so a flip can turn one name into the other

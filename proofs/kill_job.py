@@ -23,7 +23,7 @@ from megazero.checkpoint import Disk
 from megazero.config.resolve import parse_config
 from megazero.errors import MegazeroError
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from tests.checkpoint.faulty_disk import Counter, FaultyDisk
 
 PATIENCE = 60.0

@@ -31,11 +31,11 @@ from megazero.checkpoint.tensor_file import memory_of
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, Config
 from megazero.mpu import ParallelContext, ParamSpec, ThreadWorld, thread_context
-from megazero.train.engine import Engine
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.compare import Tolerance, compare
 from megazero.verify.record import Record, micro_batches, verification_engine
 from tests.layouts.layout import Layout

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megazero.commands.incidents import read_steps
 from megazero.config.tree import GuardsConfig
-from megazero.train.guards.spikes import Recent
+from megazero.train.step.spikes import Recent
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

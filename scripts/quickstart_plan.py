@@ -147,7 +147,7 @@ def may_gain_from_bf16(threads: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> b
     """
     import torch
 
-    from megazero.train.matmul_rate import measure_matmul_rate
+    from megazero.train.observe.host import measure_matmul_rate
 
     if torch.cuda.is_available():
         return True

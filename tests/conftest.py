@@ -99,7 +99,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def products_that_take_no_time():
     """A training begins by timing products for a tenth of a second, as long as many of them train here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megazero.train.matmul_rate._product_seconds", lambda left, right: 0.02)
+        patch.setattr("megazero.train.observe.host._product_seconds", lambda left, right: 0.02)
         yield
 
 

@@ -20,11 +20,18 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from megazero.train import matmul_rate
+from megazero.train.observe import host
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 240.0
-PRELOADED = ["torch", "sympy", "numpy.random", "megazero.train.assemble", "megazero.verify.run", "tests.pool"]
+PRELOADED = [
+    "torch",
+    "sympy",
+    "numpy.random",
+    "megazero.train.pretraining",
+    "megazero.verify.run",
+    "tests.pool",
+]
 
 
 def fork_server() -> ForkServerContext:
@@ -109,7 +116,7 @@ def _become(words: list[str], environment: dict[str, str], output: list[Path]) -
     os.chdir(ROOT)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     tempfile.tempdir = None  # as the new environment says
-    matmul_rate._product_seconds = lambda left, right: 0.02  # each of a job's ranks would time products
+    host._product_seconds = lambda left, right: 0.02  # each of a job's ranks would time products
     for number, path in zip((1, 2), output, strict=True):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(file, number)

@@ -290,6 +290,44 @@ def test_only_assemble_knows_all_parts():
         assert (met == parts) <= (source.module == "megazero.train.assemble"), source.module
 
 
+# The rooms of `train`, from the lowest; modules at its top are between guards and tasks.
+ROOMS = ("step", "parts", "observe", "resume", "guards", "", "finetuning")
+
+
+def room_violations(source: Source) -> Iterator[str]:
+    """Imports within `train` that go up from one room to another."""
+    own = train_room_of(source.module)
+    for each in source.imports():
+        room = train_room_of(each.target)
+        if own is not None and room is not None and ROOMS.index(room) > ROOMS.index(own):
+            yield f"{source.module}:{each.line} imports {each.target}"
+
+
+def train_room_of(module: str) -> str | None:
+    """The room of a dotted name within `train`, "" for its top; None outside."""
+    parts = module.split(".")
+    if parts[:2] != ["megazero", "train"] or len(parts) < 3:
+        return None
+    return parts[2] if parts[2] in ROOMS else ""
+
+
+@pytest.mark.parametrize(
+    ("module", "text", "offends"),
+    [
+        ("megazero.train.step.x", "from megazero.train.parts.y import z", True),
+        ("megazero.train.guards.x", "from megazero.train.loop import Loop", True),
+        ("megazero.train.loop", "from megazero.train.guards.x import y", False),
+        ("megazero.train.resume.x", "from megazero.train.resume.y import z", False),
+    ],
+)
+def test_an_import_to_a_higher_room_is_found(module, text, offends):
+    assert bool(list(room_violations(Source(module, text)))) is offends
+
+
+def test_rooms_import_downwards():
+    assert [violation for source in sources("megazero/train") for violation in room_violations(source)] == []
+
+
 FAMILY_WORDS = re.compile(r"\b(GPT|BERT|T5)(?![-\w])|megazero\.models\.(gpt|bert|t5)\b")
 
 
@@ -321,7 +359,7 @@ def test_a_family_named_in_code_is_found(text, offends):
 def test_only_the_table_names_a_family():
     allowed = {"models", "data"}
     found = [v for s in sources("megazero") if unit_of(s.module) not in allowed for v in family_violations(s)]
-    assert {violation.partition(":")[0] for violation in found} == {"megazero.train.families"}
+    assert {violation.partition(":")[0] for violation in found} == {"megazero.train.parts.families"}
 
 
 def test_doors_are_known_and_lead_to_what_they_show():

@@ -53,14 +53,8 @@ LARGE_CONSTRUCTORS = {
     "megazero.mpu.watch.report.Report": 9,
     "megazero.optim.compressed.zero_one_adam.ZeroOneAdam": 8,
     "megazero.optim.muon.Muon": 9,
-    "megazero.train.engine.Engine": 9,
-    "megazero.train.engine.StepResult": 9,
-    "megazero.train.families.Family": 11,
-    "megazero.train.finetuning.loop.TaskMetrics": 9,
-    "megazero.train.metrics.StepMetrics": 29,
-    "megazero.train.run_plan.RunPlan": 15,
-    "megazero.train.state.TrainState": 8,
-    "megazero.train.stragglers.Straggler": 9,
+    "megazero.train.parts.families.Family": 11,
+    "megazero.train.observe.stragglers.Straggler": 9,
     "megazero.zero.plan.BucketMember": 9,
     "megazero.zero.policy.ZeroPolicy": 17,
     "megazero.zero.update._RulePiece": 9,
@@ -97,7 +91,7 @@ MAY_NAME_FAMILIES = (
     "megazero.config",
     "megazero.data",
     "megazero.models",
-    "megazero.train.families",
+    "megazero.train.parts.families",
 )
 # Classes that have the members of a Protocol without being meant for it.
 LOOK_ALIKES = {

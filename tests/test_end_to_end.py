@@ -13,7 +13,7 @@ import torch
 
 from megazero.models import Batch
 from megazero.mpu import Launch
-from megazero.train.trained import load_for_inference
+from megazero.train.resume.trained import load_for_inference
 from tests.forks import run, run_ranks
 
 pytestmark = pytest.mark.gloo

@@ -21,7 +21,7 @@ from benchmarks.contenders.plain import Layer
 from megazero.config.tree import ParallelConfig, ZeroConfig
 from megazero.models import GPT, Batch
 from megazero.mpu import ParallelContext, solo_context, spec_of
-from megazero.train.chunks import build_chunks
+from megazero.train.parts.chunks import build_chunks
 
 
 class Chunk(Protocol):

@@ -27,12 +27,12 @@ from megazero.errors import ConfigError
 from megazero.models import Batch
 from megazero.mpu import Launch, ParallelContext, open_context, solo_context
 from megazero.pipeline import Action
-from megazero.train.allocator import keep_freed_memory
-from megazero.train.assemble import build_engine
-from megazero.train.chunks import build_chunks
-from megazero.train.engine import Engine
-from megazero.train.timers import Timers
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.build import build_engine
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.process import keep_freed_memory
+from megazero.train.step.engine import Engine
+from megazero.train.step.timers import Timers
 
 
 def model_config(shape: Shape) -> ModelConfig:

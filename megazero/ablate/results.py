@@ -12,7 +12,7 @@ from typing import Any
 
 from megazero.ablate.sizes import ModelSize
 from megazero.ablate.trial import Trial, records
-from megazero.train.monitors.jsonl import to_json
+from megazero.train.observe.monitors.jsonl import to_json
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
 from megazero.mpu import ParamSpec, solo_context
 from megazero.mpu.param_spec import spec_of
-from megazero.train.chunks import build_chunks
-from megazero.train.families import family_of
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import build_vocabulary
 
 
 @dataclass(frozen=True)

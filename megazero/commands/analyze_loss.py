@@ -47,7 +47,7 @@ def _run(config: Config, output: Path) -> None:
     from megazero.data_efficiency.metric_index import MetricIndex
     from megazero.inference.sample_loss import METRIC, SCALE, measure_loss
     from megazero.mpu import Launch, join, leave, reporting
-    from megazero.train.agreement import settings_and_code
+    from megazero.train.guards.agreement import settings_and_code
 
     launch = Launch.from_environment()
     facts = partial(settings_and_code, config, launch.speaks_for_node)

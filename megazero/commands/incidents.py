@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megazero.commands.metrics_file import read_metrics
 from megazero.errors import ConfigError, exit_status
 from megazero.pictures import check_suffix, new_figure
-from megazero.train.guards.incidents import page, read_incidents
+from megazero.train.observe.incidents import page, read_incidents
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

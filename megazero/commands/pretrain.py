@@ -12,6 +12,6 @@ def main(argv: Sequence[str]) -> int:
     """Train with the flags of a training; returns the exit status."""
     config = resolve_or_exit(argv, "megazero pretrain")
     # Flags that are refused, and help, need not wait for torch.
-    from megazero.train.assemble import pretrain
+    from megazero.train.pretraining import pretrain
 
     return exit_status(lambda: pretrain(config))

@@ -36,7 +36,7 @@ from megazero.deepspeed.stepping import EngineCounters, SteppingEngine
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError
 from megazero.optim import ScalerState
-from megazero.train.resume import check_tensors
+from megazero.train.resume.fit import check_tensors
 
 LATEST = "latest"
 STATE = "state"

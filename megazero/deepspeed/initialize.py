@@ -27,7 +27,7 @@ from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu import ParallelContext, TrafficLog, count_traffic
 from megazero.optim import build_loss_scaler
-from megazero.train.placement import DTYPES
+from megazero.train.parts.chunks import DTYPES
 from megazero.zero import Optimizer, ZeroPolicy, store_kind
 
 

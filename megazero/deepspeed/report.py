@@ -13,11 +13,11 @@ from megazero.config.tree import Config
 from megazero.deepspeed.settings import UserSettings
 from megazero.loss import LossTerm
 from megazero.mpu import ParallelContext, TrafficLog
-from megazero.train.losses import Losses
-from megazero.train.metrics import StepMetrics
-from megazero.train.monitors import CompositeMonitor, Monitor, TensorBoardMonitor, WandbMonitor
-from megazero.train.monitors.csv_file import CsvMonitor
-from megazero.train.timers import Timers
+from megazero.train.observe.metrics import StepMetrics
+from megazero.train.observe.monitors import CompositeMonitor, Monitor, TensorBoardMonitor, WandbMonitor
+from megazero.train.observe.monitors.csv_file import CsvMonitor
+from megazero.train.step.losses import Losses
+from megazero.train.step.timers import Timers
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from megazero.mpu import backends
 from megazero.mpu.cores import CGROUP, core_quota, load_average
 from megazero.ops import operators
 from megazero.ops.cuda import cuda_library
-from megazero.train.matmul_rate import measure_matmul_rate
+from megazero.train.observe.host import measure_matmul_rate
 from megazero.version import VERSION
 
 _MODULES = ("megazero.data._native", "megazero.mpu._native", "megazero.ops._native")

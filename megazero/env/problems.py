@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megazero.env.facts import Environment
 from megazero.ops.cuda import OLDEST_CAPABILITY
-from megazero.train.host_check import BUSY, SLOWER
+from megazero.train.observe.host import BUSY, SLOWER
 
 SHARED_BYTES = 8 << 20
 """Bytes of /dev/shm that a rank takes for collectives: two slots of 1 MiB in each of about four groups."""

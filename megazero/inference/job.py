@@ -15,7 +15,7 @@ from megazero.models.batch import M
 from megazero.mpu import Launch, leave, reporting
 
 if TYPE_CHECKING:
-    from megazero.train.trained import Loaded
+    from megazero.train.resume.trained import Loaded
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def loaded_model(
         MegazeroError: the checkpoint cannot be loaded on this job, or its model is not for this command.
     """
     # This imports every part of megazero, so it waits until the flags are known to be good.
-    from megazero.train.trained import Sizes, load_for_inference
+    from megazero.train.resume.trained import Sizes, load_for_inference
 
     sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
     loaded = load_for_inference(flags.load, launch, sizes, verb=verb)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from typing import Generic
 
@@ -29,13 +28,12 @@ from megazero.models import Collate, MicroBatch, SampleLosses
 from megazero.models.batch import M
 from megazero.mpu import ParallelContext, gather_values
 from megazero.pipeline import Evaluator, Program
-from megazero.train.families import family_of
-from megazero.train.named_checkpoint import checkpoint_at, opened
-from megazero.train.programs import evaluation_program
-from megazero.train.resume import check_model
-from megazero.train.state_json import saved_model
-from megazero.train.trained import load_chunks
-from megazero.train.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.parts.chunks import programs_of
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.resume.fit import check_model
+from megazero.train.resume.saved import checkpoint_at, opened, saved_model
+from megazero.train.resume.trained import load_chunks
 
 SCALE = 1000
 """A value in the index is the mean loss in nats times this, rounded."""
@@ -204,7 +202,7 @@ def _loss_meter(
     meter = LossMeter(
         dataset,
         Evaluator(chunks, context.pp, context.device),
-        cache(partial(evaluation_program, config)),
+        programs_of(config).evaluate,
         family.collate(config, vocabulary.size, context.device, None),
         context,
         (1 if stages == 1 else 2 * stages, config.batch.micro_batch_size),

@@ -19,13 +19,13 @@ from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree import Config
 from megazero.models import Collate, MicroBatch
 from megazero.mpu import ParallelContext, ParamSpec
-from megazero.train.assemble import build_model
-from megazero.train.engine import Engine
-from megazero.train.families import family_of
-from megazero.train.feed import cut
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.build import build_model
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.step.engine import Engine
+from megazero.train.step.feed import cut
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.sampling import drawn_micro_batches, made_up_sampler, vocabulary_size
 
 STEPS = 5

@@ -13,8 +13,8 @@ from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.sampler import CurriculumSampler
 from megazero.models import Collate, MicroBatch
 from megazero.mpu import ParallelContext
-from megazero.train.families import family_of
-from megazero.train.feed import cut
+from megazero.train.parts.families import family_of
+from megazero.train.step.feed import cut
 
 SAMPLES = 97  # a prime, so that no batch fills an epoch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import (
     CheckpointConfig,
@@ -14,8 +15,8 @@ from megazero.config.tree import (
     ZeroConfig,
 )
 from megazero.mpu import solo_context
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.state import TrainState
 from megazero.verify.record import verification_engine
 from megazero.verify.sampling import vocabulary_size
 
@@ -45,7 +46,7 @@ def with_teacher(config: Config, folder: str) -> Config:
         teacher, training_plan, engine, context, vocabulary_size(teacher), teacher.training.seed
     )
     try:
-        snapshots.save(TrainState(iteration=1))
+        snapshots.save(TrainState(Progress(1)))
     finally:
         snapshots.saver.close()
     distillation = {

@@ -22,7 +22,7 @@ from megazero.checkpoint.disk import File
 from megazero.mpu import ParallelContext
 from megazero.mpu.group import Work
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
-from megazero.train.engine import Engine
+from megazero.train.step.engine import Engine
 from megazero.zero import WEIGHT, Bucket
 
 Spoil = Callable[[Engine], None]

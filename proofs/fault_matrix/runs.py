@@ -21,10 +21,11 @@ from megazero.errors import MegazeroError
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, agree, thread_context
 from megazero.mpu.watch import Watch, WatchLimits
 from megazero.mpu.watch import watched as watched_group
-from megazero.train import assemble
-from megazero.train.agreement import settings_and_code
-from megazero.train.guards.incidents import read_incidents
-from megazero.train.state import TrainState
+from megazero.train import assemble, pretraining
+from megazero.train.guards.agreement import settings_and_code
+from megazero.train.observe.incidents import read_incidents
+from megazero.train.parts import feeds
+from megazero.train.step.state import TrainState
 from proofs.fault_matrix.faults import PoisonedSamples, Spoil, with_faulty_group
 from proofs.kill_job import Job
 from tests.mpu.test_watch import Notes, Spared
@@ -100,7 +101,7 @@ def write_text(prefix: Path, tokens: int = 40_000) -> str:
 @contextlib.contextmanager
 def spoiled(spoils: dict[int, Spoil], noise: Sequence[int]) -> Iterator[None]:
     """Within this, these ranks' engines are spoiled, and these samples are noise."""
-    honest_model, honest_feeds = assemble.build_model, assemble.make_feed
+    honest_model, honest_feeds = assemble.build_model, feeds.make_feed
 
     def build_model(vocabulary, context, *rest):
         engine = honest_model(vocabulary, context, *rest)
@@ -113,7 +114,7 @@ def spoiled(spoils: dict[int, Spoil], noise: Sequence[int]) -> Iterator[None]:
 
     with mock.patch.object(assemble, "build_model", build_model):
         if noise:
-            with mock.patch.object(assemble, "make_feed", make_feed):
+            with mock.patch.object(feeds, "make_feed", make_feed):
                 yield
         else:
             yield
@@ -208,7 +209,7 @@ def train(
         try:
             # What `join` does with notes, before there are groups.
             agree(context.world, lambda: settings_and_code(config), context.device)
-            return None, assemble.pretrain_on(config, context, (disks or {}).get(number))
+            return None, pretraining.pretrain_on(config, context, (disks or {}).get(number))
         except MegazeroError as error:
             return error, None
         finally:

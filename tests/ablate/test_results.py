@@ -79,7 +79,7 @@ def test_a_token_uses_its_share_of_stacked_experts(shape, cuts, active):
 
 
 def size_of_vocabulary(folder) -> int:
-    from megazero.train.vocabulary import build_vocabulary
+    from megazero.train.parts.vocabulary import build_vocabulary
 
     return build_vocabulary(read_study(folder / "s", StudyOptions()).members[0].config).size
 

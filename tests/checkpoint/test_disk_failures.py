@@ -27,7 +27,7 @@ from megazero.checkpoint.folder import iteration_folder, saved_iterations
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from tests.checkpoint.faulty_disk import Change, Counter, FaultyDisk, Full, Refuse, Verdict
 from tests.forks import run
 

@@ -18,8 +18,8 @@ from megazero.commands.checkpoint.verify import check
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError, LostFolderError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.assemble import pretrain, pretrain_on
-from megazero.train.engine import Engine
+from megazero.train.pretraining import pretrain, pretrain_on
+from megazero.train.step.engine import Engine
 
 SMALL = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-2 --mock-data "
@@ -238,14 +238,14 @@ def test_a_checkpoint_that_was_saved_elsewhere_is_told(tmp_path, capsys):
 
 def meanwhile(monkeypatch: pytest.MonkeyPatch, iteration: int, happens) -> None:
     """Let something happen, on one rank, while the step after this many is made."""
-    whole = Engine.train_step
+    whole = Engine.attempt
 
     def step(self, batches, progress, *rest):
         if progress.iteration == iteration and self.context.rank == 0:
             happens()
         return whole(self, batches, progress, *rest)
 
-    monkeypatch.setattr(Engine, "train_step", step)
+    monkeypatch.setattr(Engine, "attempt", step)
 
 
 @pytest.mark.parametrize("extra", ["", "--async-save"])

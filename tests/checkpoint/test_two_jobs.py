@@ -20,7 +20,7 @@ from megazero.checkpoint.tensor_file import Later
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDER = """

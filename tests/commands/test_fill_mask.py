@@ -17,8 +17,8 @@ from megazero.commands.fill_mask import format_candidates, main
 from megazero.commands.generate import main as generate
 from megazero.inference import Candidate
 from megazero.mpu import solo_context, spec_of
-from megazero.train.chunks import build_chunks
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import Vocabulary
 from tests.inference.masked import WORDS, config_for, word_pieces
 from tests.layouts.layout import Layout
 

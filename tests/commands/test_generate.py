@@ -8,7 +8,7 @@ from megazero.commands.generate import main
 from megazero.errors import CheckpointError
 from megazero.inference import Sampling, TextGenerator
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.trained import Loaded, Sizes
+from megazero.train.resume.trained import Loaded, Sizes
 from tests.inference.test_text import BYTES, byte_model
 
 
@@ -29,7 +29,7 @@ def loads(monkeypatch) -> list[tuple[str, Launch, Sizes]]:
         asked.append((checkpoint_dir, launch, sizes))
         return Loaded(solo_context(), {0: byte_model()}, (0,), BYTES, (PASSED_OVER,), no_batches)
 
-    monkeypatch.setattr("megazero.train.trained.load_for_inference", load, raising=False)
+    monkeypatch.setattr("megazero.train.resume.trained.load_for_inference", load, raising=False)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return asked
@@ -126,7 +126,7 @@ def test_a_missing_checkpoint_is_one_line_and_a_status(monkeypatch, capsys):
     def load(checkpoint_dir: str, launch: Launch, sizes: Sizes, verb: str):
         raise CheckpointError(f"`load` must hold a checkpoint, but {checkpoint_dir} has none")
 
-    monkeypatch.setattr("megazero.train.trained.load_for_inference", load, raising=False)
+    monkeypatch.setattr("megazero.train.resume.trained.load_for_inference", load, raising=False)
     assert main(["--load", "void", "--prompt", "a"]) == 1
     assert capsys.readouterr().err == "error: `load` must hold a checkpoint, but void has none\n"
 
@@ -143,7 +143,7 @@ def test_only_the_first_rank_prints(loads, capsys, monkeypatch):
     context = thread_context(world, ProcessGrid(), 0)
     silent = type(context)(ProcessGrid(tp=2), 1, context.device, context.groups)
     monkeypatch.setattr(
-        "megazero.train.trained.load_for_inference",
+        "megazero.train.resume.trained.load_for_inference",
         lambda *_, **__: Loaded(silent, {0: byte_model()}, (0,), BYTES, (PASSED_OVER,), no_batches),
     )
     assert main(["--load", "here", "--prompt", "a", "--max-new-tokens", "2"]) == 0

@@ -8,8 +8,8 @@ import pytest
 
 from megazero.commands.incidents import main, read_steps
 from megazero.errors import ConfigError
-from megazero.train.guards.incidents import Incident, IncidentLog
-from megazero.train.monitors import CompositeMonitor
+from megazero.train.observe.incidents import Incident, IncidentLog
+from megazero.train.observe.monitors import CompositeMonitor
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from megazero.commands.memory_report.planned import planned_memory
 from megazero.commands.memory_report.table import RankMemory, merge_alike, read_memory, rows, shown, verdict
 from megazero.config.resolve import parse_config
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.assemble import pretrain_on
-from megazero.train.memory import MemoryMeter, _PeakOfOutputs
+from megazero.train.observe.memory import MemoryMeter, _PeakOfOutputs
+from megazero.train.pretraining import pretrain_on
 from megazero.zero import GRADIENT, WEIGHT, ZeroPolicy
 from megazero.zero.store import TierSlot
 from tests.zero.harness import Trainer, in_threads

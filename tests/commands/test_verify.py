@@ -13,7 +13,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.rules import check
 from megazero.config.steps import SequenceLengths
 from megazero.config.training_plan import training_plan_of
-from megazero.train.skipping import SkippingPlan
+from megazero.train.step.skipping import SkippingPlan
 from megazero.verify import compare
 from megazero.verify.shrink import shrink
 
@@ -64,7 +64,7 @@ def test_tokens_and_layers_are_still_left_out_when_shrunk(capsys):
     assert capsys.readouterr().out.endswith("the same training as one process\n")
     small = shrink(parse_config([*argv, "--mock-data"], world_size=2).config, 1).config
     training_plan = training_plan_of(small, 1)
-    plan = SkippingPlan.of(small, training_plan)
+    plan = SkippingPlan.of(small.skipping, small.model.num_layers, small.training.seed, training_plan)
     found = [plan.at(training_plan.before(n)) for n in range(5)]
     assert [each.kept for each in found] == [small.model.seq_length // 2] * 4 + [None]
     assert min(each.layers_run for each in found) < small.model.num_layers

@@ -8,7 +8,7 @@ import pytest
 
 from megazero.config.tree import CheckpointConfig, Config, DistillationConfig
 from megazero.mpu import solo_context
-from megazero.train.assemble import pretrain_on
+from megazero.train.pretraining import pretrain_on
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world

@@ -8,8 +8,8 @@ import torch
 from megazero.config.tree import CheckpointConfig, Config
 from megazero.models import Batch
 from megazero.mpu import solo_context
-from megazero.train.chunks import build_chunks
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import Vocabulary
 from tests.equivalence.test_hf_layouts import export
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 from tests.models.hf_weights import expert_by_expert

@@ -10,15 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from megazero.checkpoint.hf import convert_to_hf
+from megazero.config.steps import Progress
 from megazero.config.tree import CheckpointConfig, Config
 from megazero.models import Batch, ModelChunk
 from megazero.mpu import ThreadWorld, solo_context, thread_context
-from megazero.train.chunks import build_chunks
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.vocabulary import Vocabulary
-from megazero.train.weights import take_foreign_weights
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.resume.weights import take_foreign_weights
+from megazero.train.step.state import TrainState
 from megazero.verify.record import verification_engine
 from tests.checkpoint.hf.encoder_samples import batch_of
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
@@ -74,7 +75,7 @@ def export(layout: Layout, config: Config, out: Path) -> dict[str, torch.Tensor]
         snapshots = Snapshots(
             config, resumed.training_plan, resumed.engine, context, VOCABULARY, config.training.seed
         )
-        snapshots.save(TrainState(1, 8, 8 * SEQUENCE, 0))
+        snapshots.save(TrainState(Progress(1, 8, 8 * SEQUENCE)))
         snapshots.saver.close()
 
     on_ranks(layout, save)

@@ -20,10 +20,10 @@ from megazero.config.tree import Config
 from megazero.loss import LossTerm
 from megazero.models import GPT, Batch
 from megazero.mpu import ParallelContext, ThreadWorld, solo_context, spec_of, thread_context
-from megazero.train.assemble import build_engine
-from megazero.train.chunks import build_chunks
-from megazero.train.engine import Engine
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.build import build_engine
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.step.engine import Engine
 from megazero.verify.compare import compare
 from megazero.verify.record import Record, micro_batches, record_steps
 from tests.layouts.layout import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout

@@ -20,11 +20,11 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, Config, OffloadConfig
 from megazero.mpu import Launch, ParallelContext, ThreadWorld, open_context, thread_context
 from megazero.mpu.launch import close_groups
-from megazero.train.engine import Engine
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.zero import CopyCheck
 from tests.layouts.layout import VOCABULARY, Layout

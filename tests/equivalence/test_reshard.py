@@ -15,7 +15,7 @@ import torch
 
 from megazero.config.training_plan import training_plan_of
 from megazero.mpu import ThreadWorld, thread_context
-from megazero.train.snapshot import Snapshots
+from megazero.train.resume.snapshot import Snapshots
 from megazero.verify.record import verification_engine
 from proofs.reshard_sweep import (
     EXTRA,
@@ -85,7 +85,7 @@ def test_what_routers_remember_is_saved_and_its_loss_is_seen(tmp_path, monkeypat
         f"layers.{layer}.mlp.router.{what}/router" for layer in (0, 1) for what in ("bias", "load")
     ]
     assert all(tensor.shape == (8,) and tensor.abs().max() > 0 for tensor in saved.values())
-    monkeypatch.setattr("megazero.train.resume.router_parts_to_read", lambda loads, source: [])
+    monkeypatch.setattr("megazero.train.resume.keepers.Routers.taken", lambda self, source: [])
     wrong = check((first, second), tmp_path).wrong
     assert any(each.startswith(f"saved on {second.name}: layers.0.mlp.router.") for each in wrong)
 

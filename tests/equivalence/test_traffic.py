@@ -18,8 +18,8 @@ from megazero.mpu import (
     recording_context,
     thread_context,
 )
-from megazero.train.engine import StepResult
-from megazero.train.timers import Timers
+from megazero.train.step.engine import StepResult
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.equivalence.one_process import pairs_met
 from tests.layouts.layout import GLOBAL_BATCH, SEQUENCE, Layout

@@ -11,10 +11,9 @@ from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
 from megazero.inference import MaskFiller
 from megazero.inference.staged import StagedModel
 from megazero.mpu import ThreadWorld, thread_context
-from megazero.train.chunks import build_chunks
-from megazero.train.families import family_of
-from megazero.train.programs import schedule_of
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts.chunks import build_chunks, schedule_of
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary
 from tests.layouts.layout import Layout
 
 WORDS = [

@@ -14,10 +14,10 @@ from megazero.config.resolve import parse_config
 from megazero.inference.sample_loss import SCALE, measure_loss
 from megazero.models import BERT
 from megazero.mpu import Launch, solo_context
-from megazero.train.assemble import pretrain
-from megazero.train.families import family_of
-from megazero.train.trained import load_chunks
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import build_vocabulary
+from megazero.train.pretraining import pretrain
+from megazero.train.resume.trained import load_chunks
 from tests.data.bert.test_builder import SIZE, write_sentences
 from tests.inference.test_sample_loss import on_layout
 

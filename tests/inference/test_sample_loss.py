@@ -23,10 +23,10 @@ from megazero.errors import CheckpointError, ConfigError, NumericsError
 from megazero.inference.sample_loss import SCALE, measure_loss, whole_numbers
 from megazero.models import GPT
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.assemble import pretrain
-from megazero.train.families import family_of
-from megazero.train.trained import load_chunks
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import build_vocabulary
+from megazero.train.pretraining import pretrain
+from megazero.train.resume.trained import load_chunks
 
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --lr 1e-2 "

@@ -8,9 +8,8 @@ import torch
 from megazero.inference import Sampling, generate
 from megazero.inference.staged import StagedModel
 from megazero.mpu import ThreadWorld, thread_context
-from megazero.train.chunks import build_chunks
-from megazero.train.programs import schedule_of
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts.chunks import build_chunks, schedule_of
+from megazero.train.parts.vocabulary import Vocabulary
 from tests.layouts.layout import VOCABULARY, Layout
 
 PROMPTS = [[5, 17, 3, 44], [52], [0, 1, 2, 7, 7]]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from megazero.layers import initialize
 from megazero.models import EMBEDDING, GPT, HEAD, DistilledChunk, Part, Slice, TextCollate, random_text
 from megazero.mpu import solo_context
-from megazero.train.placement import placement_of
+from megazero.train.parts.chunks import placement_of
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 
 WIDE = {"hidden_size": 48, "ffn_hidden_size": 64, "hidden_dropout": 0.5}
@@ -21,7 +21,7 @@ WIDE = {"hidden_size": 48, "ffn_hidden_size": 64, "hidden_dropout": 0.5}
 def build(layout: Layout, seed: int, parts: tuple[Part, ...] | None = None, **shape) -> GPT:
     config, context = layout.config(), solo_context()
     model = config.model.model_copy(update=shape)
-    placement = placement_of(config, context, torch.device("cpu"))
+    placement = placement_of(config.parallel, config.precision.dtype, context, torch.device("cpu"))
     gpt = GPT(Slice(model, (VOCABULARY, 64), placement, config.recompute, parts))
     initialize(gpt, seed, context.place)
     return gpt

@@ -14,8 +14,8 @@ from megazero.layers import Placement
 from megazero.moe import Router, RouterLoads
 from megazero.moe.router import router_weight
 from megazero.mpu import ThreadWorld, solo_context, thread_context
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import GLOBAL_BATCH, SEQUENCE, Layout
 from tests.moe.samples import config, on_ranks

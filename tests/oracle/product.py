@@ -18,10 +18,11 @@ from megazero.data import IndexedDatasetWriter
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, sample_keys, site_key, solo_context, thread_context
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
-from megazero.train.assemble import build_engine, pretrain, pretrain_on
-from megazero.train.chunks import build_chunks
-from megazero.train.families import family_of
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.build import build_engine
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import build_vocabulary
+from megazero.train.pretraining import pretrain, pretrain_on
 
 Flags = Mapping[str, object]
 # Flags that say over how many ranks a model is trained, and how.

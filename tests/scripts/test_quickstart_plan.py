@@ -77,7 +77,7 @@ def test_bf16_is_tried_where_its_products_are_not_slower(
     cpuinfo.write_text(f"flags\t: fpu {flags}\n")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rates = {torch.bfloat16: in_bf16 * 1e11, torch.float32: 1e11}
-    monkeypatch.setattr("megazero.train.matmul_rate.measure_matmul_rate", rates.__getitem__)
+    monkeypatch.setattr("megazero.train.observe.host.measure_matmul_rate", rates.__getitem__)
     assert may_gain_from_bf16(1, cpuinfo) is gains
     assert ("50 and 100 GFLOP/s" in capsys.readouterr().err) == (in_bf16 == 0.5)
 

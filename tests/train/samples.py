@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from megazero.config.steps import Progress
 from megazero.loss import LossTerm
-from megazero.train.losses import Losses
-from megazero.train.metrics import EvalMetrics, StepMetrics
+from megazero.train.observe.metrics import EvalMetrics, StepMetrics
+from megazero.train.step.losses import Losses
 
 
 def only_lm(loss: float | None) -> Losses:
@@ -31,11 +32,5 @@ def step(iteration: int = 1, lm_loss: float | None = 4.0, **fields) -> StepMetri
 
 
 def evaluation(iteration: int = 10, lm_loss: float | None = 2.0, **fields) -> EvalMetrics:
-    values = {
-        "split": "validation",
-        "consumed_samples": 8 * iteration,
-        "consumed_tokens": 512 * iteration,
-        "num_tokens": 640,
-        "seconds": 1.0,
-    }
-    return EvalMetrics(iteration=iteration, **{**values, "losses": only_lm(lm_loss), **fields})
+    values = {"split": "validation", "losses": only_lm(lm_loss), "num_tokens": 640, "seconds": 1.0}
+    return EvalMetrics(Progress(iteration, 8 * iteration, 512 * iteration), **{**values, **fields})

@@ -15,9 +15,9 @@ from megazero.errors import ConfigError
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, thread_context
 from megazero.mpu.agreement import disagreements
 from megazero.ops import cuda
-from megazero.train import agreement
-from megazero.train.agreement import MAY_DIFFER, settings_and_code, source_files
-from megazero.train.assemble import pretrain_on
+from megazero.train.guards import agreement
+from megazero.train.guards.agreement import MAY_DIFFER, settings_and_code, source_files
+from megazero.train.pretraining import pretrain_on
 from tests.forks import run_ranks
 
 SMALL = (

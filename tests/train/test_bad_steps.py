@@ -13,10 +13,10 @@ from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress, Step
 from megazero.errors import NumericsError
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.train import snapshot
-from megazero.train.assemble import pretrain, pretrain_on
-from megazero.train.engine import Engine
-from megazero.train.state import TrainState
+from megazero.train.pretraining import pretrain, pretrain_on
+from megazero.train.resume import keepers
+from megazero.train.step.engine import Engine, Outcome
+from megazero.train.step.state import TrainState
 
 SMALL = (
     "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-2 --mock-data "
@@ -54,13 +54,14 @@ def test_what_is_written_in_the_background_is_finished_first(tmp_path):
 
 def bad_at(monkeypatch, iterations: set[int]) -> None:
     """Let these steps end as if a gradient had not been finite, though nothing else is changed."""
-    whole = Engine.train_step
+    whole = Engine.update
 
-    def step(self, batches, progress, *rest):
-        result = whole(self, batches, progress, *rest)
-        return replace(result, skipped=result.skipped or progress.iteration + 1 in iterations)
+    def update(self, attempt, progress, timers, **rest):
+        result = whole(self, attempt, progress, timers, **rest)
+        bad = progress.iteration + 1 in iterations
+        return replace(result, outcome=Outcome.NOT_FINITE) if bad else result
 
-    monkeypatch.setattr(Engine, "train_step", step)
+    monkeypatch.setattr(Engine, "update", update)
 
 
 def test_a_checkpoint_that_is_due_waits_for_the_end_of_the_row(tmp_path, monkeypatch):
@@ -96,7 +97,7 @@ def test_the_search_for_a_loss_scale_is_no_row(tmp_path):
 @pytest.mark.parametrize("kind", ["weight", "exp_avg"])
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch, kind):
     """On any rank: here the second of two, from the fourth step on."""
-    honest, world = snapshot.parts_to_write, ThreadWorld(2, timeout=60)
+    honest, world = keepers.parts_to_write, ThreadWorld(2, timeout=60)
 
     def poisoned(optimizer, context, **rest):
         parts = honest(optimizer, context, **rest)
@@ -104,7 +105,7 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, monkeypatch, kind):
             next(part for part in parts if part.key.kind == kind).tensor.view(-1)[0] = torch.nan
         return parts
 
-    monkeypatch.setattr(snapshot, "parts_to_write", poisoned)
+    monkeypatch.setattr(keepers, "parts_to_write", poisoned)
     config = parse_config(flags(tmp_path, "--zero-stage 1"), world_size=2).config
 
     def rank(number: int) -> Exception | None:

@@ -12,11 +12,11 @@ from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig
 from megazero.mpu import Launch, ThreadWorld, TrafficLog, count_traffic, recording_context, thread_context
-from megazero.train.assemble import pretrain
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.pretraining import pretrain
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.zero.copies import CopyCheck
 from tests.layouts.layout import VOCABULARY, Layout

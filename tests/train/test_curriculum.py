@@ -11,8 +11,9 @@ import pytest
 from megazero.config import parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.mpu import Launch, solo_context
-from megazero.train.assemble import build_feeds, pretrain
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.parts.feeds import build_feeds
+from megazero.train.parts.vocabulary import build_vocabulary
+from megazero.train.pretraining import pretrain
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --vocab-size 64 --mock-data "

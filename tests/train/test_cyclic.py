@@ -13,12 +13,13 @@ import pytest
 from megazero.config.resolve import parse_config
 from megazero.data import IndexedDatasetWriter, SampleDataset
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.train.assemble import build_engine, build_feeds
-from megazero.train.chunks import build_chunks
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.timers import Timers
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.build import build_engine
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.feeds import build_feeds
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.timers import Timers
 
 VOCABULARY = Vocabulary(64, 128, None, None)
 EPOCH = 31  # samples; no number of batches fills it

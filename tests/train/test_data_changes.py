@@ -16,8 +16,8 @@ from megazero.config.resolve import parse_config
 from megazero.data import IndexedDatasetWriter
 from megazero.errors import DataError
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.train.assemble import pretrain, pretrain_on
-from megazero.train.engine import Engine
+from megazero.train.pretraining import pretrain, pretrain_on
+from megazero.train.step.engine import Engine
 from tests.checkpoint.forged import edit, reseal
 
 SMALL = (
@@ -42,14 +42,14 @@ def run(*prefixes: str, folder: Path | None = None, extra: str = "", iterations:
 
 def after(monkeypatch, iteration: int, change: Callable[[], None]) -> None:
     """Change something in this step, once."""
-    whole, done = Engine.train_step, []
+    whole, done = Engine.attempt, []
 
     def step(self, batches, progress, *rest):
         if progress.iteration + 1 == iteration and not done:
             done.append(change())
         return whole(self, batches, progress, *rest)
 
-    monkeypatch.setattr(Engine, "train_step", step)
+    monkeypatch.setattr(Engine, "attempt", step)
 
 
 def touch(path: str) -> None:

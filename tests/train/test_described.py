@@ -21,10 +21,10 @@ from megazero.config.tree import ModelConfig, TokenizerConfig
 from megazero.errors import CheckpointError
 from megazero.inference.sample_loss import measure_loss
 from megazero.mpu import Launch, solo_context, spec_of
-from megazero.train.assemble import pretrain
-from megazero.train.chunks import build_chunks
-from megazero.train.trained import load_for_inference
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.pretraining import pretrain
+from megazero.train.resume.trained import load_for_inference
 from tests.checkpoint.forged import edit
 from tests.layouts.layout import VOCABULARY, Layout
 

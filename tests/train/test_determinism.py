@@ -12,8 +12,8 @@ import torch
 
 from megazero.config import parse_config
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
-from megazero.train.determinism import compute_deterministically
+from megazero.train.pretraining import pretrain
+from megazero.train.process import compute_deterministically
 
 
 @pytest.fixture(autouse=True)

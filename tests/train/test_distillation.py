@@ -12,7 +12,7 @@ from megazero.checkpoint import CheckpointReader, iteration_folder
 from megazero.config import parse_config
 from megazero.errors import CheckpointError, ConfigError
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "

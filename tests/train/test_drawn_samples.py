@@ -16,7 +16,7 @@ from megazero.data_efficiency.analyzed import AnalyzedDataset, facts_path
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import DataError
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from tests.data_efficiency.row_files import write_rows
 from tests.train.test_cyclic import EPOCH, STEPS, order, train
 

@@ -14,8 +14,8 @@ from megazero.errors import DataError
 from megazero.models import Batch, TextCollate
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.optim import DynamicLossScaler, ScalerState, StaticLossScaler
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 

@@ -13,11 +13,16 @@ from megazero.checkpoint.hf import ARCHITECTURES
 from megazero.config.tree import ModelConfig
 from megazero.models import Block
 from megazero.mpu import solo_context
-from megazero.train import stage_assignment
-from megazero.train.chunks import build_chunks
-from megazero.train.families import FAMILIES, family_of
-from megazero.train.stage_assignment import assign_parts, estimated_costs, measured_costs, parameter_counts
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts import chunks
+from megazero.train.parts.chunks import (
+    assign_parts,
+    build_chunks,
+    estimated_costs,
+    measured_costs,
+    parameter_counts,
+)
+from megazero.train.parts.families import FAMILIES, family_of
+from megazero.train.parts.vocabulary import Vocabulary
 from tests.layouts.layout import ENCODERS, SHAPES, VOCABULARY, Layout
 
 VOCAB = Vocabulary(VOCABULARY, 64, None, None)
@@ -90,7 +95,7 @@ def test_layers_may_differ_where_they_are_dealt(method, expected, shape, monkeyp
     config = config.model_copy(update={"parallel": parallel})
     # The head of a model this small would outweigh its layers.
     family = uneven(family_of(config.model))
-    monkeypatch.setattr(stage_assignment, "family_of", lambda model: _without_head(family))
+    monkeypatch.setattr(chunks, "family_of", lambda model: _without_head(family))
     assigned = assign_parts(config, VOCAB, solo_context())
     assert [sum(isinstance(part, int) for part in parts) for parts in assigned] == expected
 

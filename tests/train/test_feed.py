@@ -9,7 +9,7 @@ from megazero.data import BatchSampler, GPTSettings, SamplerSpec, batch_indices,
 from megazero.data.gpt_dataset import finish_batch
 from megazero.errors import DataError
 from megazero.mpu import sample_keys
-from megazero.train.feed import cut, make_feed
+from megazero.train.step.feed import cut, make_feed
 
 
 class Counting:

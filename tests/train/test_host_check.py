@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.train import host_check
-from megazero.train.host_check import crowding_remarks, host_remarks, precision_remark
+from megazero.train.observe import host
+from megazero.train.observe.host import crowding_remarks, host_remarks, precision_remark
 
 CPU = torch.device("cpu")
 
@@ -40,10 +40,8 @@ def test_shared_cores_are_said(ranks, threads, cores, others, words):
 
 def test_a_run_measures_fp32_only_beside_another_precision(monkeypatch):
     measured = []
-    monkeypatch.setattr(
-        host_check, "measure_matmul_rate", lambda dtype, device: measured.append(dtype) or 4e9
-    )
-    monkeypatch.setattr(host_check, "usable_cores", torch.get_num_threads)
+    monkeypatch.setattr(host, "measure_matmul_rate", lambda dtype, device: measured.append(dtype) or 4e9)
+    monkeypatch.setattr(host, "usable_cores", torch.get_num_threads)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert host_remarks(torch.float32, 1e9, CPU, None) == []
     assert measured == []

@@ -12,7 +12,7 @@ import torch
 from megazero.config.training_plan import training_plan_of
 from megazero.mpu import HostWaits, ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.ops import Operator
-from megazero.train.timers import Timers
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import Layout
 
@@ -81,9 +81,9 @@ def test_what_stays_on_the_device_is_not_counted(call):
 # All that a step does to the host, once each, however many micro-batches and layers there are.
 ALLOWED = Counter(
     {
-        ("train/losses.py:local_counts", "copies host data"): 1,  # without waiting, as is the next
-        ("train/losses.py:loss_factors", "copies host data"): 1,
-        ("train/engine.py:_losses", "reads numbers"): 1,
+        ("train/step/losses.py:local_counts", "copies host data"): 1,  # without waiting, as is the next
+        ("train/step/losses.py:loss_factors", "copies host data"): 1,
+        ("train/step/engine.py:_losses", "reads numbers"): 1,
         ("zero/optimizer.py:_total", "reads numbers"): 1,  # the gradient norm, which decides about the step
     }
 )

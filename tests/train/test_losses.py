@@ -10,7 +10,7 @@ import torch
 from megazero.loss import LossTerm
 from megazero.models import Batch
 from megazero.mpu import solo_context
-from megazero.train.losses import Losses, local_counts, loss_factors
+from megazero.train.step.losses import Losses, local_counts, loss_factors
 
 TERMS = (LossTerm("lm"), LossTerm("aux", 0.25), LossTerm("accuracy", 0.0))
 

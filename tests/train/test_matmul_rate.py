@@ -5,16 +5,16 @@ import time
 import pytest
 import torch
 
-from megazero.train import matmul_rate
-from megazero.train.matmul_rate import measure_matmul_rate
+from megazero.train.observe import host
+from megazero.train.observe.host import measure_matmul_rate
 
-PRODUCT_SECONDS = matmul_rate._product_seconds
+PRODUCT_SECONDS = host._product_seconds
 
 
 @pytest.fixture(autouse=True)
 def real_products(monkeypatch):
     """Elsewhere they take no time."""
-    monkeypatch.setattr(matmul_rate, "_product_seconds", PRODUCT_SECONDS)
+    monkeypatch.setattr(host, "_product_seconds", PRODUCT_SECONDS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -45,7 +45,7 @@ def test_it_takes_a_tenth_of_a_second_or_a_hundred_products(monkeypatch, seconds
         taken.append(len(left))
         return seconds
 
-    monkeypatch.setattr(matmul_rate, "_product_seconds", product_seconds)
+    monkeypatch.setattr(host, "_product_seconds", product_seconds)
     rate = measure_matmul_rate(torch.float32)
     assert len(taken) == 1 + products  # the first says how many rows are affordable
     rows = {0.0005: 1024, 0.02: 48, 0.4: 32}[seconds]

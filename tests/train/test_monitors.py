@@ -14,8 +14,7 @@ from rich.console import Console
 from megazero.config.tree import BatchConfig, Config, LoggingConfig, ModelConfig, OptimizerConfig
 from megazero.errors import ConfigError
 from megazero.loss import LossTerm
-from megazero.train.losses import Losses
-from megazero.train.monitors import (
+from megazero.train.observe.monitors import (
     CompositeMonitor,
     ConsoleMonitor,
     JsonlMonitor,
@@ -24,7 +23,8 @@ from megazero.train.monitors import (
     WandbMonitor,
     build_monitors,
 )
-from megazero.train.monitors.csv_file import CsvMonitor
+from megazero.train.observe.monitors.csv_file import CsvMonitor
+from megazero.train.step.losses import Losses
 from tests.train.samples import evaluation, step
 
 # Of a model with two trained terms, 4 + 0.5 x 2 = 5, and one that is only reported.
@@ -168,7 +168,7 @@ class TestComposite:
             self.seen = []
 
         def step(self, metrics):
-            self.seen.append(metrics.iteration)
+            self.seen.append(metrics["iteration"])
 
         def message(self, text):
             self.seen.append(text)

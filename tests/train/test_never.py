@@ -11,8 +11,8 @@ from megazero.checkpoint import saved_iterations
 from megazero.config import parse_config
 from megazero.errors import DataError
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
-from megazero.train.state import TrainState
+from megazero.train.pretraining import pretrain
+from megazero.train.step.state import TrainState
 from tests.data.corpora import write_lengths
 
 SMALL = (

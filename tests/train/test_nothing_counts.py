@@ -9,7 +9,7 @@ import numpy as np
 from megazero.config.resolve import parse_config
 from megazero.data import IndexedDatasetWriter
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 
 EOD = 15  # of a NullTokenizer for 15 numbers
 SMALL = (

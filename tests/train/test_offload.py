@@ -15,7 +15,7 @@ from megazero.checkpoint.staging import Staging
 from megazero.config.resolve import parse_config
 from megazero.errors import MegazeroError, OffloadError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.train.assemble import pretrain_on
+from megazero.train.pretraining import pretrain_on
 from megazero.zero.store import disk
 
 SMALL = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.train.random_state import random_state, set_random_state
+from megazero.train.resume.keepers import random_state, set_random_state
 
 CPU = torch.device("cpu")
 

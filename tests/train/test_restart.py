@@ -15,7 +15,7 @@ import torch
 from megazero.checkpoint import CheckpointReader, iteration_folder, latest_iteration, saved_iterations
 from megazero.config.resolve import parse_config
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from tests.checkpoint.faulty_disk import FaultyDisk
 from tests.checkpoint.power_cut import Change
 from tests.forks import run
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WRAPPER = """
 import os, sys
 from megazero.config.resolve import parse_config
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from tests.checkpoint.faulty_disk import FaultyDisk, Refuse, Verdict, kill
 
 def fault(change):

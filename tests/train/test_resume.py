@@ -19,11 +19,11 @@ from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
-from megazero.train.assemble import pretrain
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.pretraining import pretrain
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.forks import start_ranks
 from tests.layouts.layout import VOCABULARY, Layout

@@ -16,18 +16,20 @@ import torch
 
 from megazero.checkpoint import iteration_folder, parts_to_read, saved_iterations
 from megazero.checkpoint.manifest import STATE
+from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, Config, ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu import Launch, ThreadWorld, solo_context, thread_context
-from megazero.train import resume as module
-from megazero.train.engine import Engine
-from megazero.train.resume import Resumed, check_model, resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.state_json import PRETRAINING, SavedModel
-from megazero.train.timers import Timers
-from megazero.train.trained import load_for_inference
+from megazero.train.resume import resume as module
+from megazero.train.resume.fit import check_model
+from megazero.train.resume.resume import Resumed, resume
+from megazero.train.resume.saved import PRETRAINING, SavedModel
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.resume.trained import load_for_inference
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.checkpoint.forged import edit, reseal
 from tests.layouts.layout import GLOBAL_BATCH, SEQUENCE, VOCABULARY, Layout
@@ -71,7 +73,7 @@ def test_a_retain_interval_alone_keeps_its_multiples_and_the_newest(tmp_path):
     snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, SEED)
     for iteration in range(1, 6):
         here = training_plan.before(iteration)
-        snapshots.save(TrainState(here.iteration, here.samples, here.tokens))
+        snapshots.save(TrainState(here))
     snapshots.saver.close()
     assert saved_iterations(tmp_path / "run") == [2, 4, 5]
 
@@ -117,7 +119,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_everything_is_taken_over(run):
     found = again(config_of(run.folder))
-    assert found.state == TrainState(STEPS, STEPS * GLOBAL_BATCH, STEPS * GLOBAL_BATCH * SEQUENCE, 0)
+    assert found.state == TrainState(Progress(STEPS, STEPS * GLOBAL_BATCH, STEPS * GLOBAL_BATCH * SEQUENCE))
     assert found.stream_seed == SEED
     assert found.engine.optimizer.updates == STEPS
     assert same(values(found.engine), run.values)

@@ -6,15 +6,16 @@ from functools import partial
 
 import pytest
 
+from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import CheckpointConfig, ParallelConfig
 from megazero.mpu import ThreadWorld, thread_context
-from megazero.train import resume as module
-from megazero.train.resume import resume
-from megazero.train.same_sums import changed_sums
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.state_json import RunFacts
+from megazero.train.resume import resume as module
+from megazero.train.resume.fit import changed_sums
+from megazero.train.resume.resume import resume
+from megazero.train.resume.saved import RunFacts
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.state import TrainState
 from megazero.verify.record import verification_engine
 from tests.layouts.layout import VOCABULARY, Layout
 
@@ -72,7 +73,7 @@ def test_a_resume_over_other_groups_says_so(tmp_path, monkeypatch):
         context = thread_context(world, layout.grid, rank)
         engine = verification_engine(config, training_plan, context)
         snapshots = Snapshots(config, training_plan, engine, context, VOCABULARY, 1)
-        snapshots.save(TrainState(1, 4, 4))
+        snapshots.save(TrainState(Progress(1, 4, 4)))
         snapshots.saver.close()
 
     def load(rank: int) -> tuple[str, ...]:

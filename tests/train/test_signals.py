@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from megazero.train.signals import StopRequest
+from megazero.train.guards.concerns import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

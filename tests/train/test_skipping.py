@@ -12,7 +12,7 @@ from megazero.config import parse_config
 from megazero.config.pacing import FromZero, Root
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.train.skipping import LayerDrop, SkippingPlan
+from megazero.train.step.skipping import LayerDrop, SkippingPlan
 from tests.train.random_ltd_json import random_ltd_section
 from tests.train.test_curriculum import GROWS, LENGTHS, SMALL, run
 
@@ -107,7 +107,9 @@ class TestLayerDrop:
 def test_layers_that_ran_are_reported(tmp_path):
     steps = run(tmp_path, PLD)
     config = parse_config(f"{SMALL} {PLD}".split(), world_size=1).config
-    plan = SkippingPlan.of(config, training_plan_of(config, 1))
+    plan = SkippingPlan.of(
+        config.skipping, config.model.num_layers, config.training.seed, training_plan_of(config, 1)
+    )
     expected = [plan.at(Progress(iteration=n)).layers_run for n in range(8)]
     assert [s["layers_run"] for s in steps] == expected
     assert 2 <= min(expected) < 4

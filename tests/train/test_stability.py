@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import asdict
 
 import pytest
 
 from megazero.config import parse_config
+from megazero.config.steps import Progress
 from megazero.mpu import Launch, ProcessGrid, ThreadWorld, thread_context
-from megazero.train.assemble import pretrain, pretrain_on
-from megazero.train.metrics import STABILITY
-from megazero.train.stability import Spread, Stability
-from megazero.train.state import TrainState
-from megazero.train.state_json import StateFacts
+from megazero.train.pretraining import pretrain, pretrain_on
+from megazero.train.resume.saved import StateFacts
+from megazero.train.step.stability import Spread, Stability
+from megazero.train.step.state import TrainState
 
+STABILITY = ("loss_ratio", "loss_deviation", "grad_norm_deviation")
 SMALL = (
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --mock-data "
     "--micro-batch-size 2 --global-batch-size 4 --lr 5e-2 --train-iters 8 --eval-iters 0"
@@ -67,11 +67,11 @@ def test_what_is_not_finite_changes_nothing():
 
 
 def test_it_survives_a_checkpoint_in_every_bit():
-    state = TrainState(3, 12, 192, 0, after([4.1, 2.3, 1 / 3], [1.0, 0.1, 7.7], 2))
-    facts = StateFacts.model_validate_json(json.dumps(asdict(state)))
+    state = TrainState(Progress(3, 12, 192), 0, after([4.1, 2.3, 1 / 3], [1.0, 0.1, 7.7], 2))
+    facts = StateFacts.model_validate_json(json.dumps(state.record()))
     assert facts.train_state() == state
-    old = {name: value for name, value in asdict(state).items() if name != "stability"}
-    assert StateFacts.model_validate(old).train_state() == TrainState(3, 12, 192, 0)
+    old = {name: value for name, value in state.record().items() if name != "stability"}
+    assert StateFacts.model_validate(old).train_state() == TrainState(Progress(3, 12, 192))
     assert Spread() == Spread(0.0, 0.0)
 
 

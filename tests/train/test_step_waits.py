@@ -9,7 +9,7 @@ import torch
 
 from megazero.errors import HostWaitError
 from megazero.mpu import host_waits, on_device, read_values
-from megazero.train.step_waits import StepWaits
+from megazero.train.observe.step_waits import StepWaits
 
 CPU = torch.device("cpu")
 

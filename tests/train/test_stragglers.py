@@ -13,9 +13,9 @@ import pytest
 from megazero.config.resolve import parse_config
 from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, Waited, solo_context, thread_context
 from megazero.mpu.watch import Watch, WatchLimits, watched
-from megazero.train.assemble import pretrain_on
-from megazero.train.feed import Feed
-from megazero.train.stragglers import RankTimes, SlowRanks, Straggler, Stragglers
+from megazero.train.observe.stragglers import RankTimes, SlowRanks, Straggler, Stragglers
+from megazero.train.pretraining import pretrain_on
+from megazero.train.step.feed import Feed
 from tests.mpu.test_watch import Notes, Spared
 
 

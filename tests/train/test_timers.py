@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from megazero.train.timers import Timers
+from megazero.train.step.timers import Timers
 
 
 class Clock:

@@ -11,14 +11,15 @@ import torch
 
 from megazero.checkpoint import CheckpointReader, Key, iteration_folder
 from megazero.config import parse_config
+from megazero.config.steps import Progress
 from megazero.config.tree import CheckpointConfig, Config
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch, ThreadWorld, thread_context
-from megazero.train.assemble import pretrain
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.weights import take_foreign_weights
+from megazero.train.pretraining import pretrain
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.resume.weights import take_foreign_weights
+from megazero.train.step.state import TrainState
 from megazero.verify.record import verification_engine
 from tests.checkpoint.hf.samples import LLAMA, VOCAB, config_for, their_tensors, write_folder
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
@@ -101,7 +102,7 @@ def save(layout: Layout, config: Config) -> CheckpointReader:
         begin = partial(take_foreign_weights, config, context, size)
         resumed = resume(config, context, size, engine_of, begin)
         snapshots = Snapshots(config, resumed.training_plan, resumed.engine, context, size, 1)
-        snapshots.save(TrainState(1, 8, 8 * SEQUENCE, 0))
+        snapshots.save(TrainState(Progress(1, 8, 8 * SEQUENCE)))
         snapshots.saver.close()
 
     world.run(work)

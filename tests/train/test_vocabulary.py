@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megazero.errors import ConfigError
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.parts.vocabulary import build_vocabulary
 from tests.config.samples import make_config
 
 BYTES = 257  # entries of the byte-level tokenizer, the end of a document among them

@@ -15,8 +15,8 @@ from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
 from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
 from megazero.optim import Adam
-from megazero.train import resume
-from megazero.train.assemble import pretrain_on
+from megazero.train.pretraining import pretrain_on
+from megazero.train.resume import keepers
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads
@@ -322,6 +322,6 @@ def test_a_checkpoint_that_lacks_weights_in_use_is_refused(tmp_path, monkeypatch
         parts = parts_in_use(*args)
         return [*parts, replace(parts[0], key=replace(parts[0].key, name="nowhere"))]
 
-    monkeypatch.setattr(resume, "parts_in_use", with_one_more)
+    monkeypatch.setattr(keepers, "parts_in_use", with_one_more)
     with pytest.raises(CheckpointError, match="lacks `.*nowhere.*` and 0 more; load an older one"):
         run(tmp_path / "on", 5, DPU, tmp_path / "whole")

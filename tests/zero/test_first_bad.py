@@ -16,8 +16,8 @@ from torch import nn
 from megazero.config.training_plan import training_plan_of
 from megazero.deepspeed.moe.copies import ExpertCopies
 from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.zero import Optimizer, ZeroPolicy, build_store, module_units
 from megazero.zero.store import GRADIENT

@@ -12,8 +12,8 @@ import torch
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import Config
 from megazero.mpu import ParallelContext, ThreadWorld, solo_context, thread_context
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.zero import Optimizer
 from megazero.zero.layout import counted_parts, present_parts

@@ -18,10 +18,10 @@ from megazero.mpu.context import make_context
 from megazero.mpu.torch_group import open_group
 from megazero.ops.quantize import Quantization
 from megazero.optim import Adam
-from megazero.train.resume import resume
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.timers import Timers
+from megazero.train.resume.resume import resume
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.verify.run import run_in_threads
 from megazero.zero import CopyCheck, ZeroPolicy

@@ -11,7 +11,7 @@ from torch import nn
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.mpu import ThreadWorld, spec_of, thread_context
-from megazero.train.timers import Timers
+from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.zero import GradientReducer
 from tests.layouts.layout import Layout

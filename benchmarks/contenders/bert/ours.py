@@ -12,11 +12,11 @@ from benchmarks.contenders.ours import join_context, make_config, vocabulary_of
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree import ParallelConfig, ZeroConfig
-from megazero.train.allocator import keep_freed_memory
-from megazero.train.assemble import build_engine
-from megazero.train.chunks import build_chunks
-from megazero.train.families import family_of
-from megazero.train.timers import Timers
+from megazero.train.build import build_engine
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.families import family_of
+from megazero.train.process import keep_freed_memory
+from megazero.train.step.timers import Timers
 
 
 def build(shape: BertShape, rank: int, world_size: int, pack: bool = False, trim: bool = True):

@@ -9,7 +9,7 @@ from benchmarks.contenders.ours import join_context
 from megazero.config.tree import ModelConfig, ParallelConfig
 from megazero.layers import LayerInputs, Placement, Rows, initialize
 from megazero.moe import MoEMLP
-from megazero.train.allocator import keep_freed_memory
+from megazero.train.process import keep_freed_memory
 
 
 def build(shape: LayerShape, rank: int, world_size: int, dispatcher: str = "alltoall"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megazero.commands.memory_report.table import PLACES, RankMemory, shown
 from megazero.pictures import check_suffix, new_figure
-from megazero.train.memory import KINDS
+from megazero.train.observe.memory import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

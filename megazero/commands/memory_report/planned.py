@@ -13,12 +13,12 @@ from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree import Config
 from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, ProcessGrid, TrafficLog, grid_of, recording_context
-from megazero.train.assemble import build_model
-from megazero.train.families import family_of
-from megazero.train.feed import cut
-from megazero.train.memory import MemoryMeter
-from megazero.train.timers import Timers
-from megazero.train.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.build import build_model
+from megazero.train.observe.memory import MemoryMeter
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.step.feed import cut
+from megazero.train.step.timers import Timers
 
 
 def planned_memory(config: Config, ranks: int) -> list[RankMemory]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megazero.commands.metrics_file import read_metrics
 from megazero.errors import DataError
-from megazero.train.memory import KINDS
+from megazero.train.observe.memory import KINDS
 
 KEY = "memory"
 """The key of a step's metrics that holds the contents of memory: place -> kind -> bytes, per rank."""

@@ -13,9 +13,8 @@ from megazero.errors import ConfigError
 from megazero.models import Part
 from megazero.mpu import solo_context
 from megazero.pipeline import Costs, Schedule
-from megazero.train.programs import schedule_of
-from megazero.train.stage_assignment import assign_parts, estimated_costs
-from megazero.train.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.parts.chunks import assign_parts, estimated_costs, schedule_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megazero.checkpoint import CheckpointReader, Disk, candidates, parts_to_read, together
+from megazero.checkpoint import CheckpointReader, Disk, Verify, candidates, together
 from megazero.checkpoint.folder import iteration_folder, remove_checkpoint, saved_iterations
-from megazero.config.training_plan import TrainingPlan
-from megazero.config.tree import Config
-from megazero.mpu import ParallelContext
-from megazero.train.engine import Engine
-from megazero.train.router_state import router_parts_to_read
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
+from megazero.train.resume.keepers import keepers_of
+from megazero.train.resume.saved import opened
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.state import TrainState
 
 FOLDER = "best"
 
@@ -33,8 +30,6 @@ class BestModel:
     Args:
         folder: the folder of the model.
         snapshots: saves the weights there.
-        engine: the engine with the weights.
-        context: all ranks.
         iteration: progress of the run when it began; a later mark belongs to a run that this one replaces.
         disk: removes the previous model.
 
@@ -42,37 +37,20 @@ class BestModel:
         CheckpointError: on every rank, if the folder cannot be read.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        snapshots: Snapshots,
-        engine: Engine,
-        context: ParallelContext,
-        iteration: int,
-        disk: Disk | None = None,
-    ):
+    def __init__(self, folder: Path, snapshots: Snapshots, iteration: int, disk: Disk | None = None):
         self.folder = folder
         self.snapshots = snapshots
-        self.engine = engine
-        self.context = context
+        self.engine = snapshots.engine
+        self.context = context = snapshots.context
         self.disk = disk or Disk()
         look = partial(_marked, folder) if context.rank == 0 else None
         seen = together(context, look, f"look into {folder}")[0]
         self.mark = Mark(*seen) if seen and seen[0] <= iteration else None
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        training_plan: TrainingPlan,
-        engine: Engine,
-        sizes: tuple[int, int],
-        iteration: int,
-        disk: Disk | None = None,
-    ) -> BestModel:
-        """The best model of a run that saves; `sizes` are its vocabulary's size and its stream seed."""
-        assert config.checkpoint.save is not None, "only a run that saves has a best model"
-        folder = Path(config.checkpoint.save) / FOLDER
+    def of(cls, run: Snapshots, iteration: int, disk: Disk | None = None) -> BestModel:
+        """The best model of a run that saves, and that now begins at an iteration."""
+        folder = Path(run.saver.directory) / FOLDER
         changes = {
             "save": str(folder),
             "async_save": False,
@@ -81,16 +59,7 @@ class BestModel:
             "keep_last": None,
             "save_retain_interval": None,
         }
-        section = config.checkpoint.model_copy(update=changes)
-        snapshots = Snapshots(
-            config.model_copy(update={"checkpoint": section}),
-            training_plan,
-            engine,
-            engine.context,
-            *sizes,
-            disk,
-        )
-        return cls(folder, snapshots, engine, engine.context, iteration, disk)
+        return cls(folder, run.elsewhere(changes, disk), iteration, disk)
 
     def offer(self, state: TrainState, accuracy: float) -> bool:
         """Keep the engine's weights if they are the best so far, and return whether; every rank calls this.
@@ -110,14 +79,14 @@ class BestModel:
         """Give the engine the best weights; every rank calls this."""
         assert self.mark is not None, "no model has been offered"
         path = iteration_folder(self.folder, self.mark.iteration)
+        reader, keepers = opened(path, Verify.FULL, self.context), keepers_of(self.engine, ())
 
         def read() -> None:
-            reader = CheckpointReader(path)
-            weights = parts_to_read(self.engine.optimizer, self.context, moments=False)
-            reader.read([*weights, *router_parts_to_read(self.engine.loads, reader)])
+            reader.read([part for keeper in keepers for part in keeper.taken(reader)])
 
         together(self.context, read, f"load {path}")
-        self.engine.optimizer.publish()
+        for keeper in keepers:
+            keeper.took(reader, path)
 
     def close(self) -> None:
         """Release the folder to other jobs."""

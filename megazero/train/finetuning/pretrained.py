@@ -11,10 +11,10 @@ from megazero.config.tree import Config
 from megazero.errors import CheckpointError
 from megazero.models import OWN, PRETRAINING_ONLY
 from megazero.mpu import ParallelContext
-from megazero.train.engine import Engine
-from megazero.train.named_checkpoint import checkpoint_at, model_at
-from megazero.train.resume import FREE_MODEL_FIELDS, check_model
-from megazero.train.weights import Opener, take_weights
+from megazero.train.resume.fit import FREE_MODEL_FIELDS, check_model
+from megazero.train.resume.saved import checkpoint_at, model_at
+from megazero.train.resume.weights import Opener, take_weights
+from megazero.train.step.engine import Engine
 
 # Settings of the head that pretraining had and a classifier has not.
 _OF_THE_HEAD = frozenset({"num_classes", "untie_embeddings_and_output_weights", "bert_head_activation"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from megazero.checkpoint import Disk
@@ -10,22 +10,22 @@ from megazero.config.tree import Config
 from megazero.data import BatchSampler, EpochOrder, SamplerSpec
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.models import LabelledBatch
-from megazero.mpu import Launch, ParallelContext, TrafficLog, agree, count_traffic, gather_values
-from megazero.train.agreement import labelled_samples, tokenizer_and_place
-from megazero.train.assemble import build_model, build_plan, in_job
-from megazero.train.families import classifiers_of
-from megazero.train.feed import Feed, make_feed
+from megazero.mpu import Launch, ParallelContext, gather_values
+from megazero.train.assemble import Run, Task, assemble
 from megazero.train.finetuning.best import BestModel
-from megazero.train.finetuning.loop import EvaluationData, TaskLoop
+from megazero.train.finetuning.evaluation import TaskEvaluation
 from megazero.train.finetuning.predictions import check_writable, write_predictions
 from megazero.train.finetuning.pretrained import take_pretrained
 from megazero.train.finetuning.task import LabelledSplit, TaskData, completed, read_task
-from megazero.train.monitors import Monitor, build_monitors
-from megazero.train.resume import Resumed, resume
-from megazero.train.run_plan import Feeds
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.guards.agreement import labelled_samples
+from megazero.train.observe.evaluation import Evaluations
+from megazero.train.parts.families import classifiers_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.process import in_job
+from megazero.train.resume.resume import Resumed
+from megazero.train.step.engine import Engine
+from megazero.train.step.feed import Feed, Feeds, make_feed
+from megazero.train.step.state import TrainState
 
 
 def finetune(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:
@@ -54,91 +54,92 @@ def finetune_on(config: Config, joined: ParallelContext, disk: Disk | None = Non
     Raises:
         MegazeroError: as `finetune`.
     """
-    traffic = TrafficLog()
-    context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
     vocabulary = build_vocabulary(config)
     data = read_task(config, vocabulary)
-    config = completed(config, data, context)
+    config = completed(config, data, joined)
     if config.finetune.predictions:
-        _on_first(context, partial(check_writable, config.finetune.predictions))
-    build = partial(build_model, vocabulary, context)
-    begin = partial(take_pretrained, config, context, vocabulary.size)
-    resumed = resume(config, context, vocabulary.size, build, begin)
-    agree(
-        joined.world,
-        lambda: {**tokenizer_and_place(config, vocabulary, resumed.state), **labelled_samples(config)},
-        context.device,
-    )
-    if data.train is not None:
-        _check_epochs(resumed, config)
-    monitor = build_monitors(
-        config, context.rank == 0, resumed.state.iteration, resumed.training_plan.end.iteration
-    )
-    for remark in (*data.remarks, *resumed.remarks):
-        monitor.message(remark)
-    state = _examined(resumed, data, vocabulary, monitor, disk)
-    for line in traffic.table():
-        monitor.message(f"communication of rank 0 | {line}")
-    return state
+        _on_first(joined, partial(check_writable, config.finetune.predictions))
+    task = FineTuning(data)
+    return assemble(config, vocabulary, joined, task, disk).carry_out(task, disk)
 
 
-def _examined(
-    resumed: Resumed, data: TaskData, vocabulary: Vocabulary, monitor: Monitor, disk: Disk | None
-) -> TrainState:
-    """Train from where the run stands, then evaluate the model."""
-    config, training_plan, engine, state = (
-        resumed.config,
-        resumed.training_plan,
-        resumed.engine,
-        resumed.state,
-    )
-    context, trains = engine.context, data.train is not None
-    feed = partial(_feed, config, vocabulary, context)
-    train = feed(data.train, resumed.stream_seed)
-    snapshots = best = None
-    try:
-        if config.checkpoint.save and trains:
-            sizes = (vocabulary.size, resumed.stream_seed)
-            snapshots = Snapshots(config, training_plan, engine, context, *sizes, disk)
-            if data.valid is not None:
-                best = BestModel.of(config, training_plan, engine, sizes, state.iteration, disk)
-        inputs = EvaluationData(data, len(data.labels), feed(data.valid, None), feed(data.test, None), best)
-        plan = build_plan(config, training_plan, vocabulary, context)
-        loop = TaskLoop(engine, plan, Feeds(train, inputs.valid, None), monitor, snapshots, context, inputs)
-        if trains:
-            state = loop.fit(state)
-            if state.iteration < training_plan.end.iteration:
-                return state  # stopped early; the next run goes on
-        elif data.valid is not None:
-            loop.evaluate("validation", state)
-        _conclude(loop, config, state)
-    finally:
-        for resource in (snapshots.saver if snapshots else None, best, monitor, train):
-            if resource is not None:
-                resource.close()
-    return state
+class FineTuning(Task):
+    """A run on labelled samples.
 
+    Args:
+        data: these samples.
+    """
 
-def _conclude(loop: TaskLoop, config: Config, state: TrainState) -> None:
-    """Evaluate the test files with the best model, and write the predictions."""
-    inputs, path = loop.inputs, config.finetune.predictions
-    if inputs.test is None and path is None:
-        return
-    mark = None if inputs.best is None else inputs.best.mark
-    if inputs.best is not None and mark is not None and mark.iteration != state.iteration:
-        inputs.best.take()
-        loop.monitor.message(
-            f"the best model is that of iteration {mark.iteration}, with accuracy {mark.accuracy:.4f}"
+    _evaluate: TaskEvaluation
+
+    def __init__(self, data: TaskData):
+        self.data = data
+        self.best: BestModel | None = None
+        self._feeds: dict[str, Feed[LabelledBatch]] = {}
+
+    def begin(
+        self, config: Config, context: ParallelContext, vocab_size: int, engine: Engine
+    ) -> tuple[str, ...]:
+        return take_pretrained(config, context, vocab_size, engine)
+
+    def feeds(self, resumed: Resumed, vocabulary: Vocabulary, context: ParallelContext) -> Feeds:
+        feed = partial(_feed, resumed.config, vocabulary, context)
+        splits = {"validation": feed(self.data.valid, None), "test": feed(self.data.test, None)}
+        self._feeds = {split: there for split, there in splits.items() if there is not None}
+        return Feeds(feed(self.data.train, resumed.stream_seed), splits["validation"], None)
+
+    def samples(self, config: Config, feeds: Feeds) -> Mapping[str, str]:
+        return labelled_samples(config)
+
+    def check(self, resumed: Resumed, feeds: Feeds) -> None:
+        """Refuse a run whose earlier steps had another size: its iteration would be no place in an epoch."""
+        state, batch = resumed.state, resumed.config.batch.global_batch_size
+        assert batch is not None, "`completed` sets it"
+        if self.data.train is not None and state.consumed_samples != state.iteration * batch:
+            raise CheckpointError(
+                f"`global_batch_size` must stay {state.consumed_samples / state.iteration:g} until the last "
+                f"epoch, but is {batch}; set it, or begin anew in another folder"
+            )
+
+    def remarks(self, run: Run) -> Iterable[str]:
+        return *self.data.remarks, *run.resumed.remarks
+
+    def evaluations(self, run: Run, disk: Disk | None) -> Evaluations:
+        resumed, samples = run.resumed, run.resumed.training_plan.evaluations
+        if run.snapshots is not None and "validation" in self._feeds:
+            self.best = BestModel.of(run.snapshots, resumed.state.iteration, disk)
+        self._evaluate = TaskEvaluation(
+            resumed.engine,
+            self.data,
+            self._feeds,
+            samples.batch_size,
+            self.best,
+            run.monitor,
+            run.meters.timers,
         )
-    split = "validation" if inputs.test is None else "test"
-    answers = loop.answers(split) if inputs.test is None else loop.examine(split, state)
-    labelled = inputs.data.valid if inputs.test is None else inputs.data.test
-    if path is not None and labelled is not None:
-        _on_first(
-            loop.context,
-            partial(write_predictions, path, labelled.files, inputs.data.labels, answers.scores),
-        )
-        loop.monitor.message(f"wrote the predictions for {len(labelled)} samples to {path}")
+        return Evaluations(self._evaluate, samples.interval, self._feeds.keys() & {"validation"})
+
+    def conclude(self, run: Run, state: TrainState) -> None:
+        """Evaluate the test files with the best model, and write the predictions."""
+        path, tests = run.resumed.config.finetune.predictions, "test" in self._feeds
+        if not tests and path is None:
+            return
+        mark = None if self.best is None else self.best.mark
+        if self.best is not None and mark is not None and mark.iteration != state.iteration:
+            self.best.take()
+            run.monitor.message(
+                f"the best model is that of iteration {mark.iteration}, with accuracy {mark.accuracy:.4f}"
+            )
+        answers = self._evaluate("test", state) if tests else self._evaluate.answers("validation")
+        labelled = self.data.test if tests else self.data.valid
+        if path is not None and labelled is not None:
+            write = partial(write_predictions, path, labelled.files, self.data.labels, answers.scores)
+            _on_first(run.resumed.engine.context, write)
+            run.monitor.message(f"wrote the predictions for {len(labelled)} samples to {path}")
+
+    def close(self) -> None:
+        if self.best is not None:
+            self.best.close()
 
 
 def _feed(
@@ -173,17 +174,6 @@ def _feed(
         config, vocabulary.size, context.device, stream_seed
     )
     return make_feed(order, BatchSampler(spec), collate, config.data.num_workers if trains else 0)
-
-
-def _check_epochs(resumed: Resumed, config: Config) -> None:
-    """Refuse a run whose earlier steps had another size: its iteration would not be a place in an epoch."""
-    state, batch = resumed.state, config.batch.global_batch_size
-    assert batch is not None, "`completed` sets it"
-    if state.consumed_samples != state.iteration * batch:
-        raise CheckpointError(
-            f"`global_batch_size` must stay {state.consumed_samples / state.iteration:g} until the last "
-            f"epoch, but is {batch}; set it, or begin anew in another folder"
-        )
 
 
 def _on_first(context: ParallelContext, work: Callable[[], None]) -> None:

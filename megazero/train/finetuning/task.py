@@ -21,9 +21,9 @@ from megazero.data import (
 )
 from megazero.errors import ConfigError, DataError
 from megazero.mpu import ParallelContext
-from megazero.train.families import FAMILIES
-from megazero.train.state_json import saved_model
-from megazero.train.vocabulary import Vocabulary
+from megazero.train.parts.families import FAMILIES
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.resume.saved import saved_model
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import TypedDict
 
 from megazero.config.steps import Step
 from megazero.models import MicroBatch
-from megazero.mpu import ParallelContext, gather_values
-from megazero.train.engine import Attempt, Engine
-from megazero.train.feed import Feed, SampleFacts
+from megazero.mpu import gather_values
+from megazero.train.step.engine import Attempt, Engine
+from megazero.train.step.feed import Feed, SampleFacts
 
 _LAYER = re.compile(r"layers\.[0-9]+")
 
@@ -34,7 +34,6 @@ def step_facts(
     step: Step,
     attempt: Attempt,
     batches: Sequence[MicroBatch],
-    context: ParallelContext,
 ) -> dict[str, object]:
     """Gather the facts of a step, as JSON, before its update; every rank calls this, and all get the same.
 
@@ -44,8 +43,8 @@ def step_facts(
         step: the step.
         attempt: its losses and norms.
         batches: this rank's micro-batches.
-        context: all ranks.
     """
+    context = engine.context
     scale = attempt.grad_norm / attempt.sums_norm if attempt.sums_norm else 1.0
     norms = {name: norm * scale for name, norm in engine.optimizer.gradient_norms().items()}
     first = engine.executor.terms[0]

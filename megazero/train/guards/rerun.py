@@ -8,7 +8,7 @@ again, one of the two machines computes wrongly. Megatron-LM's rerun state machi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -16,7 +16,7 @@ import torch
 
 from megazero.models import MicroBatch
 from megazero.mpu import ParallelContext, gather_values, name_ranks
-from megazero.train.engine import Attempt, Replay
+from megazero.train.step.engine import Attempt
 
 _SHOWN = 4  # names of tensors in a message
 
@@ -98,7 +98,7 @@ def rule(passes: Sequence[Passes]) -> Ruling:
 
 def repeat(
     first: Attempt,
-    replay: Replay,
+    replay: Callable[[Sequence[MicroBatch]], Attempt],
     own: Sequence[MicroBatch],
     borrowed: Sequence[MicroBatch] | None,
     context: ParallelContext,

@@ -9,7 +9,7 @@ import pytest
 
 from megazero.config.resolve import parse_config
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from tests.commands.checkpoint.samples import SMALL
 
 

@@ -15,7 +15,7 @@ from megazero.commands.checkpoint.convert import Choice, convert
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
 from megazero.mpu import Launch
-from megazero.train.assemble import pretrain
+from megazero.train.pretraining import pretrain
 from tests.checkpoint.faulty_disk import FaultyDisk, Full
 from tests.commands.checkpoint.samples import SMALL, TENSORS, UP, flip, save
 

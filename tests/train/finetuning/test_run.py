@@ -11,15 +11,17 @@ from safetensors.torch import load_file
 
 from megazero.checkpoint import latest_iteration, saved_iterations
 from megazero.config.resolve import parse_config
+from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu import Launch, solo_context
-from megazero.train.assemble import build_engine, pretrain
-from megazero.train.chunks import build_chunks
-from megazero.train.snapshot import Snapshots
-from megazero.train.state import TrainState
-from megazero.train.trained import load_for_inference
-from megazero.train.vocabulary import build_vocabulary
+from megazero.train.build import build_engine
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.vocabulary import build_vocabulary
+from megazero.train.pretraining import pretrain
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.resume.trained import load_for_inference
+from megazero.train.step.state import TrainState
 from tests.train.finetuning.samples import FAMILIES, MODEL, make_files, run, steps
 
 
@@ -149,7 +151,7 @@ def pretrained(files: Path, family: str, *flags: str) -> Path:
     context, vocabulary, training_plan = solo_context(), build_vocabulary(config), training_plan_of(config, 1)
     engine = build_engine(config, training_plan, build_chunks(config, vocabulary, context), context)
     snapshots = Snapshots(config, training_plan, engine, context, vocabulary.size, 1234)
-    snapshots.save(TrainState(1, 8, 128))
+    snapshots.save(TrainState(Progress(1, 8, 128)))
     snapshots.saver.close()
     return files / family
 

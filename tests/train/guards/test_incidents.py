@@ -8,8 +8,8 @@ import math
 import pytest
 
 from megazero.errors import CheckpointError
-from megazero.train.guards.incidents import FOLDER, Incident, IncidentLog, read_incidents
-from megazero.train.monitors import Monitor
+from megazero.train.observe.incidents import FOLDER, Incident, IncidentLog, read_incidents
+from megazero.train.observe.monitors import Monitor
 
 SPIKE = Incident(
     "spike",

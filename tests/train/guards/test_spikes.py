@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megazero.train.guards.spikes import Recent
+from megazero.train.step.spikes import Recent
 
 
 def steady(count: int, loss: float = 2.0, norm: float = 1.0) -> Recent:

@@ -1,0 +1,108 @@
+"""Builds the engine of a run: this rank's chunks, their optimizer, and what a step needs besides."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from megazero.config.training_plan import TrainingPlan
+from megazero.config.tree import Config
+from megazero.errors import ConfigError
+from megazero.layers import CudaGraphs, Fp8State, compile_layers, graph_layers, initialize_parameters, use_fp8
+from megazero.moe import RouterLoads
+from megazero.mpu import (
+    ParallelContext,
+)
+from megazero.optim import (
+    build_learning_rate,
+    build_loss_scaler,
+    build_update_rule,
+    build_weight_decay,
+)
+from megazero.pipeline import Executor
+from megazero.train.parts.chunks import Chunks, build_chunks, programs_of
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.resume.teacher import load_teacher
+from megazero.train.step.distillation import Distillation, Teacher
+from megazero.train.step.engine import Engine, LayerMemory, Schedules
+from megazero.train.step.skipping import SkippingPlan
+from megazero.zero import (
+    DataParallel,
+    DelayedUpdates,
+    OffloadStore,
+    Optimizer,
+    Unit,
+    ZeroPolicy,
+    build_store,
+    store_kind,
+)
+
+if TYPE_CHECKING:
+    from megazero.pipeline.sharding import Sharding
+
+    _: type[Sharding] = DataParallel
+
+
+def build_engine(
+    config: Config,
+    training_plan: TrainingPlan,
+    chunks: Chunks,
+    context: ParallelContext,
+    teacher: Teacher | None = None,
+) -> Engine:
+    """This rank's parts of the model with their optimizer, loss scale and schedules.
+
+    Parameters on the meta device get memory and the seed's weights here, unit by unit.
+    """
+    distillation = Distillation.of(config.distillation, chunks, teacher)
+    blocks = [block for chunk in chunks.values() for block in chunk.blocks()]
+    scalings = use_fp8(blocks, config.precision, config.model.num_layers, context.device)
+    if config.acceleration.compile:
+        compile_layers(blocks, config.acceleration.compile_backend)
+    if config.acceleration.cuda_graph:
+        if context.device.type != "cuda":
+            raise ConfigError("`cuda_graph` must be off on a CPU, but is on; leave `--cuda-graph` out")
+        graph_layers(blocks, CudaGraphs())
+    rule = build_update_rule(config.optimizer)
+    policy = ZeroPolicy.of(config.zero, config.offload, rule.needs, config.training.seed)
+    units = [
+        Unit(number, block, tuple(block.parameters()))
+        for number, chunk in chunks.items()
+        for block in chunk.blocks()
+    ]
+    fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
+    store = build_store(units, policy, context, fill, kind=store_kind(config.offload, context.device))
+    delayed = None
+    if config.offload.delayed_param_update:
+        assert isinstance(store, OffloadStore), "rules ask for offloaded state"
+        delayed = DelayedUpdates(store, config.offload.delayed_param_update_start)
+    sharding = DataParallel(units, store, policy, context)
+    executor = Executor(distillation.beside(chunks), context.pp, sharding, context.device)
+    engine = Engine(
+        executor,
+        programs_of(config),
+        Optimizer(store, rule, context, config.optimizer.clip_grad, delayed),
+        build_loss_scaler(config.precision),
+        Schedules(
+            build_learning_rate(config.optimizer, training_plan),
+            build_weight_decay(config.optimizer, training_plan),
+            SkippingPlan.of(config.skipping, config.model.num_layers, config.training.seed, training_plan),
+        ),
+        LayerMemory(
+            RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),
+            Fp8State(scalings, context.groups["stage"]),
+        ),
+        distillation,
+    )
+    if config.guards.rerun_on_fault:
+        engine.witness(sharding)
+    return engine
+
+
+def build_model(
+    vocabulary: Vocabulary, context: ParallelContext, config: Config, training_plan: TrainingPlan
+) -> Engine:
+    """`build_engine` of this rank's chunks of the configured model, and of its teacher's if it has one."""
+    chunks = build_chunks(config, vocabulary, context)
+    teacher = load_teacher(config, training_plan, vocabulary, context)
+    return build_engine(config, training_plan, chunks, context, teacher)

@@ -1,0 +1,131 @@
+"""The facts that all ranks of a training must agree on: settings, code, tokenizer, data, and progress."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from megazero.config.fields import FIELDS
+from megazero.config.rules.rule import display_name, value_at
+from megazero.config.tree import Config
+from megazero.data.blended import SampleDataset
+from megazero.data_efficiency.analyzed import AnalyzedDataset
+from megazero.ops import cuda, native
+from megazero.regular_file import read_regular
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.step.state import TrainState
+from megazero.version import VERSION
+
+MAY_DIFFER = frozenset(
+    {
+        # Files whose content is compared instead.
+        "data.data_path",
+        "data.train_data_path",
+        "data.valid_data_path",
+        "data.test_data_path",
+        "finetune.train_data",
+        "finetune.valid_data",
+        "finetune.test_data",
+        "tokenizer.vocab_file",
+        "tokenizer.merge_file",
+        "tokenizer.tokenizer_model",
+        # Where a machine keeps things of its own, and what only one rank looks at.
+        "data.data_cache_path",
+        "data.num_workers",
+        "finetune.predictions",
+        "logging.csv_dir",
+        "logging.metrics_jsonl",
+        "logging.tensorboard_dir",
+        "logging.tensorboard_log_interval",
+        "logging.tensorboard_queue_size",
+        "logging.wandb_entity",
+        "logging.wandb_exp_name",
+        "logging.wandb_group",
+        "logging.wandb_project",
+        "logging.wandb_save_dir",
+    }
+)
+"""Settings in which ranks may differ: they have no part in what is trained."""
+
+
+def settings_and_code(config: Config, speaks_for_node: bool = True) -> dict[str, str | None]:
+    """The facts known before the ranks meet: settings by their names, and the code that runs.
+
+    Args:
+        config: the run's configuration.
+        speaks_for_node: whether this rank reads the sources; the others of its machine, which runs the same
+            files, leave that to it.
+    """
+    settings = {
+        display_name(spec.path): str(value_at(config, spec.path))
+        for spec in FIELDS
+        if spec.path not in MAY_DIFFER
+    }
+    return {
+        **settings,
+        "version of megazero": VERSION,
+        "sources of megazero": _digest_of(source_files()) if speaks_for_node else None,
+        "version of torch": torch.__version__,
+        "compiled kernels": "there" if native.available() else "missing",
+        "CUDA kernels": "not in use" if config.parallel.device == "cpu" else cuda.kernel_build(),
+    }
+
+
+def source_files() -> list[Path]:
+    """All files of Python that megazero consists of."""
+    return sorted(Path(__file__).parents[2].rglob("*.py"))
+
+
+def tokenizer_and_place(config: Config, vocabulary: Vocabulary, state: TrainState) -> dict[str, str]:
+    """The content of the tokenizer, and the progress of the training according to the checkpoint."""
+    section = config.tokenizer
+    files = (section.vocab_file, section.merge_file, section.tokenizer_model)
+    return {
+        "vocabulary size": str(vocabulary.size),
+        "content of the tokenizer": _content(files),
+        "iteration of the checkpoint": str(state.iteration),
+        "samples consumed before": str(state.consumed_samples),
+    }
+
+
+def samples_of(datasets: Iterable[SampleDataset | None]) -> dict[str, str]:
+    """The content and the order of the samples of the three splits, of which some may have none."""
+    return {
+        f"{split} data": "none"
+        if dataset is None
+        else f"{len(dataset)} samples of {AnalyzedDataset.of(dataset).key}"
+        for split, dataset in zip(("training", "validation", "test"), datasets, strict=True)
+    }
+
+
+def labelled_samples(config: Config) -> dict[str, str]:
+    """The content of a task's files."""
+    task = config.finetune
+    return {
+        "training data": _content(task.train_data),
+        "validation data": _content(task.valid_data),
+        "test data": _content(task.test_data),
+    }
+
+
+def _content(named: Iterable[str | None]) -> str:
+    """A digest of the named files, and of all files in the named folders."""
+    files: list[Path] = []
+    for path in (Path(name) for name in named if name is not None):
+        files += sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
+    return _digest_of(files)
+
+
+def _digest_of(files: Iterable[Path]) -> str:
+    """A digest of the names and the content of files; a file that cannot be read counts by its error."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in files:
+        digest.update(path.name.encode())
+        try:
+            digest.update(read_regular(path))
+        except OSError as error:
+            digest.update(type(error).__name__.encode())
+    return digest.hexdigest()

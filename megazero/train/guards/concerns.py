@@ -1,0 +1,233 @@
+"""Small concerns of a run: rows of skipped updates, slow ranks, data that change, and requests to stop."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from types import FrameType, TracebackType
+
+from megazero.config.tree import TrainingConfig
+from megazero.config.tree.guards import GuardsConfig
+from megazero.errors import DataError, NumericsError
+from megazero.mpu import gather_values
+from megazero.train.observe.incidents import Incident, IncidentLog
+from megazero.train.observe.stragglers import Stragglers
+from megazero.train.step.concern import (
+    CONTINUE,
+    Concern,
+    Moment,
+    SharedConcern,
+    Strength,
+    Verdict,
+    fail,
+    stop,
+)
+from megazero.train.step.engine import Engine, Outcome
+from megazero.train.step.feed import Feeds
+
+_MOST_BAD = 5  # updates skipped in a row
+_SHOWN = 3  # changed files in a message
+
+
+class SkippedRow(Concern):
+    """Ends a run in which too many updates in a row were skipped.
+
+    Args:
+        config: how many are too many.
+        engine: makes the steps.
+        log: takes the incident.
+    """
+
+    def __init__(self, config: GuardsConfig, engine: Engine, log: IncidentLog):
+        self.config = config
+        self.engine = engine
+        self.log = log
+
+    def after(self, now: Moment) -> Verdict:
+        state, outcome = now.state, now.result.outcome
+        limit: float | None = self.config.max_skipped_updates
+        if limit is None:
+            searches = self.engine.scaler.searches and outcome is not Outcome.HELD
+            limit = math.inf if searches else _MOST_BAD
+        if outcome is Outcome.PASSED_OVER or state.bad_in_a_row < limit:
+            return CONTINUE
+        if outcome is Outcome.HELD:
+            why, remedy = "loss or gradient norm was far above the latest ones", ""
+        else:
+            why, remedy = "a gradient was inf or NaN", ", or change the precision"
+        count, iteration = state.bad_in_a_row, state.iteration
+        skipped = f"{count} updates in a row were skipped up to iteration {iteration}, because {why}"
+        self.log.add(Incident("row of skipped updates", iteration, skipped, "stopped"))
+        return fail(
+            NumericsError(
+                f"`max_skipped_updates` is reached: {skipped}; earlier checkpoints are kept: lower the "
+                f"learning rate, look at the data of these steps{remedy}"
+            )
+        )
+
+
+class SlowRanks(SharedConcern):
+    """Reports the ranks that have become slow, and those that no longer are.
+
+    Args:
+        stragglers: the times of this rank.
+        log: takes the incidents.
+    """
+
+    def __init__(self, stragglers: Stragglers, log: IncidentLog):
+        self.stragglers = stragglers
+        self.log = log
+
+    def sees(self, now: Moment) -> Sequence[float]:
+        return self.stragglers.slots(now.state.iteration)
+
+    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+        for straggler in self.stragglers.after(now.state.iteration, most):
+            # A stage of its own may simply have more to do.
+            if straggler.recovered or straggler.stage is not None:
+                self.log.monitor.message(str(straggler))
+                continue
+            ranks, details = (straggler.rank,), asdict(straggler)
+            incident = Incident("slow rank", now.state.iteration, str(straggler), "none", ranks, details)
+            self.log.add(incident)
+        return CONTINUE
+
+
+# SIGTERM: schedulers and `kill`. SIGUSR1: SLURM's `--signal=USR1@...` warning before the time limit.
+# SIGINT is left to Python: Ctrl-C raises KeyboardInterrupt at once.
+_SIGNAL_NAMES = ("SIGTERM", "SIGUSR1")
+
+_Handler = Callable[[int, FrameType | None], object] | int
+
+
+class StopRequest:
+    """Context in which SIGTERM and SIGUSR1 set `requested` instead of ending the process.
+
+    The previous handlers are restored at the end. Python handles signals only in the main thread; in other
+    threads (ranks as threads), entering changes nothing and `requested` stays false.
+
+    Attributes:
+        reason: name of the first signal that arrived, such as `SIGTERM`, or None.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._previous: dict[int, _Handler | None] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has arrived since the context was entered."""
+        return self.reason is not None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for name in _SIGNAL_NAMES:
+                number = getattr(signal, name, None)  # Windows has no SIGUSR1
+                if number is not None:
+                    self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            # None stands for a handler set by C code, which Python cannot restore.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.reason is None:
+            self.reason = signal.Signals(number).name
+
+
+class ExitRequests(SharedConcern):
+    """Stops a run on a signal, after a time, or at an iteration.
+
+    Args:
+        config: when to stop.
+
+    Attributes:
+        signals: the context in which signals are requests.
+    """
+
+    def __init__(self, config: TrainingConfig):
+        minutes = config.exit_duration_in_mins
+        self.signals = StopRequest()
+        self.interval = config.exit_interval
+        self._limit = None if minutes is None else minutes * 60
+        self._started = time.monotonic()
+
+    @property
+    def asked(self) -> list[bool]:
+        """Whether this rank got a signal, and whether its time is over."""
+        late = self._limit is not None and time.monotonic() - self._started >= self._limit
+        return [self.signals.requested, late]
+
+    def sees(self, now: Moment) -> Sequence[float]:
+        return list(map(float, self.asked))
+
+    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+        stopping, late = most
+        if now.ends:
+            return CONTINUE
+        if stopping:
+            return stop(self.signals.reason or "another rank was asked to stop")
+        if late and self._limit is not None:  # no other rank has another limit
+            return stop(f"--exit-duration-in-mins {self._limit / 60:g} is over")
+        if now.due(self.interval):
+            return stop(f"--exit-interval {self.interval}")
+        return CONTINUE
+
+
+class DataUnchanged(SharedConcern):
+    """Ends a run if a file of the data is not what it was when the run began.
+
+    This is looked at before each save and the end of the run, and at intervals.
+
+    Args:
+        feeds: samples of each split.
+        engine: its ranks agree.
+        intervals: numbers of iterations, or None.
+        asked: whether this rank is about to stop, and why.
+    """
+
+    def __init__(
+        self,
+        feeds: Feeds,
+        engine: Engine,
+        intervals: Sequence[int | None],
+        asked: Callable[[], Sequence[bool]],
+    ):
+        self.feeds = feeds
+        self.engine = engine
+        self.intervals = intervals
+        self.asked = asked
+        self._changed: list[str] = []
+
+    def sees(self, now: Moment) -> Sequence[float]:
+        saves = now.verdict.strength >= Strength.SAVE
+        looks = saves or now.ends or any(self.asked()) or any(map(now.due, self.intervals))
+        self._changed = self.feeds.changed_files() if looks else []
+        return [float(bool(self._changed))]
+
+    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+        if not most[0]:
+            return CONTINUE
+        context = self.engine.context
+        everyone = gather_values(context.world, self._changed, context.device)
+        rank, clauses = next((rank, files) for rank, files in enumerate(everyone) if files)
+        more = f"; and {len(clauses) - _SHOWN} more" if len(clauses) > _SHOWN else ""
+        return fail(
+            DataError(
+                f"`data` must not change during a run, but after iteration {now.state.iteration} rank {rank} "
+                f"sees: {'; '.join(clauses[:_SHOWN])}{more}; earlier checkpoints are kept: put the files "
+                "back and resume, or set --no-verify-data"
+            )
+        )

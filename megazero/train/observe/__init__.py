@@ -1,0 +1,1 @@
+"""observe: what a run tells: metrics, monitors, and measurements of time, memory and the machine."""

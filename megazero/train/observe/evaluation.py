@@ -1,0 +1,86 @@
+"""Evaluations: when they are due, and what the evaluation of a pretraining is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+from megazero.config.training_plan import Evaluations as Samples
+from megazero.models import MicroBatch
+from megazero.train.observe.metrics import EvalMetrics
+from megazero.train.observe.monitors import Monitor
+from megazero.train.step.concern import CONTINUE, Concern, Moment, Verdict
+from megazero.train.step.engine import Engine
+from megazero.train.step.feed import Feeds
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
+
+Evaluate = Callable[[str, TrainState], object]
+"""Evaluates on a split, ``validation`` or ``test``, and reports the result; every rank calls this."""
+
+
+class Evaluations(Concern):
+    """Evaluates at an interval, and at the end.
+
+    Args:
+        evaluate: evaluates.
+        interval: iterations between evaluations of the validation data, or None.
+        splits: those of ``validation`` and ``test`` that have samples.
+    """
+
+    def __init__(self, evaluate: Evaluate, interval: int | None, splits: Collection[str]):
+        self.evaluate = evaluate
+        self.interval = interval
+        self.splits = splits
+        self._evaluated_at = -1
+
+    def stands_at(self, state: TrainState) -> None:
+        self._evaluated_at = state.iteration
+
+    def after(self, now: Moment) -> Verdict:
+        if "validation" in self.splits and now.due(self.interval):
+            self.evaluate("validation", now.state)
+            self._evaluated_at = now.state.iteration
+        return CONTINUE
+
+    def at_the_end(self, state: TrainState) -> None:
+        """Evaluate what has not been evaluated in this state."""
+        if "validation" in self.splits and self._evaluated_at < state.iteration:
+            self.evaluate("validation", state)
+        if "test" in self.splits:
+            self.evaluate("test", state)
+
+
+class LossEvaluation:
+    """Reports the losses on the next part of a split, without any effect on training.
+
+    Args:
+        engine: has the model.
+        feeds: samples of each split.
+        samples: which of them an evaluation reads.
+        monitor: receives the losses.
+        timers: collects the time.
+    """
+
+    def __init__(self, engine: Engine, feeds: Feeds, samples: Samples, monitor: Monitor, timers: Timers):
+        self.engine = engine
+        self.feeds = feeds
+        self.samples = samples
+        self.monitor = monitor
+        self.timers = timers
+
+    def __call__(self, split: str, state: TrainState) -> None:
+        feed = self.feeds.valid if split == "validation" else self.feeds.test
+        assert feed is not None, f"there are no samples for {split}"
+        samples = self.samples
+        start = samples.first_sample(state.iteration) if split == "validation" else 0
+
+        def batches() -> Iterator[Sequence[MicroBatch]]:
+            for i in range(samples.batches):
+                yield feed.micro_batches(start + i * samples.batch_size, samples.micro_batches)
+
+        began = time.perf_counter()
+        with self.timers("evaluation"):
+            losses, tokens, _ = self.engine.evaluate(batches())
+        seconds = time.perf_counter() - began
+        self.monitor.evaluation(EvalMetrics(state.progress, split, losses, tokens, seconds))

@@ -1,0 +1,105 @@
+"""Checks for what slows a training down on its host: a slow precision, too many threads, other jobs."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+
+import torch
+
+from megazero.mpu.cores import usable_cores
+
+FEW_ROWS = 32
+PRODUCT_SECONDS = 0.03  # what one product may take
+
+
+def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu") -> float:
+    """Matmul speed of this process on `device`, FLOP/s: the yardstick for `matmul_share`.
+
+    Times matrix products (on CPU those of a small GPT's MLP, [1024, 512] x [512, 2048]; 8192^3 on CUDA) for
+    about a tenth of a second and takes the median. A product has fewer rows where a whole one would take too
+    long, as in fp16 on a CPU. It uses as many threads as torch is set to, so measure on
+    all ranks at once to see what each one gets of a shared machine.
+    """
+    device = torch.device(device)
+    rows, inner, columns = (8192, 8192, 8192) if device.type == "cuda" else (1024, 512, 2048)
+    left = torch.ones(rows, inner, dtype=dtype, device=device)
+    right = torch.ones(inner, columns, dtype=dtype, device=device)
+    left[:FEW_ROWS] @ right  # warm-up: the library picks its kernel and threads start
+    affordable = FEW_ROWS * PRODUCT_SECONDS / _product_seconds(left[:FEW_ROWS], right)
+    left = left[: max(FEW_ROWS, int(affordable))]
+    seconds = [_product_seconds(left, right)]
+    while sum(seconds) < 0.1 and len(seconds) < 100:
+        seconds.append(_product_seconds(left, right))
+    return 2.0 * len(left) * inner * columns / statistics.median(seconds)
+
+
+def _product_seconds(left: torch.Tensor, right: torch.Tensor) -> float:
+    _synchronize(left.device)
+    start = time.perf_counter()
+    left @ right
+    _synchronize(left.device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+SLOWER = 0.8
+"""Below this share of fp32's rate a narrower precision costs more time than its smaller tensors save."""
+BUSY = 0.5
+"""Share of the cores that others may use before it is worth a line."""
+
+
+def precision_remark(dtype: torch.dtype, rate: float, rate_in_fp32: float) -> str | None:
+    """A sentence if products in `dtype` are much slower than in fp32 here; rates in FLOP/s."""
+    if rate >= SLOWER * rate_in_fp32:
+        return None
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
+    return (
+        f"warning: products in {name} run at {rate / rate_in_fp32:.2f} of fp32's rate on this CPU "
+        f"({rate / 1e9:.0f} and {rate_in_fp32 / 1e9:.0f} GFLOP/s); training is faster without --{name}"
+    )
+
+
+def ranks_here() -> int:
+    """The number of processes of this job on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def crowding_remarks(ranks: int, threads: int, cores: int, others: int | None) -> Iterator[str]:
+    """Sentences about cores that are shared.
+
+    Args:
+        ranks: processes of this job on this host.
+        threads: threads of each process.
+        cores: cores that they may use.
+        others: tasks besides the job's that ran as it began; None if unknown.
+    """
+    if ranks * threads > max(cores, ranks):
+        yield (
+            f"warning: {ranks} ranks with {threads} threads each share {cores} cores; set OMP_NUM_THREADS to "
+            f"{max(1, cores // ranks)}"
+        )
+    elif ranks > cores:
+        yield f"warning: {ranks} ranks share {cores} cores, so they take turns; start at most {cores}"
+    if others is not None and others > BUSY * cores:
+        yield (
+            f"warning: other processes keep this machine busy ({others} run on {cores} cores); "
+            "times are longer than on a quiet one"
+        )
+
+
+def host_remarks(dtype: torch.dtype, rate: float, device: torch.device, others: int | None) -> list[str]:
+    """All remarks for this process; `rate` is the result of `measure_matmul_rate` for `dtype`."""
+    if device.type != "cpu":
+        return []
+    slow = None
+    if dtype != torch.float32:
+        slow = precision_remark(dtype, rate, measure_matmul_rate(torch.float32, device))
+    crowded = crowding_remarks(ranks_here(), torch.get_num_threads(), usable_cores(), others)
+    return [*filter(None, [slow]), *crowded]

@@ -1,0 +1,128 @@
+"""A rank's use of memory: the bytes held between steps, and those that a step takes beyond them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megazero.pipeline.sharding import Sharding
+from megazero.train.step.engine import Engine
+from megazero.zero import HELD, Sizes, Store
+
+KINDS = (*HELD, "activations")
+"""The kinds of memory: those of a store, buffers of gathers and reductions, and activations."""
+
+
+class MemoryMeter:
+    """Measures the memory of one rank by place and kind.
+
+    Weights, masters, moments and gradient sums are what the store holds, padding included. Buffers are the
+    most bytes that gathered weights and transient gradients took at a time, each counted apart, and those
+    through which state moves to and from a disk. Activations are measured: the peak of a step less all
+    of the device's other kinds, so that these add up to the peak. Temporaries of operators and of the update
+    are thus among them; where buffers and activations peak at different moments, activations come out
+    smaller. The peak is that of torch's allocator on a CUDA device; elsewhere, the meta device included, the
+    outputs of operators on this thread are counted.
+
+    Args:
+        store: holds the state.
+        sharding: gathers and reduces.
+        device: of the weights.
+    """
+
+    def __init__(self, store: Store, sharding: Sharding, device: torch.device):
+        self.store = store
+        self.sharding = sharding
+        self.device = device
+        self._peak = 0  # bytes beyond what was there before, without those of gathered weights
+
+    @classmethod
+    def of(cls, engine: Engine) -> MemoryMeter:
+        """A meter for an engine's store and sharding."""
+        return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device)
+
+    @contextmanager
+    def over_a_step(self) -> Iterator[None]:
+        """Measure the memory that the block takes."""
+        if self.device.type != "cuda":
+            with _PeakOfOutputs() as outputs:
+                yield
+            self._peak = outputs.most
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield
+        gathered, _ = self.sharding.most_buffer_bytes
+        self._peak = torch.cuda.max_memory_allocated(self.device) - before - gathered
+
+    def sizes(self) -> Mapping[str, Mapping[str, int]]:
+        """Bytes by place (``device``, ``cpu``, ``nvme``) and by `KINDS`, of which only those above zero."""
+        gathered, transient = self.sharding.most_buffer_bytes
+        held: Sizes = self.store.sizes()
+        device = {
+            **held.get("device", {}),
+            "buffers": gathered + transient,
+            "activations": max(0, self._peak - transient),
+        }
+        places = {"device": device, **{place: kinds for place, kinds in held.items() if place != "device"}}
+        return {
+            place: {kind: kinds[kind] for kind in KINDS if kinds.get(kind)} for place, kinds in places.items()
+        }
+
+
+class _PeakOfOutputs(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make on this thread, and the most at a time."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self.most = 0
+        self._alive = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # otherwise torch imports its compiler, which takes a second or two, and nothing compiles
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        given = None
+        for tensor in tree_leaves(out):
+            if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+                continue
+            storage = tensor.untyped_storage()
+            if storage in self._known:
+                continue
+            if given is None:
+                leaves = tree_leaves((args, kwargs))
+                given = {leaf.untyped_storage()._cdata for leaf in leaves if _is_strided(leaf)}
+            if storage._cdata not in given:
+                self._add(storage)
+        return out
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        size = storage.nbytes()
+        self._known.add(storage)
+        self._alive += size
+        self.most = max(self.most, self._alive)
+        weakref.finalize(storage, self._remove, size)
+
+    def _remove(self, size: int) -> None:
+        self._alive -= size
+
+
+def _is_strided(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout is torch.strided

@@ -1,0 +1,152 @@
+"""Measures the steps of a run: their time, waits, memory, and the traffic of offloaded state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from megazero.config.difficulties import Difficulties
+from megazero.config.steps import Step
+from megazero.config.training_plan import TrainingPlan
+from megazero.config.tree import Config
+from megazero.layers import NOTHING_SKIPPED, Skipping
+from megazero.mpu import Waits, gather_values
+from megazero.train.observe.memory import MemoryMeter
+from megazero.train.observe.step_waits import StepWaits
+from megazero.train.observe.stragglers import Stragglers
+from megazero.train.step.engine import Engine, Outcome, StepResult
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
+from megazero.zero import offloaded_bytes, traffic
+from megazero.zero.store.tier import Traffic
+
+
+class Meters:
+    """Measures one step after the other.
+
+    Args:
+        config: the run's configuration.
+        plan: the run's steps.
+        engine: makes them.
+        flops_per_token: (tokens of a sequence, what the step skips) -> FLOPs of forward and backward for one
+            of them, without a teacher's.
+        matmul_rate: this rank's measured matmul rate, FLOP/s.
+        say: takes a line for a person.
+
+    Attributes:
+        moved: traffic of offloaded state in the latest step; None where nothing is offloaded.
+        first_step: the memory of the latest step, if it is the first one and metrics go to a file.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        plan: TrainingPlan,
+        engine: Engine,
+        flops_per_token: Callable[[int, Skipping], float],
+        matmul_rate: float,
+        say: Callable[[str], None],
+    ):
+        context = engine.context
+        self.config = config
+        self.plan = plan
+        self.engine = engine
+        self.flops_per_token = flops_per_token
+        self.matmul_rate = matmul_rate
+        self.difficulties = Difficulties.of(config.data_sampling)
+        self.timers = Timers(context.device, synchronize=config.logging.log_timers_to_tensorboard)
+        self.stragglers = Stragglers(config.logging.straggler_interval or None, context)
+        self.moved: Traffic | None = None
+        self.first_step: MemoryMeter | None = None
+        self._memory = MemoryMeter.of(engine) if config.logging.metrics_jsonl is not None else None
+        self._waits = Waits(context.device) if context.watch is None else context.watch.waits
+        self._host_waits = StepWaits(config.guards.check_host_waits, context.device, say)
+        self._offloads = bool(offloaded_bytes(engine.optimizer.store))
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began = time.perf_counter()
+        self._waits.start_step()
+
+    @contextmanager
+    def over_work(self) -> Iterator[None]:
+        """Measure the block, which makes the step once its samples are there."""
+        store = self.engine.optimizer.store
+        before = traffic(store)
+        self.first_step, self._memory = self._memory, None
+        meter = self.first_step
+        with self._host_waits.step(), nullcontext() if meter is None else meter.over_a_step():
+            yield
+        self.moved = traffic(store) - before if self._offloads else None
+
+    @property
+    def seconds(self) -> float:
+        """Wall time since the step began."""
+        return time.perf_counter() - self._began
+
+    def tokens_per_expert(self, result: StepResult) -> list[dict[str, Any]] | None:
+        """Count the choices of each expert of all stages; None without experts or in a step that was held."""
+        if result.outcome is Outcome.HELD:
+            return None
+        return self.engine.loads.report(result.tokens)
+
+    def memory_of_first_step(self) -> list[Mapping[str, Mapping[str, int]]] | None:
+        """The memory of every rank, if the latest step is the first one; every rank calls this."""
+        if self.first_step is None:
+            return None
+        context = self.engine.context
+        return gather_values(context.world, self.first_step.sizes(), context.device)
+
+    def end(self, data_seconds: float, *, made: bool) -> None:
+        """A step has ended, which was made or passed over; `data_seconds` is the time to read its samples."""
+        waited = self._waits.end_step()
+        if made:
+            self.stragglers.add(self.seconds, data_seconds, waited)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Everything that is known of a step when its metrics are taken.
+
+    Attributes:
+        meters: measured it, and know the run.
+        state: the progress of the run, this step included.
+        step: the samples that it consumed.
+        result: the result of the step.
+        seconds: its wall time.
+    """
+
+    meters: Meters
+    state: TrainState
+    step: Step
+    result: StepResult
+    seconds: float = 0.0
+
+    @property
+    def skipping(self) -> Skipping:
+        """The tokens and layers that the step left out."""
+        if self.result.outcome is Outcome.PASSED_OVER:
+            return NOTHING_SKIPPED
+        return self.meters.engine.schedules.skipping.at(self.step.before)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Throughput of all ranks together, padding and what layers skip included."""
+        return self.step.positions / self.seconds
+
+    @property
+    def flops(self) -> float:
+        """Model FLOP/s of this rank; padding takes time only where it cannot be avoided, and is no use."""
+        engine = self.meters.engine
+        per_token = self.meters.flops_per_token(self.step.sequence_length, self.skipping)
+        per_token += engine.distillation.flops_per_token
+        used = self.tokens_per_second * (1.0 - self.result.losses.padding)
+        return used * (per_token / engine.context.world_size)
+
+    def due(self, interval: int | None) -> bool:
+        """Whether the step ends an interval of so many iterations."""
+        return interval is not None and self.state.iteration % interval == 0

@@ -1,0 +1,346 @@
+"""The metrics of a step are rows of one table, those of an evaluation a plain value; all ranks have the same.
+
+A row says where its value comes from, and its names in charts and on the console. A new metric is a new row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
+
+from megazero.config.steps import Progress
+from megazero.config.tree.logging import LoggingConfig
+from megazero.train.observe.meters import StepFacts
+from megazero.train.observe.metric import (
+    Chart,
+    Interval,
+    Line,
+    Metric,
+    expert_loads,
+    iteration_time,
+    load_span,
+    loss_means,
+    offload_traffic,
+    rate,
+    shown,
+    skips,
+)
+from megazero.train.step.engine import Outcome
+from megazero.train.step.losses import Losses
+from megazero.train.step.stability import Stability
+from megazero.zero import Optimizer
+
+
+def _stability(name: str, unit: str, of: Callable[[Stability], float | None]) -> Metric:
+    """A row about how steady the training is, known if it is asked for and the step made an update."""
+
+    def value(facts: StepFacts) -> float | None:
+        known = facts.state.stability
+        return None if known is None or facts.result.skipped or not known.updates else of(known)
+
+    line = shown(f"{name.replace('_', ' ')}: {{:.3E}}", 160)
+    return Metric(name, unit, value, Chart(f"stability/{name.replace('_', '-')}"), line, optional=True)
+
+
+def _logging(facts: StepFacts) -> LoggingConfig:
+    return facts.meters.config.logging
+
+
+def _optimizer(facts: StepFacts) -> Optimizer:
+    return facts.meters.engine.optimizer
+
+
+METRICS = (
+    Metric("iteration", "from 1", lambda f: f.state.iteration),
+    Metric(
+        "consumed_samples",
+        "sequences so far",
+        lambda f: f.state.consumed_samples,
+        line=shown("consumed samples: {:12d}", 10),
+    ),
+    Metric(
+        "consumed_tokens",
+        "tokens so far",
+        lambda f: f.state.consumed_tokens,
+        line=shown("consumed tokens: {:12d}", 20),
+    ),
+    Metric(
+        "losses",
+        "by term, on the global batch",
+        lambda f: f.result.losses,
+        Chart("{}", over_samples=True),
+        Line(loss_means, 130),
+    ),
+    Metric(
+        "grad_norm",
+        "before clipping, unscaled; inf or NaN if that caused the step to be skipped",
+        lambda f: f.result.grad_norm,
+        Chart("grad-norm", over_samples=True),
+        shown("grad norm: {:.3f}", 150),
+    ),
+    Metric(
+        "learning_rate",
+        "of this update",
+        lambda f: f.result.learning_rate,
+        Chart("learning-rate", over_samples=True),
+        shown("learning rate: {:.6E}", 70),
+    ),
+    Metric(
+        "loss_scale",
+        "of this step",
+        lambda f: f.result.loss_scale,
+        Chart("loss-scale", over_samples=True),
+        shown("loss scale: {:.1f}", 140),
+    ),
+    Metric(
+        "skipped",
+        "whether no update was made",
+        lambda f: f.result.skipped,
+        Chart("skipped-iterations"),
+        Line(skips, 1000),
+    ),
+    Metric("seconds", "wall time", lambda f: f.seconds, Chart("iteration-time"), Line(iteration_time, 30)),
+    Metric(
+        "tokens_per_second",
+        "of all ranks together, padding and what layers skip included",
+        lambda f: f.tokens_per_second,
+        Chart("tokens-per-second"),
+        Line(rate("tokens per second: {:.1f}"), 40),
+    ),
+    Metric(
+        "tflops",
+        "model TFLOP/s of one rank, without padding and what was skipped (`models/flops.py`)",
+        lambda f: f.flops / 1e12,
+        Chart("throughput"),
+        Line(rate("throughput per rank (TFLOP/s): {:.3f}"), 50),
+    ),
+    Metric(
+        "matmul_share",
+        "`tflops` as a share of the rank's measured matmul rate, 0 to 1",
+        lambda f: f.flops / f.meters.matmul_rate,
+        Chart("matmul-share"),
+        Line(rate("share of matmul rate: {:.1f}%", 100), 60),
+    ),
+    Metric(
+        "global_batch_size",
+        "sequences",
+        lambda f: f.step.batch_size,
+        Chart("batch-size", over_samples=True),
+        shown("global batch size: {:5d}", 80),
+    ),
+    Metric("num_micro_batches", "forward passes per replica", lambda f: f.step.micro_batches),
+    Metric(
+        "params_norm",
+        "of the parameters after the update, if asked for",
+        lambda f: _optimizer(f).params_norm() if _logging(f).log_params_norm else None,
+        Chart("params-norm", over_samples=True),
+        shown("params norm: {:.3f}", 215),
+        gathered=True,
+    ),
+    Metric(
+        "num_zeros",
+        "elements of the gradient that are zero, if asked for",
+        lambda f: _optimizer(f).count_zero_grads() if _logging(f).log_num_zeros_in_grad else None,
+        Chart("num-zeros", over_samples=True),
+        shown("num zeros: {}", 210),
+        gathered=True,
+    ),
+    Metric(
+        "first_bad_parameter",
+        "global name of the first one with a gradient that is not finite",
+        lambda f: f.result.first_bad_parameter,
+    ),
+    Metric(
+        "phase_seconds",
+        "wall time of each named phase (`timers.py`)",
+        lambda f: f.meters.timers.collect(),
+        Chart("{}-time"),
+    ),
+    Metric(
+        "sequence_length",
+        "tokens of a sequence, where a curriculum lets it grow",
+        lambda f: f.step.sequence_length if f.meters.plan.steps.lengths.grow else None,
+        Chart("seqlen/curriculum_seqlen"),
+        shown("sequence length: {:5d}", 90),
+        optional=True,
+    ),
+    Metric(
+        "difficulties",
+        "how difficult samples may be, by the metric of a curriculum over samples",
+        lambda f: f.meters.difficulties.at(f.step.before) if f.meters.difficulties else None,
+        Chart("curriculum/{}"),
+        shown("difficulty: {}", 100),
+        optional=True,
+    ),
+    Metric(
+        "kept_tokens",
+        "tokens of a sequence that layers with random-LTD saw, where they did not see all",
+        lambda f: f.step.kept_tokens,
+        Chart("seqlen/random_ltd_reserved_length"),
+        shown("tokens kept by random-LTD: {:5d}", 110),
+        optional=True,
+    ),
+    Metric(
+        "layers_run",
+        "layers that ran, with progressive layer dropping",
+        lambda f: f.skipping.layers_run,
+        Chart("layers-run"),
+        shown("layers run: {:3d}", 120),
+        optional=True,
+    ),
+    _stability("loss_ratio", "as a multiple of the lowest before (`stability.py`)", lambda s: s.loss_ratio),
+    _stability("loss_deviation", "standard deviation over recent updates", lambda s: s.loss.deviation),
+    _stability(
+        "grad_norm_deviation", "standard deviation over recent updates", lambda s: s.grad_norm.deviation
+    ),
+    Metric(
+        "tokens_per_expert",
+        "by layer with experts: how often each was chosen, before any token was dropped",
+        lambda f: f.meters.tokens_per_expert(f.result) if f.due(_logging(f).log_interval) else None,
+        Chart("expert-load-{}", of=expert_loads),
+        Line(load_span, 200),
+        optional=True,
+        gathered=True,
+    ),
+    Metric(
+        "rank_seconds",
+        "minimum, median and maximum over ranks (`stragglers.py`), after a comparison of them",
+        lambda f: f.meters.stragglers.take_summary(),
+        optional=True,
+        gathered=True,
+    ),
+    Metric(
+        "offload",
+        "bytes of offloaded state `read` and `written`, and seconds that the step `waited` for them",
+        lambda f: None if f.meters.moved is None else asdict(f.meters.moved),
+        line=Line(offload_traffic, 190),
+        optional=True,
+        gathered=True,
+    ),
+    Metric(
+        "memory",
+        "bytes of each rank by place and by what they hold (`memory.py`), in the first iteration",
+        lambda f: f.meters.memory_of_first_step(),
+        optional=True,
+        gathered=True,
+    ),
+)
+"""All that a step reports, in the order of JSON lines."""
+
+LINE = tuple(sorted((m for m in METRICS if m.line is not None), key=lambda m: m.line.place if m.line else 0))
+"""The metrics on the console, in the order of their parts."""
+
+_NAMES = frozenset(metric.name for metric in METRICS)
+
+
+class StepMetrics(dict[str, Any]):
+    """One training iteration, as monitors see it: the values of `METRICS` by name; None where not known."""
+
+    def __init__(self, **values: Any):
+        assert values.keys() <= _NAMES, f"these are no metrics: {sorted(values.keys() - _NAMES)}"
+        super().__init__({metric.name: values.get(metric.name) for metric in METRICS})
+        self["phase_seconds"] = values.get("phase_seconds", {})
+
+    @classmethod
+    def of(cls, facts: StepFacts) -> StepMetrics:
+        """The metrics of a step; every rank calls this, since some values take communication."""
+        made = facts.result.outcome is not Outcome.PASSED_OVER
+        gathered = {metric.name: metric.of(facts) for metric in METRICS if metric.gathered and made}
+        facts = replace(facts, seconds=facts.meters.seconds)
+        return cls(**gathered, **{m.name: m.of(facts) for m in METRICS if not m.gathered})
+
+    @property
+    def losses(self) -> Losses:
+        """The losses of the global batch, by term."""
+        losses: Losses = self["losses"]
+        return losses
+
+    def record(self) -> dict[str, object]:
+        """Name -> value, with every loss term in place of `losses`, and without optional ones not known."""
+        known = {m.name: self[m.name] for m in METRICS if not (m.optional and self[m.name] is None)}
+        return _with_terms(known)
+
+    def charts(self, *, with_timers: bool) -> dict[str, float]:
+        """Tag -> value of all that is known; the time of each phase only if asked for."""
+        shown = (metric for metric in METRICS if with_timers or metric.name != "phase_seconds")
+        return {tag: value for metric in shown for tag, value in metric.charted(self).items()}
+
+    def tags_over_samples(self) -> set[str]:
+        """The tags that are also drawn over consumed samples."""
+        chosen = (metric for metric in METRICS if metric.chart is not None and metric.chart.over_samples)
+        return {tag for metric in chosen for tag in metric.charted(self)}
+
+
+def line_of(interval: Interval) -> list[str]:
+    """The parts of the console's line about an interval."""
+    texts = (metric.line.text(interval, metric.name) for metric in LINE if metric.line is not None)
+    return [text for text in texts if text is not None]
+
+
+@dataclass(frozen=True)
+class EvalMetrics:
+    """One evaluation of one split.
+
+    Attributes:
+        progress: the training iterations, samples and tokens before it.
+        split: `validation` or `test`.
+        losses: losses on the batches, by term.
+        num_tokens: how much counted for the first term, such as the number of tokens that were not masked.
+        seconds: wall time.
+        predicts_text: whether the first term is the loss of a language model, which has a perplexity.
+    """
+
+    predicts_text: ClassVar[bool] = True
+
+    progress: Progress
+    split: str
+    losses: Losses
+    num_tokens: int
+    seconds: float
+
+    @property
+    def iteration(self) -> int:
+        """The number of training iterations before it."""
+        return self.progress.iteration
+
+    @property
+    def consumed_samples(self) -> int:
+        """The number of training sequences consumed before it."""
+        return self.progress.samples
+
+    @property
+    def perplexity(self) -> float | None:
+        """exp(loss) for the first term; as in Megatron, the loss is capped at 20 to keep it readable."""
+        loss = self.losses.main
+        return None if loss is None else math.exp(min(loss, 20.0))  # in this order, min keeps a NaN
+
+    def record(self) -> dict[str, object]:
+        """Name -> value of every field, with every loss term in place of `losses`, and the perplexity."""
+        record = _with_terms({"iteration": self.iteration, "split": self.split, "losses": self.losses})
+        return {
+            **record,
+            "consumed_samples": self.consumed_samples,
+            "consumed_tokens": self.progress.tokens,
+            "num_tokens": self.num_tokens,
+            "seconds": self.seconds,
+            **({"perplexity": self.perplexity} if self.predicts_text else {}),
+        }
+
+    def charts(self, *, with_perplexity: bool) -> dict[str, float]:
+        """Tag -> value of all that is known; a tag is for example ``lm loss validation``."""
+        values = {f"{label} {self.split}": mean for label, mean in self.losses.labelled().items()}
+        if with_perplexity and self.predicts_text:
+            values[f"{self.losses.terms[0].label} {self.split} ppl"] = self.perplexity
+        return {tag: value for tag, value in values.items() if value is not None}
+
+
+def _with_terms(values: Mapping[str, Any]) -> dict[str, object]:
+    """The values, with every loss term in place of `losses`."""
+    record: dict[str, object] = {}
+    for name, value in values.items():
+        new = value.record() if isinstance(value, Losses) else {name: value}
+        assert not record.keys() & new.keys(), f"a loss term has the name of a metric: {sorted(new)}"
+        record |= new
+    return record

@@ -1,0 +1,63 @@
+"""Monitors: where a run's numbers go. One file per destination.
+
+`base.py` says what a monitor is and has the composite; `console.py` prints lines and a progress bar,
+`jsonl.py` writes one object per iteration, `csv_file.py` one file per metric; `tensorboard.py` and
+`weights_and_biases.py` draw charts.
+"""
+
+from __future__ import annotations
+
+from megazero.config.tree import Config
+from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
+from megazero.train.observe.monitors.console import ConsoleMonitor
+from megazero.train.observe.monitors.csv_file import CsvMonitor
+from megazero.train.observe.monitors.jsonl import JsonlMonitor
+from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
+from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
+
+__all__ = [
+    "CompositeMonitor",
+    "ConsoleMonitor",
+    "CsvMonitor",
+    "JsonlMonitor",
+    "Monitor",
+    "TensorBoardMonitor",
+    "WandbMonitor",
+    "build_monitors",
+]
+
+
+def build_monitors(
+    config: Config, is_writer_rank: bool, resume_iteration: int = 0, total_iterations: int | None = None
+) -> CompositeMonitor:
+    """The monitors that the configuration asks for; none on ranks that do not write.
+
+    Args:
+        config: the run's configuration; its `logging` section decides.
+        is_writer_rank: true on exactly one rank.
+        resume_iteration: number of iterations done in the checkpoint that training continues from.
+        total_iterations: length of the training in iterations, if known.
+
+    Raises:
+        ConfigError: a destination cannot be written, or its package is missing.
+    """
+    if not is_writer_rank:
+        return CompositeMonitor()
+    logging = config.logging
+    members: list[Monitor] = [
+        ConsoleMonitor(
+            logging.log_interval,
+            total_iterations,
+            resume_iteration,
+            phases=logging.wall_clock_breakdown,
+        ),
+    ]
+    if logging.metrics_jsonl is not None:
+        members.append(JsonlMonitor(logging.metrics_jsonl, resume_iteration))
+    if logging.csv_dir is not None:
+        members.append(CsvMonitor(logging.csv_dir))
+    if logging.tensorboard_dir is not None:
+        members.append(TensorBoardMonitor(logging))
+    if logging.wandb_project is not None:
+        members.append(WandbMonitor(config))
+    return CompositeMonitor(members)

@@ -1,0 +1,74 @@
+"""The base class of monitors, and a composite that survives its members' failures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+
+from megazero.train.observe.metrics import EvalMetrics, StepMetrics
+
+
+class Monitor:
+    """An object that shows or records the progress of a training.
+
+    All methods do nothing unless overridden, so a monitor that derives from this class defines only those it
+    needs. A method that cannot write raises OSError with the path.
+    """
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Take the metrics of one iteration."""
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        """Take the metrics of one evaluation."""
+
+    def message(self, text: str) -> None:
+        """Tell a person something, such as that a checkpoint was saved."""
+
+    def rewound(self, iteration: int) -> None:
+        """Forget what came after `iteration`, because training goes on from there."""
+
+    def close(self) -> None:
+        """Write out anything still pending, because training is over."""
+
+
+class CompositeMonitor(Monitor):
+    """Passes everything on to its members.
+
+    A member that cannot write (a full disk, a closed terminal) is dropped with one warning that says why:
+    a lost chart must not cost the training. Errors other than OSError are bugs and are raised.
+
+    Args:
+        members: the monitors to call, in this order.
+        warn: called with the warning; by default, it is printed to standard error.
+    """
+
+    def __init__(self, members: Iterable[Monitor] = (), warn: Callable[[str], None] | None = None) -> None:
+        self.members = list(members)
+        self._warn = warn or _print_to_stderr
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._each(lambda member: member.step(metrics))
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        self._each(lambda member: member.evaluation(metrics))
+
+    def message(self, text: str) -> None:
+        self._each(lambda member: member.message(text))
+
+    def rewound(self, iteration: int) -> None:
+        self._each(lambda member: member.rewound(iteration))
+
+    def close(self) -> None:
+        self._each(lambda member: member.close())
+
+    def _each(self, call: Callable[[Monitor], None]) -> None:
+        for member in list(self.members):
+            try:
+                call(member)
+            except OSError as error:
+                self.members.remove(member)
+                self._warn(f"warning: {type(member).__name__} is off from here on: {error}")
+
+
+def _print_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,128 @@
+"""Output for a person: a progress bar on a terminal, plain lines everywhere."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megazero.train.observe.metrics import EvalMetrics, StepMetrics, line_of
+from megazero.train.observe.monitors.base import Monitor
+
+
+class ConsoleMonitor(Monitor):
+    """Prints a line every `log_interval` iterations, in Megatron's format.
+
+    Losses are means over the updates that were made in the interval, times and rates are over all its
+    iterations, and everything else is from the latest iteration. On a terminal, a progress bar below the
+    lines follows every iteration.
+
+    Args:
+        log_interval: iterations per line.
+        total_iterations: length of the training, for the bar; None if it is not known.
+        resume_iteration: number of iterations done before this process.
+        phases: whether to print how the time of the interval was spent.
+        console: where to print; standard output by default.
+    """
+
+    def __init__(
+        self,
+        log_interval: int,
+        total_iterations: int | None = None,
+        resume_iteration: int = 0,
+        *,
+        phases: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        self._phases = phases
+        self._console = console or Console()
+        self._log_interval = log_interval
+        self._total = total_iterations
+        self._interval: list[StepMetrics] = []
+        self._bar: Progress | None = None
+        self._resumed_at = resume_iteration
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._interval.append(metrics)
+        if metrics["skipped"]:
+            self._print(_skipped_line(metrics))
+        if metrics["iteration"] % self._log_interval == 0:
+            self._print_interval()
+        if self._console.is_terminal:
+            self._advance_bar(metrics)
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        parts = [f" {metrics.split} loss at iteration {metrics.iteration}"]
+        parts += [f"{label} value: {_shown(mean)}" for label, mean in metrics.losses.labelled().items()]
+        if metrics.predicts_text:
+            parts.insert(2, f"{metrics.losses.terms[0].label} PPL: {_shown(metrics.perplexity)}")
+        line = " | ".join([*parts, f"seconds: {metrics.seconds:.1f} |"])
+        rule = "-" * len(line)
+        self._print(f"{rule}\n{line}\n{rule}")
+
+    def message(self, text: str) -> None:
+        self._print(text)
+
+    def close(self) -> None:
+        if self._interval:
+            self._print_interval()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _print_interval(self) -> None:
+        self._print(f" [{datetime.now():%Y-%m-%d %H:%M:%S}] {interval_line(self._interval, self._total)}")
+        if self._phases:
+            self._print(f" {phase_line(self._interval)}")
+        self._interval = []
+
+    def _print(self, text: str) -> None:
+        # No markup or wrapping: each line stays one line in a log file, brackets and all.
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _advance_bar(self, metrics: StepMetrics) -> None:
+        if self._bar is None:  # created at the first step, so that start-up messages do not disturb it
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeRemainingColumn(),
+                console=self._console,
+            )
+            self._bar.add_task("training", total=self._total, completed=self._resumed_at, note="")
+            self._bar.start()
+        loss = metrics.losses.total
+        shown = "none" if loss is None else f"{loss:.4f}"
+        note = f"loss {shown}  {metrics['tokens_per_second']:,.0f} tokens/s"
+        self._bar.update(self._bar.task_ids[0], completed=metrics["iteration"], note=note)
+
+
+def interval_line(interval: list[StepMetrics], total: int | None) -> str:
+    """Summary of one or more iterations, without the time stamp."""
+    progress = f"iteration {interval[-1]['iteration']:8d}/{total if total is not None else '?':>8}"
+    return " | ".join([progress, *line_of(interval)]) + " |"
+
+
+def _shown(value: float | None) -> str:
+    return "none, nothing counts" if value is None else f"{value:.6E}"
+
+
+def phase_line(interval: list[StepMetrics]) -> str:
+    """Mean time per iteration of each phase, in the order in which they first appeared."""
+    names = dict.fromkeys(name for metrics in interval for name in metrics["phase_seconds"])
+    parts = [
+        f"{name}: {1000 * sum(m['phase_seconds'].get(name, 0.0) for m in interval) / len(interval):.1f}"
+        for name in names
+    ]
+    return " | ".join(["time per iteration (ms)", *parts]) + " |"
+
+
+def _skipped_line(metrics: StepMetrics) -> str:
+    if metrics.losses.total is None:
+        return f" iteration {metrics['iteration']}: update skipped, nothing in the global batch counts"
+    where = f"; first in `{metrics['first_bad_parameter']}`" if metrics["first_bad_parameter"] else ""
+    return (
+        f" iteration {metrics['iteration']}: update skipped, a gradient is inf or NaN at loss scale "
+        f"{metrics['loss_scale']:g}{where}"
+    )

@@ -1,0 +1,63 @@
+"""Weights & Biases, used if its package is installed and a project is named."""
+
+from __future__ import annotations
+
+from megazero.config.tree import Config
+from megazero.errors import ConfigError
+from megazero.train.observe.metrics import EvalMetrics, StepMetrics
+from megazero.train.observe.monitors.base import Monitor
+
+
+class WandbMonitor(Monitor):
+    """Logs every iteration and evaluation under the tags of TensorBoard, and the whole configuration.
+
+    Args:
+        config: the run's configuration; `logging.wandb_*` say where to log.
+
+    Raises:
+        ConfigError: the wandb package is missing or refuses to start a run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        logging = config.logging
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"`wandb_project` must be unset where the wandb package is missing, but is "
+                f"{logging.wandb_project}; run `pip install wandb`, or leave the option out."
+            ) from error
+        self._with_timers = logging.log_timers_to_tensorboard
+        self._error: type[Exception] = wandb.Error
+        try:
+            self._run = wandb.init(
+                project=logging.wandb_project,
+                name=logging.wandb_exp_name,
+                entity=logging.wandb_entity,
+                group=logging.wandb_group,
+                dir=logging.wandb_save_dir,
+                config=config.model_dump(mode="json"),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"`wandb_project` must name a project in which a run can start, but for "
+                f"{logging.wandb_project} wandb says: {error}; log in with `wandb login`, or "
+                f"leave the option out."
+            ) from error
+
+    def step(self, metrics: StepMetrics) -> None:
+        values = metrics.charts(with_timers=self._with_timers)
+        values |= {f"consumed-{kind}": metrics[f"consumed_{kind}"] for kind in ("samples", "tokens")}
+        self._log(values, metrics["iteration"])
+
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        self._log(metrics.charts(with_perplexity=True), metrics.iteration)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _log(self, values: dict[str, float], iteration: int) -> None:
+        try:
+            self._run.log(values, step=iteration)
+        except self._error as error:
+            raise OSError(f"wandb cannot log: {error}") from error

@@ -1,0 +1,1 @@
+"""parts: from a configuration to a model: the table of families, the vocabulary, the chunks of this rank."""

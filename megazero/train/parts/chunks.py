@@ -1,0 +1,188 @@
+"""This rank's parts of the model: the schedule of the stages, the layers of each chunk, and the chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, reduce
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from megazero.config.derive import chunks_per_stage, schedule_kind
+from megazero.config.tree import Config, ParallelConfig
+from megazero.layers import Placement, initialize
+from megazero.models import MicroBatch, ModelChunk, Part, Slice
+from megazero.mpu import ParallelContext
+from megazero.pipeline import Program, Schedule, build_schedule, lower, partition_blocks
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.step.engine import Programs
+from megazero.train.step.timers import Timers
+from megazero.zero import STAGES
+
+
+def schedule_of(config: Config, microbatches: int | None = None) -> Schedule:
+    """The configured pipeline schedule; `microbatches` may be left out if only the stages matter."""
+    stages = config.parallel.pipeline_model_parallel_size
+    return build_schedule(schedule_kind(config), stages, microbatches or 2 * stages, chunks_per_stage(config))
+
+
+def programs_of(config: Config) -> Programs:
+    """The programs of a training step and of an evaluation, for each number of micro-batches per replica."""
+    row, overlap = STAGES[config.zero.stage], config.zero.overlap_grad_reduce
+    stages, per_stage = config.parallel.pipeline_model_parallel_size, chunks_per_stage(config)
+    kind = schedule_kind(config)
+
+    @cache
+    def train(microbatches: int) -> Program:
+        return lower(
+            build_schedule(kind, stages, microbatches, per_stage),
+            gather=row.shard_params,
+            reduce_every_microbatch=row.shard_grads,
+            overlap_reduce=overlap,
+        )
+
+    @cache
+    def evaluate(microbatches: int) -> Program:
+        forward = build_schedule("forward", stages, microbatches, per_stage, v_shape=kind == "zb-v")
+        return lower(forward, gather=row.shard_params, reduce_every_microbatch=False)
+
+    return Programs(train, evaluate)
+
+
+DTYPES = MappingProxyType({"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16})
+
+
+def placement_of(
+    parallel: ParallelConfig, dtype: str, context: ParallelContext, device: torch.device
+) -> Placement:
+    """The placement of this rank's layers on a device."""
+    placement = Placement.of(
+        context,
+        DTYPES[dtype],
+        sequence_parallel=parallel.sequence_parallel,
+        token_dispatcher=parallel.moe_token_dispatcher_type,
+    )
+    return replace(placement, device=device)
+
+
+Costs = Sequence[float]
+"""The cost of each block, in model order."""
+
+
+def assign_parts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> list[tuple[Part, ...]]:
+    """The parts of the model in each chunk, according to `--pipeline-partition`.
+
+    Raises:
+        ConfigError: there are fewer layers than chunks, or the method's numbers do not fit.
+    """
+    method = config.parallel.pipeline_partition
+    blocks = family_of(config.model).blocks(config, vocabulary.padded)
+    weigh = _METHODS.get(method)
+    costs = weigh(config, vocabulary, context) if weigh else [1.0] * len(blocks)
+    types = [block.kind if isinstance(block.part, int) else None for block in blocks]
+    chunks = partition_blocks(method, len(schedule_of(config).stage_of), costs=costs, types=types)
+    return [tuple(blocks[number].part for number in numbers) for numbers in chunks]
+
+
+def parameter_counts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
+    """Number of parameters in each block; a tied head counts, because its stage holds a copy."""
+    build = _piece_builder(config, vocabulary, context, torch.device("meta"))
+    pieces = [build(block.part) for block in family_of(config.model).blocks(config, vocabulary.padded)]
+    return [float(sum(p.numel() for p in piece.parameters())) for piece in pieces]
+
+
+def estimated_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
+    """FLOPs per token in each block; looking up an embedding takes none."""
+    return [block.flops for block in family_of(config.model).blocks(config, vocabulary.padded)]
+
+
+def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
+    """Seconds that each block's forward and backward take for a micro-batch: best of three, slowest rank.
+
+    Blocks of the same kind with equally many FLOPs and parameters are measured once.
+    """
+    family, shape = family_of(config.model), (config.batch.micro_batch_size, config.model.seq_length)
+    arrays = family.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
+    batch = family.collate(config, vocabulary.size, context.device, None)(arrays, tuple(range(shape[0])))
+    blocks = family.blocks(config, vocabulary.padded)
+    counts = parameter_counts(config, vocabulary, context)
+    alike = [(block.kind, block.flops, count) for block, count in zip(blocks, counts, strict=True)]
+    firsts = [alike.index(kind) for kind in alike]
+    seconds = torch.zeros(len(blocks), dtype=torch.float64, device=context.device)
+    build = _piece_builder(config, vocabulary, context, context.device)
+    for i in sorted(set(firsts)):
+        piece = build(blocks[i].part)
+        initialize(piece, config.training.seed, context.place)
+        hidden = piece.takes(batch).empty(context.device).zero_()
+        seconds[i] = min(_seconds(piece, batch, hidden.requires_grad_()) for _ in range(3))
+    context.world.all_reduce(seconds, "max").wait()
+    slowest: list[float] = seconds[firsts].tolist()
+    return slowest
+
+
+_METHODS: MappingProxyType[str, Callable[[Config, Vocabulary, ParallelContext], Costs]] = MappingProxyType(
+    {"parameters": parameter_counts, "cost": estimated_costs, "measured": measured_costs}
+)
+
+
+def _seconds(chunk: ModelChunk[MicroBatch], batch: MicroBatch, hidden: torch.Tensor) -> float:
+    timers = Timers(hidden.device, synchronize=True)
+    with timers("block"):
+        result = chunk.run(batch, hidden, deferred=None)
+        values = (result.hidden, *result.terms.values())
+        reduce(torch.add, [value.sum() for value in values if value is not None]).backward()
+    return timers.collect()["block"]
+
+
+def _piece_builder(
+    config: Config, vocabulary: Vocabulary, context: ParallelContext, device: torch.device
+) -> Callable[[Part], ModelChunk[MicroBatch]]:
+    """Return a function that builds a part of the model as a chunk of its own.
+
+    A tied head gets its own weight, because its stage holds a copy.
+    """
+    placement = placement_of(config.parallel, config.precision.dtype, context, device)
+    whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
+    return lambda part: family_of(config.model).chunk(replace(whole, parts=(part,)))
+
+
+Chunks = dict[int, ModelChunk[MicroBatch]]
+"""This rank's parts of the model, by their numbers along the model."""
+
+
+def build_chunks(
+    config: Config, vocabulary: Vocabulary, context: ParallelContext, device: torch.device | None = None
+) -> Chunks:
+    """This rank's parts of the model: shapes only, on the meta device, or the seed's weights on `device`.
+
+    Raises:
+        ConfigError: the layers cannot be assigned to the stages as configured.
+    """
+    family = family_of(config.model)
+    placement = placement_of(config.parallel, config.precision.dtype, context, device or torch.device("meta"))
+    stage_of = schedule_of(config).stage_of
+    assigned = assign_parts(config, vocabulary, context)
+    whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
+    chunks: Chunks = {}
+    for number, parts in enumerate(assigned):
+        if stage_of[number] != context.pp.rank:
+            continue
+        tied, copied = {}, set()
+        for tie in family.ties(config.model):
+            users = [chunk for chunk, own in enumerate(assigned) if any(part in tie.parts for part in own)]
+            if number not in users:
+                continue
+            # In a V-shaped pipeline the first and the last chunk are on the same stage and share one weight.
+            here = [chunk for chunk in users if stage_of[chunk] == context.pp.rank]
+            if here[0] != number:
+                tied[tie.weight] = chunks[here[0]].weight(tie.weight)
+            if len(here) < len(users):
+                copied.add(tie.weight)
+        held = replace(whole, parts=parts, tied=tied, copied=frozenset(copied))
+        chunks[number] = family.chunk(held)
+        if device is not None:
+            initialize(chunks[number], config.training.seed, context.place)
+    return chunks

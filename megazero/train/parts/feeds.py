@@ -1,0 +1,57 @@
+"""The feeds of the three splits of a pretraining."""
+
+from __future__ import annotations
+
+from megazero.config.training_plan import TrainingPlan
+from megazero.config.tree import Config
+from megazero.data import BatchSampler, SampleDataset, SamplerKind, SamplerSpec
+from megazero.data_efficiency.curriculum import curriculum_sampler
+from megazero.models import MicroBatch
+from megazero.mpu import (
+    ParallelContext,
+)
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.step.feed import Feed, Feeds, make_feed
+
+
+def build_feeds(
+    config: Config,
+    training_plan: TrainingPlan,
+    vocabulary: Vocabulary,
+    context: ParallelContext,
+    stream_seed: int,
+) -> Feeds:
+    """The feeds of the three splits, with as many samples as the training will take (this fixes their order).
+
+    Raises:
+        DataError: files are missing or damaged, or hold too little data for one sample.
+    """
+    family, data, training, end = family_of(config.model), config.data, config.training, training_plan.end
+    sizes = (
+        # All that were asked for, as a continuation with another batch size may leave fewer over at the end.
+        0 if training.skip_train else training.train_samples or end.samples,
+        training_plan.evaluations.samples_until(end.iteration),
+        training_plan.evaluations.samples,
+    )
+    train, valid, test = family.datasets(config, vocabulary, sizes)
+
+    def feed(
+        dataset: SampleDataset | None, ahead: int = 0, seed: int | None = None
+    ) -> Feed[MicroBatch] | None:
+        if dataset is None:
+            return None
+        spec = SamplerSpec(
+            num_samples=len(dataset),
+            micro_batch_size=config.batch.micro_batch_size,
+            data_parallel_rank=context.data.rank,
+            data_parallel_size=context.data.size,
+            kind=SamplerKind(data.dataloader_type),
+            seed=training.seed,
+            data_sharding=data.data_sharding,
+        )
+        sampler = curriculum_sampler(config, training_plan.steps, dataset, spec) if dataset is train else None
+        collate = family.collate(config, vocabulary.size, context.device, seed)
+        return make_feed(dataset, sampler or BatchSampler(spec), collate, ahead)
+
+    return Feeds(feed(train, data.num_workers, stream_seed), feed(valid), feed(test))

@@ -1,0 +1,112 @@
+"""Pretraining: a run on samples without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from megazero.checkpoint import Disk
+from megazero.config.tree import Config
+from megazero.errors import ConfigError
+from megazero.mpu import (
+    Launch,
+    ParallelContext,
+)
+from megazero.train.assemble import Run, Task, assemble
+from megazero.train.guards.agreement import samples_of
+from megazero.train.observe.evaluation import Evaluations, LossEvaluation
+from megazero.train.observe.host import host_remarks
+from megazero.train.parts.chunks import DTYPES
+from megazero.train.parts.feeds import build_feeds
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.process import in_job
+from megazero.train.resume.fit import compare_data, data_record
+from megazero.train.resume.resume import Resumed
+from megazero.train.resume.saved import DataFacts
+from megazero.train.resume.weights import take_foreign_weights
+from megazero.train.step.engine import Engine
+from megazero.train.step.feed import Feeds
+from megazero.train.step.state import TrainState
+from megazero.zero import (
+    offloaded_bytes,
+)
+
+
+def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:
+    """Run a training as configured, on this rank of the job.
+
+    Args:
+        config: the run's configuration.
+        launch: this rank's place in the job; by default, as given by the launcher.
+        disk: writes the checkpoints.
+
+    Raises:
+        MegazeroError: something that the user has to fix prevents the run.
+    """
+    if config.finetune.task is not None:
+        raise ConfigError(
+            f"`task` must be left out of pretraining, but is {config.finetune.task}; run finetune.py"
+        )
+    return in_job(config, launch, lambda joined: pretrain_on(config, joined, disk))
+
+
+class Pretraining(Task):
+    """A run on samples without labels."""
+
+    def __init__(self) -> None:
+        self._record: list[DataFacts] | None = None
+        self._compared: tuple[str, ...] = ()
+
+    def begin(
+        self, config: Config, context: ParallelContext, vocab_size: int, engine: Engine
+    ) -> tuple[str, ...]:
+        return take_foreign_weights(config, context, vocab_size, engine)
+
+    def feeds(self, resumed: Resumed, vocabulary: Vocabulary, context: ParallelContext) -> Feeds:
+        return build_feeds(resumed.config, resumed.training_plan, vocabulary, context, resumed.stream_seed)
+
+    def samples(self, config: Config, feeds: Feeds) -> Mapping[str, str]:
+        return samples_of(feeds.datasets)
+
+    def check(self, resumed: Resumed, feeds: Feeds) -> None:
+        self._record = data_record(feeds.datasets[0], resumed.engine.context)
+        passes = not resumed.config.data.verify_data
+        self._compared = compare_data(resumed.data, self._record, changes_pass=passes)
+
+    def remarks(self, run: Run) -> Iterable[str]:
+        engine, dtype = run.resumed.engine, DTYPES[run.resumed.config.precision.dtype]
+        yield from host_remarks(dtype, run.meters.matmul_rate, engine.context.device, run.others)
+        yield from (*run.resumed.remarks, *self._compared, *engine.distillation.remarks)
+        datasets = (dataset for dataset in run.feeds.datasets if dataset is not None)
+        yield from dict.fromkeys(note for dataset in datasets for note in dataset.notes)
+        for tier, size in offloaded_bytes(engine.optimizer.store).items():
+            yield f"offload: each rank keeps {size / 2**20:,.1f} MiB of its state in {tier}"
+
+    def facts(self) -> Mapping[str, object]:
+        return {"data": [record.model_dump() for record in self._record or ()]}
+
+    def evaluations(self, run: Run, disk: Disk | None) -> Evaluations:
+        samples, timers = run.resumed.training_plan.evaluations, run.meters.timers
+        evaluate = LossEvaluation(run.resumed.engine, run.feeds, samples, run.monitor, timers)
+        splits = {"validation": run.feeds.valid, "test": run.feeds.test}
+        there = {split for split, feed in splits.items() if feed is not None}
+        return Evaluations(evaluate, samples.interval, there)
+
+    def conclude(self, run: Run, state: TrainState) -> None:
+        """Nothing is left to do."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def pretrain_on(config: Config, joined: ParallelContext, disk: Disk | None = None) -> TrainState:
+    """`pretrain` on a rank that has joined its job, such as one of a world of threads.
+
+    Args:
+        config, disk: as for `pretrain`.
+        joined: the rank's place and its groups.
+
+    Raises:
+        MegazeroError: as `pretrain`.
+    """
+    task = Pretraining()
+    return assemble(config, build_vocabulary(config), joined, task, disk).carry_out(task, disk)

@@ -1,0 +1,1 @@
+"""resume: state that lasts: what a run saves, and which checkpoint one continues from, and how."""

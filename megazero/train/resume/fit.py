@@ -1,0 +1,227 @@
+"""A checkpoint's record of the data it was trained on, compared before a run goes on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+
+from megazero.checkpoint import CheckpointReader, Part, Source, misfits
+from megazero.checkpoint.upcycling import dense_model
+from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
+from megazero.config.rules import check
+from megazero.config.tree import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from megazero.data.blended import SampleDataset
+from megazero.data.sources import contents
+from megazero.errors import CheckpointError, ConfigError, DataError
+from megazero.mpu import AXES, ParallelContext, gather_values
+from megazero.train.resume.saved import DataFacts, RunFacts, SavedConfig, SavedModel, saved_model
+
+# What determines learning rate and weight decay after a resume; a silent change would distort the schedule.
+SCHEDULE_FIELDS = (
+    "lr",
+    "min_lr",
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_decay_tokens",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_tokens",
+    "lr_warmup_fraction",
+    "lr_warmup_init",
+    "weight_decay",
+    "start_weight_decay",
+    "end_weight_decay",
+    "weight_decay_incr_style",
+)
+# Model settings that may change without changing which function the weights compute.
+FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | frozenset(
+    {
+        "seq_length",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "vocab_size",  # checked separately, as the vocabulary's size
+        "make_vocab_size_divisible_by",
+    }
+)
+# Changes in these sections do not affect the training, so they are not reported.
+_SILENT_SECTIONS = ("checkpoint", "logging")
+_SHOWN = 10
+
+
+def fit(
+    config: Config,
+    reader: CheckpointReader,
+    run: RunFacts | None,
+    vocab_size: int,
+    world_size: int,
+    begins_experts: bool,
+) -> tuple[Config, list[str]]:
+    """The configuration to continue with, and its differences from the saved one.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another model, or to another schedule.
+        ConfigError: its global batch, which is kept, cannot be distributed over these ranks.
+    """
+    model = dense_model(config.model) if begins_experts else config.model
+    check_model(model, vocab_size, saved_model(reader), reader.folder)
+    if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
+        return config, []
+    if not config.checkpoint.override_opt_param_scheduler:
+        _check_schedule(config.optimizer, run.config, reader.folder)
+    batch = run.global_batch_size
+    kept = config
+    if config.batch.global_batch_size is None:
+        kept = config.model_copy(
+            update={"batch": config.batch.model_copy(update={"global_batch_size": batch})}
+        )
+        if problems := check(kept, world_size):
+            raise ConfigError(
+                [f"the global batch of {reader.folder} is kept, but does not fit here: {p}" for p in problems]
+            )
+    changes = [
+        f"{where}: {before} -> {now}"
+        for where, before, now in _differences(run.config, kept.model_dump(mode="json"))
+    ]
+    return kept, ["changed since the checkpoint: " + "; ".join(changes)] if changes else []
+
+
+def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: Iterable[str] = ()) -> None:
+    """Refuse tensors that are missing, have another shape, or are left over, naming them."""
+    wrong = misfits(source.shapes, {part.key: part.shape for part in parts})
+    wrong += [f"{name} is not used" for name in unused]
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise CheckpointError(f"`{where}` does not fit this model: " + "; ".join(wrong[:_SHOWN]) + more)
+
+
+def check_model(
+    model: ModelConfig, vocab_size: int, saved: SavedModel, folder: Path, free: Set[str] = FREE_MODEL_FIELDS
+) -> None:
+    """Refuse a checkpoint of another model, naming what differs; `free` are the settings that may.
+
+    Raises:
+        CheckpointError: the model is another.
+    """
+    # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
+    fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
+    shared = [name for name in fields if name not in free]
+    filled = saved.settings(fields)
+    differing = model_differences(filled, model, shared)
+    wrong = [f"{name} {before} (now {after})" for name, before, after in differing]
+    if saved.vocab_size != vocab_size:
+        wrong.append(f"vocab_size {saved.vocab_size} (now {vocab_size})")
+    if wrong:
+        raise CheckpointError(f"`{folder}` must hold this model, but has {', '.join(wrong)}")
+
+
+def _check_schedule(optimizer: OptimizerConfig, saved: SavedConfig, folder: Path) -> None:
+    now, then = optimizer.model_dump(mode="json"), saved.get("optimizer") or {}
+    changed = [
+        f"{name}: {then.get(name)} -> {now[name]}" for name in SCHEDULE_FIELDS if then.get(name) != now[name]
+    ]
+    if changed:
+        raise CheckpointError(
+            f"`{folder}` was trained with another schedule ({'; '.join(changed)}); "
+            f"set --override-opt_param-scheduler to use the new values"
+        )
+
+
+def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object, object]]:
+    """(setting, saved value, value now) for every setting that differs and matters to the training."""
+    differences = []
+    for section in sorted({*saved, *now}):
+        if section in _SILENT_SECTIONS:
+            continue
+        before, after = saved.get(section) or {}, now.get(section) or {}
+        differences += [
+            (f"{section}.{name}", before.get(name), after.get(name))
+            for name in sorted({*before, *after})
+            if before.get(name) != after.get(name)
+        ]
+    return differences
+
+
+def data_record(dataset: SampleDataset | None, context: ParallelContext) -> list[DataFacts] | None:
+    """The record of the training data, as the first rank has it; None without data. Every rank calls this.
+
+    Other ranks may have copies elsewhere, and must still come to the same verdict.
+    """
+    if dataset is None:
+        return None
+    mine = contents(dataset) if context.rank == 0 else []
+    return [DataFacts(**facts) for facts in gather_values(context.world, mine, context.device)[0]]
+
+
+def compare_data(
+    before: Sequence[DataFacts] | None, now: Sequence[DataFacts] | None, changes_pass: bool
+) -> tuple[str, ...]:
+    """Return remarks on how the data now differ from those that the steps before were trained on.
+
+    Args:
+        before: the checkpoint's record.
+        now: the run's; where either is None, nothing is compared.
+        changes_pass: whether a changed file is a remark and not an error.
+
+    Raises:
+        DataError: a file of the same path holds something else now; names all such files.
+    """
+    if before is None or now is None:
+        return ()
+    known = {data.prefix: data for data in before}
+    same = {data.prefix for data in now} & {*known}
+    changed = [file for data in now if data.prefix in same for file in _differing(known[data.prefix], data)]
+    if changed and not changes_pass:
+        raise DataError(
+            f"`{'`, `'.join(changed)}` must hold what the checkpoint was trained on, but was changed since; "
+            "put it back, give other data under another path, or go on with --no-verify-data"
+        )
+    remarks = [f"{file} is not what the checkpoint was trained on" for file in changed]
+    left = [data for data in before if data.prefix not in same]
+    for data in now:
+        if data.prefix in same:
+            continue
+        copies = [other for other in left if not _differing(other, data)]
+        if copies:
+            remarks.append(f"{data.prefix} holds the data that were {copies[0].prefix} before")
+            left.remove(copies[0])
+        else:
+            remarks.append(f"{data.prefix} is trained on from here, and was not before the checkpoint")
+    remarks += [f"{data.prefix} was trained on before the checkpoint, and is no longer" for data in left]
+    return tuple(remarks)
+
+
+def _differing(before: DataFacts, now: DataFacts) -> list[str]:
+    """The files of `now` that hold something else than those of `before`, as far as the hashes tell."""
+    sums_differ = None not in (before.blocks, now.blocks) and before.blocks != now.blocks
+    differ = {"idx": before.idx != now.idx, "bin": before.bin != now.bin or sums_differ}
+    return [f"{now.prefix}.{suffix}" for suffix, differs in differ.items() if differs]
+
+
+def changed_sums(run: RunFacts, config: ParallelConfig, now: Mapping[str, str], world_size: int) -> list[str]:
+    """A remark for each way in which sums were made that has changed since the checkpoint.
+
+    On another layout sums are made of other parts anyway, and nothing is said.
+
+    Args:
+        run: the checkpoint's facts.
+        config: the parallelism now.
+        now: the `transports` now.
+        world_size: the number of ranks now.
+    """
+    before, saved = run.written_by.transports, run.config.get("parallel") or {}
+    settings = [axis.setting for axis in AXES.values() if axis.setting is not None]
+    alike = all(saved.get(name) == getattr(config, name) for name in settings)
+    if run.written_by.world_size != world_size or not alike:
+        return []
+    changed: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, way in now.items():
+        if before.get(name, way) != way:
+            changed[before[name], way].append(name)
+    return [
+        f"sums over {', '.join(names)} go over {way} now, and went over {then} before the checkpoint, in "
+        "another order: the last bits may differ from those of a run that was not interrupted"
+        for (then, way), names in changed.items()
+    ]

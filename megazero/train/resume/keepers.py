@@ -1,0 +1,358 @@
+"""State that lasts from one job to the next: for each kind, the tensors that are written, and those taken.
+
+The tensors of `Keeper.parts` go into a checkpoint, and `Keeper.taken` says which of a checkpoint's are read
+back, and into which memory. One more part with state is one more keeper in the list of `keepers_of`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Mapping
+from enum import Enum, auto
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.checkpoint import (
+    FP8,
+    RANDOM,
+    ROUTER,
+    WEIGHT,
+    Box,
+    CheckpointReader,
+    Key,
+    Part,
+    ReplicaRows,
+    Source,
+    parts_in_use,
+    parts_to_read,
+    parts_to_write,
+    state_keys,
+    together,
+)
+from megazero.checkpoint.upcycling import Upcycled, router_names
+from megazero.config.tree import Config
+from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.mpu import ParallelContext, gather_values
+from megazero.optim import ScalerState
+from megazero.train.resume.fit import check_tensors
+from megazero.train.resume.saved import RunFacts
+from megazero.train.step.engine import Engine
+from megazero.zero import IN_USE, Optimizer
+
+
+class Share(Enum):
+    """The part of a run that state belongs to; jobs may leave parts out."""
+
+    MODEL = auto()
+    PROGRESS = auto()
+    UPDATES = auto()
+    RANDOM = auto()
+
+
+ALL = frozenset(Share)
+
+
+class Keeper:
+    """Keeps one kind of state. A keeper that derives from this class defines only what it needs.
+
+    Attributes:
+        share: the part of the run that the state belongs to.
+        kind: the kind of its logical tensors; None for the optimizer's own kinds.
+    """
+
+    share: ClassVar[Share] = Share.MODEL
+    kind: ClassVar[str | None] = None
+
+    def parts(self) -> list[Part]:
+        """The parts that this rank writes; over all ranks each element is written once."""
+        return []
+
+    def taken(self, source: Source) -> list[Part]:
+        """The parts that this rank reads, of what the source has."""
+        return []
+
+    def took(self, source: Source, where: object) -> None:
+        """Put into effect what was read; every rank calls this, after all keepers' parts were read.
+
+        `where` names the source in messages.
+        """
+
+
+class Updated(Keeper):
+    """The optimizer's masters, and its moments if asked for; all of them must be in the source.
+
+    Args:
+        optimizer: holds them.
+        context: all ranks.
+        moments: whether moments are kept, too.
+        without: names of weights that are not taken.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, context: ParallelContext, *, moments: bool, without: Collection[str] = ()
+    ):
+        self.optimizer = optimizer
+        self.context = context
+        self.moments = moments
+        self.without = without
+
+    def parts(self) -> list[Part]:
+        return parts_to_write(self.optimizer, self.context, moments=self.moments)
+
+    def taken(self, source: Source) -> list[Part]:
+        parts = parts_to_read(self.optimizer, self.context, moments=self.moments)
+        return [part for part in parts if part.key.name not in self.without]
+
+    def took(self, source: Source, where: object) -> None:
+        self.optimizer.publish()
+
+
+class StageKeeper(Keeper):
+    """Tensors that are equal on all ranks of a stage, whose first rank writes them.
+
+    Args:
+        tensors: by global name.
+        context: this rank's stage.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], context: ParallelContext):
+        self._writes = not context.groups["stage"].rank
+        self._whole = [Part.whole(Key(name, self.kind or WEIGHT), tensor) for name, tensor in tensors.items()]
+
+    def parts(self) -> list[Part]:
+        return self._whole if self._writes else []
+
+    def taken(self, source: Source) -> list[Part]:
+        return [part for part in self._whole if part.key in source.shapes]
+
+
+class Routers(StageKeeper):
+    """The loads and biases of routers. Converted models have none: their routers begin evenly."""
+
+    kind = ROUTER
+
+
+class Scales(StageKeeper):
+    """The histories and scales of 8-bit products; a history of another length begins anew."""
+
+    share = Share.PROGRESS
+    kind = FP8
+
+    def taken(self, source: Source) -> list[Part]:
+        return [part for part in self._whole if source.shapes.get(part.key) == part.shape]
+
+
+class InUse(Keeper):
+    """The weights that the next step reads, where an update that is delayed was not published yet.
+
+    They are written with the masters.
+
+    Args:
+        optimizer: its updates may be delayed.
+        context: all ranks.
+    """
+
+    share = Share.UPDATES
+    kind = IN_USE
+
+    def __init__(self, optimizer: Optimizer, context: ParallelContext):
+        self.optimizer = optimizer
+        self.context = context
+
+    def took(self, source: Source, where: object) -> None:
+        """Read them, now that the masters were published, which fills the same memory."""
+        delayed = self.optimizer.delayed
+        if delayed is None or all(key.kind != IN_USE for key in source.shapes):
+            return
+        parts = parts_in_use(self.optimizer, self.context)
+
+        def read() -> None:
+            missing = sorted({str(part.key) for part in parts if part.key not in source.shapes})
+            if missing:
+                raise CheckpointError(
+                    f"{where} must hold the weights in use of all parameters, but lacks `{missing[0]}` "
+                    f"and {len(missing) - 1} more; load an older one, or leave `--delayed-param-update` out."
+                )
+            source.read(parts)
+
+        together(self.context, read, f"load {where}")
+        delayed.show_in_use()
+
+
+class Generators(Keeper):
+    """The random generators that other code may draw from: Python's, numpy's and torch's.
+
+    megazero's own randomness comes from stateless streams, so none of its results depend on these generators,
+    but a user's dataset or monitor may use them. The state of each is a row of a tensor over all ranks.
+
+    Args:
+        context: all ranks; only as many as wrote the rows take them.
+    """
+
+    share = Share.RANDOM
+    kind = RANDOM
+
+    def __init__(self, context: ParallelContext):
+        self.context = context
+        self._taken: dict[str, Tensor] = {}
+
+    def parts(self) -> list[Part]:
+        return self._rows(random_state(self.context.device))
+
+    def taken(self, source: Source) -> list[Part]:
+        self._taken = random_state(self.context.device)
+        rows = self._rows(self._taken)
+        if any(source.shapes.get(row.key) != row.shape for row in rows):
+            self._taken, rows = {}, []
+        return rows
+
+    def took(self, source: Source, where: object) -> None:
+        if self._taken:
+            state, device = self._taken, self.context.device
+            together(self.context, lambda: set_random_state(state, device), f"load {where}")
+
+    def _rows(self, states: Mapping[str, Tensor]) -> list[Part]:
+        context, parts = self.context, []
+        for name, state in states.items():
+            row = Box((context.rank, *[0] * state.dim()), (1, *state.shape))
+            shape = (context.world_size, *state.shape)
+            parts.append(Part(Key(name, RANDOM), shape, row, state.unsqueeze(0)))
+        return parts
+
+
+def keepers_of(
+    engine: Engine, shares: Collection[Share] = ALL, without: Collection[str] = ()
+) -> tuple[Keeper, ...]:
+    """The keepers of an engine's state, in the order in which their tensors are written and put into effect.
+
+    Args:
+        engine: has the state.
+        shares: the parts of the run that are kept; the model always is.
+        without: names of weights that are not taken.
+    """
+    optimizer, context = engine.optimizer, engine.context
+    keepers: tuple[Keeper, ...] = (
+        Updated(optimizer, context, moments=Share.UPDATES in shares, without=without),
+        Routers(engine.loads.state(), context),
+        Scales(engine.fp8.state(), context),
+        InUse(optimizer, context),
+        Generators(context),
+    )
+    return tuple(keeper for keeper in keepers if keeper.share in {Share.MODEL, *shares})
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """The state of each generator of this process, as tensors of fixed shape."""
+    _, words, gauss = random.getstate()
+    state = np.random.get_state()
+    assert isinstance(state, tuple), "of the legacy generator"
+    name, keys, position, has_gauss, cached = state
+    assert name == "MT19937", name
+    states = {
+        "python": torch.tensor([*words, gauss is not None], dtype=torch.int64),
+        "python_gauss": torch.tensor([gauss or 0.0], dtype=torch.float64),
+        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put each generator of this process into a state that `random_state` gave.
+
+    Raises:
+        DamagedCheckpointError: a generator cannot have such a state.
+    """
+    try:
+        _set(state, device)
+    except (ValueError, OverflowError, RuntimeError) as error:
+        raise DamagedCheckpointError(
+            f"the random state must be one that a generator can have, but is not: {error}; set --no-load-rng"
+        ) from error
+
+
+def _set(state: Mapping[str, Tensor], device: torch.device) -> None:
+    *words, has_gauss = state["python"].tolist()
+    gauss = state["python_gauss"].item() if has_gauss else None
+    random.setstate((3, tuple(words), gauss))
+    *keys, position, has_cached = state["numpy"].tolist()
+    cached = state["numpy_gauss"].item()
+    if not 0 <= position <= len(keys):  # numpy would read out of bounds
+        raise ValueError(f"numpy's position is {position} of {len(keys)}")
+    np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_cached, cached))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def load_state(
+    config: Config,
+    engine: Engine,
+    context: ParallelContext,
+    reader: CheckpointReader,
+    run: RunFacts | None,
+    *,
+    begins_experts: bool = False,
+) -> int:
+    """Load what a checkpoint holds into an engine, as `config` asks; every rank calls this.
+
+    Returns:
+        The seed of the dropout streams.
+
+    Raises:
+        CheckpointError: on every rank: it does not fit the engine's model, or lacks what is asked for.
+    """
+    section = config.checkpoint
+    progress = None if section.finetune else run
+    drawn = None if section.no_load_rng else progress
+    counted = None  # the updates made, and the loss scaler's state
+    if progress is not None and not section.no_load_optim:
+        if progress.updates is None or progress.scaler is None:
+            raise CheckpointError(
+                f"`{reader.folder}` must hold optimizer state, but has none; set --no-load-optim "
+                "or --finetune"
+            )
+        counted = progress.updates, ScalerState(**dict(progress.scaler))
+    wanted = {Share.PROGRESS: progress, Share.UPDATES: counted, Share.RANDOM: drawn}
+    # The weights of new routers are the seed's, as the dense model has none.
+    seeded = router_names(config.model) if begins_experts else ()
+    keepers = keepers_of(engine, {share for share, there in wanted.items() if there is not None}, seeded)
+    held: Source = Upcycled(reader, config.model) if begins_experts else reader
+    updated, *others = keepers
+    parts = updated.taken(held)
+    source = ReplicaRows(held, parts, engine.optimizer.private_kinds)
+    # All ranks of a model together know which tensors have a place, so this is asked before any rank reads.
+    unused = _unused(source, engine, moments=counted is not None)
+
+    def read() -> None:
+        check_tensors(source, parts, reader.folder, unused)
+        source.read([*parts, *(part for keeper in others for part in keeper.taken(source))])
+
+    # An error on one rank is raised on all, so that none waits in the next call for one that has given up.
+    together(context, read, f"load {reader.folder}")
+    # In the list's order: masters are published before the weights in use, which they would overwrite, and
+    # the generators come last, so that nothing here draws from them after they are set.
+    for keeper in keepers:
+        keeper.took(reader, reader.folder)
+    if counted is not None:
+        engine.optimizer.updates, engine.scaler_state = counted
+    return config.training.seed if drawn is None else drawn.stream_seed
+
+
+def _unused(source: Source, engine: Engine, moments: bool) -> list[str]:
+    """The tensors of the checkpoint that no rank has a place for; moments count only if they are loaded."""
+    context = engine.context
+    mine = sorted(str(key) for key in state_keys(engine.optimizer))
+    asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
+    # What other keepers keep may be left over: converted models have no router state, and without delay the
+    # weights in use are those of the masters.
+    others = {keeper.kind for keeper in keepers_of(engine)}
+    kinds = {key.kind for key in source.shapes} - others if moments else {WEIGHT}
+    held = [key for key in source.shapes if key.kind in kinds]
+    return [str(key) for key in held if str(key) not in asked]

@@ -1,0 +1,157 @@
+"""Resuming a run: choosing a checkpoint, checking that it fits, and loading its state."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.checkpoint import (
+    Candidates,
+    CheckpointReader,
+    Verify,
+    candidates,
+    together,
+)
+from megazero.checkpoint.lock import saved_elsewhere
+from megazero.config.training_plan import TrainingPlan, training_plan_of
+from megazero.config.tree import Config, ModelConfig
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.mpu import ParallelContext, transports
+from megazero.train.resume.fit import changed_sums, fit
+from megazero.train.resume.keepers import load_state
+from megazero.train.resume.saved import (
+    DataFacts,
+    opened,
+    saved_model,
+    saved_run,
+)
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The point from which a run continues.
+
+    Attributes:
+        engine: the engine, new or with the checkpoint's state.
+        state: the progress of the training.
+        stream_seed: seed of the dropout streams.
+        config: the run's configuration; its global batch is the checkpoint's if none was asked for.
+        training_plan: the run's plan, from `state` on.
+        remarks: lines about the resume for a person.
+        data: the data of the steps so far; None if there were none or the checkpoint does not say.
+    """
+
+    engine: Engine
+    state: TrainState
+    stream_seed: int
+    config: Config
+    training_plan: TrainingPlan
+    remarks: tuple[str, ...] = ()
+    data: tuple[DataFacts, ...] | None = None
+
+
+def resume(
+    config: Config,
+    context: ParallelContext,
+    vocab_size: int,
+    build: Callable[[Config, TrainingPlan], Engine],
+    begin: Callable[[Engine], tuple[str, ...]] | None = None,
+) -> Resumed:
+    """Continue from the best checkpoint in `--load`, or start anew; every rank calls this.
+
+    If any rank finds a checkpoint damaged, all ranks pass it over for the newest intact one.
+
+    Args:
+        config: the run's configuration.
+        context: all ranks.
+        vocab_size: number of vocabulary entries, without padding.
+        build: makes an engine with new weights, given the configuration to continue with and its plan.
+        begin: gives a new engine the weights that training begins with, and says so; None leaves the seed's.
+
+    Raises:
+        ConfigError: the checkpoint's global batch cannot be distributed over these ranks, and no other was
+            asked for.
+        CheckpointError: on every rank: no checkpoint is intact; it belongs to another model, or to another
+            learning rate schedule without --override-opt_param-scheduler; or there is none, and starting
+            without one was not allowed.
+    """
+    section = config.checkpoint
+    checkpoints = _candidates(section.load, section.ckpt_step, context) if section.load else None
+    if checkpoints is None or not (checkpoints.folders or checkpoints.remarks):
+        if section.load:
+            _may_start_without(config)
+        training_plan = training_plan_of(config, context.data.size)
+        new = build(config, training_plan)
+        begun = begin(new) if begin else ()
+        if section.load and not begun:
+            begun = (f"warning: {section.load} holds no checkpoint; training starts from random weights",)
+        return Resumed(new, TrainState(), config.training.seed, config, training_plan, begun)
+    remarks = list(checkpoints.remarks)
+    # The newest first. All ranks take each step below together, and an error of one is raised on all: they
+    # pass over a damaged checkpoint as one, and never train from two different ones.
+    for folder in checkpoints.folders:
+        engine: Engine | None = None
+        try:
+            reader = opened(folder, Verify(section.verify_checkpoint), context)
+            begins = _begins_experts(section, reader)
+            run = None if begins else saved_run(reader)
+            # Before the engine is built, which takes memory and minutes for a large model.
+            kept, changes = fit(config, reader, run, vocab_size, context.world_size, begins)
+            state = TrainState() if run is None or section.finetune else run.state.train_state()
+            training_plan = training_plan_of(kept, context.data.size, state.progress)
+            engine = build(kept, training_plan)
+            seed = load_state(kept, engine, context, reader, run, begins_experts=begins)
+        except DamagedCheckpointError as error:
+            remarks.append(f"passed over {folder}: {error}")
+            if engine is not None:  # part of its state may come from the damaged checkpoint
+                engine = None
+                gc.collect()  # frees its memory before the next engine needs as much
+            continue
+        changes += filter(None, [saved_elsewhere(folder, reader.saved_into)])
+        if run is not None and not section.finetune:
+            changes += changed_sums(run, kept.parallel, transports(context), context.world_size)
+        loaded = f"{'began experts from the dense model' if begins else 'loaded'} {folder}"
+        data = None if run is None or section.finetune or run.data is None else tuple(run.data)
+        return Resumed(engine, state, seed, kept, training_plan, (*remarks, loaded, *changes), data)
+    raise DamagedCheckpointError(
+        f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
+    )
+
+
+def _may_start_without(config: Config) -> None:
+    """Refuse to start from random weights where a checkpoint, which `--load` lacks, must give them."""
+    section = config.checkpoint
+    elsewhere = section.load_hf is not None or config.finetune.pretrained_checkpoint is not None
+    needed_by = {
+        "--exit-on-missing-checkpoint": section.exit_on_missing_checkpoint,
+        "--finetune": section.finetune and not elsewhere,
+        "--moe-use-upcycling": section.moe_use_upcycling and not elsewhere,
+    }
+    for flag, needs in needed_by.items():
+        if needs:
+            raise CheckpointError(
+                f"`load` must hold a checkpoint with {flag}, but {section.load} has none; check the path"
+            )
+
+
+def _candidates(load: str, step: int | None, context: ParallelContext) -> Candidates:
+    """The first rank's candidates; on a shared file system, other ranks may still see an older state."""
+
+    def look() -> dict[str, list[str]]:
+        listed = candidates(load, step)
+        return {"folders": [str(folder) for folder in listed.folders], "remarks": list(listed.remarks)}
+
+    first = together(context, look if context.rank == 0 else None, f"look into {load}")[0]
+    return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
+
+
+def _begins_experts(section: CheckpointConfig, reader: CheckpointReader) -> bool:
+    """Whether the experts are to be copies of this checkpoint's MLPs; not once it has experts itself."""
+    if not section.moe_use_upcycling:
+        return False
+    return not saved_model(reader).settings(ModelConfig.model_fields).num_experts

@@ -1,0 +1,288 @@
+"""The content of a checkpoint besides its tensors: opens it on all ranks, and validates `state.json`.
+
+The file may come from another version or from anyone at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from megazero.checkpoint import CheckpointReader, Key, Verify, together
+from megazero.checkpoint.described import check_saved_model
+from megazero.checkpoint.locate import one_checkpoint
+from megazero.checkpoint.manifest import STATE, parse
+from megazero.config.steps import Progress
+from megazero.config.tree import Config, ModelConfig, Section
+from megazero.errors import CheckpointError
+from megazero.mpu import ParallelContext
+from megazero.train.step.spikes import Recent
+from megazero.train.step.stability import Spread, Stability
+from megazero.train.step.state import TrainState
+
+PRETRAINING = "pretraining"
+"""The kind of checkpoint that `snapshot` saves. Others hold only weights, or a user's own module."""
+
+# Settings without a default that a model in use does not need.
+_NOT_OF_THE_MODEL = MappingProxyType({"batch": {"micro_batch_size": 1}, "optimizer": {"lr": 1.0}})
+SavedConfig = dict[str, dict[str, Any] | None]
+_Section = TypeVar("_Section", bound=Section)
+_Facts = TypeVar("_Facts", bound=BaseModel)
+
+
+class _FactsModel(BaseModel):
+    # Ignore what later versions add.
+    model_config = ConfigDict(
+        frozen=True, strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class SpreadFacts(_FactsModel):
+    """The fields of `Spread`."""
+
+    mean: float
+    variance: NonNegativeFloat
+
+
+class StabilityFacts(_FactsModel):
+    """The fields of `Stability`."""
+
+    updates: NonNegativeInt
+    lowest: float | None
+    last: float | None
+    loss: SpreadFacts
+    grad_norm: SpreadFacts
+
+
+class RecentFacts(_FactsModel):
+    """The fields of `Recent`."""
+
+    losses: tuple[float, ...]
+    norms: tuple[PositiveFloat, ...]
+    spike: PositiveInt | None
+
+
+class StateFacts(_FactsModel):
+    """The fields of `TrainState`."""
+
+    iteration: NonNegativeInt
+    consumed_samples: NonNegativeInt
+    consumed_tokens: NonNegativeInt
+    skipped: NonNegativeInt
+    # Checkpoints of earlier versions have none of these.
+    stability: StabilityFacts | None = None
+    bad_in_a_row: NonNegativeInt = 0
+    recent: RecentFacts | None = None
+    set_aside: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
+
+    def train_state(self) -> TrainState:
+        """The state itself."""
+        facts, stability = dict(self), None
+        progress = Progress(
+            *(facts.pop(name) for name in ("iteration", "consumed_samples", "consumed_tokens"))
+        )
+        recent = None if self.recent is None else Recent(**dict(self.recent))
+        if self.stability is not None:
+            saved = dict(self.stability)
+            spreads = {name: Spread(**dict(saved[name])) for name in ("loss", "grad_norm")}
+            stability = Stability(**{**saved, **spreads})
+        return TrainState(progress, **{**facts, "stability": stability, "recent": recent})
+
+
+class ScalerFacts(_FactsModel):
+    """The fields of `ScalerState`."""
+
+    scale: PositiveFloat
+    growth_tracker: NonNegativeInt
+    hysteresis_left: int
+    overflows_at_floor: NonNegativeInt
+
+
+class DataFacts(_FactsModel):
+    """One dataset that was trained on: an entry of `megazero.data.sources.contents`."""
+
+    prefix: str
+    idx: str
+    bin: str
+    blocks: str | None = None
+
+
+class WriterFacts(_FactsModel):
+    """The writer of a checkpoint: the number of ranks and their transports; earlier versions say less."""
+
+    world_size: NonNegativeInt = 0
+    transports: dict[str, str] = Field(default_factory=dict)
+
+
+class RunFacts(_FactsModel):
+    """A checkpoint's facts about a run that can be resumed.
+
+    Attributes:
+        config: sections of the configuration, in the form used by the version that saved them.
+        state: the progress of the training.
+        scaler: state of the loss scaler; None if optimizer state was not saved.
+        updates: number of updates made by the optimizer; None if its state was not saved.
+        stream_seed: seed of the dropout streams.
+        global_batch_size: in samples, at the end of a ramp.
+        healthy: whether nothing was wrong with the run when it was saved; versions that did not ask are
+            believed.
+        data: the datasets that it was trained on; None if it does not say.
+        written_by: the ranks that wrote it.
+    """
+
+    config: SavedConfig
+    state: StateFacts
+    scaler: ScalerFacts | None
+    updates: NonNegativeInt | None
+    stream_seed: int
+    global_batch_size: PositiveInt
+    healthy: bool = True
+    data: list[DataFacts] | None = None  # checkpoints of earlier versions have none
+    written_by: WriterFacts = WriterFacts()
+
+
+class _ModelFacts(_FactsModel):
+    kind: str | None = None
+    vocab_size: PositiveInt | None = None
+    config: SavedConfig | None = None
+    model: dict[str, Any] | None = None
+    tokenizer: dict[str, Any] | None = None
+    finetune: dict[str, Any] | None = None
+
+
+def saved_run(reader: CheckpointReader) -> RunFacts | None:
+    """Read a checkpoint's facts about the run that saved it; None if no run did, as with converted weights.
+
+    Raises:
+        DamagedCheckpointError: something is missing or has the wrong type.
+    """
+    return _read(RunFacts, reader) if reader.facts.get("kind") == PRETRAINING else None
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A checkpoint's description of its model.
+
+    Attributes:
+        vocab_size: number of vocabulary entries, without padding.
+        sections: sections of the configuration that it was saved with, including `model`.
+        place: the file that this was read from.
+        shapes: the shapes of the checkpoint's tensors; None if unknown.
+    """
+
+    vocab_size: int
+    sections: Mapping[str, Mapping[str, Any]]
+    place: Path
+    shapes: Mapping[Key, tuple[int, ...]] | None = None
+
+    def settings(self, fields: Iterable[str]) -> ModelConfig:
+        """The model's settings, from those of these fields that were saved.
+
+        Raises:
+            CheckpointError: this version of the code does not have such a model, or the tensors have no room
+                for it.
+        """
+        saved = self.sections["model"]
+        model = self._validated(ModelConfig, {name: saved[name] for name in fields if name in saved})
+        self._check(model)
+        return model
+
+    def config(self) -> Config:
+        """The whole configuration, with defaults where nothing was saved, as with converted weights.
+
+        Raises:
+            CheckpointError: this version of the code does not have such settings, or the tensors have no room
+                for the model.
+        """
+        config = self._validated(Config, {**_NOT_OF_THE_MODEL, **self.sections})
+        self._check(config.model)
+        return config
+
+    def _check(self, model: ModelConfig) -> None:
+        if self.shapes is not None:
+            check_saved_model(model, self.vocab_size, self.shapes, self.place)
+
+    def _validated(self, model: type[_Section], content: Mapping[str, object]) -> _Section:
+        try:
+            return model.model_validate(content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(str(step) for step in first["loc"])
+            raise CheckpointError(
+                f"`{self.place}` must hold settings that this version knows, but {where} is "
+                f"{first['input']!r:.40}: {first['msg']}; load it with its own version"
+            ) from None
+
+
+def saved_model(reader: CheckpointReader) -> SavedModel:
+    """Read a checkpoint's description of its model.
+
+    Raises:
+        DamagedCheckpointError: something has the wrong type.
+        CheckpointError: the checkpoint does not say which model it holds.
+    """
+    facts = _read(_ModelFacts, reader)
+    parts = {"model": facts.model, "tokenizer": facts.tokenizer, "finetune": facts.finetune}
+    sections = facts.config or parts
+    if sections.get("model") is None or facts.vocab_size is None:
+        raise CheckpointError(
+            f"`{reader.folder}` must say which model it holds, but does not (kind {facts.kind!r}); "
+            f"convert it again"
+        )
+    place = reader.folder / STATE
+    given = {name: section for name, section in sections.items() if section is not None}
+    return SavedModel(facts.vocab_size, given, place, reader.shapes)
+
+
+def _read(model: type[_Facts], reader: CheckpointReader) -> _Facts:
+    facts: _Facts = parse(model, json.dumps(dict(reader.facts)).encode(), reader.folder / STATE)
+    return facts
+
+
+def checkpoint_at(given: str, context: ParallelContext, step: int | None = None) -> Path:
+    """Find the checkpoint that a path means, as the first rank sees it; every rank calls this.
+
+    `step` asks for the checkpoint of one step of a run.
+
+    Raises:
+        CheckpointError: on every rank: there is none.
+    """
+    look = (lambda: str(one_checkpoint(Path(given), step))) if context.rank == 0 else None
+    return Path(together(context, look, f"look into {given}")[0])
+
+
+def opened(folder: Path, verify: Verify, context: ParallelContext) -> CheckpointReader:
+    """Open a checkpoint on all ranks; every rank calls this.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be read.
+    """
+    readers: list[CheckpointReader] = []
+    together(context, lambda: readers.append(CheckpointReader(folder, verify=verify)), f"open {folder}")
+    return readers[0]
+
+
+def model_at(folder: Path, context: ParallelContext) -> SavedModel:
+    """Read a checkpoint's description of its model; every rank calls this.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be read, or has no description.
+    """
+    reader, models = opened(folder, Verify.SIZE, context), []
+    together(context, lambda: models.append(saved_model(reader)), f"open {folder}")
+    return models[0]

@@ -1,0 +1,106 @@
+"""Saving as a concern of a run: when a checkpoint is due, and when those on their way become visible."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from megazero.errors import CheckpointError, LostFolderError
+from megazero.train.observe.monitors import Monitor
+from megazero.train.resume.snapshot import Snapshots
+from megazero.train.step.concern import CONTINUE, SAVE, Moment, SharedConcern, Verdict, failing, healthy
+from megazero.train.step.state import TrainState
+from megazero.train.step.timers import Timers
+
+
+class Saving(SharedConcern):
+    """Saves a run at an interval and at its end, and makes visible what all ranks have written.
+
+    A checkpoint that cannot be written along the way is reported, and training continues. None is written
+    while steps keep failing: one that is due waits for the next update.
+
+    Args:
+        snapshots: saves.
+        interval: iterations between checkpoints, or None.
+        monitor: hears of checkpoints that are visible.
+        timers: collects the time.
+    """
+
+    def __init__(self, snapshots: Snapshots, interval: int | None, monitor: Monitor, timers: Timers):
+        self.snapshots = snapshots
+        self.saver = snapshots.saver
+        self.interval = interval
+        self.monitor = monitor
+        self.timers = timers
+        self._saved_at = 0
+        self._due = False
+
+    def stands_at(self, state: TrainState) -> None:
+        self._saved_at, self._due = state.iteration, False
+
+    def after(self, now: Moment) -> Verdict:
+        self._due |= now.due(self.interval)
+        return SAVE if self._due and not failing(self.snapshots.engine, now.state) else CONTINUE
+
+    def sees(self, now: Moment) -> Sequence[float]:
+        # Ranks finish writing at different times, and `advance` takes all of them: it waits for no one only
+        # once none is busy.
+        return [float(self.saver.unsettled and self.saver.busy)]
+
+    def agreed(self, now: Moment, most: Sequence[float]) -> Verdict:
+        if self.saver.unsettled and not most[0] and not now.ends:  # at the end all are made visible
+            self._on_the_way(lambda: self._tell(self.saver.advance()))
+        return CONTINUE
+
+    def save(self, state: TrainState) -> None:
+        """Save the run, or start to; if that fails, training goes on."""
+        self._on_the_way(partial(self._save, state))
+        self._due = False
+
+    def save_last(self, state: TrainState) -> None:
+        """Make all checkpoints visible, including that of `state`.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be written.
+        """
+        self.settle()
+        if failing(self.snapshots.engine, state):
+            self.monitor.message(
+                f"iteration {state.iteration} is not saved: {state.bad_in_a_row} updates in a row were "
+                "skipped"
+            )
+        elif self._saved_at < state.iteration:
+            self._save(state)
+        while self.saver.unsettled:
+            self._tell(self.saver.settle())
+
+    def settle(self) -> None:
+        """Make the checkpoints that are being written visible."""
+        while self.saver.unsettled:
+            self._on_the_way(lambda: self._tell(self.saver.settle()))
+
+    def _save(self, state: TrainState) -> None:
+        with self.timers("save"):
+            visible = self.snapshots.save(state, {"healthy": healthy(self.snapshots.engine, state)})
+        self._saved_at = state.iteration
+        for iteration in visible:
+            self._tell(iteration)
+
+    def _on_the_way(self, work: Callable[[], None]) -> None:
+        """Do work that saves; if it fails, which it does on all ranks, training goes on.
+
+        The first rank says so, and earlier checkpoints remain.
+        """
+        try:
+            work()
+        except LostFolderError:
+            raise  # nothing would be saved from now on
+        except CheckpointError as error:
+            self._saved_at = -1
+            if self.snapshots.context.rank == 0:
+                print(f"error: training goes on without saving: {error}", file=sys.stderr, flush=True)
+
+    def _tell(self, iteration: int | None) -> None:
+        if iteration is not None:
+            self.monitor.message(f"saved a checkpoint at iteration {iteration}")

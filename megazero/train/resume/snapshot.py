@@ -1,0 +1,150 @@
+"""Saves a run: the content of its checkpoints, and when they become visible."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from megazero.checkpoint import Disk, Part, Retention, Saver
+from megazero.config.training_plan import TrainingPlan
+from megazero.config.tree import Config
+from megazero.errors import NumericsError
+from megazero.mpu import ParallelContext, gather_values, transports
+from megazero.train.resume.keepers import ALL, Share, keepers_of
+from megazero.train.resume.saved import PRETRAINING
+from megazero.train.step.engine import Engine
+from megazero.train.step.state import TrainState
+from megazero.version import VERSION
+
+
+class Snapshots:
+    """Saves a run's state to `--save`, synchronously or in the background.
+
+    Args:
+        config: the run's configuration.
+        training_plan: the run's plan.
+        engine: the engine whose state is saved.
+        context: all ranks.
+        vocab_size: number of vocabulary entries, without padding.
+        stream_seed: seed of the dropout streams.
+        disk: writes the files.
+
+    Attributes:
+        saver: writes and settles the checkpoints; the owner must close it.
+
+    Raises:
+        CheckpointError: on every rank, if the folder cannot be written or another job writes there.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        training_plan: TrainingPlan,
+        engine: Engine,
+        context: ParallelContext,
+        vocab_size: int,
+        stream_seed: int,
+        disk: Disk | None = None,
+    ):
+        section = config.checkpoint
+        assert section.save is not None, "a run that saves has a folder"
+        self.config = config
+        self.engine = engine
+        self.context = context
+        self.saver = Saver(
+            section.save,
+            context,
+            disk,
+            Retention(section.kept_last, section.save_retain_interval),
+            section.async_save_limit if section.async_save else 0,
+        )
+        self._arguments = training_plan, engine, context, vocab_size, stream_seed
+        self._fixed: dict[str, object] = {
+            "kind": PRETRAINING,
+            "vocab_size": vocab_size,
+            "stream_seed": stream_seed,
+            "global_batch_size": training_plan.steps.ramp.final,
+            "written_by": {
+                "world_size": context.world_size,
+                "transports": transports(context),
+                "megazero": VERSION,
+                "git": git_revision() if context.rank == 0 else None,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    def elsewhere(self, changes: Mapping[str, object], disk: Disk | None = None) -> Snapshots:
+        """Saves the same run with these changes to the `checkpoint` section."""
+        section = self.config.checkpoint.model_copy(update=changes)
+        return Snapshots(self.config.model_copy(update={"checkpoint": section}), *self._arguments, disk)
+
+    def note(self, facts: Mapping[str, object]) -> None:
+        """Add these facts, as JSON, to all checkpoints from now on."""
+        self._fixed |= facts
+
+    def save(self, state: TrainState, extras: Mapping[str, object] | None = None) -> list[int]:
+        """Save a checkpoint of `state` and the engine, or start saving it; every rank calls this.
+
+        Args:
+            state: the progress of the run.
+            extras: further facts for the checkpoint, as JSON, such as the accuracy of its model.
+
+        Returns:
+            The iterations of the checkpoints that became visible.
+
+        Raises:
+            CheckpointError: on every rank, if this checkpoint or an earlier one in progress cannot be saved.
+            NumericsError: on every rank: a number of the state is not finite. Nothing is written.
+        """
+        section, engine = self.config.checkpoint, self.engine
+        moments = not section.no_save_optim
+        left_out = {Share.UPDATES: section.no_save_optim, Share.RANDOM: section.no_save_rng}
+        keepers = keepers_of(engine, {share for share in ALL if not left_out.get(share)})
+        parts = [part for keeper in keepers for part in keeper.parts()]
+        # Before anything is written: a checkpoint that cannot be resumed would push out one that can.
+        self._check_finite(parts, state.iteration)
+        facts = {
+            **self._fixed,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "config": self.config.model_dump(mode="json"),
+            "state": state.record(),
+            "scaler": asdict(engine.scaler_state) if moments else None,
+            "updates": engine.optimizer.updates if moments else None,
+            **(extras or {}),
+        }
+        return self.saver.save(state.iteration, parts, facts)
+
+    def _check_finite(self, parts: Sequence[Part], iteration: int) -> None:
+        numbers = [part for part in parts if part.tensor.is_floating_point()]
+        # A sum is inf or NaN if any element is, so the device is waited for once; where large numbers make
+        # it so, the tensor itself is looked at.
+        sums = [part.tensor.sum(dtype=torch.float32).to(self.context.device) for part in numbers]
+        sound = torch.stack(sums).isfinite().tolist() if sums else []
+        doubtful = [part for part, well in zip(numbers, sound, strict=True) if not well]
+        bad = next((str(part.key) for part in doubtful if not part.tensor.isfinite().all()), None)
+        by_rank = gather_values(self.context.world, bad, self.context.device)
+        for rank, key in enumerate(by_rank):
+            if key is not None:
+                raise NumericsError(
+                    f"`{key}` must be finite to be saved, but rank {rank} holds inf or NaN after iteration "
+                    f"{iteration}; earlier checkpoints are kept: resume from the last one"
+                )
+
+
+def git_revision() -> str | None:
+    """The revision of the working tree that holds the entry script, marked if modified; None without one."""
+    folder = Path(sys.argv[0]).resolve().parent if sys.argv and sys.argv[0] else Path.cwd()
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        described = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip() or None

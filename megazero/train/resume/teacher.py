@@ -1,0 +1,123 @@
+"""Opens a teacher: finds its checkpoint, checks that it fits, and loads this rank's parts.
+
+The teacher is sharded over tensor-parallel ranks, pipeline stages and expert ranks as the student is, from
+any checkpoint. It is never trained or saved, and ZeRO does not shard it: every rank holds its own part whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+from megazero.checkpoint import Verify
+from megazero.config.derive import chunks_per_stage
+from megazero.config.rules import check
+from megazero.config.training_plan import TrainingPlan
+from megazero.config.tree import CheckpointConfig, Config, DistillationConfig, ModelConfig
+from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megazero.mpu import ParallelContext
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.resume.saved import SavedModel, checkpoint_at, model_at, opened
+from megazero.train.resume.trained import load_chunks
+from megazero.train.step.distillation import Teacher
+
+_CHECKED = MappingProxyType(
+    {
+        "num_layers": "num_layers_teacher",
+        "hidden_size": "hidden_size_teacher",
+        "num_attention_heads": "num_attention_heads_teacher",
+        "num_experts": "num_experts_teacher",
+    }
+)
+
+
+def load_teacher(
+    config: Config, training_plan: TrainingPlan, vocabulary: Vocabulary, context: ParallelContext
+) -> Teacher | None:
+    """Load this rank's parts of the teacher, or None if no further step needs it; every rank calls this.
+
+    Raises:
+        CheckpointError: on every rank: its checkpoint cannot be read, or holds another kind of model, another
+            vocabulary, or another shape than was asked for.
+        ConfigError: the teacher cannot be sharded as the student is.
+    """
+    settings = config.distillation
+    over = (
+        settings.kd_train_iters is not None and training_plan.steps.start.iteration >= settings.kd_train_iters
+    )
+    if not settings.kd or over or config.training.skip_train:
+        return None
+    try:
+        return _opened(config, vocabulary, context)
+    except DamagedCheckpointError as error:
+        # A resume would take this for damage to the student's checkpoint, and look for an older one.
+        raise CheckpointError(str(error)) from error
+
+
+def _opened(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Teacher:
+    load = config.distillation.load_teacher
+    assert load is not None, "rules ask for the teacher's folder"
+    folder = checkpoint_at(load, context)
+    saved = model_at(folder, context)
+    model = saved.settings(ModelConfig.model_fields)
+    if wrong := _unfit(config, model, saved, vocabulary):
+        raise CheckpointError(f"`load_teacher` must fit this training, but {folder} has {', '.join(wrong)}")
+    beside = _beside(config, model)
+    if problems := check(beside, context.world_size):
+        raise ConfigError([f"the teacher {folder}: {problem}" for problem in problems])
+    reader = opened(folder, Verify(config.checkpoint.verify_checkpoint), context)
+    chunks = load_chunks(beside, vocabulary, context, reader)
+    for chunk in chunks.values():
+        for parameter in chunk.parameters():
+            parameter.requires_grad_(False)
+    return Teacher(chunks, family_of(model).flops_per_token(beside, vocabulary) / 3, folder)
+
+
+def _unfit(config: Config, model: ModelConfig, saved: SavedModel, vocabulary: Vocabulary) -> Sequence[str]:
+    """The reasons why a model cannot be the teacher, as `NAME VALUE (expected value)`."""
+    wrong = []
+    if saved.vocab_size != vocabulary.size:
+        wrong.append(f"vocab_size {saved.vocab_size} (the student's is {vocabulary.size})")
+    if model.num_classes is not None or model.family != config.model.family:
+        kind = "a classifier" if model.num_classes is not None else f"family {model.family}"
+        wrong.append(f"{kind} (the student is a {config.model.family} for pretraining)")
+    for name, setting in _CHECKED.items():
+        asked, actual = getattr(config.distillation, setting), getattr(model, name)
+        if asked not in (None, (), actual):
+            wrong.append(f"{name} {_shown(actual)} (asked for: {_shown(asked)})")
+    return wrong
+
+
+def _beside(config: Config, model: ModelConfig) -> Config:
+    """The configuration of a teacher in as many chunks as the student has.
+
+    The sequences are the student's, and so is the padded vocabulary.
+    """
+    own = {
+        "seq_length": config.model.seq_length,
+        # Only learned positions end somewhere.
+        "max_position_embeddings": (
+            model.positions if model.position_embedding_type == "learned_absolute" else None
+        ),
+        "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
+    }
+    several = config.parallel.pipeline_schedule != "zb-v" and chunks_per_stage(config) > 1
+    layout = {
+        "pipeline_partition": "uniform",
+        "num_layers_per_virtual_pipeline_stage": None,
+        "num_virtual_stages_per_pipeline_rank": chunks_per_stage(config) if several else None,
+    }
+    if not model.num_experts:
+        layout |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+    sections = {
+        "model": model.model_copy(update=own),
+        "parallel": config.parallel.model_copy(update=layout),
+        "distillation": DistillationConfig(),
+        "checkpoint": CheckpointConfig(),
+    }
+    return config.model_copy(update=sections)
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -1,0 +1,147 @@
+"""A trained model, loaded from a checkpoint for use without training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from megazero.checkpoint import CheckpointReader, Part, candidates, parts_of_parameters, together
+from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
+from megazero.data.tokenizers import Tokenizer
+from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megazero.models import Collate, MicroBatch
+from megazero.moe import RouterLoads
+from megazero.mpu import Launch, ParallelContext, join
+from megazero.train.parts.chunks import Chunks, build_chunks, schedule_of
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.resume.fit import check_tensors
+from megazero.train.resume.keepers import Routers
+from megazero.train.resume.saved import SavedModel, saved_model
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The number of ranks of each axis; None takes the size used in training, or 1 in a single process."""
+
+    tensor: int | None = None
+    pipeline: int | None = None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A trained model on this rank of the job.
+
+    Attributes:
+        context: this rank's place in the job.
+        chunks: this rank's parts of the model.
+        stage_of: chunk of the whole model -> the pipeline stage that holds it.
+        tokenizer: the tokenizer that the model was trained with.
+        remarks: remarks about checkpoints that were passed over.
+        collate: turns arrays like a dataset's into batches of the model, without dropout.
+    """
+
+    context: ParallelContext
+    chunks: Chunks
+    stage_of: tuple[int, ...]
+    tokenizer: Tokenizer
+    remarks: tuple[str, ...]
+    collate: Collate[MicroBatch]
+
+
+def load_for_inference(
+    directory: str, launch: Launch, sizes: Sizes | None = None, *, verb: str = "generate"
+) -> Loaded:
+    """Load the newest intact model in a run's folder, ready for use, on this rank of the job.
+
+    Args:
+        directory: the run's folder.
+        launch: this process's place in the job.
+        sizes: ranks of each axis.
+        verb: the command that asks for it, as in `Family.verb`.
+
+    Raises:
+        CheckpointError: there is none.
+        ConfigError: the model is for another command, it was trained without a tokenizer, or the sizes do not
+            fit.
+    """
+    checkpoints = candidates(directory)
+    if not checkpoints.folders:
+        raise CheckpointError(f"`load` must hold a checkpoint, but {directory} has none; check the path")
+    remarks = list(checkpoints.remarks)
+    context = None
+    for folder in checkpoints.folders:
+        try:
+            reader = CheckpointReader(folder)
+            config = _config_of(saved_model(reader), launch, sizes or Sizes(), str(folder), verb)
+            context = context or join(config.parallel, launch)
+            vocabulary = build_vocabulary(config)
+            chunks = load_chunks(config, vocabulary, context, reader)
+        except DamagedCheckpointError as error:
+            remarks.append(f"passed over {folder}: {error}")
+            continue
+        assert vocabulary.tokenizer is not None, "a model without a tokenizer was refused"
+        collate = family_of(config.model).collate(config, vocabulary.size, context.device, None)
+        return Loaded(
+            context,
+            chunks,
+            schedule_of(config).stage_of,
+            vocabulary.tokenizer,
+            tuple(remarks),
+            collate,
+        )
+    raise DamagedCheckpointError(
+        f"`load` must hold a whole checkpoint, but {directory} has none: " + "; ".join(remarks)
+    )
+
+
+def load_chunks(
+    config: Config, vocabulary: Vocabulary, context: ParallelContext, reader: CheckpointReader
+) -> Chunks:
+    """Load this rank's parts of the configured model with a checkpoint's weights; every rank calls this.
+
+    Raises:
+        CheckpointError: on every rank: tensors are missing or have another shape.
+    """
+    chunks = build_chunks(config, vocabulary, context, context.device)
+    parts = parts_of_parameters((p for c in chunks.values() for p in c.parameters()), context)
+    loads = RouterLoads([r for c in chunks.values() for r in c.routers()], config.model, context)
+    parts += Routers(loads.state(), context).taken(reader)
+    together(context, partial(_read, reader, parts), f"load {reader.folder}")
+    return chunks
+
+
+def _read(reader: CheckpointReader, parts: list[Part]) -> None:
+    check_tensors(reader, parts, reader.folder)
+    reader.read(parts)
+
+
+def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, verb: str) -> Config:
+    config = saved.config()
+    if config.model.num_classes is not None:
+        raise ConfigError(
+            f"`--load` must hold a model for `megazero {verb}`, but {folder} holds a classifier; "
+            "`finetune.py --epochs 0 --pretrained-checkpoint` evaluates it"
+        )
+    family = family_of(config.model)
+    if family.verb != verb:
+        raise ConfigError(
+            f"`--load` must hold a model for `megazero {verb}`, but {folder} holds one of the family "
+            f"{family.name}; use `megazero {family.verb}`"
+        )
+    if config.tokenizer.tokenizer_type is None:
+        raise ConfigError(
+            f"`tokenizer_type` must be known to read and write text, but {folder} was trained without one"
+        )
+    trained = config.parallel
+    alone = launch.world_size == 1
+    # During generation a sequence is one token long and cannot be split over ranks.
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=sizes.tensor or (1 if alone else trained.tensor_model_parallel_size),
+        pipeline_model_parallel_size=sizes.pipeline or (1 if alone else trained.pipeline_model_parallel_size),
+        distributed_backend=trained.distributed_backend,
+    )
+    # No more rows than there are entries: the padding serves training alone.
+    model = config.model.model_copy(update={"make_vocab_size_divisible_by": 1})
+    changed = {"model": model, "parallel": parallel, "zero": ZeroConfig(), "recompute": RecomputeConfig()}
+    return config.model_copy(update=changed)

@@ -1,0 +1,100 @@
+"""Weights for a new training from elsewhere: a Hugging Face model, or a pretrained checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+from megazero.checkpoint import WEIGHT, Source, parts_to_read, state_keys, together
+from megazero.checkpoint.hf import HFReader
+from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
+from megazero.config.tree import Config, ModelConfig
+from megazero.mpu import ParallelContext, gather_values
+from megazero.train.resume.fit import check_tensors
+from megazero.train.step.engine import Engine
+
+Opener = Callable[[], AbstractContextManager[Source]]
+
+
+def take_foreign_weights(
+    config: Config, context: ParallelContext, vocab_size: int, engine: Engine
+) -> tuple[str, ...]:
+    """Take the weights of the model that `--load-hf` names, if it names one; every rank calls this.
+
+    With `--moe-use-upcycling` it is a dense model, whose MLPs the experts are copies of.
+
+    Returns:
+        Remarks for a person.
+
+    Raises:
+        CheckpointError: on every rank: it is another model, or cannot be read.
+    """
+    path = config.checkpoint.load_hf
+    if path is None:
+        return ()
+    if config.checkpoint.moe_use_upcycling:
+        opener = partial(_upcycled, path, config.model, vocab_size)
+        take_weights(engine, context, path, opener, own=router_names(config.model), spare=())
+        return (f"began experts from the dense model {path}",)
+    take_weights(engine, context, path, partial(HFReader.for_model, path, config.model, vocab_size))
+    return (f"took the weights from {path}",)
+
+
+@contextmanager
+def _upcycled(path: str, model: ModelConfig, vocab_size: int) -> Iterator[Source]:
+    with HFReader.for_model(path, dense_model(model), vocab_size) as reader:
+        yield Upcycled(reader, model)
+
+
+def take_weights(
+    engine: Engine,
+    context: ParallelContext,
+    path: str,
+    opener: Opener,
+    *,
+    own: tuple[str, ...] = (),
+    spare: tuple[str, ...] | None = None,
+    without: tuple[str, ...] = (),
+) -> tuple[list[str], list[str]]:
+    """Take weights from a source; every rank calls this.
+
+    Args:
+        engine: the new engine, with the seed's weights.
+        context: all ranks.
+        path: the source's name for messages.
+        opener: opens the source.
+        own: prefixes of the names of weights that may be missing there; these keep the seed's values.
+        spare: prefixes of the names of weights that may be left over; None: all of them.
+        without: prefixes of the names of weights that are left over although there is a place for them.
+
+    Returns:
+        The names of the weights that kept the seed's, and of those left over, sorted.
+
+    Raises:
+        CheckpointError: on every rank: weights are missing, have another shape, or are left over.
+    """
+    mine = sorted(key.name for key in state_keys(engine.optimizer) if key.kind == WEIGHT)
+    asked = {name for names in gather_values(context.model, mine, context.device) for name in names}
+    kept: list[str] = []
+    left: list[str] = []
+
+    def read() -> None:
+        with opener() as source:
+            stored = {key.name for key in source.shapes if key.kind == WEIGHT}
+            held = {name for name in stored if not name.startswith(without)}
+            kept.extend(sorted(name for name in asked - held if name.startswith(own)))
+            left.extend(sorted(stored - (asked & held)))
+            allowed = () if spare is None else (*spare, *without)
+            surplus = [name for name in left if spare is not None and not name.startswith(allowed)]
+            parts = [
+                part
+                for part in parts_to_read(engine.optimizer, context, moments=False)
+                if part.key.name not in kept
+            ]
+            check_tensors(source, parts, path, surplus)
+            source.read(parts)
+
+    together(context, read, f"load {path}")
+    engine.optimizer.publish()
+    return kept, left

@@ -1,0 +1,284 @@
+"""One training step: micro-batches forward and backward, gradient sums, loss scale, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.config.steps import Progress
+from megazero.layers import NOTHING_SKIPPED, Fp8State
+from megazero.models import MicroBatch
+from megazero.moe import RouterLoads
+from megazero.mpu import read_values
+from megazero.optim import LearningRate, LossScaler, WeightDecay
+from megazero.pipeline import Executor, Program
+from megazero.train.step.distillation import Distillation
+from megazero.train.step.losses import Losses, local_counts, loss_factors
+from megazero.train.step.skipping import SkippingPlan
+from megazero.train.step.timers import Timers
+from megazero.zero import Bucket, DataParallel, Fingerprints, Optimizer
+
+
+@dataclass(frozen=True)
+class Programs:
+    """The programs of this rank's stage: (number of micro-batches in a step) -> program."""
+
+    train: Callable[[int], Program]
+    evaluate: Callable[[int], Program]
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The settings that change as the training progresses.
+
+    Attributes:
+        learning_rate, weight_decay: the schedules of each.
+        skipping: the tokens and layers that each step leaves out.
+    """
+
+    learning_rate: LearningRate
+    weight_decay: WeightDecay
+    skipping: SkippingPlan
+
+
+class Outcome(Enum):
+    """The fate of a step's update."""
+
+    UPDATED = "updated"
+    EMPTY = "nothing in the global batch counted for a trained term"
+    NOT_FINITE = "a number was not finite"
+    HELD = "a guard held it"
+    PASSED_OVER = "the step was not made"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of one training step, the same on all ranks.
+
+    Attributes:
+        losses: the losses of the global batch, by term.
+        grad_norm: global norm before clipping; 0 where there was nothing to train on.
+        learning_rate: the schedule's learning rate at this step.
+        loss_scale: the loss scale that backward used.
+        outcome: whether the update was made, and if not, why.
+        first_bad_parameter: the first parameter with a gradient that is not finite.
+        tokens: how many choices fell on each expert of this stage, by the names of the routers' tallies, on
+            the device.
+    """
+
+    losses: Losses
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    outcome: Outcome
+    first_bad_parameter: str | None = None
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether no update was made."""
+        return self.outcome is not Outcome.UPDATED
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One pass over a global batch: the gradient sums are there, and nothing has been changed yet.
+
+    Attributes:
+        losses: the losses of the global batch.
+        sums_norm: global norm of the gradient sums, which contain the loss scale.
+        grad_norm: global norm of the gradient, before clipping.
+        local: this rank's own sums of the loss terms, float64 [terms], on the device.
+        prints: fingerprints of this rank's own gradients, by the first parameter of each bucket, on the
+            device; in the order of their reductions, and empty unless `Engine.witness` has been called.
+        tallies: what routers counted.
+    """
+
+    losses: Losses
+    sums_norm: float
+    grad_norm: float
+    local: Tensor
+    prints: Sequence[tuple[str, Tensor]] = ()
+    tallies: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """The state of layers that moves on with each step without gradients.
+
+    Attributes:
+        loads: the routers' loads and biases.
+        fp8: the scales and histories of 8-bit products.
+    """
+
+    loads: RouterLoads
+    fp8: Fp8State
+
+
+class Evaluation(NamedTuple):
+    """The result of an evaluation.
+
+    Attributes:
+        losses: the losses over the batches of all ranks.
+        counted: the first term's count.
+        outputs: for each global batch, the outputs of the micro-batches whose last chunk is here, by number.
+    """
+
+    losses: Losses
+    counted: int
+    outputs: Sequence[Mapping[int, Mapping[str, Tensor]]]
+
+
+class Engine:
+    """Trains a model step by step. Its state is the optimizer's and `scaler_state`.
+
+    Args:
+        executor: runs this rank's stage of the model.
+        programs: the programs that the executor runs.
+        optimizer: updates the weights.
+        scaler: decides the loss scale.
+        schedules: learning rate, weight decay and skipping over the training.
+        memory: what layers remember besides their weights.
+        distillation: the chunks that learn from a teacher; by default, none.
+    """
+
+    def __init__(
+        self,
+        executor: Executor[MicroBatch],
+        programs: Programs,
+        optimizer: Optimizer,
+        scaler: LossScaler,
+        schedules: Schedules,
+        memory: LayerMemory,
+        distillation: Distillation | None = None,
+    ):
+        self.executor = executor
+        self.programs = programs
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.scaler_state = scaler.initial()
+        self.schedules = schedules
+        self.loads = memory.loads
+        self.fp8 = memory.fp8
+        self.context = optimizer.context
+        self.distillation = distillation or Distillation()
+        self._prints: list[tuple[str, Tensor]] = []
+
+    def nothing(self, progress: Progress) -> StepResult:
+        """The result of a step that is passed over: no losses and no update."""
+        terms = self.executor.terms
+        losses = Losses.of(terms, [0.0] * len(terms), [0.0] * len(terms))
+        lr = self.schedules.learning_rate.at(progress)
+        return StepResult(losses, 0.0, lr, self.scaler_state.scale, Outcome.PASSED_OVER)
+
+    def witness(self, sharding: DataParallel) -> None:
+        """Take the fingerprints of gradients from now on, before `sharding` sums them over ranks."""
+        fingerprints = Fingerprints(self.context.device)
+
+        def note(bucket: Bucket, gradients: Tensor) -> None:
+            self._prints.append((bucket.layout.specs[0].name, fingerprints.of(gradients)))
+
+        sharding.observe(note)
+
+    def train_step(self, batches: Sequence[MicroBatch], progress: Progress, timers: Timers) -> StepResult:
+        """Train on one global batch: an attempt and its update."""
+        return self.update(self.attempt(batches, progress, timers), progress, timers)
+
+    def attempt(self, batches: Sequence[MicroBatch], progress: Progress, timers: Timers) -> Attempt:
+        """Forward and backward of a global batch, its losses, and the norm of its gradient.
+
+        Nothing changes but the gradients, which replace those of an earlier attempt.
+
+        Args:
+            batches: this rank's micro-batches, whole.
+            progress: where the training stands before this step; schedules read it.
+            timers: collects how long each phase takes.
+        """
+        self.distillation.before(progress)
+        self._prints.clear()
+        scale, skipping = self.scaler_state.scale, self.schedules.skipping.at(progress)
+        with timers("forward-backward"):
+            if skipping is not NOTHING_SKIPPED:
+                batches = [replace(batch, skipping=skipping) for batch in batches]
+            counts = local_counts(self.executor.terms, batches, self.context)
+            self.context.batch.all_reduce(counts).wait()
+            # Everything that counts weighs the same, on whichever rank and micro-batch it fell.
+            factors = loss_factors(self.executor.terms, counts, scale)
+            program, step = self.programs.train(len(batches)), self.optimizer.updates
+            sums = self.executor.train(program, batches, factors, step)
+        with timers("optimizer"):
+            local = sums.terms.clone()
+            losses, _ = self._losses(sums.terms, counts)
+            norm = 0.0 if losses.total is None else self.optimizer.grad_norm()
+        return Attempt(losses, norm, norm * (1.0 / scale), local, tuple(self._prints), sums.tallies)
+
+    def update(
+        self, attempt: Attempt, progress: Progress, timers: Timers, *, hold: bool = False
+    ) -> StepResult:
+        """Update the weights with the gradients of the latest attempt; it must be this one.
+
+        If nothing in the global batch counts, only routers and the scales of 8-bit products move on, not even
+        the loss scale.
+
+        Args:
+            attempt: the latest attempt.
+            progress, timers: as for the attempt.
+            hold: whether to leave the update out; routers stay as they are then, too.
+        """
+        losses, scale = attempt.losses, self.scaler_state.scale
+        lr = self.schedules.learning_rate.at(progress)
+        with timers("optimizer"):
+            self.fp8.advance()
+            if losses.total is None:
+                tokens = self.loads.update(attempt.tallies)
+                return StepResult(losses, 0.0, lr, scale, Outcome.EMPTY, tokens=tokens)
+            if hold:
+                return StepResult(losses, attempt.grad_norm, lr, scale, Outcome.HELD)
+            tokens = self.loads.update(attempt.tallies)
+            sound = math.isfinite(losses.trained_total) or self.context.device.type == "meta"
+            norm = attempt.sums_norm if sound else math.nan
+            decay = self.schedules.weight_decay.at(progress)
+            report = self.optimizer.step(lr, decay, 1.0 / scale, norm)
+            self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
+        outcome = Outcome.UPDATED if report.applied else Outcome.NOT_FINITE
+        return StepResult(losses, report.grad_norm, lr, scale, outcome, report.first_bad_parameter, tokens)
+
+    def evaluate(self, global_batches: Iterable[Sequence[MicroBatch]]) -> Evaluation:
+        """Compute the losses over the batches of all ranks, and the outputs of those on this one.
+
+        Args:
+            global_batches: this rank's micro-batches of each.
+        """
+        terms, device = self.executor.terms, self.context.device
+        sums, counts = torch.zeros(2, len(terms), dtype=torch.float64, device=device).unbind()
+        outputs = []
+        for batches in global_batches:
+            counts += local_counts(terms, batches, self.context)
+            step = self.executor.evaluate(self.programs.evaluate(len(batches)), batches)
+            sums += step.terms
+            outputs.append(step.outputs)
+        self.context.batch.all_reduce(counts).wait()
+        losses, counted = self._losses(sums, counts)
+        return Evaluation(losses.evaluated(), counted, outputs)
+
+    def _losses(self, sums: Tensor, counts: Tensor) -> tuple[Losses, int]:
+        """The losses and the first term's count, from this rank's sums and all counts, both float64 [terms].
+
+        Waits for the device.
+
+        On the meta device the losses are NaN, and something counts.
+        """
+        self.context.pp.all_reduce(sums).wait()  # zeros on the stages that add nothing
+        self.context.batch.all_reduce(sums).wait()
+        if self.context.tp.size > 1:  # what all ranks decide on must be the same to the last bit
+            self.context.tp.broadcast(sums, 0).wait()
+        terms = self.executor.terms
+        values = read_values(torch.cat([sums, counts])) or [math.nan] * len(terms) + [1.0] * len(terms)
+        totals, divisors = values[: len(terms)], values[len(terms) :]
+        return Losses.of(terms, totals, divisors), round(divisors[0])
