@@ -12,7 +12,7 @@ import torch
 from megazero.checkpoint.hf import ARCHITECTURES
 from megazero.config.tree import ModelConfig
 from megazero.models import Block
-from megazero.mpu import solo_context
+from megazero.mpu import solo_context, spec_of
 from megazero.train import stage_assignment
 from megazero.train.chunks import build_chunks
 from megazero.train.families import FAMILIES, family_of
@@ -64,6 +64,19 @@ def test_what_a_row_says_is_what_it_builds(shape):
     built = [sum(p.numel() for p in block.parameters()) for block in chunk.blocks()]
     assert counts == built  # the tied head's weight is counted with both, as its stage would hold a copy
     assert chunk.head.weight is chunk.weight("embedding.word.weight") is chunk.embedding.word
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_tied_weight_is_shared_on_a_stage_and_copied_to_another(schedule, untied):
+    """Of two stages the first is built. In a V, it has the head too, and in a line the other one has it."""
+    layout = Layout(pp=2, layers=4, schedule=schedule, untied=untied)
+    chunks = build_chunks(layout.config(), VOCAB, solo_context())
+    word = chunks[0].weight("embedding.word.weight")
+    assert spec_of(word).shared == (schedule == "1f1b" and not untied)
+    assert list(chunks) == ([0] if schedule == "1f1b" else [0, 3])
+    if schedule == "zb-v":
+        assert (chunks[3].head.weight is word) == (not untied)
 
 
 def uneven(family):
