@@ -69,7 +69,7 @@ def test_what_a_row_says_is_what_it_builds(shape):
 @pytest.mark.parametrize("untied", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_tied_weight_is_shared_on_a_stage_and_copied_to_another(schedule, untied):
-    """Of two stages the first is built. In a V, it has the head too, and in a line the other one has it."""
+    """The first of two stages is built. In a V it has the head too; in a line the other one has it."""
     layout = Layout(pp=2, layers=4, schedule=schedule, untied=untied)
     chunks = build_chunks(layout.config(), VOCAB, solo_context())
     word = chunks[0].weight("embedding.word.weight")
