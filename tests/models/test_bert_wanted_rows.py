@@ -15,6 +15,7 @@ from megazero.mpu import solo_context
 
 CPU = torch.device("cpu")
 VOCAB = 29
+PLAIN = RecomputeConfig()
 SHAPE = {"family": "bert", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 40}
 
 
@@ -24,7 +25,7 @@ def batch_of(packed: bool, seed: int | None = 3) -> BertBatch:
     return BertCollate(VOCAB, CPU, packed=packed, seed=seed)(arrays, (4, 5, 6, 7, 8))
 
 
-def bert(recompute: RecomputeConfig | None = None, **settings) -> BERT:
+def bert(recompute: RecomputeConfig = PLAIN, **settings) -> BERT:
     config = ModelConfig(**SHAPE, **settings)
     context = solo_context()
     placement = Placement.of(context, torch.float64)
@@ -68,10 +69,10 @@ def sums_and_gradients(model: BERT, batch: BertBatch) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("settings", "recompute"),
     [
-        ({}, None),
-        ({"apply_residual_connection_post_layernorm": True}, None),
-        ({"position_embedding_type": "rope"}, None),
-        ({"bert_binary_head": False, "num_query_groups": 1}, None),
+        ({}, PLAIN),
+        ({"apply_residual_connection_post_layernorm": True}, PLAIN),
+        ({"position_embedding_type": "rope"}, PLAIN),
+        ({"bert_binary_head": False, "num_query_groups": 1}, PLAIN),
         ({}, RecomputeConfig(granularity="selective")),
         ({}, RecomputeConfig(granularity="full", method="uniform", num_layers=2)),
     ],

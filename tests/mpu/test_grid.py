@@ -33,6 +33,13 @@ def test_pp2_dp2_tp2_is_the_drawn_grid():
     assert grid.partition(("pp", "tp")) == ((0, 1, 4, 5), (2, 3, 6, 7))
 
 
+def test_stages_meet_at_a_ranks_other_indices():
+    grid = ProcessGrid(pp=4, tp=2)
+    assert [grid.at_stages(rank, (0, -1)) for rank in (0, 7, 2)] == [(0, 6), (1, 7), (2,)]
+    assert [grid.at_stages(rank, (0, 2, 3)) for rank in (1, 4, 2)] == [(1, 5, 7), (0, 4, 6), (2,)]
+    assert ProcessGrid(tp=2).at_stages(1, (0, -1)) == (1,)
+
+
 def test_by_default_experts_share_what_tensor_parallel_ranks_do():
     grid = ProcessGrid(dp=4, ep=2, tp=2)
     assert (grid.edp, grid.ep, grid.etp) == (2, 2, 2)

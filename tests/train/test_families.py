@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from typing import get_args
-
-import pytest
-import torch
-
 from megazero.checkpoint.hf import ARCHITECTURES
 from megazero.config.tree import ModelConfig
 from megazero.models import Block
 from megazero.mpu import solo_context
+from megazero.mpu import spec_of
 from megazero.train.parts import chunks
-from megazero.train.parts.chunks import (
-    assign_parts,
-    build_chunks,
-    estimated_costs,
-    measured_costs,
-    parameter_counts,
-)
-from megazero.train.parts.families import FAMILIES, family_of
+from megazero.train.parts.chunks import assign_parts
+from megazero.train.parts.chunks import build_chunks
+from megazero.train.parts.chunks import estimated_costs
+from megazero.train.parts.chunks import measured_costs
+from megazero.train.parts.chunks import parameter_counts
+from megazero.train.parts.families import FAMILIES
+from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
-from tests.layouts.layout import ENCODERS, SHAPES, VOCABULARY, Layout
+from tests.layouts.layout import ENCODERS
+from tests.layouts.layout import Layout
+from tests.layouts.layout import SHAPES
+from tests.layouts.layout import VOCABULARY
+from typing import get_args
+import dataclasses
+import pytest
+import torch
+
 
 VOCAB = Vocabulary(VOCABULARY, 64, None, None)
 
@@ -69,6 +71,19 @@ def test_what_a_row_says_is_what_it_builds(shape):
     built = [sum(p.numel() for p in block.parameters()) for block in chunk.blocks()]
     assert counts == built  # the tied head's weight is counted with both, as its stage would hold a copy
     assert chunk.head.weight is chunk.weight("embedding.word.weight") is chunk.embedding.word
+
+
+@pytest.mark.parametrize("untied", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_tied_weight_is_shared_on_a_stage_and_copied_to_another(schedule, untied):
+    """The first of two stages is built. In a V it has the head too; in a line the other one has it."""
+    layout = Layout(pp=2, layers=4, schedule=schedule, untied=untied)
+    chunks = build_chunks(layout.config(), VOCAB, solo_context())
+    word = chunks[0].weight("embedding.word.weight")
+    assert spec_of(word).shared == (schedule == "1f1b" and not untied)
+    assert list(chunks) == ([0] if schedule == "1f1b" else [0, 3])
+    if schedule == "zb-v":
+        assert (chunks[3].head.weight is word) == (not untied)
 
 
 def uneven(family):
