@@ -93,7 +93,10 @@ class Fault:
 def all_faults(root: Path, packages: Iterable[str] = PACKAGES) -> list[Fault]:
     """Every fault that the rules find in these packages."""
     defaults = setting_defaults(
-        {path.name: path.read_text(encoding="utf-8") for path in sorted(root.glob("megazero/config/*.py"))}
+        {
+            path.name: path.read_text(encoding="utf-8")
+            for path in sorted(root.glob("megazero/config/tree/*.py"))
+        }
     )
     faults = []
     for package in packages:
