@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
 from megazero.config.tree.option import Section, option
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -62,8 +63,8 @@ class OffloadConfig(Section):
                 " to replace"
             ),
             (
-                "optimizer.optimizer=adam,sgd,lion,adagrad,adadelta,adamax,nadam,radam,rmsprop: others send"
-                " messages between ranks during an update, which would cross those of the step beside it"
+                f"optimizer.optimizer={','.join(ELEMENTWISE_NAMES)}: others send messages between ranks "
+                "during an update, which would cross those of the step beside it"
             ),
             (
                 "zero.quantized_weights=none: weights in use are saved, and codes of what has been rounded "

@@ -37,7 +37,7 @@ def option(
         synonyms: other words for a choice, word -> choice.
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
-        needs: what must hold where the field is not left at its default: ``optimizer=lamb,lion``, ``kd`` (it
+        needs: what must hold where the field is not left at its default: ``optimizer=lamb,muon``, ``kd`` (it
             is set), or ``save or load: the reason``; several must all hold. A field of another section is
             written with it. None for the needs of the class.
     """

@@ -7,15 +7,12 @@ are all that a kernel reads.
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from megazero.commands.kernels.case import KernelCase
 from megazero.kernels import KernelLibrary
-from megazero.ops.lamb import LambMoments
-from megazero.ops.lamb import LambTerms
-from megazero.ops.lamb import move_cuda
-from megazero.ops.lamb import norms_cuda
-from torch import Tensor
-import torch
-
+from megazero.ops.lamb import LambMoments, LambTerms, move_cuda, norms_cuda
 
 # Biases and norms, matrices, and one of several chunks of 16,384, of which the last is small.
 SIZES = (*(768, 1003, 250, 2049) * 10, 3 << 14)

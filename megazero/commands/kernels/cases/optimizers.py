@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from megazero.commands.kernels.case import KernelCase
-from megazero.kernels import KernelLibrary
-from megazero.ops.update import StepFacts
-from megazero.ops.update import UpdateCall
-from megazero.ops.update import update_cuda
-from megazero.optim import ELEMENTWISE
-from megazero.optim import Elementwise
 import torch
 
+from megazero.commands.kernels.case import KernelCase
+from megazero.kernels import KernelLibrary
+from megazero.ops.update import StepFacts, UpdateCall, update_cuda
+from megazero.optim import ELEMENTWISE, Elementwise
 
 COUNT = 3 << 14
 
