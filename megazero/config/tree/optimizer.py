@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -25,6 +25,9 @@ OptimizerName = Literal[
     "zero-one-adam",
     "onebit-lamb",
 ]
+# These send messages between ranks during an update; all others move each element by itself.
+_SENDING = ("lamb", "muon", "onebit-adam", "zero-one-adam", "onebit-lamb")
+ELEMENTWISE_NAMES = tuple(name for name in get_args(OptimizerName) if name not in _SENDING)
 
 
 class BaseOptimizerConfig(Section):

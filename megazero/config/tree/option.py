@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
-
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator
+from pydantic import BaseModel
+from pydantic import BeforeValidator
+from pydantic import ConfigDict
+from pydantic import Field
+from pydantic import PositiveFloat
+from pydantic import PositiveInt
+from typing import Annotated
+from typing import Any
+from typing import ClassVar
 
 
 def option(
@@ -37,7 +44,7 @@ def option(
         synonyms: other words for a choice, word -> choice.
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
-        needs: what must hold where the field is not left at its default: ``optimizer=lamb,lion``, ``kd`` (it
+        needs: what must hold where the field is not left at its default: ``optimizer=lamb,muon``, ``kd`` (it
             is set), or ``save or load: the reason``, or for some values alone ``nvme => path``; several must
             all hold. A field of another section is written with it. None for the needs of the class.
     """
