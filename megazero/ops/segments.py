@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import DTYPE_CODES, KernelLibrary
+from megazero.ops.cuda import cuda_kernels
 
 _NO_WEIGHTS = -1  # as csrc/common/cuda_update.hpp has it
 
@@ -30,7 +31,7 @@ NO_SIGNALS = DeviceSignals()
 
 
 def launch_update(
-    kernels: KernelLibrary,
+    kernels: KernelLibrary | None,
     name: str,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -43,7 +44,7 @@ def launch_update(
     """Run an optimizer's kernel, once for each combination of the gradients' and the weights' dtypes.
 
     Args:
-        kernels: the library.
+        kernels: the library; None for that of this process.
         name: the kernel.
         params: contiguous fp32 masters, changed in place.
         grads: their gradients, of any float type; one that is not contiguous or is fp64 is copied.
@@ -63,7 +64,7 @@ def launch_update(
     for (grad_dtype, weight_dtype), chosen in groups.items():
         masters = [params[i] for i in chosen]
         lists = [None if tensors is None else [tensors[i] for i in chosen] for tensors in beside]
-        kernels.launch(
+        (kernels or cuda_kernels()).launch(
             name,
             grad_dtype,
             _NO_WEIGHTS if weight_dtype is None else weight_dtype,

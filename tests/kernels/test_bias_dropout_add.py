@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.bias_dropout_add.cuda import bias_dropout_add_cuda
-from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
+from megazero.ops.bias_dropout_add import bias_dropout_add_cuda, bias_dropout_add_reference
 from megazero.ops.dropout import Dropout, dropout_mask_hidden
 from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order
 

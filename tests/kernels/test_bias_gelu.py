@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.bias_gelu.cuda import bias_gelu_cuda
-from megazero.ops.bias_gelu.reference import bias_gelu_reference
+from megazero.ops.bias_gelu import bias_gelu_cuda, bias_gelu_reference
 from tests.kernels.bounds import rounded_after, shifted
 from tests.kernels.harness import DTYPES, in_every_order, same_bits, watched
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.chosen_rows.front import chosen_rows_cuda
-from megazero.ops.chosen_rows.reference import chosen_rows_reference
+from megazero.ops.chosen_rows import chosen_rows_cuda, chosen_rows_reference
 from tests.kernels.harness import DTYPES, WIDTHS, in_every_order, same_bits
 
 SPECIAL = (torch.inf, -torch.inf, torch.nan, 65504.0, -0.0, 2.0**-149)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megazero.mpu import SoloGroup
-from megazero.ops.cross_entropy.cuda import vocab_parallel_cross_entropy_cuda
+from megazero.ops.cross_entropy import vocab_parallel_cross_entropy_cuda
 from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, same_bits, watched
 from tests.ops.ranks import on_ranks
 

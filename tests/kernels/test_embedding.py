@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.embedding.cuda import SEGMENT, embedding_cuda
-from megazero.ops.embedding.reference import embedding_reference
+from megazero.ops.embedding import SEGMENT, embedding_cuda, embedding_reference
 from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, same_bits
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.gathered_sum.cuda import gathered_sum_cuda
-from megazero.ops.gathered_sum.reference import gathered_sum_reference
+from megazero.ops.gathered_sum import gathered_sum_cuda, gathered_sum_reference
 from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order
 
 # A token's experts and the rows that these made: (n, k, m, choices with a row).

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.layer_norm.cuda import add_layer_norm_cuda, layer_norm_cuda
-from megazero.ops.layer_norm.reference import layer_norm_reference
+from megazero.ops.layer_norm import add_layer_norm_cuda, layer_norm_cuda, layer_norm_reference
 from tests.kernels.bounds import rounded_after, shifted
 from tests.kernels.harness import DTYPES, same_bits
 from tests.kernels.norms import EPS, WIDTHS, inputs, run_added, run_plain, vectors

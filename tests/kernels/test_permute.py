@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.permute.front import permute_cuda
-from megazero.ops.permute.reference import permute_reference
+from megazero.ops.permute import permute_cuda, permute_reference
 from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, same_bits
 from tests.kernels.test_gathered_sum import SHAPES, places
 

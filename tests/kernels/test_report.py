@@ -9,10 +9,9 @@ import pytest
 
 from megazero.kernels.build import CSRC, ROOT
 from megazero.kernels.on_cpu import KernelCounts
-from megazero.report.kernels.cases import CASES
 from megazero.report.kernels.command import BEGIN, END, main
 from megazero.report.kernels.compiled import CompiledKernel, occupancy, read_compiled
-from megazero.report.kernels.table import KernelRow, kernel_rows, markdown
+from megazero.report.kernels.table import KernelRow, kernel_rows, markdown, measured_operators
 
 LOG = """
 ptxas info    : Compiling entry function '_ZN8megazero8rms_normIfLi1EEEvllPKT_' for 'sm_80'
@@ -36,7 +35,7 @@ ptxas info    : Used 24 registers
 
 @pytest.fixture(scope="module")
 def rows() -> list[KernelRow]:
-    return kernel_rows(CASES, compiled_by_nvcc=False)
+    return kernel_rows(measured_operators(), compiled_by_nvcc=False)
 
 
 def test_what_the_compiler_said_is_read():

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.rms_norm.cuda import add_rms_norm_cuda, rms_norm_cuda
-from megazero.ops.rms_norm.reference import rms_norm_reference
+from megazero.ops.rms_norm import add_rms_norm_cuda, rms_norm_cuda, rms_norm_reference
 from tests.kernels import norms
 from tests.kernels.bounds import rounded_after, shifted
 from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, same_bits

@@ -7,7 +7,7 @@ import torch
 
 from megazero.ops.segments import DeviceSignals
 from megazero.ops.sgd.cuda import sgd_cuda
-from megazero.ops.square_sum.cuda import square_sum_cuda
+from megazero.ops.square_sum import square_sum_cuda
 from tests.kernels.harness import DTYPES, WIDTHS, in_every_order
 from tests.kernels.updates import shifted
 

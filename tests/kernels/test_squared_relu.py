@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.squared_relu.cuda import squared_relu_cuda
-from megazero.ops.squared_relu.reference import squared_relu_reference
+from megazero.ops.squared_relu import squared_relu_cuda, squared_relu_reference
 from tests.kernels.bounds import shifted
 from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, watched
 

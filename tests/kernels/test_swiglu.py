@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.swiglu.cuda import swiglu_cuda
-from megazero.ops.swiglu.reference import swiglu_reference
+from megazero.ops.swiglu import swiglu_cuda, swiglu_reference
 from tests.kernels.bounds import rounded_after, shifted
 from tests.kernels.harness import DTYPES, in_every_order, watched
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import KernelLibrary
-from megazero.ops.cuda import CUDA_KERNELS
 from megazero.ops.segments import NO_SIGNALS, DeviceSignals, launch_update
 
 
@@ -22,7 +21,7 @@ def adagrad_cuda(
     weight_decay: float,
     scale: float = 1.0,
     signals: DeviceSignals = NO_SIGNALS,
-    kernels: KernelLibrary = CUDA_KERNELS,
+    kernels: KernelLibrary | None = None,
 ) -> None:
     """``s = s + g^2``, ``p = p - lr g / (sqrt(s) + eps)``, where g is scaled and includes ``wd p``."""
     settings = (lr, eps, weight_decay)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import KernelLibrary
-from megazero.ops.cuda import CUDA_KERNELS
 from megazero.ops.segments import NO_SIGNALS, DeviceSignals, launch_update
 
 
@@ -29,7 +28,7 @@ def adam_cuda(
     weight_decay: float,
     scale: float = 1.0,
     signals: DeviceSignals = NO_SIGNALS,
-    kernels: KernelLibrary = CUDA_KERNELS,
+    kernels: KernelLibrary | None = None,
 ) -> None:
     """One pass over memory for all tensors, from gradients as they are stored to the model's weights."""
     root = math.sqrt(1 - beta2**step)

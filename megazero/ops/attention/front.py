@@ -18,7 +18,7 @@ from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dispatch import CPU, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.native import on_native_cpu
-from megazero.ops.scaled_softmax.reference import may_attend, same_document
+from megazero.ops.scaled_softmax import may_attend, same_document
 
 _FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
-from megazero.ops.scaled_softmax.reference import masked_scores
+from megazero.ops.scaled_softmax import masked_scores
 
 
 def attention_reference(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import KernelLibrary
-from megazero.ops.cuda import CUDA_KERNELS
+from megazero.ops.cuda import cuda_kernels
 from megazero.ops.segments import NO_SIGNALS, DeviceSignals, lengths_of, readable
 
 _CHUNK = 1 << 14  # elements per partial sum; a multiple of 4
@@ -29,7 +29,7 @@ def lamb_norms_of_pieces(
     weight_decay: float,
     scale: float = 1.0,
     signals: DeviceSignals = NO_SIGNALS,
-    kernels: KernelLibrary = CUDA_KERNELS,
+    kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """Move the moments of all pieces by their gradients, and measure weights and updates.
 
@@ -39,7 +39,7 @@ def lamb_norms_of_pieces(
         exp_avgs, exp_avg_sqs: their fp32 moments, changed in place.
         beta1, beta2, factor, eps, weight_decay, scale: as in `lamb_norms`.
         signals: what else the step depends on; with an overflow, moments stay and all norms are 0.
-        kernels: the library.
+        kernels: the library; None for that of this process.
 
     Returns:
         The L2 norms of each piece's weights and update, fp64 [pieces, 2] on their device.
@@ -50,7 +50,7 @@ def lamb_norms_of_pieces(
     partials = params[0].new_empty(2 * sum(n // _CHUNK + 2 for n in lengths), dtype=torch.float64)
     sums = params[0].new_empty(len(lengths), 2, dtype=torch.float64)
     lists = (params, grads, [None] * len(lengths), exp_avgs, exp_avg_sqs)
-    kernels.launch(
+    (kernels or cuda_kernels()).launch(
         "lamb_norms",
         grads[0].dtype,
         len(lengths),
@@ -83,7 +83,7 @@ def lamb_move_pieces(
     eps: float,
     weight_decay: float,
     signals: DeviceSignals = NO_SIGNALS,
-    kernels: KernelLibrary = CUDA_KERNELS,
+    kernels: KernelLibrary | None = None,
 ) -> None:
     """Move the weights of all pieces by ``-rate u``.
 
@@ -93,7 +93,7 @@ def lamb_move_pieces(
         weights: for each piece, where the new weights go, rounded (all of one dtype), or None.
         factor, eps, weight_decay: as in `lamb_norms`.
         signals: what else the step depends on: with an overflow, nothing changes.
-        kernels: the library.
+        kernels: the library; None for that of this process.
     """
     outs = [None] * len(params) if weights is None else weights
     dtypes = {out.dtype for out in outs if out is not None}
@@ -101,7 +101,9 @@ def lamb_move_pieces(
     lengths = lengths_of(params, outs, exp_avgs, exp_avg_sqs)
     lists = (params, list(rates), outs, exp_avgs, exp_avg_sqs)
     settings = (signals.overflow, factor, eps, weight_decay)
-    kernels.launch("lamb_move", dtypes.pop() if dtypes else -1, len(lengths), lengths, *lists, *settings)
+    (kernels or cuda_kernels()).launch(
+        "lamb_move", dtypes.pop() if dtypes else -1, len(lengths), lengths, *lists, *settings
+    )
 
 
 def lamb_norms_cuda(

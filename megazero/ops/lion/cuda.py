@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import KernelLibrary
-from megazero.ops.cuda import CUDA_KERNELS
 from megazero.ops.segments import NO_SIGNALS, DeviceSignals, launch_update
 
 
@@ -23,7 +22,7 @@ def lion_cuda(
     weight_decay: float,
     scale: float = 1.0,
     signals: DeviceSignals = NO_SIGNALS,
-    kernels: KernelLibrary = CUDA_KERNELS,
+    kernels: KernelLibrary | None = None,
 ) -> None:
     """``p = p (1 - lr wd) - lr sign(b1 m + (1 - b1) g)``, then ``m = b2 m + (1 - b2) g``, in one pass."""
     settings = (beta1, beta2, lr, 1 - lr * weight_decay)

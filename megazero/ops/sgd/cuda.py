@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megazero.kernels import KernelLibrary
-from megazero.ops.cuda import CUDA_KERNELS
 from megazero.ops.segments import NO_SIGNALS, DeviceSignals, launch_update
 
 
@@ -22,7 +21,7 @@ def sgd_cuda(
     weight_decay: float,
     scale: float = 1.0,
     signals: DeviceSignals = NO_SIGNALS,
-    kernels: KernelLibrary = CUDA_KERNELS,
+    kernels: KernelLibrary | None = None,
 ) -> None:
     """``u = momentum u + g``, ``p = p - lr u``, where g is scaled and includes ``wd p``, in one pass."""
     moments = (None if momentum_sum is None else [momentum_sum],)
