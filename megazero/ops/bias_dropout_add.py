@@ -18,7 +18,7 @@ from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier,
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import Dropout, dropout_mask_hidden, hidden_row_keys
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, kept_by, on_native_cpu, rows_of
 
 
@@ -264,7 +264,7 @@ def _examples() -> Iterator[Example]:
             "column_sum": MOST_GROUPS * vector + vector,
         }
 
-    yield Example("bias_dropout_add", (shape, (width,), shape), _call(shape, 0.1), moves=moves)
+    yield Example("bias_dropout_add", (shape, (width,), shape), _call(shape, 0.1), traffic=Traffic(moves))
 
 
 BIAS_DROPOUT_ADD: Operator[Callable[[Tensor, Tensor | None, Tensor, Dropout | None], Tensor]] = Operator(

@@ -18,7 +18,7 @@ from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, kinds_of_calls
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
 
@@ -157,8 +157,8 @@ def _examples() -> Iterator[Example]:
         }
 
     with_bias, without = lambda f, x, bias: f(x, bias, False), lambda f, x: f(x, None, False)
-    yield Example("bias_gelu", ((rows, width), (width,)), with_bias, moves=moves)
-    yield Example("gelu", ((rows, width),), without, moves=lambda dtype: moves(dtype, 0))
+    yield Example("bias_gelu", ((rows, width), (width,)), with_bias, traffic=Traffic(moves))
+    yield Example("gelu", ((rows, width),), without, traffic=Traffic(lambda dtype: moves(dtype, 0)))
 
 
 BIAS_GELU: Operator[Callable[[Tensor, Tensor | None, bool], Tensor]] = Operator(

@@ -15,7 +15,7 @@ from megazero.kernels import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
 # (source [n, h] or None for zeros, numbers [m], otherwise [m, h] or None for zeros, like) -> out [m, h]
@@ -144,7 +144,7 @@ def _examples() -> Iterator[Example]:
         return {"chosen_rows": forward + of_rest + of_source}
 
     shapes = ((count // 2, width), (count, width))
-    yield Example("chosen_rows", shapes, _call(numbers, rows), moves=moves)
+    yield Example("chosen_rows", shapes, _call(numbers, rows), traffic=Traffic(moves))
 
 
 CHOSEN_ROWS: Operator[Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = Operator(

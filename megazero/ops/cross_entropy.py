@@ -22,7 +22,7 @@ from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
 
@@ -39,12 +39,15 @@ class ReduceGroup(Protocol):
         """Reduce over the group's ranks in place, by "sum" or "max"."""
 
 
-@dataclass(frozen=True)
-class OneRank:
+class OneRank(ReduceGroup):
     """One rank with the whole vocabulary, for examples."""
 
-    rank: int = 0
-    size: int = 1
+    rank = 0
+
+    @property
+    def size(self) -> int:
+        """One."""
+        return 1
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> None:
         """Leave the tensor as it is."""
@@ -301,7 +304,7 @@ def _examples() -> Iterator[Example]:
 
     # What backward overwrites is a result, as a head's logits are, and no leaf.
     call = lambda f, x: f(x * 1, target, OneRank(), 0, width, True)  # noqa: E731
-    yield Example("cross_entropy", ((rows, width),), call, moves=moves)
+    yield Example("cross_entropy", ((rows, width),), call, traffic=Traffic(moves))
 
 
 CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, ReduceGroup, int, int, bool], Tensor]] = Operator(

@@ -153,12 +153,14 @@ class Operator(Generic[_Fn]):
         implementations: the implementations, in the order in which they are tried.
         calls: one call of each kind that the choice may distinguish, for `explain`.
         examples: makes examples of its calls, for tests and the kernels' report; the first is a plain one.
+        differentiable: whether autograd goes through it; otherwise another operator is its backward.
     """
 
     name: str
     implementations: tuple[Implementation[_Fn], ...]
     calls: tuple[CallFacts, ...] = kinds_of_calls()
     examples: Callable[[], Iterable[Example]] = tuple
+    differentiable: bool = True
 
     def __post_init__(self) -> None:
         last = self.implementations[-1]

@@ -14,7 +14,7 @@ from megazero.kernels import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import FLOATS, CallFacts, Implementation, Operator, where
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 
 # The number of gradients of one row that make a partial sum, before the row's whole sum.
 SEGMENT = 64
@@ -113,7 +113,7 @@ def _examples() -> Iterator[Example]:
             "embedding_backward": sums + (others + rows + 1) * 8,
         }
 
-    yield Example("embedding", ((rows, width),), _call(tokens, 0, rows), moves=moves)
+    yield Example("embedding", ((rows, width),), _call(tokens, 0, rows), traffic=Traffic(moves))
 
 
 EMBEDDING: Operator[Callable[[Tensor, Tensor, int, int], Tensor]] = Operator(

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Results = Tensor | tuple[Tensor, ...] | None
-# The bytes that each kernel must move, by the inputs' dtype: inputs, outputs and what is saved, each once.
-Moves = Callable[[torch.dtype], Mapping[str, int]]
+_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The memory traffic of an example that is as large as those by which kernels are judged.
+
+    Attributes:
+        must_move: the inputs' dtype -> the bytes that each kernel must move, forward and backward: inputs,
+            outputs and what is saved for backward, each once.
+        dtypes: the dtypes in which it is measured, by the names that they have in the report.
+        scattered: kernels whose accesses follow indices in the data -> why their sectors are not ideal.
+    """
+
+    must_move: Callable[[torch.dtype], Mapping[str, int]]
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=lambda: _DTYPES)
+    scattered: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -26,11 +42,8 @@ class Example:
         scale: the spread of the inputs, or of each.
         own: the operator's own facts of this call.
         slack: how much larger than usual the terms are that cancel, and so the rounding.
-        differentiable: whether autograd goes through the call; otherwise another operator is its backward.
-        moves: the bytes that each kernel must move in this call, forward and backward; None for an example
-            that is too small for the kernels' report.
-        scattered: kernels whose accesses follow indices in the data -> why their sectors are not ideal.
-        dtypes: the dtypes of the inputs in the report.
+        traffic: the traffic of a large example, which is for the kernels' report; None for one that is for
+            comparing implementations.
     """
 
     label: str
@@ -39,9 +52,4 @@ class Example:
     scale: float | tuple[float, ...] = 1.0
     own: Mapping[str, Any] = field(default_factory=dict)
     slack: float = 1.0
-    differentiable: bool = True
-    moves: Moves | None = None
-    scattered: Mapping[str, str] = field(default_factory=dict)
-    dtypes: Mapping[str, torch.dtype] = field(
-        default_factory=lambda: {"fp32": torch.float32, "bf16": torch.bfloat16}
-    )
+    traffic: Traffic | None = None

@@ -16,7 +16,7 @@ from megazero.kernels import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import cuda_built, cuda_kernels
 from megazero.ops.dispatch import CUDA, CallFacts, Implementation, Operator, kinds_of_calls, where
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 
 # A warp takes a token, and each of its lanes one choice.
 MOST_CHOSEN = 32
@@ -120,8 +120,7 @@ def _examples() -> Iterator[Example]:
             f"gate {gating.value}",
             ((n, experts),),
             _call(gating, n, experts, k),
-            moves=partial(_moved, moved),
-            dtypes={"": torch.float32},
+            traffic=Traffic(partial(_moved, moved), {"": torch.float32}),
         )
 
 

@@ -17,7 +17,7 @@ from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
 
@@ -234,7 +234,7 @@ def _examples() -> Iterator[Example]:
             "gathered_sum_clear": (m - taken) * row + m * 8,
         }
 
-    yield Example("gathered_sum", ((m, h), (n, k)), _call(n, k, m, n * k), moves=moves)
+    yield Example("gathered_sum", ((m, h), (n, k)), _call(n, k, m, n * k), traffic=Traffic(moves))
 
 
 GATHERED_SUM: Operator[Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor]] = Operator(

@@ -75,13 +75,13 @@ def _linear_examples() -> Iterator[Example]:
         plain = lambda f, x, w, sizes=sizes: f(x, w, sizes)  # noqa: E731
         turned = lambda f, x, w, sizes=sizes: f(x, w.mT.contiguous().mT, sizes)  # noqa: E731
         for call, kind in ((plain, ""), (turned, " transposed")):
-            yield Example(label + kind, shapes, call, own=own, differentiable=False)
+            yield Example(label + kind, shapes, call, own=own)
 
 
 def _outer_examples() -> Iterator[Example]:
     for sizes, n, k, own in _cases():
         shapes, call = ((sum(sizes), n), (sum(sizes), k)), lambda f, *a, sizes=sizes: f(*a, sizes)
-        yield Example(f"{sizes} {n=} {k=}", shapes, call, own=own, differentiable=False)
+        yield Example(f"{sizes} {n=} {k=}", shapes, call, own=own)
 
 
 # On CPU, torch's own grouped product is a loop too; other dtypes on CUDA take its slow path.
@@ -95,6 +95,7 @@ GROUPED_LINEAR: Operator[Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = Op
     ),
     _CALLS,
     _linear_examples,
+    differentiable=False,
 )
 GROUPED_OUTER: Operator[Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = Operator(
     "grouped_outer",
@@ -104,6 +105,7 @@ GROUPED_OUTER: Operator[Callable[[Tensor, Tensor, Sequence[int]], Tensor]] = Ope
     ),
     _CALLS,
     _outer_examples,
+    differentiable=False,
 )
 
 

@@ -12,7 +12,7 @@ from megazero.kernels import KernelLibrary
 from megazero.ops.counter_random import derive
 from megazero.ops.cuda import cuda_built, cuda_kernels
 from megazero.ops.dispatch import CUDA, DEVICES, CallFacts, Implementation, Operator, where
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 
 # Beyond it, a block would take longer than a sort by the whole device.
 LONGEST = 1 << 16
@@ -60,10 +60,11 @@ def _examples() -> Iterator[Example]:
         "kept_columns",
         (),
         lambda f: f(torch.arange(samples), length, kept),
-        differentiable=False,
-        moves=lambda dtype: {"kept_columns": samples * 8 + samples * kept * 8},
-        scattered={"kept_columns": "where a warp's tokens go depends on how many are kept before them"},
-        dtypes={"": _KEYS},
+        traffic=Traffic(
+            lambda dtype: {"kept_columns": samples * 8 + samples * kept * 8},
+            {"": _KEYS},
+            {"kept_columns": "where a warp's tokens go depends on how many are kept before them"},
+        ),
     )
 
 
@@ -75,6 +76,7 @@ KEPT_COLUMNS: Operator[Callable[[Tensor, int, int], Tensor]] = Operator(
     ),
     tuple(KeptFacts(device, _KEYS, short) for device in DEVICES for short in (False, True)),
     _examples,
+    differentiable=False,
 )
 
 

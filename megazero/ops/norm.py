@@ -17,7 +17,7 @@ from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels
 from megazero.ops.dispatch import Operator
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 
 # The sum, the norm and each row's statistics.
 Normalized = tuple[Tensor, Tensor, list[Tensor]]
@@ -169,7 +169,7 @@ def norm_examples(name: str, vectors: int, rows: int) -> Callable[[], Iterator[E
                     inputs,
                     call,
                     (*[scale] * (2 if added else 1), *[1.0] * vectors),
-                    moves=moves if large else None,
+                    traffic=Traffic(moves) if large else None,
                 )
 
     return examples

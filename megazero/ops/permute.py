@@ -15,7 +15,7 @@ from megazero.kernels import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.gathered_sum import PLACES, native_sum, places, selected_sum, sum_on_gpu
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
@@ -110,7 +110,7 @@ def _examples() -> Iterator[Example]:
             "gathered_sum_forward": (taken + n) * row + taken * 8,
         }
 
-    yield Example("permute", ((n, h),), _call(n, k, m, n * k), moves=moves)
+    yield Example("permute", ((n, h),), _call(n, k, m, n * k), traffic=Traffic(moves))
 
 
 PERMUTE: Operator[Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = Operator(

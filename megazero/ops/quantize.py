@@ -16,7 +16,7 @@ from megazero.kernels import DTYPE_CODES, KernelLibrary
 from megazero.ops.counter_random import MASK_64, hash_uniform, mix_64, signed_64
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CPU, TRAINING_FLOATS, CallFacts, Implementation, Operator, where
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, available, rows_of
 
 _LARGEST_FP32 = torch.finfo(torch.float32).max
@@ -242,9 +242,7 @@ def _examples(kernel: str, call: Callable[..., Tensor]) -> Iterator[Example]:
             f"quantize {kind}",
             ((rows, width),),
             partial(call, how),
-            differentiable=False,
-            moves=partial(_moves, kernel, how, rows, width),
-            dtypes={"": torch.bfloat16},
+            traffic=Traffic(partial(_moves, kernel, how, rows, width), {"": torch.bfloat16}),
         )
 
 
@@ -270,6 +268,7 @@ QUANTIZE: Operator[Callable[[Tensor, Quantization, int | None, int], Tensor]] = 
         Implementation("reference", quantize_reference),
     ),
     examples=partial(_examples, "quantize", _quantized),
+    differentiable=False,
 )
 
 DEQUANTIZE: Operator[Callable[[Tensor, int, Quantization, torch.dtype], Tensor]] = Operator(
@@ -280,6 +279,7 @@ DEQUANTIZE: Operator[Callable[[Tensor, int, Quantization, torch.dtype], Tensor]]
         Implementation("reference", dequantize_reference),
     ),
     examples=partial(_examples, "dequantize", _dequantized),
+    differentiable=False,
 )
 
 

@@ -66,7 +66,7 @@ def _chunked_backward(
 ) -> list[Tensor]:
     """With n = x * scale and g = grad * weight: dx = scale * (g - n * mean(g * n))."""
     (scale,) = statistics
-    rows, grad_rows = (each.reshape(scale.shape[0], x.shape[-1]) for each in (x, grad))
+    rows, grad_rows = (tensor.reshape(scale.shape[0], x.shape[-1]) for tensor in (x, grad))
     grad_x, grad_weight = torch.empty_like(rows), torch.zeros_like(weight)
     for chunk in row_chunks(rows, *rows.shape):
         normed = rows[chunk].to(scale.dtype) * scale[chunk]

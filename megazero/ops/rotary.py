@@ -16,7 +16,7 @@ from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import row_chunks
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, adjacent, heads_of, on_native_cpu, rows_of
 
 
@@ -162,7 +162,7 @@ def _examples() -> Iterator[Example]:
         """x and y, forward and backward, and the table."""
         return {"rotary": 2 * (2 * s * b * n * d * dtype.itemsize + 2 * s * d // 2 * 4)}
 
-    yield Example("rotary", (shape,), _call(torch.arange(s), d), moves=moves)
+    yield Example("rotary", (shape,), _call(torch.arange(s), d), traffic=Traffic(moves))
 
 
 ROTARY: Operator[Callable[[Tensor, Tensor, Tensor], Tensor]] = Operator(

@@ -15,7 +15,7 @@ from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 
 
 def may_attend(q: int, k: int, device: torch.device) -> Tensor:
@@ -243,12 +243,12 @@ def _large_examples(random: torch.Generator) -> Iterator[Example]:
         seen = heads * length * (length + 1) // 2 if causal else whole
         moves = _moves(seen, whole, 0 if causal else whole, 0)
         label = f"scaled_softmax {'causal' if causal else 'masked'}"
-        yield Example(label, (shape,), _call(0.125, causal, None if causal else mask), moves=moves)
+        yield Example(label, (shape,), _call(0.125, causal, None if causal else mask), traffic=Traffic(moves))
     for causal in (True, False):
         seen = heads * sum(n * (n + 1) // 2 if causal else n**2 for n in lengths)
         label = f"scaled_softmax documents{' causal' if causal else ''}"
         moves = _moves(seen, whole, 4 * length, 4 * length)
-        yield Example(label, (shape,), _call(0.125, causal, None, ids), moves=moves)
+        yield Example(label, (shape,), _call(0.125, causal, None, ids), traffic=Traffic(moves))
 
 
 def _moves(seen: int, whole: int, forward: int, backward: int) -> Callable[[torch.dtype], dict[str, int]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.kernels import KernelLibrary
 from megazero.ops.cuda import cuda_built, cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, DEVICES, CallFacts, Implementation, Operator, where
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, available
 
 # Beyond it, the counts of a block's warps do not fit in shared memory.
@@ -100,10 +100,11 @@ def _examples() -> Iterator[Example]:
         "sort_by_expert",
         (),
         lambda f: f(chosen, None, experts, None),
-        differentiable=False,
-        moves=lambda dtype: moved,
-        scattered={"expert_rows": "a warp's choices are of several experts, whose rows lie apart"},
-        dtypes={"": _CHOICES},
+        traffic=Traffic(
+            lambda dtype: moved,
+            {"": _CHOICES},
+            {"expert_rows": "a warp's choices are of several experts, whose rows lie apart"},
+        ),
     )
 
 
@@ -118,6 +119,7 @@ SORT_BY_EXPERT: Operator[
     ),
     tuple(SortFacts(device, _CHOICES, few) for device in DEVICES for few in (False, True)),
     _examples,
+    differentiable=False,
 )
 
 

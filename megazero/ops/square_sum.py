@@ -12,7 +12,7 @@ from torch import Tensor
 from megazero.kernels import KernelLibrary
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.segments import lengths_of
 
 # Elements per partial sum on CPU: few enough for an fp32 sum to be accurate to 1e-7, and for an fp64 copy to
@@ -92,7 +92,7 @@ def _examples() -> Iterator[Example]:
         }
 
     call = lambda f, x: f([x], torch.empty(1))  # noqa: E731
-    yield Example("square_sum", ((chunks * _CHUNK,),), call, differentiable=False, moves=moves)
+    yield Example("square_sum", ((chunks * _CHUNK,),), call, traffic=Traffic(moves))
 
 
 SQUARE_SUM: Operator[Callable[[Sequence[Tensor]], Tensor]] = Operator(
@@ -104,6 +104,7 @@ SQUARE_SUM: Operator[Callable[[Sequence[Tensor]], Tensor]] = Operator(
         Implementation("reference", square_sum_reference),
     ),
     examples=_examples,
+    differentiable=False,
 )
 
 

@@ -11,7 +11,7 @@ from megazero.kernels import KernelLibrary
 from megazero.ops.autograd import Activation, ActivationKernel, apply
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 
 
 def squared_relu_reference(x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def _examples() -> Iterator[Example]:
         size = 96 * 1024 * dtype.itemsize
         return {"squared_relu_forward": 2 * size, "squared_relu_backward": 3 * size}
 
-    yield Example("squared_relu", ((96 * 1024,),), lambda f, x: f(x), moves=moves)
+    yield Example("squared_relu", ((96 * 1024,),), lambda f, x: f(x), traffic=Traffic(moves))
 
 
 SQUARED_RELU: Operator[Callable[[Tensor], Tensor]] = Operator(

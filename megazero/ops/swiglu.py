@@ -13,7 +13,7 @@ from megazero.ops.autograd import Activation, ActivationKernel, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
 
@@ -105,7 +105,7 @@ def _examples() -> Iterator[Example]:
         rows = 96 * 1024 * dtype.itemsize
         return {"swiglu_forward": 3 * rows, "swiglu_backward": 5 * rows}
 
-    yield Example("swiglu", ((96, 2, 1024),), lambda f, x: f(x), moves=moves)
+    yield Example("swiglu", ((96, 2, 1024),), lambda f, x: f(x), traffic=Traffic(moves))
 
 
 SWIGLU: Operator[Callable[[Tensor], Tensor]] = Operator(

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.kernels import KernelLibrary
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, kinds_of_calls
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 
 # A warp keeps a row in registers, and each of its lanes one choice.
 WIDEST, MOST_CHOSEN = 1024, 32
@@ -49,12 +49,12 @@ def _examples() -> Iterator[Example]:
             # A bf16 number holds no column above 256 exactly.
             call = lambda f, x, k=k: f(x, k).to(x.dtype)  # noqa: E731
             label, own = f"{k} of {(n, experts)} x {scale}", {"small": k <= MOST_CHOSEN}
-            yield Example(label, ((n, experts),), call, scale, own, differentiable=False)
+            yield Example(label, ((n, experts),), call, scale, own)
 
     def moves(dtype: torch.dtype) -> dict[str, int]:
         return {"top_k": 256 * 128 * dtype.itemsize + 256 * 8 * 8}
 
-    yield Example("top_k", ((256, 128),), lambda f, x: f(x, 8), moves=moves, differentiable=False)
+    yield Example("top_k", ((256, 128),), lambda f, x: f(x, 8), traffic=Traffic(moves))
 
 
 TOP_K: Operator[Callable[[Tensor, int], Tensor]] = Operator(
@@ -65,6 +65,7 @@ TOP_K: Operator[Callable[[Tensor, int], Tensor]] = Operator(
     ),
     kinds_of_calls(TopKFacts, small=(False, True)),
     _examples,
+    differentiable=False,
 )
 
 

@@ -46,7 +46,7 @@ class Case:
     def gradcheck(self) -> bool:
         """Whether finite differences are worth their time and precise enough."""
         few = 0 < sum(each.numel() for each in self.inputs) <= 160
-        return few and self.example.scale == 1.0 == self.example.slack and self.example.differentiable
+        return few and self.example.scale == 1.0 == self.example.slack and self.operator.differentiable
 
     def call(self, fn: Callable[..., Any], *inputs: Tensor) -> Tensor:
         """All results in one tensor."""
@@ -103,4 +103,4 @@ def _attention(label, shapes, scales, mask, causal, p) -> Example:
 def all_cases() -> list[Case]:
     examples = [(operator, example) for operator in operators() for example in operator.examples()]
     examples += [(ATTENTION, example) for example in attention_examples()]
-    return [Case(*pair) for pair in examples if pair[1].moves is None]
+    return [Case(*pair) for pair in examples if pair[1].traffic is None]

@@ -30,7 +30,7 @@ def _members(case: Case) -> list[tuple[Implementation, torch.dtype]]:
 
 def _forward_backward(case: Case, fn, dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     leaves = [each.to(dtype, copy=True).requires_grad_() for each in inputs]
-    if not case.example.differentiable:
+    if not case.operator.differentiable:
         return [case.call(fn, *(each.detach() for each in leaves))]
     out = case.call(fn, *leaves)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -91,7 +91,7 @@ def test_results_keep_the_input_dtype(case: Case) -> None:
             result, *grads = _forward_backward(case, implementation.fn, dtype, case.inputs)
             expected = torch.float32 if case.operator.name in LOSSES else dtype
             assert result.dtype == expected, implementation.name
-            assert {each.dtype for each in grads} == ({dtype} if case.example.differentiable else set()), (
+            assert {each.dtype for each in grads} == ({dtype} if case.operator.differentiable else set()), (
                 implementation.name
             )
 
@@ -102,10 +102,10 @@ def test_every_operator_traces_on_the_meta_device(name: str, dtype: torch.dtype)
     """Law 7: shapes and dtypes of forward and backward without any numbers."""
     case = FIRST[name]
     given = [each.to(dtype) for each in case.inputs]
-    leaves = [each.to("meta").requires_grad_(case.example.differentiable) for each in given]
+    leaves = [each.to("meta").requires_grad_(case.operator.differentiable) for each in given]
     out = case.call(TABLES[name].choose(case.facts(dtype, "meta")).fn, *leaves)
     truth = case.call(TABLES[name].choose(case.facts(dtype)).fn, *given)
     assert (out.shape, out.dtype, out.device.type) == (truth.shape, truth.dtype, "meta")
-    if case.example.differentiable:
+    if case.operator.differentiable:
         for leaf, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
             assert (grad.shape, grad.dtype, grad.device.type) == (leaf.shape, dtype, "meta")

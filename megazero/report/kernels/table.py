@@ -101,10 +101,12 @@ def kernel_rows(examples: Iterable[tuple[Operator[Any], Example]], compiled_by_n
     compiled = read_compiled(_cuda_log()) if compiled_by_nvcc else {}
     rows = []
     for operator, example in examples:
-        for name, dtype in example.dtypes.items():
+        traffic = example.traffic
+        assert traffic is not None, "an example without it does not say what its kernels must move"
+        for name, dtype in traffic.dtypes.items():
             library.reset()
             run_by_kernels(operator, example, dtype, library)
-            must_move = example.moves(dtype) if example.moves is not None else {}
+            must_move = traffic.must_move(dtype)
             for kernel, counts in library.report().kernels.items():
                 rows.append(
                     KernelRow(
@@ -112,7 +114,7 @@ def kernel_rows(examples: Iterable[tuple[Operator[Any], Example]], compiled_by_n
                         f"{example.label} {name}".rstrip(),
                         counts,
                         must_move.get(kernel),
-                        example.scattered.get(kernel, ""),
+                        traffic.scattered.get(kernel, ""),
                         {a: compiled[kernel, a] for a in ARCHITECTURES if (kernel, a) in compiled},
                     )
                 )
@@ -125,7 +127,7 @@ def measured_operators() -> list[tuple[Operator[Any], Example]]:
         (operator, example)
         for operator in operators()
         for example in (*operator.examples(), *update_examples(operator.name))
-        if example.moves is not None
+        if example.traffic is not None
     ]
 
 
@@ -134,9 +136,11 @@ def run_by_kernels(
 ) -> None:
     """Make the example's call by the operator's CUDA kernels from a library, forward and backward."""
     row = next(row for row in operator.implementations if row.name == "cuda")
-    inputs = [torch.randn(shape).to(dtype).requires_grad_(example.differentiable) for shape in example.shapes]
+    inputs = [
+        torch.randn(shape).to(dtype).requires_grad_(operator.differentiable) for shape in example.shapes
+    ]
     results = example.call(partial(row.of_lists or row.fn, kernels=library), *inputs)
-    if example.differentiable:
+    if operator.differentiable and example.shapes:
         outs = (results,) if isinstance(results, Tensor) else results or ()
         torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
 

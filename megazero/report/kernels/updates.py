@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megazero.ops.example import Example
+from megazero.ops.example import Example, Traffic
 
 COUNT = 3 << 14
 _MASTERS, _MOMENT, _GRADIENT, _WEIGHTS = 8 * COUNT, 8 * COUNT, 2 * COUNT, 2 * COUNT
@@ -93,5 +93,4 @@ def update_examples(operator: str) -> Iterator[Example]:
     if operator in _STEPS:
         call, moved = _STEPS[operator]
         label = operator.partition("_")[0]  # LAMB's two are one step
-        dtypes = {"bf16": torch.bfloat16}
-        yield Example(label, (), call, differentiable=False, moves=lambda dtype: moved, dtypes=dtypes)
+        yield Example(label, (), call, traffic=Traffic(lambda dtype: moved, {"bf16": torch.bfloat16}))
