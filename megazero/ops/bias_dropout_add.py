@@ -107,10 +107,15 @@ class _BiasDropoutAdd(torch.autograd.Function):
         return grad_x, None if grad_bias is None else grad_bias.to(ctx.shape.bias), grad, None, None, None
 
 
+def _row_keys(dropout: Dropout) -> Tensor:
+    """int64 [s b, 1]."""
+    return hidden_row_keys(dropout).view(-1, 1)
+
+
 def _keep_hash(keys: _Keys, width: int) -> tuple[KeepRows, Tensor]:
     assert keys.rows is not None
     columns = torch.arange(width, device=keys.rows.device)
-    return KeepRows.of(keys.rows.view(-1, 1)), keep_columns(columns)
+    return KeepRows.of(keys.rows), keep_columns(columns)
 
 
 def _native_forward(x: Tensor, bias: Tensor | None, residual: Tensor, keys: _Keys) -> Tensor:
@@ -205,7 +210,7 @@ def bias_dropout_add_native_cpu(
 ) -> Tensor:
     """residual + dropout(x + bias) for x and residual [s, b, h] of one dtype, fp32 or bf16, on CPU."""
     assert dropout is not None
-    return apply(_BiasDropoutAdd, x, bias, residual, hidden_row_keys(dropout), dropout.p, _NATIVE)
+    return apply(_BiasDropoutAdd, x, bias, residual, _row_keys(dropout), dropout.p, _NATIVE)
 
 
 def bias_dropout_add_chunked(
@@ -213,7 +218,7 @@ def bias_dropout_add_chunked(
 ) -> Tensor:
     """residual + dropout(x + bias), in row chunks that stay in cache; shapes [s, b, h]."""
     assert dropout is not None
-    return apply(_BiasDropoutAdd, x, bias, residual, hidden_row_keys(dropout), dropout.p, _CHUNKED)
+    return apply(_BiasDropoutAdd, x, bias, residual, _row_keys(dropout), dropout.p, _CHUNKED)
 
 
 def bias_dropout_add_cuda(
@@ -224,7 +229,7 @@ def bias_dropout_add_cuda(
     kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """residual + dropout(x + bias) for fp32, fp16 or bf16 x [s, b, h] on a GPU, in the residual's dtype."""
-    keys, p = (None, 0.0) if dropout is None else (hidden_row_keys(dropout), dropout.p)
+    keys, p = (None, 0.0) if dropout is None else (_row_keys(dropout), dropout.p)
     return apply(_BiasDropoutAdd, x, bias, residual, keys, p, _on_gpu(kernels or cuda_kernels()))
 
 

@@ -65,7 +65,7 @@ class Norm(torch.autograd.Function):
         grad = torch.zeros_like(total) if grad is None else grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
         grad_x, *grads = ctx.kernel.backward(total, weight, statistics, grad, grad_total)
-        own = (summed.to(dtype) for summed, dtype in zip(grads, ctx.dtypes, strict=True))
+        own = [summed.to(dtype) for summed, dtype in zip(grads, ctx.dtypes, strict=True)]
         return None, None, grad_x, grad_x if ctx.added else None, *own
 
 
