@@ -43,13 +43,16 @@ class Trial:
     Attributes:
         call: calls an implementation with the inputs.
         inputs: its float inputs.
-        bounds: the inputs and the gradients of the results, in fp64 -> a bound for each result and gradient.
+        bounds: the dtype, the inputs and the gradients of the results, in fp64 -> a bound for each result and
+            gradient.
+        exactly: the inputs -> those of the reference, in fp64.
     """
 
     operator: Operator[Any]
     call: Callable[..., Any]
     inputs: Sequence[Tensor]
     bounds: Callable[[torch.dtype, Sequence[Tensor], Sequence[Tensor]], Sequence[Bound]]
+    exactly: Callable[[Sequence[Tensor]], list[Tensor]] = lambda inputs: [each.double() for each in inputs]
 
     @property
     def kernel(self) -> Callable[..., Any]:
@@ -64,7 +67,10 @@ def both_ways(fn: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[
     results = (results,) if isinstance(results, Tensor) else results
     arriving = [(out, grad) for out, grad in zip(results, grads, strict=True) if grad is not None]
     outs, given = zip(*arriving, strict=True)
-    return [*(out.detach() for out in results), *torch.autograd.grad(outs, leaves, given)]
+    return [
+        *(out.detach() for out in results),
+        *torch.autograd.grad(outs, leaves, given, materialize_grads=True),
+    ]
 
 
 def by_kernels(trial: Trial, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -86,7 +92,7 @@ def check(trial: Trial, grads: Sequence[Tensor | None] | None = None) -> list[Te
     """The kernels' results and gradients, which are as close to those of fp64 as the trial's bounds."""
     grads = gradients_for(trial) if grads is None else grads
     found = by_kernels(trial, grads)
-    wide = [each.double() for each in trial.inputs]
+    wide = trial.exactly(trial.inputs)
     wide_grads = [None if each is None else each.double() for each in grads]
     exact = both_ways(partial(trial.call, trial.operator.reference), wide, wide_grads)
     results = exact[: len(grads)]
@@ -177,15 +183,21 @@ def _norm(operator, parameters, bounds):
         inputs = [(x + offset).to(dtype), *(each.to(dtype) for each in rest[:added]), *rest[added:]]
 
         def both(dtype, inputs, grads):
-            total = inputs[0] + inputs[1] if added else inputs[0]
-            total = total.to(dtype).double()  # it is rounded before it is normalized
+            total = inputs[0]
             of_total = grads[1] if added else torch.zeros_like(total)
             y, *others = bounds(dtype, total, inputs[1 + added :], grads[0], of_total)
             return [y, Bound(1), others[0], *others] if added else [y, *others]
 
-        return Trial(operator, _call_norm, inputs, both)
+        trial = Trial(operator, _call_norm, inputs, both)
+        return replace(trial, exactly=_after_the_sum) if added else trial
 
     return make
+
+
+def _after_the_sum(inputs):
+    """The sum, which is rounded before it is normalized, and a residual of zeros."""
+    total = (inputs[0] + inputs[1]).double()
+    return [total, torch.zeros_like(total), *(each.double() for each in inputs[2:])]
 
 
 def _layer_bounds(dtype, total, parameters, grad, grad_total):

@@ -34,6 +34,8 @@ def test_any_strides_and_addresses(name, dtype):
 @OPERATORS
 @pytest.mark.parametrize(("rows", "width"), [(0, 8), (3, 0)])
 def test_nothing_gives_nothing(name, rows, width):
+    if (name, width) == ("cross_entropy", 0):
+        pytest.skip("a softmax of no columns is not defined")
     trial = TRIALS[name][0](rows, width, torch.float32)
-    if not any(each.numel() for each in trial.inputs[:1]):
+    if not trial.inputs[0].numel():
         check_nothing(trial)
