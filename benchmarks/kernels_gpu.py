@@ -22,39 +22,30 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 from torch import Tensor
 
 from megazero.kernels import KernelLibrary, WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
 from megazero.mpu import SoloGroup
-from megazero.ops.bias_dropout_add.cuda import bias_dropout_add_cuda
-from megazero.ops.bias_dropout_add.reference import bias_dropout_add_reference
-from megazero.ops.bias_gelu.cuda import bias_gelu_cuda
-from megazero.ops.bias_gelu.reference import bias_gelu_reference
-from megazero.ops.cross_entropy.cuda import vocab_parallel_cross_entropy_cuda
-from megazero.ops.cuda import CUDA_KERNELS, cuda_built
+from megazero.ops.bias_dropout_add import bias_dropout_add_cuda, bias_dropout_add_reference
+from megazero.ops.bias_gelu import bias_gelu_cuda, bias_gelu_reference
+from megazero.ops.cross_entropy import vocab_parallel_cross_entropy_cuda
+from megazero.ops.cuda import cuda_built, cuda_kernels
 from megazero.ops.dropout import Dropout
-from megazero.ops.embedding.cuda import embedding_cuda
-from megazero.ops.layer_norm.cuda import layer_norm_cuda
-from megazero.ops.layer_norm.reference import layer_norm_reference
-from megazero.ops.quantize import Quantization
-from megazero.ops.quantize.cuda import quantize_cuda
-from megazero.ops.quantize.reference import quantize_reference
-from megazero.ops.rms_norm.cuda import rms_norm_cuda
-from megazero.ops.rms_norm.reference import rms_norm_reference
-from megazero.ops.rotary import rotary_table
-from megazero.ops.rotary.cuda import apply_rotary_cuda
-from megazero.ops.rotary.reference import apply_rotary_reference
-from megazero.ops.scaled_softmax.cuda import scaled_softmax_cuda
-from megazero.ops.scaled_softmax.reference import scaled_softmax_reference
-from megazero.ops.square_sum.cuda import square_sum_cuda
-from megazero.ops.swiglu.cuda import swiglu_cuda
-from megazero.ops.swiglu.reference import swiglu_reference
+from megazero.ops.embedding import embedding_cuda
+from megazero.ops.layer_norm import layer_norm_cuda, layer_norm_reference
+from megazero.ops.quantize import Quantization, quantize_cuda, quantize_reference
+from megazero.ops.rms_norm import rms_norm_cuda, rms_norm_reference
+from megazero.ops.rotary import apply_rotary_cuda, apply_rotary_reference, rotary_table
+from megazero.ops.scaled_softmax import scaled_softmax_cuda, scaled_softmax_reference
+from megazero.ops.square_sum import square_sum_cuda
+from megazero.ops.swiglu import swiglu_cuda, swiglu_reference
 from megazero.ops.update import StepFacts, UpdateCall, update_cuda
 from megazero.optim import Adam
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TARGET = 0.85  # of the copy's rate
@@ -342,7 +333,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 1
-    kernels = WatchedLibrary(build(on_cpu_recipe())) if tiny else CUDA_KERNELS
+    kernels = WatchedLibrary(build(on_cpu_recipe())) if tiny else cuda_kernels()
     sizes = Sizes(8, 64, 40) if tiny else Sizes(16384, 4096, 131072)
     failed = False
     for name in flags.dtypes:

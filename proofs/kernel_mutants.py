@@ -27,9 +27,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CASE = """
 import sys
-from megazero.commands.kernels.cases.{op} import CASES
-from megazero.commands.kernels.table import kernel_rows
-problems = [problem for row in kernel_rows(CASES, False) for problem in row.problems()]
+from megazero.commands.kernels.table import kernel_rows, measured_operators
+names = ("{op}", "add_{op}", "de{op}")
+examples = [pair for pair in measured_operators() if pair[0].name in names]
+problems = [problem for row in kernel_rows(examples, False) for problem in row.problems()]
 print("\\n".join(problems))
 sys.exit(bool(problems))
 """
@@ -255,7 +256,7 @@ def found_by(fault: KernelFault) -> str | None:
         }
         proofs = {
             "counts": [sys.executable, "-c", CASE.format(op=fault.op)],
-            "sweep": [sys.executable, "-m", "pytest", "-x", "-q", "-n0", f"tests/kernels/test_{fault.op}.py"],
+            "sweep": [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "tests/kernels", "-k", fault.op],
         }
         for name, command in proofs.items():
             ended = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)

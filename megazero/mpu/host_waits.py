@@ -28,7 +28,7 @@ _READER = _PACKAGE / "mpu/host.py"
 # What a step may wait for: what `read_values` reads for the step, and, on a CPU, groups that move data there.
 _ALLOWED = ("mpu/",)
 # Looks again in fp64 where fp32 overflows; takes another way on a GPU.
-_CPU_ONLY = "ops/square_sum/front.py:_in_blocks"
+_CPU_ONLY = "ops/square_sum.py:_in_blocks"
 _COPY = "copies host data"
 # Operators whose result, or its shape, is a number on the host.
 _READS = MappingProxyType(

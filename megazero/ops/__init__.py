@@ -1,10 +1,9 @@
 """Operators: the fused pieces of a transformer, each with a plain reference that defines it.
 
-There is one folder per operator: `reference.py` reads like the formula, and autograd through it gives the
-true gradients; `front.py` holds the function to call and the table of implementations it chooses from (see
-`dispatch.py`), and the implementations themselves unless they fill files of their own.
-tests/ops/test_sweep.py compares every row of every table with its reference, forward and backward, on ragged
-sizes and extreme values.
+There is one file per operator. Its reference reads like the formula, and autograd through it gives the true
+gradients; its table holds the implementations that the public function chooses from (see `dispatch.py`); its
+examples say on which calls they are compared. tests/ops/test_sweep.py compares every row of every table with
+its reference, forward and backward, on ragged sizes and extreme values.
 
 Activations are [s, b, h], sequence first. Randomness is counter-based (`counter_random`, `dropout`): a
 function of keys and absolute positions, so that every layout sees the same numbers.

@@ -1,10 +1,14 @@
-"""The types of torch's autograd Functions, which torch leaves out."""
+"""Types of torch's autograd Functions, which torch leaves out, and the Function of plain activations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _P = ParamSpec("_P")
 _Result = TypeVar("_Result")
@@ -30,3 +34,34 @@ def apply(function: Differentiable[_P, _Result], *args: _P.args, **kwargs: _P.kw
     """Run `function.apply` with the arguments and the result that its `forward` declares."""
     result: _Result = function.apply(*args, **kwargs)
     return result
+
+
+@dataclass(frozen=True)
+class ActivationKernel:
+    """The two passes of an activation of one contiguous tensor.
+
+    Attributes:
+        forward: x -> the result, and the tensor that backward needs.
+        backward: that tensor and the contiguous gradient of the result -> the gradient of x.
+    """
+
+    forward: Callable[[Tensor], tuple[Tensor, Tensor]]
+    backward: Callable[[Tensor, Tensor], Tensor]
+
+
+class Activation(torch.autograd.Function):
+    """An activation by a kernel, which saves one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernel: ActivationKernel) -> Tensor:
+        """The result."""
+        y, kept = kernel.forward(x.contiguous())
+        ctx.save_for_backward(kept)
+        ctx.kernel = kernel
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        """The gradient of x."""
+        return ctx.kernel.backward(*ctx.saved_tensors, grad.contiguous()), None

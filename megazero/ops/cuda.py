@@ -1,7 +1,8 @@
-"""The kernels for GPUs; without them, torch's operators run instead.
+"""The kernels for GPUs, looked for at the first call for a GPU; without them, torch's operators run instead.
 
 A process that has a device loads a library that exists already, from the wheel or an earlier build. If there
-is none and nvcc is installed, it builds one for its device. Otherwise it warns once.
+is none and nvcc is installed, it builds one for its device. Otherwise it warns once. Importing this module
+does none of that, and asks no driver.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from megazero.kernels import DTYPE_CODES, Argument, KernelLibrary
+from megazero.kernels import DTYPE_CODES, KernelLibrary
 from megazero.kernels.build import (
     ARCHITECTURES,
     BuildError,
@@ -64,33 +66,37 @@ def cuda_library(capability: tuple[int, int]) -> KernelLibrary:
     return library
 
 
-class _NoKernels(KernelLibrary):
-    """The stand-in for a library that does not exist; no operator chooses its kernels."""
+class _Backend:
+    """The library of this process: a fact about its machine, which is found once and does not change."""
 
-    def __init__(self) -> None:
-        """Load nothing."""
-
-    def launch(self, name: str, *arguments: Argument) -> None:
-        """Raise RuntimeError."""
-        raise RuntimeError(
-            f"the kernel `{name}` must be built to be launched, but is not; see `megazero env`."
-        )
+    @cached_property
+    def library(self) -> KernelLibrary | None:
+        """The library, looked for when this is first read; None if it cannot be had."""
+        return load_cuda_kernels()
 
 
-CUDA_KERNELS: KernelLibrary = load_cuda_kernels() or _NoKernels()
+_BACKEND = _Backend()
 CUDA_DTYPES = frozenset(DTYPE_CODES)
 
 
+def cuda_kernels() -> KernelLibrary:
+    """The library of this process. Raises RuntimeError if it has none."""
+    library = _BACKEND.library
+    if library is None:
+        raise RuntimeError("the CUDA kernels must be built to be launched, but are not; see `megazero env`.")
+    return library
+
+
 def cuda_built() -> bool:
-    """Whether the kernels are loaded."""
-    return not isinstance(CUDA_KERNELS, _NoKernels)
+    """Whether this process has the kernels, which it looks for when it is first asked."""
+    return _BACKEND.library is not None
 
 
 def kernel_build() -> str:
     """The hash of the sources and the commands that made the kernels, whatever devices they are for; or that
     there are none.
     """
-    return CUDA_KERNELS.path.stem.split("-")[1] if cuda_built() else "missing"
+    return cuda_kernels().path.stem.split("-")[1] if cuda_built() else "missing"
 
 
 def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Callable[[CallFacts], bool]:

@@ -17,6 +17,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from megazero.ops.example import Example
+
 DEVICES = ("cpu", "cuda")
 CPU, CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
@@ -147,11 +149,15 @@ class Operator(Generic[_Fn]):
         name: the operator's name.
         implementations: the implementations, in the order in which they are tried.
         calls: one call of each kind that the choice may distinguish, for `explain`.
+        examples: makes examples of its calls, for tests and the kernels' report; the first is a plain one.
+        differentiable: whether autograd goes through it; otherwise another operator is its backward.
     """
 
     name: str
     implementations: tuple[Implementation[_Fn], ...]
     calls: tuple[CallFacts, ...] = kinds_of_calls()
+    examples: Callable[[], Iterable[Example]] = tuple
+    differentiable: bool = True
 
     def __post_init__(self) -> None:
         last = self.implementations[-1]

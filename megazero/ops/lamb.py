@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from megazero.kernels import KernelLibrary
 from megazero.ops.chunks import scaled, side_by_side
-from megazero.ops.cuda import CUDA_KERNELS, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
+from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, available, update_pass
 from megazero.ops.segments import NO_SIGNALS, NO_WEIGHTS, DeviceSignals, lengths_of, readable
 
@@ -103,7 +105,7 @@ def norms_cuda(
     terms: LambTerms,
     *,
     signals: DeviceSignals = NO_SIGNALS,
-    kernels: KernelLibrary = CUDA_KERNELS,
+    kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """All pieces in one launch; with an overflow among `signals`, moments stay and all norms are 0.
 
@@ -115,7 +117,7 @@ def norms_cuda(
     lengths = lengths_of(params, grads, ms, vs)
     partials = params[0].new_empty(2 * sum(n // _CHUNK + 2 for n in lengths), dtype=torch.float64)
     sums = params[0].new_empty(len(lengths), 2, dtype=torch.float64)
-    kernels.launch(
+    (kernels or cuda_kernels()).launch(
         "lamb_norms",
         grads[0].dtype,
         len(lengths),
@@ -140,13 +142,13 @@ def move_cuda(
     terms: LambTerms,
     *,
     signals: DeviceSignals = NO_SIGNALS,
-    kernels: KernelLibrary = CUDA_KERNELS,
+    kernels: KernelLibrary | None = None,
 ) -> None:
     """All pieces in one launch; with an overflow among `signals`, nothing changes."""
     dtypes = {out.dtype for out in weights if out is not None}
     assert len(dtypes) <= 1, "weights have one dtype"
     lengths = lengths_of(params, weights, ms, vs)
-    kernels.launch(
+    (kernels or cuda_kernels()).launch(
         "lamb_move",
         dtypes.pop() if dtypes else NO_WEIGHTS,
         len(lengths),
@@ -207,6 +209,40 @@ def move_reference(
             out.copy_(p)
 
 
+_SIZES = (*(768, 1003, 250, 2049) * 10, 3 * _CHUNK)
+"""The pieces of an example: biases and norms, matrices, and one of several chunks."""
+_ELEMENTS = sum(_SIZES)
+_TERMS, _BF16 = LambTerms(1.0, 1e-6, 0.1), MappingProxyType({"bf16": torch.bfloat16})
+
+
+def _cut(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Pieces one behind the other, as in a bucket: most begin within a pack and end within another."""
+    return list(torch.rand(_ELEMENTS).to(dtype).split(_SIZES))
+
+
+def _norms_examples() -> Iterator[Example]:
+    # A piece that begins within a pack of 4 starts its first chunk there.
+    begins = [sum(_SIZES[:number]) for number in range(len(_SIZES))]
+    chunks = sum(-(-(size + begin % 4) // _CHUNK) for size, begin in zip(_SIZES, begins, strict=True))
+    # The sums of chunks count only where they are all that a kernel reads.
+    moved = {"lamb_moments": (4 + 2 + 2 * 8) * _ELEMENTS, "lamb_sums": 16 * (chunks + len(_SIZES))}
+
+    def call(f: Callable[..., Iterable[Tensor]]) -> None:
+        f(_cut(), _cut(torch.bfloat16), _cut(), _cut(), LambMoments(0.9, 0.95), _TERMS)
+
+    yield Example("lamb", (), call, traffic=Traffic(lambda dtype: moved, _BF16))
+
+
+def _move_examples() -> Iterator[Example]:
+    moved = {"lamb_move": (8 + 2 * 4 + 2) * _ELEMENTS + 4 * len(_SIZES)}
+
+    def call(f: Callable[..., None]) -> None:
+        rates = torch.full((len(_SIZES),), 1e-3).unbind()
+        f(_cut(), _cut(), _cut(), rates, _cut(torch.bfloat16), _TERMS)
+
+    yield Example("lamb", (), call, traffic=Traffic(lambda dtype: moved, _BF16))
+
+
 LAMB_NORMS: Operator[Callable[..., Iterable[Tensor]]] = Operator(
     "lamb_norms",
     (
@@ -215,6 +251,8 @@ LAMB_NORMS: Operator[Callable[..., Iterable[Tensor]]] = Operator(
         Implementation("blocks", norms_blocks, where(CUDA, _FP32)),
         Implementation("reference", norms_reference),
     ),
+    examples=_norms_examples,
+    differentiable=False,
 )
 
 LAMB_MOVE: Operator[Callable[..., None]] = Operator(
@@ -225,6 +263,8 @@ LAMB_MOVE: Operator[Callable[..., None]] = Operator(
         Implementation("blocks", move_blocks, where(CUDA, _FP32)),
         Implementation("reference", move_reference),
     ),
+    examples=_move_examples,
+    differentiable=False,
 )
 
 

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels; if they are not built, torch's run instead, after one warning.
+"""The compiled CPU kernels, looked for at the first call on a CPU; without them torch's run instead.
 
 A kernel takes addresses. This module makes its arguments: a tensor's address, and descriptions of its rows.
 """
@@ -7,35 +7,56 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import MappingProxyType, ModuleType
-from typing import Any
+from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-import torch  # before the kernels, which use the OpenMP runtime that torch loads
+import torch
 from torch import Tensor
 
 from megazero.ops.counter_random import KeepRows, keep_threshold
 from megazero.ops.dispatch import CPU, CallFacts, where
 
-try:
+
+class _Backend:
+    """The compiled module of this process: it is imported once, and its functions are attributes of this."""
+
+    @cached_property
+    def built(self) -> bool:
+        """Whether there is one, found out when this is first read."""
+        try:
+            # Here, because it uses the OpenMP runtime that torch has loaded.
+            from megazero.ops import _native
+        except ImportError as error:
+            warnings.warn(
+                f"megazero.ops works without its compiled kernels ({error}): activations, norms and the loss "
+                "are slower on CPU. Install a C++17 compiler and run `pip install -e .` to build them.",
+                stacklevel=2,
+            )
+            return False
+        vars(self).update({name: value for name, value in vars(_native).items() if name[0] != "_"})
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        if name[0] != "_" and self.built and name in vars(self):
+            return vars(self)[name]
+        raise AttributeError(f"the compiled kernels have no `{name}`")
+
+
+_BACKEND = _Backend()
+if TYPE_CHECKING:
     from megazero.ops import _native
 
-    _BUILT = True
-except ImportError as error:
-    _native, _BUILT = ModuleType("megazero.ops._native"), False  # empty: no operator chooses its kernels
-    warnings.warn(
-        f"megazero.ops works without its compiled kernels ({error}): activations, norms and the loss are "
-        "slower on CPU. Install a C++17 compiler and run `pip install -e .` to build them.",
-        stacklevel=2,
-    )
-
-NATIVE = _native
+    NATIVE = _native
+else:
+    NATIVE = _BACKEND
 NATIVE_DTYPES = frozenset({torch.float32, torch.bfloat16})
 _KINDS = MappingProxyType({torch.float32: 1, torch.bfloat16: 2, torch.float16: 3})  # `ElementKind` of csrc
 
 
 def available() -> bool:
-    """Whether the kernels are built."""
-    return _BUILT
+    """Whether the kernels are built, which this process finds out when it is first asked."""
+    return _BACKEND.built
 
 
 def on_native_cpu(**own: Any) -> Callable[[CallFacts], bool]:
@@ -43,7 +64,7 @@ def on_native_cpu(**own: Any) -> Callable[[CallFacts], bool]:
     return where(CPU, NATIVE_DTYPES, available, **own)
 
 
-def rows_of(x: Tensor, width: int, count: int | None = None) -> _native.Rows:
+def rows_of(x: Tensor, width: int, count: int | None = None) -> NATIVE.Rows:
     """Contiguous fp32 or bf16 `x` as rows of `width` elements, to be divided among torch's threads.
 
     There are as many rows as fill x, unless `count` gives another number.
@@ -55,7 +76,7 @@ def rows_of(x: Tensor, width: int, count: int | None = None) -> _native.Rows:
 
 def update_pass(
     param: Tensor, grad: Tensor | None, scale: float, weights: Tensor | None
-) -> _native.UpdatePass:
+) -> NATIVE.UpdatePass:
     """The tensors that a pass of an optimizer over contiguous fp32 `param` uses besides masters and moments.
 
     Args:
@@ -76,7 +97,7 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def kept_by(rows: KeepRows, columns: Tensor, p: float) -> _native.Keep:
+def kept_by(rows: KeepRows, columns: Tensor, p: float) -> NATIVE.Keep:
     """The kernels' description of dropout; its arguments, contiguous shares of the hash, must outlive it."""
     low, odd_high = address(rows.low), address(rows.odd_high)
     return NATIVE.Keep(low, odd_high, address(columns), keep_threshold(p), 1 / (1 - p))
@@ -87,6 +108,6 @@ def adjacent(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def heads_of(x: Tensor) -> _native.HeadTensor:
+def heads_of(x: Tensor) -> NATIVE.HeadTensor:
     """The kernels' description of `adjacent` x [rows, samples, heads, size], which may have gaps."""
     return NATIVE.HeadTensor(x.data_ptr(), x.stride(0), x.stride(1), x.stride(2))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.kernels import KernelLibrary
 from megazero.ops.chunks import scaled, side_by_side
-from megazero.ops.cuda import CUDA_KERNELS, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import (
     CPU,
     DEVICES,
@@ -96,14 +96,14 @@ def update_native_cpu(call: UpdateCall) -> None:
 
 @torch.no_grad()
 def update_cuda(
-    call: UpdateCall, *, signals: DeviceSignals = NO_SIGNALS, kernels: KernelLibrary = CUDA_KERNELS
+    call: UpdateCall, *, signals: DeviceSignals = NO_SIGNALS, kernels: KernelLibrary | None = None
 ) -> None:
     """The kernel for GPUs: one pass over memory for all tensors of one pair of dtypes.
 
     Args:
         call: the step; a gradient that is not contiguous or is fp64 is copied.
         signals: the inputs of the step that only the device knows.
-        kernels: the library.
+        kernels: the library; None for that of this process.
     """
     groups: dict[tuple[torch.dtype, torch.dtype | None], list[list[Any]]] = {}
     for param, grad, state, out in call.pieces():
@@ -113,7 +113,7 @@ def update_cuda(
             members.append(member)
     for (grad_dtype, weight_dtype), (masters, grads, outs, states) in groups.items():
         kinds = [list(kind) for kind in zip(*states, strict=True)]
-        kernels.launch(
+        (kernels or cuda_kernels()).launch(
             f"{call.rule.name}_update",
             grad_dtype,
             NO_WEIGHTS if weight_dtype is None else weight_dtype,
@@ -202,6 +202,7 @@ UPDATE: Operator[Callable[..., None]] = Operator(
         Implementation("reference", update_reference),
     ),
     kinds_of_calls(UpdateFacts, rule=("adam", "another")),
+    differentiable=False,
 )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero.kernels import KernelLibrary, WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
 from megazero.kernels.on_cpu import ThreadOrder
-from megazero.ops.cuda import CUDA_KERNELS, cuda_built
+from megazero.ops.cuda import cuda_built, cuda_kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Every remainder of packs, warps and blocks, and both sides of each change of shape.
@@ -93,7 +93,7 @@ def in_every_order(
         for first, second in zip(results[0], other, strict=True):
             assert (first is None and second is None) or same_bits(first, second)
     if cuda_built():
-        return [None if each is None else each.detach() for each in run(Mirrored(CUDA_KERNELS, "cuda"))]
+        return [None if each is None else each.detach() for each in run(Mirrored(cuda_kernels(), "cuda"))]
     return results[0]
 
 

@@ -21,7 +21,6 @@ from megazero.kernels.build import (
 )
 from megazero.kernels.library import KernelLibrary
 from megazero.ops import cuda
-from megazero.ops.swiglu.cuda import swiglu_cuda
 from tests.kernels.harness import library_path, watched
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -289,11 +288,6 @@ def test_a_library_that_is_damaged_is_told(a_device, monkeypatch, tmp_path):
     monkeypatch.setattr(cuda, "built_cuda_library", lambda capability: half)
     with pytest.warns(UserWarning, match="works without its CUDA kernels: .*half.so"):
         assert cuda.load_cuda_kernels() is None
-
-
-def test_a_kernel_of_no_library_is_not_launched():
-    with pytest.raises(RuntimeError, match="the kernel `swiglu_forward` must be built"):
-        swiglu_cuda(torch.zeros(2, 2, 3), cuda._NoKernels())
 
 
 def test_kernels_can_be_switched_off(a_device, monkeypatch):

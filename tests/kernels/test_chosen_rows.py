@@ -3,60 +3,32 @@
 import pytest
 import torch
 
-from megazero.ops.chosen_rows.front import chosen_rows_cuda
-from megazero.ops.chosen_rows.reference import chosen_rows_reference
-from tests.kernels.harness import DTYPES, WIDTHS, in_every_order, same_bits
+from megazero.ops.chosen_rows import chosen_rows_cuda
+from tests.kernels.harness import DTYPES, in_every_order
+from tests.kernels.sweep import check, chosen_rows, with_inputs
 
 SPECIAL = (torch.inf, -torch.inf, torch.nan, 65504.0, -0.0, 2.0**-149)
 
 
-def choice(n, m, taken, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    places, rows = torch.randperm(m, generator=g)[:taken], torch.randperm(n, generator=g)[:taken]
-    numbers, inverse = torch.full((m,), -1), torch.full((n,), -1)
-    numbers[places], inverse[rows] = rows, places
-    return numbers, inverse
-
-
-def values(rows, width, dtype, seed=0, start=0):
-    """Rows, among them all kinds of numbers; `start` elements into their storage."""
-    flat = torch.randn(rows * width + start, generator=torch.Generator().manual_seed(seed))
-    flat[:: 1 + len(flat) // 7] = SPECIAL[seed % len(SPECIAL)]
-    return flat.to(dtype)[start:].view(rows, width)
-
-
-def check(source, numbers, inverse, otherwise):
-    grad = values(len(numbers), source.shape[1], source.dtype, seed=3)
-
-    def run(fn, **own):
-        leaves = [None if x is None else x.detach().requires_grad_() for x in (source, otherwise)]
-        out = fn(leaves[0], numbers, inverse, leaves[1], **own)
-        out.backward(grad)
-        return [out, *(x.grad for x in leaves if x is not None)]
-
-    found = in_every_order(lambda kernels: run(chosen_rows_cuda, kernels=kernels))
-    for ours, true in zip(found, run(chosen_rows_reference), strict=True):
-        assert same_bits(ours, true.detach()) or ours.nan_to_num(7).equal(true.detach().nan_to_num(7))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [(0, 3, 0), (3, 0, 0), (70, 90, 60), (9, 9, 9), (1, 300, 1)])
+def test_numbers_of_rows(rows, dtype):
+    check(chosen_rows(rows, 8, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_width(dtype):
-    for width in WIDTHS:
-        n, m, taken = (5, 7, 3) if width < 300 else (1, 2, 1)
-        otherwise = values(m, width, dtype, seed=1) if width % 3 else None
-        check(values(n, width, dtype, seed=width), *choice(n, m, taken), otherwise)
+@pytest.mark.parametrize("value", SPECIAL)
+def test_all_kinds_of_numbers(dtype, value):
+    trial = chosen_rows((5, 7, 3), 9, dtype)
+    source, otherwise = (each.clone() for each in trial.inputs)
+    source.view(-1)[::5], otherwise.view(-1)[::7] = value, value
+    check(with_inputs(trial, source, otherwise))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("n", "m", "taken"), [(0, 3, 0), (3, 0, 0), (70, 90, 60), (9, 9, 9), (1, 300, 1)])
-def test_numbers_of_rows(n, m, taken, dtype):
-    check(values(n, 8, dtype), *choice(n, m, taken), values(m, 8, dtype, seed=1))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_start_off_an_aligned_address_and_are_not_contiguous(dtype):
-    check(values(5, 16, dtype, start=1), *choice(5, 6, 4), values(6, 16, dtype, start=3))
-    check(values(5, 32, dtype)[:, ::2], *choice(5, 6, 4), values(16, 6, dtype).t())
+def test_every_second_channel(dtype):
+    trial = chosen_rows((5, 6, 4), 32, dtype)
+    check(with_inputs(trial, *(each[:, ::2] for each in trial.inputs)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

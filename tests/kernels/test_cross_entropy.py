@@ -1,14 +1,12 @@
-"""Cross-entropy's kernels against log-softmax in fp64, on one rank and over several."""
+"""Cross-entropy's kernels, on one rank and over several: padding, overwriting, extreme logits."""
 
 import pytest
 import torch
 
-from megazero.mpu import SoloGroup
-from megazero.ops.cross_entropy.cuda import vocab_parallel_cross_entropy_cuda
-from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, same_bits, watched
+from megazero.ops.cross_entropy import OneRank, vocab_parallel_cross_entropy_cuda
+from tests.kernels.harness import DTYPES, Bound, in_every_order, same_bits, watched
+from tests.kernels.sweep import check, cross_entropy
 from tests.ops.ranks import on_ranks
-
-EPSILON = 2.0**-23
 
 
 def inputs(rows, width, dtype, columns=None, seed=0):
@@ -22,7 +20,7 @@ def by_kernels(logits, target, grad, columns, overwrite=False):
         # What backward overwrites is a result, as a head's logits are, and no leaf.
         leaf = logits.clone().requires_grad_()
         own = leaf * 1
-        loss = vocab_parallel_cross_entropy_cuda(own, target, SoloGroup(), 0, columns, overwrite, kernels)
+        loss = vocab_parallel_cross_entropy_cuda(own, target, OneRank(), 0, columns, overwrite, kernels)
         kept = loss.detach().clone()
         (grad_logits,) = torch.autograd.grad(loss, own, grad)
         assert (grad_logits.data_ptr() == own.data_ptr()) == overwrite
@@ -31,31 +29,11 @@ def by_kernels(logits, target, grad, columns, overwrite=False):
     return in_every_order(run)
 
 
-def check(logits, target, grad, columns=None):
-    columns = columns or logits.shape[1]
-    loss, grad_logits = by_kernels(logits, target, grad, columns)
-    log_probs = torch.log_softmax(logits[:, :columns].double(), -1)
-    at_target = torch.nn.functional.one_hot(target, columns)
-    exact = (log_probs.exp() - at_target) * grad.double().unsqueeze(1)
-    largest = logits.double().abs().amax(-1) + 1 if logits.numel() else torch.ones(len(logits))
-    assert Bound(4, largest).holds(loss, -log_probs.gather(1, target.unsqueeze(1)).squeeze(1))
-    # A logit's distance from the normalizer is rounded in proportion to their size.
-    floor = 4 * EPSILON / torch.finfo(logits.dtype).eps * exact.abs() * largest.unsqueeze(1)
-    floor = floor + EPSILON / torch.finfo(logits.dtype).eps * grad.double().abs().unsqueeze(1) * 4
-    assert Bound(2, floor).holds(grad_logits[:, :columns], exact)
-    assert not grad_logits[:, columns:].any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_width(dtype):
-    for width in WIDTHS:
-        check(*inputs(1 + width % 3 if width < 300 else 1, width, dtype, seed=width))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "width", "columns"), [(2, 40, 33), (3, 40, 1), (1, 9000, 8999)])
 def test_padding_and_rows_of_several_tiles(dtype, rows, width, columns):
-    check(*inputs(rows, width, dtype, columns), columns)
+    *_, grad_logits = check(cross_entropy(rows, width, dtype, columns))
+    assert not grad_logits[:, columns:].any()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -63,14 +41,14 @@ def test_no_tokens(overwrite):
     library = watched()
     logits, target, grad = inputs(0, 8, torch.float32)
     own = logits.requires_grad_() * 1
-    loss = vocab_parallel_cross_entropy_cuda(own, target, SoloGroup(), 0, 8, overwrite, library)
+    loss = vocab_parallel_cross_entropy_cuda(own, target, OneRank(), 0, 8, overwrite, library)
     loss.backward(grad)
     assert (loss.shape, logits.grad.shape) == ((0,), (0, 8))
     assert not library.report().kernels
 
 
 def test_a_vocabulary_of_131072():
-    check(*inputs(1, 131072, torch.bfloat16))
+    check(cross_entropy(1, 131072, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,7 +78,7 @@ def test_a_base_that_is_no_multiple_of_16_bytes():
     logits, target, _ = inputs(2, 64, torch.bfloat16)
     moved = torch.cat([torch.zeros(1, dtype=logits.dtype), logits.flatten()])[1:].view(2, 64)
     plain, shifted = (
-        vocab_parallel_cross_entropy_cuda(each, target, SoloGroup(), 0, 64, kernels=watched())
+        vocab_parallel_cross_entropy_cuda(each, target, OneRank(), 0, 64, kernels=watched())
         for each in (logits, moved)
     )
     assert Bound(4).holds(shifted, plain.double())

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from megazero.ops.gate.cuda import gate_cuda
-from megazero.ops.gate.reference import Gating, gate_reference
-from megazero.ops.top_k.reference import top_k_reference
+from megazero.ops.gate import Gating, gate_cuda, gate_reference
+from megazero.ops.top_k import top_k_reference
 from tests.kernels.harness import Bound, in_every_order, same_bits, watched
 
 EXPERTS = (1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 256, 511, 1024)

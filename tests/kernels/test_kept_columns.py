@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.kept_columns.cuda import kept_columns_cuda
-from megazero.ops.kept_columns.reference import kept_columns_reference
+from megazero.ops.kept_columns import kept_columns_cuda, kept_columns_reference
 from tests.kernels.harness import in_every_order, watched
 
 

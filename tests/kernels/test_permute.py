@@ -3,37 +3,9 @@
 import pytest
 import torch
 
-from megazero.ops.permute.front import permute_cuda
-from megazero.ops.permute.reference import permute_reference
-from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, same_bits
-from tests.kernels.test_gathered_sum import SHAPES, places
-
-
-def check(shape, width, dtype, start=0):
-    """(tokens, choices of each, rows, choices with a row), at `start` elements into their storage."""
-    n, k, m, kept = shape
-    g = torch.Generator().manual_seed(width)
-    slots, choice = places(*shape, seed=width)
-    x = torch.randn(n * width + start, generator=g).to(dtype)[start:].view(n, width)
-    grad = torch.randn(m, width, generator=g).to(dtype)
-    whole = kept == n * k == m
-
-    def run(fn, x, grad, *own):
-        x = x.detach().requires_grad_()
-        out = fn(x, slots, choice, whole, *own)
-        out.backward(grad)
-        return out.detach(), x.grad
-
-    out, found = in_every_order(lambda kernels: run(permute_cuda, x, grad, kernels))
-    exact_out, exact = run(permute_reference, x.double(), grad.double())
-    assert same_bits(out, exact_out.to(dtype))
-    assert Bound(2, grad.double().abs().sum()).holds(found, exact)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_width(dtype):
-    for width in WIDTHS:
-        check(SHAPES[width % 4] if width < 300 else (1, 2, 3, 2), width, dtype)
+from megazero.ops.permute import permute_cuda
+from tests.kernels.harness import DTYPES, in_every_order
+from tests.kernels.sweep import check, permute
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -41,13 +13,8 @@ def test_every_width(dtype):
     "shape", [(0, 2, 3, 0), (3, 1, 0, 0), (3, 2, 5, 0), (90, 2, 64, 64), (70, 3, 210, 210)]
 )
 def test_numbers_of_tokens_and_rows(shape, dtype):
-    check(shape, 8, dtype)
-    check(shape, 3, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_off_an_aligned_address(dtype):
-    check((3, 2, 6, 6), 16, dtype, start=1)
+    check(permute(shape, 8, dtype))
+    check(permute(shape, 3, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -6,9 +6,16 @@ import pytest
 import torch
 
 from megazero.ops.native import available
-from megazero.ops.quantize import CODE_FORMATS, Quantization, dequantize_reference, quantize_reference
-from megazero.ops.quantize.cuda import dequantize_cuda, quantize_cuda
-from megazero.ops.quantize.front import dequantize_native_cpu, quantize_native_cpu
+from megazero.ops.quantize import (
+    CODE_FORMATS,
+    Quantization,
+    dequantize_cuda,
+    dequantize_native_cpu,
+    dequantize_reference,
+    quantize_cuda,
+    quantize_native_cpu,
+    quantize_reference,
+)
 from tests.kernels.harness import DTYPES, in_every_order, same_bits, watched
 from tests.kernels.updates import shifted
 

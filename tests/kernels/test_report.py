@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from megazero.commands.kernels import BEGIN, END, main
-from megazero.commands.kernels.cases import CASES
 from megazero.commands.kernels.compiled import CompiledKernel, occupancy, read_compiled
-from megazero.commands.kernels.table import KernelRow, kernel_rows, markdown
+from megazero.commands.kernels.table import KernelRow, kernel_rows, markdown, measured_operators
 from megazero.kernels.build import CSRC, ROOT
 from megazero.kernels.on_cpu import KernelCounts
 
@@ -36,7 +35,7 @@ ptxas info    : Used 24 registers
 
 @pytest.fixture(scope="module")
 def rows() -> list[KernelRow]:
-    return kernel_rows(CASES, compiled_by_nvcc=False)
+    return kernel_rows(measured_operators(), compiled_by_nvcc=False)
 
 
 def test_what_the_compiler_said_is_read():

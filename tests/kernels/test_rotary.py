@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.rotary.cuda import apply_rotary_cuda
-from megazero.ops.rotary.front import rotary_table
-from megazero.ops.rotary.reference import apply_rotary_reference
+from megazero.ops.rotary import apply_rotary_cuda, apply_rotary_reference, rotary_table
 from tests.kernels.harness import DTYPES, Bound, in_every_order, watched
 
 

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from megazero.ops.scaled_softmax import scaled_softmax
-from megazero.ops.scaled_softmax.cuda import scaled_softmax_cuda
-from megazero.ops.scaled_softmax.reference import same_document, scaled_softmax_reference
+from megazero.ops.scaled_softmax import (
+    same_document,
+    scaled_softmax,
+    scaled_softmax_cuda,
+    scaled_softmax_reference,
+)
 from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, same_bits, watched
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.sort_by_expert.cuda import BLOCK, MOST_EXPERTS, sort_by_expert_cuda
-from megazero.ops.sort_by_expert.reference import sort_by_expert_reference
+from megazero.ops.sort_by_expert import BLOCK, MOST_EXPERTS, sort_by_expert_cuda, sort_by_expert_reference
 from tests.kernels.harness import in_every_order, watched
 
 

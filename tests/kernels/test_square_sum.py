@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megazero.ops.segments import DeviceSignals
-from megazero.ops.sgd.cuda import sgd_cuda
-from megazero.ops.square_sum.cuda import square_sum_cuda
+from megazero.ops.square_sum import square_sum_cuda
+from megazero.ops.update import StepFacts, UpdateCall, update_cuda
+from megazero.optim.elementwise import Sgd
 from tests.kernels.harness import DTYPES, WIDTHS, in_every_order
 from tests.kernels.updates import shifted
 
@@ -75,7 +76,8 @@ def test_an_optimizer_skips_a_step_that_the_sum_finds_not_finite(value, moved):
         p, grad, overflow = torch.ones(5), torch.full((5,), value).half(), torch.empty(1)
         square_sum_cuda([grad], overflow, kernels)
         signals = DeviceSignals(overflow=overflow)
-        sgd_cuda(p, grad, None, lr=0.25, momentum=0.0, weight_decay=0.0, signals=signals, kernels=kernels)
+        step = UpdateCall(Sgd(0.0), StepFacts(1, 0.25, 0.0), [p], [grad], [[]], [None])
+        update_cuda(step, signals=signals, kernels=kernels)
         return [p]
 
     assert in_every_order(run)[0].tolist() == [moved] * 5

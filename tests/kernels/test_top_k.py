@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.top_k.cuda import top_k_cuda
-from megazero.ops.top_k.reference import top_k_reference
+from megazero.ops.top_k import top_k_cuda, top_k_reference
 from tests.kernels.harness import DTYPES, in_every_order, watched
 
 EXPERTS = (*range(1, 36), 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 1023, 1024)

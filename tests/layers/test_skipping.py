@@ -13,7 +13,7 @@ from megazero.config.tree import ModelConfig
 from megazero.layers import LayerInputs, Placement, Rows, Skipping, Sums, initialize, run_layers
 from megazero.layers.skipping import kept_columns, run_layer
 from megazero.mpu import sample_keys, site_key, solo_context
-from megazero.ops.counter_random.reference import derive_reference
+from megazero.ops.counter_random import derive_reference
 from megazero.ops.rotary import rotary_table
 from tests.layers.samples import causal_layer
 

@@ -7,10 +7,14 @@ import itertools
 import pytest
 import torch
 
-from megazero.ops.counter_random import derive, hash_uniform, keep_mask, normal, normal_block
-from megazero.ops.counter_random.reference import (
+from megazero.ops.counter_random import (
+    derive,
     derive_reference,
+    hash_uniform,
+    keep_mask,
     keep_reference,
+    normal,
+    normal_block,
     splitmix_64,
     splitmix_64_stream,
     uniform_reference,

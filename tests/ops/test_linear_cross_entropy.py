@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.mpu import SoloGroup
 from megazero.ops import CallFacts
-from megazero.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from megazero.ops.linear_cross_entropy.front import linear_cross_entropy_cuda
+from megazero.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy_cuda
 from tests.kernels.harness import Bound, in_every_order, watched
 from tests.ops.ranks import on_ranks
 

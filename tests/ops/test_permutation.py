@@ -3,11 +3,9 @@
 import pytest
 import torch
 
-from megazero.ops.gathered_sum import gathered_sum
-from megazero.ops.gathered_sum.reference import gathered_sum_reference
+from megazero.ops.gathered_sum import gathered_sum, gathered_sum_reference
 from megazero.ops.permute import permute
-from megazero.ops.sort_by_expert import SORT_BY_EXPERT, sort_by_expert
-from megazero.ops.sort_by_expert.reference import sort_by_expert_reference
+from megazero.ops.sort_by_expert import SORT_BY_EXPERT, sort_by_expert, sort_by_expert_reference
 
 CHOSEN = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 5]])
 KEPT = torch.tensor([[True, True], [True, False], [True, True], [False, True]])

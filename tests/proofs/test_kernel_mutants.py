@@ -3,6 +3,7 @@
 import pytest
 
 from proofs.kernel_mutants import FAULTS, ROOT, KernelFault, found_by, planted
+from tests.kernels.sweep import TRIALS
 
 ids = [fault.story for fault in FAULTS]
 
@@ -11,7 +12,7 @@ ids = [fault.story for fault in FAULTS]
 def test_a_fault_has_its_place(fault):
     text = (ROOT / fault.path).read_text(encoding="utf-8")
     assert planted(fault, text) != text
-    assert (ROOT / f"tests/kernels/test_{fault.op}.py").is_file()
+    assert fault.op in TRIALS or (ROOT / f"tests/kernels/test_{fault.op}.py").is_file()
 
 
 def test_a_fault_whose_place_is_gone_is_told():

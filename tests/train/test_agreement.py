@@ -51,8 +51,8 @@ def test_ranks_compare_their_cuda_kernels(monkeypatch):
     """A rank without them computed by torch's operators, in other bits than the ranks with them."""
 
     def facts(device: str, name: str | None) -> dict[str, str | None]:
-        library = cuda._NoKernels() if name is None else SimpleNamespace(path=Path(f"/somewhere/{name}.so"))
-        monkeypatch.setattr(cuda, "CUDA_KERNELS", library)
+        library = None if name is None else SimpleNamespace(path=Path(f"/somewhere/{name}.so"))
+        monkeypatch.setattr(cuda, "_BACKEND", SimpleNamespace(library=library))
         argv = [*SMALL.split(), "--mock-data", "--vocab-size", "9", "--device", device]
         return settings_and_code(parse_config(argv).config, speaks_for_node=False)
 

@@ -50,15 +50,14 @@ def _build(flags: argparse.Namespace) -> None:
 
 def _report(flags: argparse.Namespace) -> None:
     # torch, which these need, takes seconds to load.
-    from megazero.commands.kernels.cases import CASES
-    from megazero.commands.kernels.table import kernel_rows, markdown
+    from megazero.commands.kernels.table import kernel_rows, markdown, measured_operators
 
     page = _page(flags.update) if flags.update else None
     with_nvcc = not flags.no_nvcc
     if with_nvcc and find_nvcc() is None:
         print("nvcc is not found, so registers and occupancy are left out")
         with_nvcc = False
-    rows = kernel_rows(CASES, with_nvcc)
+    rows = kernel_rows(measured_operators(), with_nvcc)
     if flags.json:
         for row in rows:
             print(json.dumps(row.as_json()))

@@ -1,15 +1,24 @@
-"""The table of kernels: each case run on the CPU, beside what the compiler for GPUs says."""
+"""The table of kernels: operators' large examples run on the CPU, beside what the compiler for GPUs says."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from megazero.commands.kernels.case import KernelCase
+import torch
+from torch import Tensor
+
 from megazero.commands.kernels.compiled import CompiledKernel, occupancy, read_compiled
+from megazero.commands.kernels.updates import update_examples
+from megazero.kernels import KernelLibrary
 from megazero.kernels.build import ARCHITECTURES, build, cuda_recipe, on_cpu_recipe
 from megazero.kernels.on_cpu import KernelCounts, WatchedLibrary
+from megazero.ops import Operator, operators
+from megazero.ops.example import Example
+from megazero.ops.update import UPDATE
 
 
 @dataclass(frozen=True)
@@ -17,7 +26,8 @@ class KernelRow:
     """The measurements of a kernel in a case.
 
     Attributes:
-        kernel, case: their names.
+        kernel: the kernel's name.
+        case: the label of the operator's example, with the inputs' dtype.
         counts: the bytes, sectors and conflicts of the kernel.
         must_move: the bytes that the kernel must move, None if the case does not say.
         scattered: the reason why its sectors are not ideal; empty if they must be.
@@ -82,8 +92,8 @@ class KernelRow:
         }
 
 
-def kernel_rows(cases: Iterable[KernelCase], compiled_by_nvcc: bool) -> list[KernelRow]:
-    """Run the cases and return the rows of their kernels, in order.
+def kernel_rows(examples: Iterable[tuple[Operator[Any], Example]], compiled_by_nvcc: bool) -> list[KernelRow]:
+    """Run the examples that say what their kernels must move, and return the rows of these, in order.
 
     The library for the CPU, and with `compiled_by_nvcc` the one for GPUs, is built if it is not there yet.
     Raises BuildError if one cannot be built.
@@ -91,22 +101,46 @@ def kernel_rows(cases: Iterable[KernelCase], compiled_by_nvcc: bool) -> list[Ker
     library = WatchedLibrary(build(on_cpu_recipe()))
     compiled = read_compiled(_cuda_log()) if compiled_by_nvcc else {}
     rows = []
-    for case in cases:
-        library.reset()
-        case.run(library)
-        for kernel, counts in library.report().kernels.items():
-            by_architecture = {a: compiled[kernel, a] for a in ARCHITECTURES if (kernel, a) in compiled}
-            rows.append(
-                KernelRow(
-                    kernel,
-                    case.name,
-                    counts,
-                    case.must_move.get(kernel),
-                    case.scattered.get(kernel, ""),
-                    by_architecture,
+    for operator, example in examples:
+        traffic = example.traffic
+        assert traffic is not None, "an example without it does not say what its kernels must move"
+        for name, dtype in traffic.dtypes.items():
+            library.reset()
+            run_by_kernels(operator, example, dtype, library)
+            must_move = traffic.must_move(dtype)
+            for kernel, counts in library.report().kernels.items():
+                rows.append(
+                    KernelRow(
+                        kernel,
+                        f"{example.label} {name}".rstrip(),
+                        counts,
+                        must_move.get(kernel),
+                        traffic.scattered.get(kernel, ""),
+                        {a: compiled[kernel, a] for a in ARCHITECTURES if (kernel, a) in compiled},
+                    )
                 )
-            )
     return rows
+
+
+def measured_operators() -> list[tuple[Operator[Any], Example]]:
+    """Each operator with those of its examples that say what the kernels must move."""
+    pairs = [(operator, example) for operator in operators() for example in operator.examples()]
+    pairs += [(UPDATE, example) for example in update_examples()]
+    return [(operator, example) for operator, example in pairs if example.traffic is not None]
+
+
+def run_by_kernels(
+    operator: Operator[Any], example: Example, dtype: torch.dtype, library: KernelLibrary
+) -> None:
+    """Make the example's call by the operator's CUDA kernels from a library, forward and backward."""
+    row = next(row for row in operator.implementations if row.name == "cuda")
+    inputs = [
+        torch.randn(shape).to(dtype).requires_grad_(operator.differentiable) for shape in example.shapes
+    ]
+    results = example.call(partial(row.fn, kernels=library), *inputs)
+    if operator.differentiable and example.shapes:
+        outs = (results,) if isinstance(results, Tensor) else results or ()
+        torch.autograd.backward(outs, [torch.randn_like(out) for out in outs])
 
 
 def _cuda_log() -> str:

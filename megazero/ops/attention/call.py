@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions
-from megazero.ops.scaled_softmax.reference import may_attend, same_document
+from megazero.ops.scaled_softmax import may_attend, same_document
 
 _WORTH = 1 << 14  # pairs of tokens: a call of the kernel takes about as long as this many under a mask
 

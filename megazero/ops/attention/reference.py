@@ -15,8 +15,7 @@ from torch import Tensor
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.dropout import dropout_mask_attention
-from megazero.ops.scaled_softmax import scaled_softmax
-from megazero.ops.scaled_softmax.reference import masked_scores, may_attend
+from megazero.ops.scaled_softmax import masked_scores, may_attend, scaled_softmax
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,299 @@
+"""residual + dropout(x + bias): the end of every attention and MLP block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero.kernels import KernelLibrary
+from megazero.kernels.on_cpu import MOST_GROUPS
+from megazero.ops.autograd import Gradients, apply
+from megazero.ops.chunks import compute_dtype, row_chunks
+from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier, keep_threshold
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
+from megazero.ops.dropout import Dropout, dropout_mask_hidden, hidden_row_keys
+from megazero.ops.example import Example, Traffic
+from megazero.ops.native import NATIVE, address, kept_by, on_native_cpu, rows_of
+
+
+@dataclass(frozen=True)
+class DropoutFacts(CallFacts):
+    """The facts that decide which implementation runs.
+
+    Attributes:
+        dropout: whether there is dropout.
+        mixed: whether the residual has another dtype than x.
+    """
+
+    dropout: bool
+    mixed: bool
+
+
+def bias_dropout_add_reference(
+    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
+) -> Tensor:
+    """residual + mask * (x + bias) / (1 - p), with inverted scaling (Srivastava et al. 2014)."""
+    wide = x.to(compute_dtype(x.dtype))
+    if bias is not None:
+        wide = wide + bias
+    if dropout is not None:
+        wide = wide * dropout_mask_hidden(dropout, *x.shape) / (1 - dropout.p)
+    return (residual + wide).to(residual.dtype)
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """The dropout of a call: a share, and a key for each row; without dropout there are no keys."""
+
+    rows: Tensor | None
+    p: float
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The dtypes of a call's gradients.
+
+    Attributes:
+        x: the dtype of x.
+        bias: the dtype of the bias; None without one.
+    """
+
+    x: torch.dtype
+    bias: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class DropoutKernel:
+    """The two passes, each of which makes the mask from the keys of the rows.
+
+    Attributes:
+        forward: x, the wide bias or None, the residual and the dropout -> the sum.
+        backward: the gradient of the sum, the dropout and the dtypes -> the gradients of x and of the bias.
+    """
+
+    forward: Callable[[Tensor, Tensor | None, Tensor, _Keys], Tensor]
+    backward: Callable[[Tensor, _Keys, _Shape], tuple[Tensor, Tensor | None]]
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    """The operator, which saves only the keys: to make the mask again costs less than to save and read it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        row_keys: Tensor | None,
+        p: float,
+        kernel: DropoutKernel,
+    ) -> Tensor:
+        ctx.save_for_backward(row_keys)
+        ctx.p, ctx.kernel, ctx.shape = p, kernel, _Shape(x.dtype, None if bias is None else bias.dtype)
+        wide_bias = None if bias is None else bias.to(compute_dtype(x.dtype)).contiguous()
+        return kernel.forward(x.contiguous(), wide_bias, residual.contiguous(), _Keys(row_keys, p))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        keys = _Keys(ctx.saved_tensors[0], ctx.p)
+        grad_x, grad_bias = ctx.kernel.backward(grad.contiguous(), keys, ctx.shape)
+        return grad_x, None if grad_bias is None else grad_bias.to(ctx.shape.bias), grad, None, None, None
+
+
+def _row_keys(dropout: Dropout) -> Tensor:
+    """int64 [s b, 1]."""
+    return hidden_row_keys(dropout).view(-1, 1)
+
+
+def _keep_hash(keys: _Keys, width: int) -> tuple[KeepRows, Tensor]:
+    assert keys.rows is not None
+    columns = torch.arange(width, device=keys.rows.device)
+    return KeepRows.of(keys.rows), keep_columns(columns)
+
+
+def _native_forward(x: Tensor, bias: Tensor | None, residual: Tensor, keys: _Keys) -> Tensor:
+    keep_rows, columns = _keep_hash(keys, x.shape[-1])
+    out = torch.empty_like(x)
+    tensors = map(address, (x, bias, residual, out))
+    NATIVE.bias_dropout_add_forward(rows_of(x, x.shape[-1]), kept_by(keep_rows, columns, keys.p), *tensors)
+    return out
+
+
+def _native_backward(grad: Tensor, keys: _Keys, shape: _Shape) -> tuple[Tensor, Tensor | None]:
+    width, grad_x = grad.shape[-1], torch.empty_like(grad)
+    keep_rows, columns = _keep_hash(keys, width)
+    grad_bias = None if shape.bias is None else torch.empty(width, dtype=torch.float32)
+    tensors = map(address, (grad, grad_x, grad_bias))
+    NATIVE.bias_dropout_add_backward(rows_of(grad, width), kept_by(keep_rows, columns, keys.p), *tensors)
+    return grad_x, grad_bias
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _chunked_forward(x: Tensor, bias: Tensor | None, residual: Tensor, keys: _Keys) -> Tensor:
+    wide_type, x_rows, residual_rows = compute_dtype(x.dtype), _rows(x), _rows(residual)
+    keep_rows, columns = _keep_hash(keys, x.shape[-1])
+    out = torch.empty_like(residual_rows)
+    for chunk in row_chunks(x, *x_rows.shape):
+        multiplier = keep_multiplier(keep_rows[chunk], columns, keys.p, 1 / (1 - keys.p)).to(wide_type)
+        wide = x_rows[chunk].to(wide_type)
+        if bias is not None:
+            wide = wide + bias
+        out[chunk] = multiplier.mul_(wide).add_(residual_rows[chunk])
+    return out.view(residual.shape)
+
+
+def _chunked_backward(grad: Tensor, keys: _Keys, shape: _Shape) -> tuple[Tensor, Tensor | None]:
+    wide_type, grad_rows = compute_dtype(shape.x), _rows(grad)
+    keep_rows, columns = _keep_hash(keys, grad.shape[-1])
+    grad_x = torch.empty_like(grad_rows, dtype=shape.x)
+    grad_bias = None if shape.bias is None else grad.new_zeros(grad.shape[-1], dtype=wide_type)
+    for chunk in row_chunks(grad, *grad_rows.shape):
+        multiplier = keep_multiplier(keep_rows[chunk], columns, keys.p, 1 / (1 - keys.p)).to(wide_type)
+        multiplier.mul_(grad_rows[chunk])
+        grad_x[chunk] = multiplier
+        if grad_bias is not None:
+            grad_bias += multiplier.sum(0)
+    return grad_x.view(grad.shape), grad_bias
+
+
+def _on_gpu(library: KernelLibrary) -> DropoutKernel:
+    def rows_and_groups(x: Tensor) -> tuple[int, int, int]:
+        width = x.shape[-1]
+        count = x.numel() // width if width else 0
+        return count, width, library.column_groups(count, width)
+
+    def forward(x: Tensor, bias: Tensor | None, residual: Tensor, keys: _Keys) -> Tensor:
+        # The kernels know residuals in x's dtype and in fp32.
+        known = residual if residual.dtype == x.dtype else residual.float()
+        out, sizes = torch.empty_like(known), rows_and_groups(x)
+        tensors = (x, bias, known, keys.rows)
+        numbers = (keep_threshold(keys.p), 1 / (1 - keys.p))
+        library.launch("bias_dropout_add_forward", x.dtype, out.dtype, *sizes, *tensors, *numbers, out)
+        return out.to(residual.dtype)
+
+    def backward(grad: Tensor, keys: _Keys, shape: _Shape) -> tuple[Tensor, Tensor | None]:
+        known = grad if grad.dtype == shape.x else grad.float()
+        sizes = rows_and_groups(grad)
+        _, width, groups = sizes
+        # Without dropout and in one dtype the gradient of x is that of the sum.
+        grad_x, grad_bias, partials = None, None, None
+        if keys.rows is not None or grad.dtype != shape.x:
+            grad_x = torch.empty_like(known, dtype=shape.x)
+        if shape.bias is not None:
+            grad_bias = known.new_empty(width, dtype=torch.float32)
+            partials = known.new_empty(groups, width, dtype=torch.float32)
+        if grad_x is not None or grad_bias is not None:
+            numbers, made = (keep_threshold(keys.p), 1 / (1 - keys.p)), (grad_x, grad_bias, partials)
+            given = (shape.x, known.dtype, *sizes, known, keys.rows)
+            library.launch("bias_dropout_add_backward", *given, *numbers, *made)
+        return grad if grad_x is None else grad_x, grad_bias
+
+    return DropoutKernel(forward, backward)
+
+
+_NATIVE = DropoutKernel(_native_forward, _native_backward)
+_CHUNKED = DropoutKernel(_chunked_forward, _chunked_backward)
+
+
+def bias_dropout_add_native_cpu(
+    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
+) -> Tensor:
+    """residual + dropout(x + bias) for x and residual [s, b, h] of one dtype, fp32 or bf16, on CPU."""
+    assert dropout is not None
+    return apply(_BiasDropoutAdd, x, bias, residual, _row_keys(dropout), dropout.p, _NATIVE)
+
+
+def bias_dropout_add_chunked(
+    x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None
+) -> Tensor:
+    """residual + dropout(x + bias), in row chunks that stay in cache; shapes [s, b, h]."""
+    assert dropout is not None
+    return apply(_BiasDropoutAdd, x, bias, residual, _row_keys(dropout), dropout.p, _CHUNKED)
+
+
+def bias_dropout_add_cuda(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    dropout: Dropout | None,
+    kernels: KernelLibrary | None = None,
+) -> Tensor:
+    """residual + dropout(x + bias) for fp32, fp16 or bf16 x [s, b, h] on a GPU, in the residual's dtype."""
+    keys, p = (None, 0.0) if dropout is None else (_row_keys(dropout), dropout.p)
+    return apply(_BiasDropoutAdd, x, bias, residual, keys, p, _on_gpu(kernels or cuda_kernels()))
+
+
+def bias_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None) -> Tensor:
+    """residual + x + bias by torch's own operators."""
+    assert dropout is None
+    return residual + (x if bias is None else x + bias)
+
+
+def _call(shape: tuple[int, int, int], p: float | None) -> Callable[..., Tensor]:
+    """A call with or without a bias: of x, bias and residual, or of x and residual."""
+    s, b, _ = shape
+
+    def call(f: Callable[..., Tensor], x: Tensor, *rest: Tensor) -> Tensor:
+        keys = torch.arange(b, device=x.device) * 7 - 3
+        bias, residual = rest if len(rest) == 2 else (None, *rest)
+        return f(x, bias, residual, None if p is None else Dropout(p, keys, range(5, 5 + s)))
+
+    return call
+
+
+def _examples() -> Iterator[Example]:
+    for shape in ((3, 2, 5), (1, 1, 1), (211, 3, 129)):
+        for p in (0.1, 0.0, 0.9, None):
+            own = {"dropout": p is not None, "mixed": False}
+            yield Example(f"{shape} {p=}", (shape, shape[-1:], shape), _call(shape, p), own=own)
+            yield Example(f"{shape} {p=} no bias", (shape, shape), _call(shape, p), own=own)
+
+    s, b, width = shape = (48, 2, 1024)
+
+    def moves(dtype: torch.dtype) -> dict[str, int]:
+        """Three matrices forward, two backward, a key per row, the bias and sums of its gradient."""
+        matrix, keys, vector = s * b * width * dtype.itemsize, s * b * 8, width * 4
+        return {
+            "bias_dropout_add_forward": 3 * matrix + keys + vector,
+            "bias_dropout_add_backward": 2 * matrix + keys + MOST_GROUPS * vector,
+            "column_sum": MOST_GROUPS * vector + vector,
+        }
+
+    yield Example("bias_dropout_add", (shape, (width,), shape), _call(shape, 0.1), traffic=Traffic(moves))
+
+
+BIAS_DROPOUT_ADD: Operator[Callable[[Tensor, Tensor | None, Tensor, Dropout | None], Tensor]] = Operator(
+    "bias_dropout_add",
+    (
+        Implementation("cuda", bias_dropout_add_cuda, on_cuda_kernels()),
+        Implementation("torch", bias_add_torch, where(dtypes=TRAINING_FLOATS, dropout=False)),
+        Implementation("native_cpu", bias_dropout_add_native_cpu, on_native_cpu(dropout=True, mixed=False)),
+        # The multiplier 1 / (1 - p) is fp32, so fp64 takes the reference.
+        Implementation("chunked", bias_dropout_add_chunked, where(dtypes=TRAINING_FLOATS, dropout=True)),
+        Implementation("reference", bias_dropout_add_reference),
+    ),
+    kinds_of_calls(DropoutFacts, dropout=(False, True), mixed=(False, True)),
+    _examples,
+)
+
+
+def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None) -> Tensor:
+    """residual + dropout(x + bias) for x and residual [s, b, h], bias [h] or None.
+
+    The mask is a function of the dropout's keys and absolute positions; see `ops.dropout`. Without dropout
+    this is a plain sum. Raises ValueError unless there is one key per sequence and one position per row.
+    """
+    if dropout is not None:
+        dropout.check(*x.shape[:2])
+    facts = DropoutFacts.of(x, dropout=dropout is not None, mixed=residual.dtype != x.dtype)
+    return BIAS_DROPOUT_ADD.choose(facts).fn(x, bias, residual, dropout)

@@ -1,0 +1,175 @@
+"""The frame of both norms: their autograd function, their kernels for GPUs, and the norm of a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero.kernels import KernelLibrary
+from megazero.kernels.on_cpu import MOST_GROUPS
+from megazero.ops.autograd import Gradients, apply
+from megazero.ops.chunks import compute_dtype
+from megazero.ops.cuda import cuda_kernels
+from megazero.ops.dispatch import Operator
+from megazero.ops.example import Example, Traffic
+
+# The sum, the norm and each row's statistics.
+Normalized = tuple[Tensor, Tensor, list[Tensor]]
+Pair = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class NormKernel:
+    """The two passes of a norm; parameters are wide, and all tensors are contiguous.
+
+    Attributes:
+        forward: x, a residual or None, the parameters and eps -> x + residual (x itself without one), the
+            norm of that, and each row's statistics.
+        backward: the sum, the weight, the statistics, the gradient of the norm and, if one arrives, that of
+            the sum -> the gradients of the sum and of each parameter.
+    """
+
+    forward: Callable[[Tensor, Tensor | None, list[Tensor], float], Normalized]
+    backward: Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor | None], list[Tensor]]
+
+
+class Norm(torch.autograd.Function):
+    """The norm of x, or of x + residual and that sum; it saves what is normalized and numbers per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: NormKernel, eps: float, x: Tensor, residual: Tensor | None, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The norm, and the sum if there is a residual."""
+        wide_type = compute_dtype(x.dtype)
+        wide = [parameter.to(wide_type).contiguous() for parameter in parameters]
+        added = None if residual is None else residual.contiguous()
+        total, y, statistics = kernel.forward(x.contiguous(), added, wide, eps)
+        ctx.save_for_backward(total, wide[0], *statistics)  # the bias takes no part in backward
+        ctx.kernel, ctx.dtypes = kernel, [parameter.dtype for parameter in parameters]
+        ctx.added = residual is not None
+        ctx.set_materialize_grads(False)
+        return (y,) if residual is None else (y, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_total: Tensor | None = None) -> Gradients:
+        """The gradients of x, the residual and the parameters."""
+        total, weight, *statistics = ctx.saved_tensors
+        grad = torch.zeros_like(total) if grad is None else grad.contiguous()
+        grad_total = None if grad_total is None else grad_total.contiguous()
+        grad_x, *grads = ctx.kernel.backward(total, weight, statistics, grad, grad_total)
+        own = [summed.to(dtype) for summed, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return None, None, grad_x, grad_x if ctx.added else None, *own
+
+
+def normalized(kernel: NormKernel, eps: float, x: Tensor, *parameters: Tensor) -> Tensor:
+    """The norm of x [..., h]; parameters [h] may have any float type."""
+    return apply(Norm, kernel, eps, x, None, *parameters)[0]
+
+
+def added(kernel: NormKernel, eps: float, x: Tensor, residual: Tensor, *parameters: Tensor) -> Pair:
+    """The norm of x + residual, and x + residual, in one pass over memory."""
+    y, total = apply(Norm, kernel, eps, x, residual, *parameters)
+    return y, total
+
+
+def on_gpu(name: str, kernels: KernelLibrary | None) -> NormKernel:
+    """The passes of csrc/layer_norm or csrc/rms_norm: sums over rows are in fp32 and in a fixed order."""
+    library = kernels or cuda_kernels()
+    numbers = 2 if name == "layer_norm" else 1  # statistics of a row, and parameters
+
+    def forward(x: Tensor, residual: Tensor | None, parameters: list[Tensor], eps: float) -> Normalized:
+        width = x.shape[-1]
+        count = x.numel() // width if width else 0
+        total, y = None if residual is None else torch.empty_like(x), torch.empty_like(x)
+        statistics = [x.new_empty(count, dtype=torch.float32) for _ in range(numbers)]
+        tensors = (total, y, *statistics)
+        library.launch(f"{name}_forward", x.dtype, count, width, x, residual, *parameters, eps, *tensors)
+        return x if total is None else total, y, statistics
+
+    def backward(
+        x: Tensor, weight: Tensor, statistics: list[Tensor], grad: Tensor, grad_total: Tensor | None
+    ) -> list[Tensor]:
+        count, width = statistics[0].numel(), x.shape[-1]
+        groups = library.column_groups(count, width)
+        grad_x, grads = torch.empty_like(x), weight.new_empty(numbers, width)
+        partials = weight.new_empty(groups, numbers, width)
+        tensors = (x, weight, *statistics, grad, grad_total, grad_x, grads, partials)
+        library.launch(f"{name}_backward", x.dtype, count, width, groups, *tensors)
+        return [grad_x, *grads]
+
+    return NormKernel(forward, backward)
+
+
+def _of_a_sum(norm: Callable[..., Tensor]) -> Callable[..., Pair]:
+    """A norm after torch's add: the norm of t = x + residual, and t."""
+
+    @wraps(norm)
+    def added(x: Tensor, residual: Tensor, *rest: Any) -> Pair:
+        total = x + residual
+        return norm(total, *rest), total
+
+    return added
+
+
+def of_sums(
+    plain: Operator[Any], cuda: Callable[..., Pair], examples: Callable[[], Iterator[Example]]
+) -> Operator[Callable[..., Pair]]:
+    """The operator of a norm of a sum: `plain`'s implementations after an add, but for `cuda`, which adds."""
+    rows = (
+        replace(row, fn=cuda if row.name == "cuda" else _of_a_sum(row.fn)) for row in plain.implementations
+    )
+    return Operator(f"add_{plain.name}", tuple(rows), examples=examples)
+
+
+def check_residual(x: Tensor, residual: Tensor) -> None:
+    """Raise ValueError unless the residual has x's shape and dtype."""
+    if (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"`residual` must have the shape and dtype of `x`, {list(x.shape)} of {x.dtype}, but is "
+            f"{list(residual.shape)} of {residual.dtype}; convert one of them first."
+        )
+
+
+def norm_examples(name: str, vectors: int, rows: int) -> Callable[[], Iterator[Example]]:
+    """Examples of a norm with that many parameters [h], or of `add_...`; the report's has `rows` of 1,024."""
+    added, width = name.startswith("add_"), 1024
+
+    def moves(dtype: torch.dtype) -> dict[str, int]:
+        """Matrices: x and y; x and both gradients; for a sum also the residual, the sum and its gradient."""
+        matrix, vector, statistics = rows * width * dtype.itemsize, width * 4, rows * vectors * 4
+        plain = name.removeprefix("add_")
+        return {
+            f"{plain}_forward": (4 if added else 2) * matrix + vectors * vector + statistics,
+            f"{plain}_backward": (4 if added else 3) * matrix
+            + vector
+            + statistics
+            + MOST_GROUPS * vectors * vector,
+            "column_sum": (MOST_GROUPS + 1) * vectors * vector,
+        }
+
+    def call(f: Callable[..., Tensor | Pair], *tensors: Tensor) -> Tensor | Pair:
+        return f(*tensors, 1e-5)
+
+    def examples() -> Iterator[Example]:
+        for shape in ((3, 2, 5), (1, 1, 1), (131, 3, 67), (2, 0, 8), (rows, width)):
+            inputs = (shape,) * (2 if added else 1) + ((shape[-1],),) * vectors
+            large = shape == (rows, width)
+            # One channel has no variance: of large numbers its result would be their rounding, magnified.
+            for scale in (1.0, 1e4, 1e-4) if shape[-1] > 1 and not large else (1.0,):
+                yield Example(
+                    name if large else f"{shape} x {scale}",
+                    inputs,
+                    call,
+                    (*[scale] * (2 if added else 1), *[1.0] * vectors),
+                    traffic=Traffic(moves) if large else None,
+                )
+
+    return examples
