@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from megazero.checkpoint.hf import ARCHITECTURES
-from megazero.config.tree import ModelConfig
-from megazero.models import Block
-from megazero.mpu import solo_context
-from megazero.mpu import spec_of
-from megazero.train.parts import chunks
-from megazero.train.parts.chunks import assign_parts
-from megazero.train.parts.chunks import build_chunks
-from megazero.train.parts.chunks import estimated_costs
-from megazero.train.parts.chunks import measured_costs
-from megazero.train.parts.chunks import parameter_counts
-from megazero.train.parts.families import FAMILIES
-from megazero.train.parts.families import family_of
-from megazero.train.parts.vocabulary import Vocabulary
-from tests.layouts.layout import ENCODERS
-from tests.layouts.layout import Layout
-from tests.layouts.layout import SHAPES
-from tests.layouts.layout import VOCABULARY
-from typing import get_args
 import dataclasses
+from collections import Counter
+from typing import get_args
+
 import pytest
 import torch
 
+from megazero.checkpoint.hf import ARCHITECTURES
+from megazero.config.tree import ModelConfig
+from megazero.models import Block
+from megazero.mpu import solo_context, spec_of
+from megazero.train.parts import chunks
+from megazero.train.parts.chunks import (
+    assign_parts,
+    build_chunks,
+    estimated_costs,
+    measured_costs,
+    parameter_counts,
+)
+from megazero.train.parts.families import FAMILIES, family_of
+from megazero.train.parts.vocabulary import Vocabulary
+from tests.layouts.layout import ENCODERS, SHAPES, VOCABULARY, Layout
 
 VOCAB = Vocabulary(VOCABULARY, 64, None, None)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
-from megazero.config.tree.option import Section
-from megazero.config.tree.option import option
-from pydantic import Field
-from pydantic import NonNegativeInt
-from pydantic import PositiveInt
-from typing import Annotated
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from megazero.config.tree.optimizer import ELEMENTWISE_NAMES
+from megazero.config.tree.option import Section, option
 
 Share = Annotated[float, Field(ge=0, le=1)]
 """A share of a whole, from none to all."""
@@ -65,8 +62,8 @@ class OffloadConfig(Section):
             "fraction=1.0: on the device an update would take turns with the step beside it",
             "parameters=none: a step reads the slices that the update beside it replaces",
             (
-                f"optimizer.optimizer={','.join(ELEMENTWISE_NAMES)}: others send messages in an update, which "
-                "would cross those of the step beside it"
+                f"optimizer.optimizer={','.join(ELEMENTWISE_NAMES)}: others send messages in an update, "
+                "which would cross those of the step beside it"
             ),
             "zero.quantized_weights=none: weights in use are saved, and rounded ones have other codes",
             "finetune.task=None: the best weights are in use, and masters are one update ahead of them",
