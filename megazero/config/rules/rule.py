@@ -41,13 +41,15 @@ class Case:
 
     @cached_property
     def steps(self) -> Steps | None:
-        """The steps of the training; None while the number of replicas or the ramp's end is unknown."""
+        """The steps of the training; None if replicas or the ramp's end are unknown, or rows are none."""
         batch = self.config.batch
         if self.data_parallel is None or (batch.rampup_batch_size and batch.global_batch_size is None):
             return None
         if BatchRamp.of(self.config, self.data_parallel).increments > MOST_INCREMENTS:
             return None
-        return Steps.of(self.config, self.data_parallel)
+        steps = Steps.of(self.config, self.data_parallel)
+        # A curriculum may cut samples into rows that are longer than they are, which a rule refuses.
+        return steps if all(steps.lengths.rows(length) for _, length in steps.lengths.pieces) else None
 
     @property
     def end(self) -> Progress | None:

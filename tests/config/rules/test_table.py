@@ -89,6 +89,12 @@ def test_interleaved_micro_batches_are_judged_at_every_rung_of_the_ramp() -> Non
     assert "(micro-batches per step: 2, 3, 4)" in sentence
 
 
+def test_rows_longer_than_samples_are_refused() -> None:
+    """No sample fills one, and where nothing was counted a rule divided by nothing."""
+    changes = {**EXAMPLES["seqlen_within_sequences"], "curriculum.seqlen_kind": "reshape"}
+    assert broken_rules(make_config(changes), WORLD) == ["seqlen_within_sequences"]
+
+
 def test_violations_are_reported_together() -> None:
     changes = {
         **EXAMPLES["min_lr_below_lr"],
