@@ -482,14 +482,14 @@ def test_config_needs_no_torch():
 
 
 def test_an_operator_is_one_file():
-    """Its formula, kernels, table and examples; but for attention and the optimizers' steps."""
+    """Its formula, kernels, table and examples; attention is a folder, and `update` knows no optimizer to show."""
     folders = {path.parent.name for path in (ROOT / "megazero/ops").glob("*/*.py")}
-    assert folders <= {"adagrad", "adam", "attention", "lamb", "lion", "sgd"}
+    assert folders == {"attention"}
     for operator in importlib.import_module("megazero.ops").operators():
         module = inspect.getmodule(inspect.unwrap(operator.reference))
         if module.__name__.split(".")[2] not in folders:
             assert operator in vars(module).values(), operator.name
-            assert list(operator.examples()), operator.name
+            assert list(operator.examples()) or operator.name == "update", operator.name
 
 
 def test_every_flag_is_documented():

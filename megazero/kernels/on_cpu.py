@@ -14,10 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megazero.kernels.library import Argument, KernelLibrary, tensors_among
-
-# A multiple of the rows that share a block (csrc/common/cuda_rows.hpp).
-MOST_GROUPS = 8
+from megazero.kernels.library import MOST_GROUPS, Argument, KernelLibrary, tensors_among
 
 
 class ThreadOrder(enum.Enum):
