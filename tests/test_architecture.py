@@ -482,7 +482,7 @@ def test_config_needs_no_torch():
 
 
 def test_an_operator_is_one_file():
-    """Its formula, kernels, table and examples; attention is a folder, and `update` knows no optimizer to show."""
+    """Its formula, kernels, table and examples; attention is a folder, and `update` knows no optimizer."""
     folders = {path.parent.name for path in (ROOT / "megazero/ops").glob("*/*.py")}
     assert folders == {"attention"}
     for operator in importlib.import_module("megazero.ops").operators():

@@ -16,8 +16,8 @@ from torch import Tensor
 DTYPE_CODES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
 _C_TYPES = MappingProxyType({"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double})
 
-# The most groups of rows with a sum of their own where kernels run on the CPU; a multiple of the rows that share
-# a block (csrc/common/cuda_rows.hpp).
+# The most groups of rows with sums of their own where kernels run on the CPU; a multiple of the rows that
+# share a block (csrc/common/cuda_rows.hpp).
 MOST_GROUPS = 8
 
 # An argument of a launch; `KernelLibrary.launch` says what the kernel gets.

@@ -273,7 +273,7 @@ def test_this_machine_is_described(monkeypatch):
     assert env.versions.torch == torch.__version__
     assert env.variables["NCCL_DEBUG"] == "INFO"
     assert "SOME_SECRET" not in env.variables
-    assert {row.operator for row in env.operators} >= {"attention", "adam", "swiglu"}
+    assert {row.operator for row in env.operators} >= {"attention", "update", "swiglu"}
     assert env.memory.total is None or env.memory.total > GIB
 
 
