@@ -27,8 +27,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.data import BERTDataset, BERTSettings, IndexedDatasetWriter, WordPieces, open_indexed
+from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.bert.sample_map import build_sample_map
+from megazero.data.bert.word_pieces import WordPieces
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.native import NATIVE
 
 BATCH = 16

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:  # imports torch, which the processes do after OMP_NUM_THREADS is set
     from benchmarks.contenders.checkpoint_ways import Background, State, Way
-    from megazero.mpu import ParallelContext
+    from megazero.mpu.context import ParallelContext
 
 NAMES = ("megazero", "megazero-unhashed", "safetensors", "safetensors-durable", "plain", "dcp")
 MEASURED = ("speed", "stall")
@@ -231,8 +231,9 @@ def serve(connection: Connection, args: argparse.Namespace, place: tuple[int, in
         import torch.distributed as dist
 
         from benchmarks.contenders.checkpoint_ways import make_state
-        from megazero.config.tree import ParallelConfig
-        from megazero.mpu import Launch, open_context, solo_context
+        from megazero.config.tree.parallel import ParallelConfig
+        from megazero.mpu.context import solo_context
+        from megazero.mpu.launch import Launch, open_context
 
         torch.set_num_threads(1)
         store = dist.FileStore(str(Path(folder) / "store"), ranks)

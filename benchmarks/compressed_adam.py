@@ -25,11 +25,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.mpu import Group, ProcessGrid, TrafficLog, Work, count_traffic
 from megazero.mpu.context import make_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.group import Group, Work
+from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
-from megazero.optim import Adam, OnebitAdam, UpdateRule, ZeroOneAdam
-from megazero.zero import DataParallel, Optimizer, ZeroPolicy, build_store, module_units
+from megazero.optim.compressed.onebit_adam import OnebitAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.elementwise import Adam
+from megazero.optim.rule import UpdateRule
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import module_units
 
 RANKS, BATCH, CONTEXT, SYMBOLS = 2, 128, 4, 32
 TIMEOUT = timedelta(seconds=300)

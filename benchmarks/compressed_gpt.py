@@ -21,10 +21,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.checkpoint import WEIGHT, CheckpointReader, iteration_folder
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.part import WEIGHT
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.resolve import parse_config
-from megazero.data import IndexedDatasetWriter
-from megazero.mpu import Launch
+from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 from proofs.kill_job import _free_port
 

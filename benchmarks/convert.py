@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 def model_of(family: str, megabytes: float):
     """A model of about this size in fp32; the embedding is its largest tensor."""
-    from megazero.config.tree import ModelConfig
+    from megazero.config.tree.model import ModelConfig
 
     llama = {
         "position_embedding_type": "rope",
@@ -56,7 +56,7 @@ def make(family: str, megabytes: float, folder: Path) -> int:
     """Writes the model in Hugging Face's format, no two tensors alike; returns the largest one's bytes."""
     import torch
 
-    from megazero.checkpoint import Disk
+    from megazero.checkpoint.disk import Disk
     from megazero.checkpoint.hf.config_json import TokenIds, config_of
     from megazero.checkpoint.naming import Table
     from megazero.checkpoint.tensor_file import Later, write_tensors
@@ -86,7 +86,7 @@ def work_of(way: str, folder: Path) -> Callable[[], object]:
     # Imported by the conversions when they need it; not their time or memory.
     import tokenizers  # noqa: F401
 
-    from megazero.checkpoint.hf import convert_from_hf, convert_to_hf
+    from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 
     if way == "from-hf":
         return lambda: convert_from_hf(folder / "hf", folder / "ours")

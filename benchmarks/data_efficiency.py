@@ -34,10 +34,13 @@ from benchmarks.contenders import Shape
 from benchmarks.contenders.ours import make_config, vocabulary_of
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config, ParallelConfig, ZeroConfig
-from megazero.layers import NOTHING_SKIPPED, Skipping
-from megazero.models import Batch
-from megazero.mpu import sample_keys, solo_context
+from megazero.config.tree.config import Config
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.zero import ZeroConfig
+from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
+from megazero.models.batch import Batch
+from megazero.mpu.context import solo_context
+from megazero.mpu.rng import sample_keys
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.families import TokenFlops

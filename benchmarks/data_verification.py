@@ -32,8 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data_tools import preprocess_data
 from data_tools.corpora import make_corpus
-from megazero.data import GPTDataset, GPTSettings, IndexedDatasetWriter, changed_files, open_indexed
+from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed.checksum import BLOCK
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.data.sources import changed_files
 
 MICRO_BATCH = 8
 

@@ -26,7 +26,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.data import GPTDataset, GPTSettings, IndexedDataset, IndexedDatasetWriter, open_indexed
+from megazero.data.gpt_dataset import GPTDataset, GPTSettings
+from megazero.data.indexed.reader import IndexedDataset, open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.native import NATIVE
 
 BATCH = 16

@@ -26,11 +26,13 @@ import torch
 
 from benchmarks.contenders import Shape
 from benchmarks.contenders.ours import Trainer, make_config, vocabulary_of
-from megazero.config.rules import check
+from megazero.config.rules.table import check
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import AccelerationConfig, ParallelConfig, ZeroConfig
+from megazero.config.tree.acceleration import AccelerationConfig
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
-from megazero.mpu import solo_context
+from megazero.mpu.context import solo_context
 from megazero.train.build import build_engine
 from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.parts.chunks import build_chunks

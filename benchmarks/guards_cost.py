@@ -21,13 +21,12 @@ from functools import partial
 from pathlib import Path
 
 from megazero.config.resolve import parse_config
-from megazero.mpu import Launch, leave
-from megazero.mpu.launch import join
+from megazero.mpu.launch import Launch, join, leave
 from megazero.train.assemble import assemble
 from megazero.train.guards.agreement import settings_and_code
 from megazero.train.loop import Loop
 from megazero.train.observe.evaluation import Evaluations
-from megazero.train.observe.monitors import CompositeMonitor
+from megazero.train.observe.monitors.base import CompositeMonitor
 from megazero.train.pretraining import Pretraining
 from megazero.train.step.state import TrainState
 from proofs.kill_job import _free_port

@@ -37,7 +37,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.ops.update import StepFacts, UpdateCall, adam_fused, update_step
-from megazero.optim import Adam
+from megazero.optim.elementwise import Adam
 
 RULE, LR, DECAY = Adam(), 1e-3, 0.1
 FACTOR = 0.5

@@ -25,9 +25,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megazero.kernels import KernelLibrary, WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
-from megazero.mpu import SoloGroup
+from megazero.kernels.library import KernelLibrary
+from megazero.kernels.on_cpu import WatchedLibrary
+from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.bias_dropout_add import bias_dropout_add_cuda, bias_dropout_add_reference
 from megazero.ops.bias_gelu import bias_gelu_cuda, bias_gelu_reference
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy_cuda
@@ -42,7 +43,7 @@ from megazero.ops.scaled_softmax import scaled_softmax_cuda, scaled_softmax_refe
 from megazero.ops.square_sum import square_sum_cuda
 from megazero.ops.swiglu import swiglu_cuda, swiglu_reference
 from megazero.ops.update import StepFacts, UpdateCall, update_cuda
-from megazero.optim import Adam
+from megazero.optim.elementwise import Adam
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

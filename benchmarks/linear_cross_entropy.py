@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.mpu import SoloGroup
+from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
 

@@ -29,13 +29,15 @@ from benchmarks.contenders import Shape
 from benchmarks.contenders.ours import make_config, vocabulary_of
 from benchmarks.data_efficiency import build
 from benchmarks.teams import write
-from megazero.config.rules import check
+from megazero.config.rules.table import check
 from megazero.config.steps import Progress
-from megazero.config.tree import Config, ParallelConfig, ZeroConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
-from megazero.layers import NOTHING_SKIPPED
-from megazero.models import Batch
-from megazero.mpu import sample_keys
+from megazero.layers.inputs import NOTHING_SKIPPED
+from megazero.models.batch import Batch
+from megazero.mpu.rng import sample_keys
 from megazero.train.parts.families import TokenFlops
 from megazero.train.process import keep_freed_memory
 from megazero.train.step.engine import Engine

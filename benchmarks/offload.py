@@ -38,22 +38,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contenders import Shape
 from benchmarks.teams import Contender, present, results, started, take_turns, write
-from megazero.mpu import solo_context
-from megazero.optim import Adam
-from megazero.zero import (
-    DataParallel,
-    DiskTier,
-    HostTier,
-    OffloadStore,
-    Optimizer,
-    StatePlacement,
-    ZeroPolicy,
-    build_store,
-    gather,
-    module_units,
-)
-from megazero.zero.store.disk import DiskSettings
+from megazero.mpu.context import solo_context
+from megazero.optim.elementwise import Adam
+from megazero.zero import gather
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.disk import DiskSettings, DiskTier
+from megazero.zero.store.host import HostTier
+from megazero.zero.store.offload import OffloadStore, StatePlacement
 from megazero.zero.store.tier import Tier
+from megazero.zero.unit import module_units
 
 ROOT = Path(__file__).resolve().parent.parent
 HIDDEN, LAYERS, VOCABULARY = 512, 32, 8192

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.mpu import SoloGroup
+from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.attention import attention
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
@@ -33,7 +33,7 @@ from megazero.ops.scaled_softmax import scaled_softmax
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 from megazero.ops.update import StepFacts, UpdateCall, update_step
-from megazero.optim import Adam
+from megazero.optim.elementwise import Adam
 
 S, B, H, HEADS, VOCAB = 512, 4, 512, 8, 8192
 HEAD_DIM = H // HEADS

@@ -28,7 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.contenders import ActionTime, Shape
 from benchmarks.teams import Contender, Team, add_arguments, present, results, started, take_turns, write
-from megazero.pipeline import Costs, Op, add_transfers, build_schedule, simulate
+from megazero.pipeline.actions import Op
+from megazero.pipeline.lower import add_transfers
+from megazero.pipeline.schedules import build_schedule
+from megazero.pipeline.simulate import Costs, simulate
 
 BASELINE = "torch-1f1b"
 # schedule -> chunks per stage

@@ -26,7 +26,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from benchmarks.contenders import ActionTime, Shape
-from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.config.tree.training import BatchConfig
 from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary

@@ -13,11 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from data_tools import cli
-from megazero.data.bert import BERTBuilder, BERTSettings, WordPieces
+from megazero.data.bert.builder import BERTBuilder
+from megazero.data.bert.dataset import BERTSettings
+from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import SampleDataset
 from megazero.data.build import DatasetBuilder, DatasetRequest, build_datasets, default_cache
 from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
-from megazero.data.tokenizers import Tokenizer, build_tokenizer
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.data.tokenizers.build import build_tokenizer
 from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of
 from megazero.data_efficiency.histogram import draw_sum, draw_values, percentiles
 from megazero.data_efficiency.map import MetricFolder

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from megazero.data.tokenizers import TOKENIZER_KINDS, TokenizerSpec
+from megazero.data.tokenizers.build import TOKENIZER_KINDS, TokenizerSpec
 from megazero.errors import DataError, MegazeroError
 
 

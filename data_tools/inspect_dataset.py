@@ -85,7 +85,7 @@ def _document(dataset: IndexedDataset, args: argparse.Namespace) -> dict[str, An
     ids = [[int(i) for i in sequence] for sequence in dataset.document(args.document)]
     shown: dict[str, Any] = {"number": args.document, "ids": ids}
     if args.tokenizer_type is not None:
-        from megazero.data.tokenizers import build_tokenizer
+        from megazero.data.tokenizers.build import build_tokenizer
 
         tokenizer = build_tokenizer(cli.tokenizer_spec(args))
         shown["text"] = [tokenizer.decode(sequence) for sequence in ids]

@@ -41,13 +41,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from megazero.checkpoint import Box, CheckpointReader, Key, Part, candidates, iteration_folder, parts_to_read
-from megazero.checkpoint.folder import LATEST
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.folder import LATEST, candidates, iteration_folder
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.shards import parts_to_read
 from megazero.checkpoint.tensor_file import memory_of
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import CheckpointConfig, Config
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
 from megazero.errors import DamagedCheckpointError
-from megazero.mpu import ParallelContext, ThreadWorld, thread_context
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine

@@ -28,7 +28,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.data import IndexedDataset, IndexedDatasetWriter, open_indexed
+from megazero.data.indexed.reader import IndexedDataset, open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 
 INTERESTING = (0, 1, 2, 3, 33, 34, 127, 128, 255, 1 << 15, 1 << 16, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 40)

@@ -19,10 +19,10 @@ import numpy.random
 import sympy  # noqa: F401  (torch loads it late: here once instead of in every rank)
 import torch
 
-from megazero.checkpoint import Disk
+from megazero.checkpoint.disk import Disk
 from megazero.config.resolve import parse_config
 from megazero.errors import MegazeroError
-from megazero.mpu import Launch
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 from tests.checkpoint.faulty_disk import Counter, FaultyDisk
 

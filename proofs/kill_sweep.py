@@ -46,9 +46,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from xxhash import xxh3_64
 
-from megazero.checkpoint import CheckpointReader, Disk, candidates, latest_iteration
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import candidates, latest_iteration
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import memory_of
-from megazero.data import IndexedDatasetWriter
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import CheckpointError
 from proofs.kill_job import PATIENCE, Job
 from tests.checkpoint.faulty_disk import Counter, FaultyDisk, StopAt, kill

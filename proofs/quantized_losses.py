@@ -18,13 +18,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from megazero.config.tree import ModelConfig, RecomputeConfig
-from megazero.layers import Placement, initialize
-from megazero.models import GPT, Batch, Slice
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers.initialize import initialize
+from megazero.layers.placement import Placement
+from megazero.models.batch import Batch
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.quantize import Quantization
-from megazero.optim import Adam
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
+from megazero.optim.elementwise import Adam
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import Unit
 
 RANKS, SAMPLES, LENGTH, TOKENS = 4, 4, 64, 256
 TAIL = 20  # steps that a final loss is the mean of

@@ -26,11 +26,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.checkpoint import RANDOM, Box, CheckpointReader, Part, iteration_folder
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.part import RANDOM, Part
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import memory_of
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import CheckpointConfig, Config
-from megazero.mpu import ParallelContext, ParamSpec, ThreadWorld, thread_context
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.param_spec import ParamSpec
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from megazero.commands.incidents import read_steps
-from megazero.config.tree import GuardsConfig
+from megazero.config.tree.guards import GuardsConfig
 from megazero.train.step.spikes import Recent
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

@@ -11,8 +11,8 @@ from subprocess import CompletedProcess
 import pytest
 import torch
 
-from megazero.models import Batch
-from megazero.mpu import Launch
+from megazero.models.batch import Batch
+from megazero.mpu.launch import Launch
 from megazero.train.resume.trained import load_for_inference
 from tests.forks import run, run_ranks
 

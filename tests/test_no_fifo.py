@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megazero.checkpoint import CheckpointReader, latest_iteration
-from megazero.checkpoint.folder import LATEST
-from megazero.checkpoint.hf import HFReader
+from megazero.checkpoint.folder import LATEST, latest_iteration
+from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.lock import LOCK, WriterLock
 from megazero.checkpoint.manifest import INDEX, MANIFEST, STATE
-from megazero.checkpoint.megatron import ImportOptions, MegatronReader
 from megazero.checkpoint.megatron.pickles import load_pickle
+from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.megatron import main_import_megatron
 from megazero.commands.moe_report.loads import read_loads
 from megazero.config.resolve import parse_config

@@ -22,11 +22,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megazero.checkpoint import WEIGHT, Box, CheckpointReader, Key, Part, Saver, Verify, iteration_folder
 from megazero.checkpoint import writer as writer_module
 from megazero.checkpoint.blocks import BLOCK, FileRecord
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.part import WEIGHT, Key, Part
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.saver import Saver
 from megazero.checkpoint.tensor_file import memory_of, write_tensors
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 
 LAYERS, VOCAB, SEQUENCE = 4, 50304, 1024
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")

@@ -18,9 +18,12 @@ from torch import Tensor, nn
 from benchmarks.contenders import Shape
 from benchmarks.contenders.ours import make_config, vocabulary_of
 from benchmarks.contenders.plain import Layer
-from megazero.config.tree import ParallelConfig, ZeroConfig
-from megazero.models import GPT, Batch
-from megazero.mpu import ParallelContext, solo_context, spec_of
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.zero import ZeroConfig
+from megazero.models.batch import Batch
+from megazero.models.gpt import GPT
+from megazero.mpu.context import ParallelContext, solo_context
+from megazero.mpu.param_spec import spec_of
 from megazero.train.parts.chunks import build_chunks
 
 

@@ -7,26 +7,24 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.contenders import ActionTime, Shape
-from megazero.config.rules import check
+from megazero.config.rules.table import check
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import (
-    AccelerationConfig,
-    BatchConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    OffloadConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    TrainingConfig,
-    ZeroConfig,
-)
+from megazero.config.tree.acceleration import AccelerationConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.data import DataConfig
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.offload import OffloadConfig
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.precision import PrecisionConfig
+from megazero.config.tree.training import BatchConfig, TrainingConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
-from megazero.models import Batch
-from megazero.mpu import Launch, ParallelContext, open_context, solo_context
-from megazero.pipeline import Action
+from megazero.models.batch import Batch
+from megazero.mpu.context import ParallelContext, solo_context
+from megazero.mpu.launch import Launch, open_context
+from megazero.pipeline.actions import Action
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import Vocabulary

@@ -26,8 +26,8 @@ from torch.distributed.pipelining import (
 from benchmarks.contenders import ActionTime, Shape
 from benchmarks.contenders.chunks import Chunk, our_chunks, plain_chunks
 from benchmarks.contenders.ours import join_context
-from megazero.config.tree import ParallelConfig
-from megazero.pipeline import build_schedule
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.pipeline.schedules import build_schedule
 
 # megazero's name of a schedule -> torch's class, and whether a rank has a list of stages
 SCHEDULES = {

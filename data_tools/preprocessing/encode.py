@@ -20,15 +20,9 @@ from data_tools.preprocessing.chunks import (
 )
 from data_tools.preprocessing.sentences import SentenceRules, SentenceSplitter
 from megazero.data.indexed.format import dtype_for_vocab
-from megazero.data.tokenizers import (
-    FastChoice,
-    TokenBatch,
-    TokenizerSpec,
-    build_tokenizer,
-    first_difference,
-    is_failure,
-    try_fast,
-)
+from megazero.data.tokenizers.base import TokenBatch, is_failure
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.fast import FastChoice, first_difference, try_fast
 from megazero.errors import DataError
 
 KEPT_PROBLEMS = 10

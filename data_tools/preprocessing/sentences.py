@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from types import MappingProxyType
 
-from megazero.data.tokenizers import is_failure
+from megazero.data.tokenizers.base import is_failure
 from megazero.errors import DataError
 
 # The languages that sentencex has rules for, under NLTK's names where it has them. The code "" has no rules

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from megazero.config.tree import Config, CurriculumMetric
+from megazero.config.tree.config import Config
+from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.data_efficiency.metrics import NEED_COUNTS
 from megazero.errors import DataError
 

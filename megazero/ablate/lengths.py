@@ -9,7 +9,7 @@ from typing import Any
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.metric_text import as_mapping
 from megazero.config.steps import UNITS
-from megazero.config.tree import CurriculumMetric
+from megazero.config.tree.data_sampling import CurriculumMetric
 
 METRICS = "data_sampling.curriculum_metrics"
 """The setting whose values hold schedules of their own."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
-from megazero.mpu import ParamSpec, solo_context
-from megazero.mpu.param_spec import spec_of
+from megazero.config.tree.config import Config
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.config.tree.zero import ZeroConfig
+from megazero.mpu.context import solo_context
+from megazero.mpu.param_spec import ParamSpec, spec_of
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import build_vocabulary

@@ -12,7 +12,8 @@ from megazero.ablate.lengths import METRICS, as_flags, scaled, share_of
 from megazero.config.document import BASE, read_file
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
-from megazero.config.tree import Config, CurriculumMetric
+from megazero.config.tree.config import Config
+from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.config.words import nearest
 from megazero.errors import ConfigError
 from megazero.regular_file import read_regular_text

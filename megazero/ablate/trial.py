@@ -15,7 +15,10 @@ from megazero.ablate.study import Member, with_teachers
 from megazero.config.derive import data_parallel_size
 from megazero.config.document import to_yaml
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import CheckpointConfig, Config, CurriculumMetric, LoggingConfig
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.data_sampling import CurriculumMetric
+from megazero.config.tree.logging import LoggingConfig
 
 _SAVES = 4  # checkpoints of a run that asks for no number of its own
 _CHARTS = ("tensorboard_dir", "csv_dir")

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from megazero.checkpoint.naming import dim_sizes
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.config.derive import experts_of
-from megazero.config.tree import ModelConfig
 from megazero.config.tree.experts import is_frequency
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
 _LAYER = re.compile(r"layers\.([0-9]+)\.")

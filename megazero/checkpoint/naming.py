@@ -48,7 +48,7 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import Key
 from megazero.config.derive import experts_of
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 Take = tuple[str, slice]
 """The part of one of our dims that theirs holds; negative bounds count from the end."""

@@ -25,7 +25,8 @@ from megazero.checkpoint.part import Part
 from megazero.checkpoint.staging import Staging
 from megazero.checkpoint.writer import Written, write_description, write_parts
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
-from megazero.mpu import ParallelContext, gather_values
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values
 
 _Result = TypeVar("_Result")
 

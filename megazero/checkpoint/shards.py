@@ -10,9 +10,13 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.box import Box, boxes_of_span
 from megazero.checkpoint.part import WEIGHT, Key, Part
-from megazero.mpu import ParallelContext, ParamSpec, spec_of
-from megazero.optim import SERVER_ERROR
-from megazero.zero import IN_USE, STAGES, BucketLayout, Optimizer
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.param_spec import ParamSpec, spec_of
+from megazero.optim.rule import SERVER_ERROR
+from megazero.zero.delayed import IN_USE
+from megazero.zero.layout import BucketLayout
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.table import STAGES
 
 
 def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: bool = True) -> list[Part]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.config.derive import EXPERT_FIELDS, experts_of, moe_layers
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 _MATRICES = ("up", "down")
 _KINDS = ("weight", "bias")

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from megazero.config.resolve import resolve_or_exit
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.errors import exit_status
 
 _EVERY = 10.0  # seconds between two lines
@@ -46,7 +46,7 @@ def _run(config: Config, output: Path) -> None:
     from megazero.data_efficiency.histogram import percentiles
     from megazero.data_efficiency.metric_index import MetricIndex
     from megazero.inference.sample_loss import METRIC, SCALE, measure_loss
-    from megazero.mpu import Launch, join, leave, reporting
+    from megazero.mpu.launch import Launch, join, leave, reporting
     from megazero.train.guards.agreement import settings_and_code
 
     launch = Launch.from_environment()

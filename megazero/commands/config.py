@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.config import resolve_or_exit
+from megazero.config.resolve import resolve_or_exit
 
 
 def main(argv: Sequence[str]) -> int:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from megazero.errors import ConfigError, DataError, exit_status
 from megazero.inference.fill import Candidate, MaskFiller
 from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
-from megazero.models import MaskedLanguageModel
-from megazero.mpu import Launch
+from megazero.models.language_model import MaskedLanguageModel
+from megazero.mpu.launch import Launch
 
 VERB = "fill-mask"
 

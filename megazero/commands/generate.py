@@ -10,8 +10,8 @@ from megazero.errors import ConfigError, DataError, exit_status
 from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
 from megazero.inference.sampling import Sampling
 from megazero.inference.text import TextGenerator
-from megazero.models import LanguageModel
-from megazero.mpu import Launch
+from megazero.models.language_model import LanguageModel
+from megazero.mpu.launch import Launch
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megazero.config import resolve_or_exit
+from megazero.config.resolve import resolve_or_exit
 from megazero.errors import exit_status
 
 

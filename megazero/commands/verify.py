@@ -15,7 +15,7 @@ from megazero.config.document import Document, read_file
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.tasks import task_of
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.errors import ConfigError, MegazeroError
 from megazero.verify.compare import Deviation, compare
 from megazero.verify.record import STEPS, Record

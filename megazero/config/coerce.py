@@ -14,7 +14,7 @@ from megazero.config.fields import FieldSpec, Kind
 from megazero.config.lists import Unreadable, plain_text, read_list
 from megazero.config.metric_text import read_metrics
 from megazero.config.numbers import of_64_bits, read_count, read_float, read_int
-from megazero.config.tree import CurriculumMetric
+from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.config.words import nearest
 
 

@@ -6,15 +6,12 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
-from megazero.config.tree import (
-    Config,
-    ExpertsConfig,
-    ModelConfig,
-    RoutingConfig,
-    TransformerConfig,
-    ZeroConfig,
-)
-from megazero.config.tree.routing import BalanceConfig, CapacityConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.experts import ExpertsConfig
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.routing import BalanceConfig, CapacityConfig, RoutingConfig
+from megazero.config.tree.transformer import TransformerConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 
 # Settings whose default follows from others, and the values they take.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megazero.config.pacing import Pacing, pieces
 from megazero.config.steps import Progress, Steps, Unit
-from megazero.config.tree import CurriculumMetric, DataSamplingConfig
+from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingConfig
 
 
 @dataclass(frozen=True)

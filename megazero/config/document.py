@@ -20,7 +20,7 @@ from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, K
 from megazero.config.flags import Setting
 from megazero.config.lists import Unreadable, plain_text
 from megazero.config.metric_text import as_mapping, repeated_key
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.config.words import Few, nearest
 from megazero.regular_file import why_unreadable
 

@@ -11,7 +11,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic.fields import FieldInfo
 
 from megazero.config.condition import Need
-from megazero.config.tree import Config, CurriculumMetric, Section
+from megazero.config.tree.config import Config
+from megazero.config.tree.data_sampling import CurriculumMetric
+from megazero.config.tree.option import Section
 
 _OF_RUNS = frozenset({"training", "optimizer", "checkpoint", "logging", "guards", "distillation"})
 _COUNTED = frozenset({"iterations", "samples", "tokens"})

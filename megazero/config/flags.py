@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.coerce import coerce
-from megazero.config.compat import FOREIGN_FLAGS, Ignored, verdict
+from megazero.config.compat.foreign import FOREIGN_FLAGS, Ignored, verdict
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
 from megazero.config.lists import Unreadable
 from megazero.config.words import Few, nearest

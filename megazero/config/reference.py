@@ -12,14 +12,16 @@ from itertools import groupby
 from pathlib import Path
 
 from megazero.config import tables
-from megazero.config.compat import FOREIGN_FLAGS, Foreign
+from megazero.config.compat.foreign import FOREIGN_FLAGS, Foreign
 from megazero.config.condition import Condition, Need
 from megazero.config.deepspeed.row import NOTHING, KeyRow
 from megazero.config.deepspeed.table import GROUPS
 from megazero.config.fields import FIELDS, NEEDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
-from megazero.config.rules import NOTES, RULES, Note, Rule
 from megazero.config.rules.needs import must
+from megazero.config.rules.notes import NOTES, Note
+from megazero.config.rules.rule import Rule
+from megazero.config.rules.table import RULES
 
 _HEADER = "<!-- Written by `python -m megazero.config.reference docs`; do not edit. -->"
 

@@ -11,16 +11,22 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.config.compat import Ignored, contradiction, megatron_deepspeed, ungrouped
-from megazero.config.deepspeed import DeepSpeedSettings, conflicts, left_to_json, overruled, read_deepspeed
+from megazero.config.compat.foreign import Ignored, contradiction
+from megazero.config.compat.left_out import megatron_deepspeed, ungrouped
+from megazero.config.deepspeed.beside import conflicts, left_to_json, overruled
+from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, spoken
 from megazero.config.flags import Scan, Setting, scan
 from megazero.config.help import format_help
-from megazero.config.rules import Case, check, cut_short, notes_on, value_at
+from megazero.config.rules.notes import notes_on
+from megazero.config.rules.ramps import cut_short
+from megazero.config.rules.rule import Case, value_at
+from megazero.config.rules.table import check
 from megazero.config.shown import shown_config
-from megazero.config.tree import Config, Section
+from megazero.config.tree.config import Config
+from megazero.config.tree.option import Section
 from megazero.errors import ConfigError
 from megazero.version import VERSION
 

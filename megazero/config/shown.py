@@ -13,7 +13,7 @@ from megazero.config.derive import (
 from megazero.config.document import to_yaml
 from megazero.config.steps import BatchRamp
 from megazero.config.training_plan import TrainingPlan, WarmupLength, training_plan_of
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 
 
 def shown_config(config: Config, world_size: int) -> str:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from megazero.config.pacing import pieces
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 
 Unit = Literal["iters", "samples", "tokens"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megazero.config.tree import FinetuneConfig
+from megazero.config.tree.finetune import FinetuneConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from megazero.config.numbers import LARGEST
 from megazero.config.steps import BEGINNING, UNITS, Progress, Step, Steps, Unit
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
 
 

@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megazero.config.tree import Config, DataConfig
-from megazero.data.bert import BERTBuilder, BERTSettings, WordPieces
+from megazero.config.tree.config import Config
+from megazero.config.tree.data import DataConfig
+from megazero.data.bert.builder import BERTBuilder
+from megazero.data.bert.dataset import BERTSettings
+from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
 from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
 from megazero.data.index_build import normalized
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges
-from megazero.data.tokenizers import Tokenizer
+from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
 
 _RESERVE = 0.005  # share of samples built beyond the request of each dataset of a weighted blend

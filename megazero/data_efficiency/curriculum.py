@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import Steps
-from megazero.config.tree import Config, CurriculumMetric
+from megazero.config.tree.config import Config
+from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.data.blended import SampleDataset
 from megazero.data.sampler import SamplerKind, SamplerSpec
 from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of

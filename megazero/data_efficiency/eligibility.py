@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megazero.config.difficulties import Difficulties
-from megazero.config.tree import CurriculumMetric
+from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import DataError
 

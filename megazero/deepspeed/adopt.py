@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megazero.config.tree import ParallelConfig
+from megazero.config.tree.parallel import ParallelConfig
 from megazero.deepspeed.mpu import DeepSpeedMpu
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext

@@ -6,7 +6,8 @@ import torch
 
 from megazero.deepspeed.optimizer import UserOptimizer
 from megazero.deepspeed.settings import UserSettings
-from megazero.mpu import Launch, ParallelContext
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.launch import Launch
 
 
 class SettingsAnswers:

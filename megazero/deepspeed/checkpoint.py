@@ -18,24 +18,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megazero.checkpoint import (
-    CheckpointReader,
-    Disk,
-    Key,
-    Part,
-    ReplicaRows,
-    Saver,
-    candidates,
-    parts_to_read,
-    parts_to_write,
-    together,
-)
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import candidates
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.replica_rows import ReplicaRows
+from megazero.checkpoint.saver import Saver, together
+from megazero.checkpoint.shards import parts_to_read, parts_to_write
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.deepspeed.moe.experts import with_all_experts
 from megazero.deepspeed.stepping import EngineCounters, SteppingEngine
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError
-from megazero.optim import ScalerState
+from megazero.optim.loss_scaler import ScalerState
 from megazero.train.resume.fit import check_tensors
 
 LATEST = "latest"

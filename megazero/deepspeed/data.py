@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 
 
 def build_dataloader(

@@ -20,7 +20,7 @@ from megazero.deepspeed.checkpoint import (
     save_module,
 )
 from megazero.deepspeed.stepping import SteppingEngine
-from megazero.mpu import leave
+from megazero.mpu.launch import leave
 
 
 class UserEngine(SteppingEngine):

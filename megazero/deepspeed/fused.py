@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 from megazero.errors import ConfigError
-from megazero.optim import Lamb, OnebitAdam, OnebitLamb, Pieces, UpdateRule, ZeroOneAdam
+from megazero.optim.compressed.onebit_adam import OnebitAdam
+from megazero.optim.compressed.onebit_lamb import OnebitLamb
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
 from megazero.optim.elementwise import Lion
-from megazero.optim.rule import is_norm_rule, is_reducing_rule
+from megazero.optim.lamb import Lamb
+from megazero.optim.rule import Pieces, UpdateRule, is_norm_rule, is_reducing_rule
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import DataLoader, Dataset
 
-from megazero.config.deepspeed import read_deepspeed
+from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import TIMEOUT, find_context
 from megazero.deepspeed.data import build_dataloader
 from megazero.deepspeed.engine import UserEngine
@@ -25,10 +25,13 @@ from megazero.deepspeed.schedules import build_schedule
 from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext, TrafficLog, count_traffic
-from megazero.optim import build_loss_scaler
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.traffic import TrafficLog, count_traffic
+from megazero.optim.loss_scaler import build_loss_scaler
 from megazero.train.parts.chunks import DTYPES
-from megazero.zero import Optimizer, ZeroPolicy, store_kind
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.choose import store_kind
 
 
 def initialize(

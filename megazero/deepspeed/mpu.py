@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.mpu import Group, ParallelContext
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Group
 
 
 @dataclass(frozen=True)

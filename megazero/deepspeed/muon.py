@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from megazero.errors import ConfigError
-from megazero.optim import Adam, Muon
+from megazero.optim.elementwise import Adam
+from megazero.optim.muon import Muon
 
 _ADAM = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 _EPS = 1e-7

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.config.deepspeed import Extras, OptimizerExtras
+from megazero.config.deepspeed.extras import Extras, OptimizerExtras
 from megazero.deepspeed.fused import COMPRESSED, FUSED, CompressedOptimizer
 from megazero.deepspeed.muon import split_by_mark
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
 from megazero.errors import ConfigError, MegazeroError
-from megazero.optim import LossScaler, ScalerState
-from megazero.zero import Optimizer, StepReport
+from megazero.optim.loss_scaler import LossScaler, ScalerState
+from megazero.zero.optimizer import Optimizer, StepReport
 
 _MOMENTS = ("betas", "eps")
 # The class of each name, and the options that it takes beside learning rate and weight decay.

@@ -14,8 +14,15 @@ from torch import nn
 
 from megazero.deepspeed.zero import Home, Partition, external_parameters, partition_of
 from megazero.errors import ConfigError, MegazeroError
-from megazero.mpu import Cut, Group, InitialValues, Matrices, ParallelContext, ParamSpec, spec_of
-from megazero.zero import DataParallel, Store, Unit, ZeroPolicy, build_store, module_units
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Group
+from megazero.mpu.matrices import Matrices
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
+from megazero.zero.build import build_store
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.store import Store
+from megazero.zero.unit import Unit, module_units
 
 # Their forward passes the weights of modules inside them to one function, without calling those modules.
 _TOGETHER = (nn.MultiheadAttention,)

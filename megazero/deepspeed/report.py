@@ -9,13 +9,16 @@ from dataclasses import dataclass
 
 from torch.utils.flop_counter import FlopCounterMode
 
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.deepspeed.settings import UserSettings
 from megazero.loss import LossTerm
-from megazero.mpu import ParallelContext, TrafficLog
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.traffic import TrafficLog
 from megazero.train.observe.metrics import StepMetrics
-from megazero.train.observe.monitors import CompositeMonitor, Monitor, TensorBoardMonitor, WandbMonitor
+from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.csv_file import CsvMonitor
+from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
+from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
 from megazero.train.step.losses import Losses
 from megazero.train.step.timers import Timers
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 
-from megazero.config.deepspeed import SchedulerExtras
+from megazero.config.deepspeed.extras import SchedulerExtras
 from megazero.errors import ConfigError
 
 _Number = TypeVar("_Number", int, float)

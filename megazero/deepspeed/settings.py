@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import nn
 
-from megazero.config.deepspeed import BatchTriangle, DeepSpeedSettings, Extras, read_deepspeed, resolve_batch
+from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
+from megazero.config.deepspeed.extras import Extras
+from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 from megazero.config.pacing import Pacing
 from megazero.config.resolve import build_section
-from megazero.config.rules import check_sections
-from megazero.config.tree import (
-    Config,
-    CurriculumConfig,
-    LoggingConfig,
-    OffloadConfig,
-    PrecisionConfig,
-    Section,
-    ZeroConfig,
-)
+from megazero.config.rules.table import check_sections
+from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
+from megazero.config.tree.logging import LoggingConfig
+from megazero.config.tree.offload import OffloadConfig
+from megazero.config.tree.option import Section
+from megazero.config.tree.precision import PrecisionConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 
 JsonSource = str | Path | Mapping[str, Any]

@@ -17,7 +17,7 @@ from megazero.deepspeed.optimizer import UserOptimizer
 from megazero.deepspeed.report import Reporter, StepFacts
 from megazero.deepspeed.settings import UserSettings
 from megazero.errors import DataError, MegazeroError
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 
 
 @dataclass(frozen=True)

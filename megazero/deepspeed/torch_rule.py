@@ -17,7 +17,9 @@ import torch
 from megazero.deepspeed.fused import FUSED, CompressedOptimizer, RuleOptimizer
 from megazero.deepspeed.muon import matrix_groups, muon_of
 from megazero.errors import ConfigError
-from megazero.optim import Adam, TorchRule, UpdateRule, on_pieces
+from megazero.optim.elementwise import Adam
+from megazero.optim.rule import UpdateRule
+from megazero.optim.torch_rule import TorchRule, on_pieces
 
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups of a torch optimizer."""

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from megazero.config.deepspeed import read_deepspeed
+from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import find_context
 from megazero.errors import ConfigError
-from megazero.mpu import Group, ParallelContext
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Group
 
 
 class Home(Protocol):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megazero.ops import Operator
+from megazero.ops.dispatch import Operator
 
 
 @dataclass(frozen=True)

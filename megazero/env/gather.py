@@ -30,8 +30,8 @@ from megazero.env.facts import (
     operator_rows,
 )
 from megazero.kernels.build import BuildError
-from megazero.mpu import backends
 from megazero.mpu.cores import CGROUP, core_quota, load_average
+from megazero.mpu.transports import backends
 from megazero.ops import operators
 from megazero.ops.cuda import cuda_library
 from megazero.train.observe.host import measure_matmul_rate

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megazero.config import Config, parse_config
-from megazero.data import parse_blend
+from megazero.config.resolve import parse_config
+from megazero.config.tree.config import Config
+from megazero.data.blended import parse_blend
 from megazero.data.tokenizers.files import require_file
 from megazero.errors import ConfigError, DataError
 

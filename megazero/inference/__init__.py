@@ -5,10 +5,6 @@ earlier keys and values, `staged.py` runs a model over pipeline stages, `text.py
 `fill.py` is for models that restore masked tokens.
 """
 
-from megazero.inference.cache import KeyValueCache
-from megazero.inference.fill import Candidate, MaskFiller
 from megazero.inference.generate import generate
-from megazero.inference.sampling import Sampling
-from megazero.inference.text import TextGenerator
 
-__all__ = ["Candidate", "KeyValueCache", "MaskFiller", "Sampling", "TextGenerator", "generate"]
+__all__ = ["generate"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megazero.errors import ConfigError
-from megazero.layers import KeyValueStore
+from megazero.layers.cores import KeyValueStore
 
 
 class KeyValueCache(KeyValueStore):

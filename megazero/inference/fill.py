@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.data.tokenizers import Tokenizer
+from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import ConfigError, DataError
 from megazero.inference.staged import StagedModel
-from megazero.models import BertBatch, Collate, MicroBatch
+from megazero.models.batch import Collate, MicroBatch
+from megazero.models.bert_batch import BertBatch
 
 _ROLES = ("cls", "sep", "mask", "pad")
 

@@ -18,7 +18,8 @@ from megazero.errors import ConfigError, DataError
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.sampling import Sampling, choose_tokens
 from megazero.inference.staged import StagedModel
-from megazero.models import Batch, LanguageModel
+from megazero.models.batch import Batch
+from megazero.models.language_model import LanguageModel
 
 OnToken = Callable[[int, int], None]
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from megazero.errors import DataError
 from megazero.inference.staged import StagedModel
-from megazero.models import MicroBatch, ModelChunk, Trunk
-from megazero.models.batch import M
-from megazero.mpu import Launch, leave, reporting
+from megazero.models.batch import M, MicroBatch
+from megazero.models.chunk import ModelChunk
+from megazero.models.trunk import Trunk
+from megazero.mpu.launch import Launch, leave, reporting
 
 if TYPE_CHECKING:
     from megazero.train.resume.trained import Loaded

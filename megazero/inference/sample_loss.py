@@ -15,19 +15,23 @@ from typing import Generic
 import numpy as np
 import torch
 
-from megazero.checkpoint import CheckpointReader, Verify
 from megazero.checkpoint.manifest import MANIFEST
+from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config, RecomputeConfig, ZeroConfig
-from megazero.data import SampleDataset
+from megazero.config.tree.config import Config
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.config.tree.zero import ZeroConfig
+from megazero.data.blended import SampleDataset
 from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.data_efficiency.map import ChunkGrid, MetricFolder
 from megazero.data_efficiency.reduce import is_reduced, reduce_metric
 from megazero.errors import ConfigError, NumericsError
-from megazero.models import Collate, MicroBatch, SampleLosses
-from megazero.models.batch import M
-from megazero.mpu import ParallelContext, gather_values
-from megazero.pipeline import Evaluator, Program
+from megazero.models.batch import Collate, M, MicroBatch
+from megazero.models.sample_losses import SampleLosses
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values
+from megazero.pipeline.actions import Program
+from megazero.pipeline.executor import Evaluator
 from megazero.train.parts.chunks import programs_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary

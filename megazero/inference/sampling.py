@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError, NumericsError
-from megazero.mpu import derive_key
+from megazero.mpu.rng import derive_key
 from megazero.ops.counter_random import hash_uniform
 
 

@@ -8,13 +8,16 @@ from typing import Generic, Literal
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.inference.cache import KeyValueCache
-from megazero.layers import CachedCore, Placement, core_of
 from megazero.layers.collectives import gather_features
-from megazero.models import Batch, BertBatch, Trunk
-from megazero.models.batch import M
-from megazero.mpu import Group, SoloGroup, Transfer
+from megazero.layers.cores import CachedCore, core_of
+from megazero.layers.placement import Placement
+from megazero.models.batch import Batch, M
+from megazero.models.bert_batch import BertBatch
+from megazero.models.trunk import Trunk
+from megazero.mpu.group import Group, Transfer
+from megazero.mpu.solo_group import SoloGroup
 
 
 class StagedModel(Generic[M]):

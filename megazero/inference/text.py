@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megazero.data.tokenizers import Tokenizer
+from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import ConfigError, DataError
 from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
-from megazero.models import Batch, LanguageModel
+from megazero.models.batch import Batch
+from megazero.models.language_model import LanguageModel
 
 
 class TextGenerator:

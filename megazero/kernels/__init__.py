@@ -3,8 +3,3 @@
 The kernels' sources are csrc/*/cuda.cu. nvcc makes the library that GPUs run. From the same sources, a C++
 compiler makes one that runs on the CPU and watches what each kernel does.
 """
-
-from megazero.kernels.library import DTYPE_CODES, Argument, KernelLibrary
-from megazero.kernels.on_cpu import KernelCounts, WatchedLibrary
-
-__all__ = ["DTYPE_CODES", "Argument", "KernelCounts", "KernelLibrary", "WatchedLibrary"]

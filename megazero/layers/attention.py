@@ -5,12 +5,12 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
-from megazero.mpu import Matrices
+from megazero.mpu.matrices import Matrices
 from megazero.ops.rotary import apply_rotary
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from megazero.mpu import Group
+from megazero.mpu.group import Group
 from megazero.ops.autograd import Gradients, apply
 
 

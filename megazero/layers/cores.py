@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows, keys_at
-from megazero.mpu import Group
+from megazero.mpu.group import Group
 from megazero.ops.attention import attention
 from megazero.ops.dropout import AttentionDropout
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import DataError
 from megazero.layers.collectives import reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
-from megazero.mpu import Cut, InitialValues, ParamSpec
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.dropout import dropout_mask_hidden
 from megazero.ops.embedding import embedding
 

@@ -21,12 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megazero.config.tree import PrecisionConfig
+from megazero.config.tree.precision import PrecisionConfig
 from megazero.layers.collectives import gather_rows, reduce_scatter_rows
 from megazero.layers.inputs import Deferred
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.transformer import TransformerLayer
-from megazero.mpu import Group, SoloGroup, spec_of
+from megazero.mpu.group import Group
+from megazero.mpu.param_spec import spec_of
+from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.autograd import Gradients, apply
 
 LARGEST = MappingProxyType({torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0})

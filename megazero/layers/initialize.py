@@ -10,7 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from megazero.mpu import Place, derive_key, spec_of
+from megazero.mpu.grid import Place
+from megazero.mpu.param_spec import spec_of
+from megazero.mpu.rng import derive_key
 from megazero.ops.counter_random import normal_block
 
 

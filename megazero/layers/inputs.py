@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.layers.rows import Rows, keys_at
-from megazero.mpu import site_key
+from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import Dropout
 

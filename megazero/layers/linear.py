@@ -21,7 +21,10 @@ from torch.autograd import Function
 from megazero.layers.collectives import gather_rows, reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
-from megazero.mpu import DONE, Cut, Group, InitialValues, Matrices, ParamSpec, SoloGroup, Work
+from megazero.mpu.group import DONE, Group, Work
+from megazero.mpu.matrices import Matrices
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.autograd import Gradients, apply
 
 ONE_MATRIX = Matrices()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
 from megazero.layers.sums import Sums
-from megazero.mpu import Matrices
+from megazero.mpu.matrices import Matrices
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu

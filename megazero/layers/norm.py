@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 from megazero.layers.placement import Placement
-from megazero.mpu import InitialValues, ParamSpec
+from megazero.mpu.param_spec import InitialValues, ParamSpec
 from megazero.ops.layer_norm import add_layer_norm, layer_norm
 from megazero.ops.rms_norm import add_rms_norm, rms_norm
 

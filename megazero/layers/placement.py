@@ -10,7 +10,10 @@ import torch
 from torch import nn
 
 from megazero.layers.rows import Spread
-from megazero.mpu import Group, ParallelContext, ParamSpec, Place
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.grid import Place
+from megazero.mpu.group import Group
+from megazero.mpu.param_spec import ParamSpec
 
 TokenDispatcher = Literal["alltoall", "allgather"]
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megazero.config.tree import RecomputeConfig
+from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.collectives import gather_rows
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.layers.skipping import run_layer
 from megazero.layers.sums import Sums
-from megazero.mpu import Group
+from megazero.mpu.group import Group
 
 
 def recompute_units(num_layers: int, config: RecomputeConfig) -> list[tuple[range, bool]]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megazero.layers.collectives import gather_sequence
-from megazero.mpu import Group, SoloGroup
+from megazero.mpu.group import Group
+from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.dropout import Dropout
 from megazero.ops.positions import Positions, position_tensor
 

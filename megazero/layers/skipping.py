@@ -11,7 +11,7 @@ from megazero.layers.collectives import gather_for_parts
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.rows import ALONE, Spread
 from megazero.layers.sums import Sums
-from megazero.mpu import site_key
+from megazero.mpu.rng import site_key
 from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.counter_random import derive
 from megazero.ops.kept_columns import kept_columns as kept_by_key

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement

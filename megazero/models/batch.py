@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.config.tree import Config
-from megazero.data import check_token_ids
-from megazero.layers import NOTHING_SKIPPED, Skipping
-from megazero.mpu import sample_keys
+from megazero.config.tree.config import Config
+from megazero.data.token_ids import check_token_ids
+from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
+from megazero.mpu.rng import sample_keys
 from megazero.ops.positions import Positions
 
 M = TypeVar("M", bound="MicroBatch")

@@ -14,15 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.config.derive import moe_layers
-from megazero.config.tree import Config, ModelConfig
-from megazero.layers import (
-    Deferred,
-    Norm,
-    Placement,
-    ReplicatedLinear,
-    column_linear,
-    output_weight,
-)
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.embedding import output_weight
+from megazero.layers.inputs import Deferred
+from megazero.layers.linear import ReplicatedLinear, column_linear
+from megazero.layers.norm import Norm
+from megazero.layers.placement import Placement
 from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import HEAD, Block
@@ -30,7 +28,8 @@ from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops,
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks
-from megazero.mpu import Cut, Group, InitialValues, ParamSpec
+from megazero.mpu.group import Group
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.pipeline.chunk import ChunkResult

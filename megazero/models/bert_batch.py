@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.config.tree import Config
-from megazero.data import check_token_ids
+from megazero.config.tree.config import Config
+from megazero.data.token_ids import check_token_ids
 from megazero.loss import PADDING
 from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, tensor_of
 from megazero.models.packing import Slot, pack
-from megazero.mpu import sample_keys
+from megazero.mpu.rng import sample_keys
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from megazero.config.tree import ModelConfig, RecomputeConfig
-from megazero.layers import Placement
-from megazero.moe import Router
-from megazero.mpu import spec_of
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers.placement import Placement
+from megazero.moe.router import Router
+from megazero.mpu.param_spec import spec_of
 from megazero.pipeline.chunk import B_contra, Chunk
 
 Part = int | str

@@ -9,21 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.tree import Config, ModelConfig
-from megazero.data import UNKNOWN_LABEL
-from megazero.layers import (
-    Deferred,
-    Norm,
-    Placement,
-    ReplicatedLinear,
-)
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.data.labelled.dataset import UNKNOWN_LABEL
+from megazero.layers.inputs import Deferred
+from megazero.layers.linear import ReplicatedLinear
+from megazero.layers.norm import Norm
+from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
 from megazero.models.bert import TOKEN_TYPES
 from megazero.models.chunk import HEAD, Block, Tie
 from megazero.models.classifier_batch import LabelledBatch
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops
 from megazero.models.trunk import Trunk, trunk_blocks
-from megazero.mpu import site_key
+from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import Dropout, dropout_mask_hidden
 from megazero.pipeline.chunk import ChunkResult

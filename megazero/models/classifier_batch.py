@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.config.tree import Config
-from megazero.data import UNKNOWN_LABEL, check_token_ids
+from megazero.config.tree.config import Config
+from megazero.data.labelled.dataset import UNKNOWN_LABEL
+from megazero.data.token_ids import check_token_ids
 from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, tensor_of
-from megazero.mpu import sample_keys
+from megazero.mpu.rng import sample_keys
 
 
 @dataclass(frozen=True)

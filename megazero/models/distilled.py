@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megazero.layers import NOTHING_SKIPPED, Deferred
+from megazero.layers.inputs import NOTHING_SKIPPED, Deferred
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.gpt import GPT

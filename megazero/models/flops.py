@@ -8,7 +8,7 @@ refinements); norms, activations and embedding lookups count as none.
 from __future__ import annotations
 
 from megazero.config.derive import experts_of
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 
 def attention_flops(model: ModelConfig, *, causal: bool, queried: float = 1.0) -> float:

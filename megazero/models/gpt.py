@@ -11,16 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree import Config, ModelConfig, RecomputeConfig
-from megazero.layers import (
-    Deferred,
-    Norm,
-    Placement,
-    column_linear,
-    gather_for_parts,
-    output_weight,
-    share_for_parts,
-)
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers.collectives import gather_for_parts, share_for_parts
+from megazero.layers.embedding import output_weight
+from megazero.layers.inputs import Deferred
+from megazero.layers.linear import column_linear
+from megazero.layers.norm import Norm
+from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.chunk import HEAD, Block

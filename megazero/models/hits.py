@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megazero.mpu import Group
+from megazero.mpu.group import Group
 
 
 def vocab_parallel_argmax(logits: Tensor, group: Group, vocab_start: int, vocab_size: int) -> Tensor:

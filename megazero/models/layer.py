@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from megazero.config.derive import experts_of
-from megazero.layers import MLP, SelfAttention, TransformerLayer
+from megazero.layers.attention import SelfAttention
+from megazero.layers.mlp import MLP
+from megazero.layers.transformer import TransformerLayer
 from megazero.models.chunk import Slice
-from megazero.moe import MoEMLP
+from megazero.moe.mlp import MoEMLP
 
 
 def attention_of(number: int, held: Slice, *, causal: bool) -> nn.Module:

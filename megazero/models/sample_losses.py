@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from megazero.errors import ConfigError
-from megazero.layers import Deferred
+from megazero.layers.inputs import Deferred
 from megazero.loss import LossTerm
 from megazero.models.batch import M_contra
 from megazero.models.chunk import ModelChunk

@@ -11,25 +11,21 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import (
-    AttentionCore,
-    Deferred,
-    Embedding,
-    InputKeeping,
-    LayerInputs,
-    Rows,
-    Sums,
-    TransformerLayer,
-    recompute_units,
-    run_layers,
-)
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.embedding import Embedding
+from megazero.layers.inputs import AttentionCore, Deferred, LayerInputs
+from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
+from megazero.layers.rows import Rows
+from megazero.layers.sums import Sums
+from megazero.layers.transformer import TransformerLayer
 from megazero.loss import LossTerm
 from megazero.models.batch import M_contra
 from megazero.models.chunk import EMBEDDING, HEAD, Block, ModelChunk, Slice, Tie
 from megazero.models.layer import layer_of
-from megazero.moe import MoEMLP, Router, terms_of
-from megazero.mpu import spec_of
+from megazero.moe.losses import terms_of
+from megazero.moe.mlp import MoEMLP
+from megazero.moe.router import Router
+from megazero.mpu.param_spec import spec_of
 from megazero.ops.positions import Positions, position_tensor
 from megazero.ops.rotary import rotary_table
 from megazero.pipeline.chunk import Boundary

@@ -9,20 +9,5 @@ does not depend on the layout: every decision is about one sequence.
 """
 
 from megazero.moe import layer, utils
-from megazero.moe.experts import Experts
-from megazero.moe.loads import RouterLoads
-from megazero.moe.losses import router_terms, terms_of
-from megazero.moe.mlp import MoEMLP
-from megazero.moe.router import Router, Routing
 
-__all__ = [
-    "Experts",
-    "MoEMLP",
-    "Router",
-    "RouterLoads",
-    "Routing",
-    "layer",
-    "router_terms",
-    "terms_of",
-    "utils",
-]
+__all__ = ["layer", "utils"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megazero.config.tree import RoutingConfig
-from megazero.layers import LayerInputs
+from megazero.config.tree.routing import RoutingConfig
+from megazero.layers.inputs import LayerInputs
 from megazero.moe.router import Routing, row_keys
 from megazero.moe.tokens import Tokens
 from megazero.ops.counter_random import hash_uniform

@@ -20,7 +20,7 @@ from megazero.layers.collectives import (
     gather_rows,
     reduce_scatter_sequence,
 )
-from megazero.mpu import Group
+from megazero.mpu.group import Group
 from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.gathered_sum import gathered_sum
 from megazero.ops.permute import permute as permuted

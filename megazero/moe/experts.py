@@ -9,9 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megazero.config.tree import ExpertsConfig
-from megazero.layers import Deferred, Placement, activated, residual_std
-from megazero.mpu import Cut, InitialValues, Matrices, ParamSpec
+from megazero.config.tree.experts import ExpertsConfig
+from megazero.layers.inputs import Deferred
+from megazero.layers.linear import residual_std
+from megazero.layers.mlp import activated
+from megazero.layers.placement import Placement
+from megazero.mpu.matrices import Matrices
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.grouped_linear import grouped_linear, grouped_outer
 

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.moe.router import Router
-from megazero.mpu import ParallelContext, gather_values
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values
 
 
 class RouterLoads:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megazero.config.tree import RoutingConfig
+from megazero.config.tree.routing import RoutingConfig
 from megazero.layers.collectives import reduce_from_slices
 from megazero.loss import LossTerm
 from megazero.moe.router import Routing

@@ -9,15 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.config.derive import experts_of, moe_layers
-from megazero.config.tree import ModelConfig
-from megazero.layers import MLP, LayerInputs, MLPResult, Placement, Sums
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.mlp import MLP, MLPResult
+from megazero.layers.placement import Placement
+from megazero.layers.sums import Sums
 from megazero.moe.capacity import capacities, factor_of, kept_choices
 from megazero.moe.dispatch import Dispatch, ExpertPlacement, all_gather_dispatch, all_to_all_dispatch
 from megazero.moe.experts import Experts
 from megazero.moe.losses import router_terms
 from megazero.moe.router import Router, router_weight
 from megazero.moe.tokens import give_back, take_share
-from megazero.mpu import InitialValues, ParamSpec
+from megazero.mpu.param_spec import InitialValues, ParamSpec
 
 
 class MoEMLP(nn.Module):

@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.tree import RouterConfig, TransformerConfig
-from megazero.layers import LayerInputs, Placement
+from megazero.config.tree.routing import RouterConfig
+from megazero.config.tree.transformer import TransformerConfig
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.placement import Placement
 from megazero.moe.tokens import Tokens
-from megazero.mpu import InitialValues, ParamSpec, site_key
+from megazero.mpu.param_spec import InitialValues, ParamSpec
+from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive, hash_uniform
 from megazero.ops.gate import Gating, gate
 from megazero.ops.top_k import top_k

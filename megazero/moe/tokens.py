@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.layers import Rows, Spread
 from megazero.layers.collectives import gather_rows, gather_sequence, own_rows, split_rows
-from megazero.mpu import Group
+from megazero.layers.rows import Rows, Spread
+from megazero.mpu.group import Group
 from megazero.ops.positions import position_tensor
 
 

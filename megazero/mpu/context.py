@@ -15,7 +15,7 @@ from megazero.mpu.grid import COMMUNICATORS, Place, ProcessGrid
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.mpu.watch import Watch
+from megazero.mpu.watch.watch import Watch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from megazero.config.tree import ParallelConfig
+from megazero.config.tree.parallel import ParallelConfig
 from megazero.errors import ConfigError
 from megazero.mpu.agreement import Facts, agree_by_notes
 from megazero.mpu.context import ParallelContext, make_context, solo_context
@@ -22,7 +22,9 @@ from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.transports import backends
 from megazero.mpu.waits import Waits
-from megazero.mpu.watch import StoreJobNotes, Watch, WatchLimits, keeper_of_store, watched
+from megazero.mpu.watch.group import watched
+from megazero.mpu.watch.job_notes import StoreJobNotes, keeper_of_store
+from megazero.mpu.watch.watch import Watch, WatchLimits
 from megazero.mpu.wrapping_group import WrappingGroup
 
 _LATER = timedelta(minutes=1)

@@ -18,7 +18,7 @@ from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
 from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.chosen_rows import CHOSEN_ROWS
 from megazero.ops.cross_entropy import CROSS_ENTROPY
-from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain
+from megazero.ops.dispatch import Operator
 from megazero.ops.embedding import EMBEDDING
 from megazero.ops.gate import GATE
 from megazero.ops.gathered_sum import GATHERED_SUM
@@ -40,7 +40,7 @@ from megazero.ops.swiglu import SWIGLU
 from megazero.ops.top_k import TOP_K
 from megazero.ops.update import UPDATE
 
-__all__ = ["CallFacts", "Implementation", "Operator", "explain", "operators"]
+__all__ = ["Operator", "operators"]
 
 
 def operators() -> tuple[Operator[Any], ...]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from megazero.kernels import DTYPE_CODES, KernelLibrary
 from megazero.kernels.build import (
     ARCHITECTURES,
     BuildError,
@@ -25,6 +24,7 @@ from megazero.kernels.build import (
     cuda_recipe,
     known_architectures,
 )
+from megazero.kernels.library import DTYPE_CODES, KernelLibrary
 from megazero.ops.dispatch import CUDA, CallFacts, where
 
 OLDEST_CAPABILITY = divmod(int(ARCHITECTURES[0].removeprefix("sm_")), 10)

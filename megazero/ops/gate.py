@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.kernels import KernelLibrary
+from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.cuda import cuda_built, cuda_kernels
 from megazero.ops.dispatch import CUDA, CallFacts, Implementation, Operator, kinds_of_calls, where

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.kernels import KernelLibrary
+from megazero.kernels.library import KernelLibrary
 from megazero.ops.counter_random import derive
 from megazero.ops.cuda import cuda_built, cuda_kernels
 from megazero.ops.dispatch import CUDA, DEVICES, CallFacts, Implementation, Operator, where

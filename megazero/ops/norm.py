@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.kernels import KernelLibrary
-from megazero.kernels.library import MOST_GROUPS
+from megazero.kernels.library import MOST_GROUPS, KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.kernels import DTYPE_CODES, KernelLibrary
+from megazero.kernels.library import DTYPE_CODES, KernelLibrary
 from megazero.ops.counter_random import MASK_64, hash_uniform, mix_64, signed_64
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import CPU, TRAINING_FLOATS, CallFacts, Implementation, Operator, where

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megazero.kernels import DTYPE_CODES
+from megazero.kernels.library import DTYPE_CODES
 
 NO_WEIGHTS = -1  # as csrc/common/cuda_update.hpp has it
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.kernels import KernelLibrary
+from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Activation, ActivationKernel, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels

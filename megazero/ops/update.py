@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from megazero.kernels import KernelLibrary
+from megazero.kernels.library import KernelLibrary
 from megazero.ops.chunks import scaled, side_by_side
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import (

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from megazero.config.tree import OptimizerConfig
-from megazero.optim.compressed import OnebitAdam, OnebitLamb, ZeroOneAdam
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.optim.compressed.onebit_adam import OnebitAdam
+from megazero.optim.compressed.onebit_lamb import OnebitLamb
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
 from megazero.optim.elementwise import ELEMENTWISE
 from megazero.optim.lamb import Lamb
 from megazero.optim.muon import NEWTON_SCHULZ, Muon

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
-from megazero.config.tree import PrecisionConfig
+from megazero.config.tree.precision import PrecisionConfig
 from megazero.errors import ConfigError, NumericsError
 
 # The largest power of two that fp32 holds: doubling it would give inf, and halving inf gives inf again.

@@ -9,8 +9,7 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from megazero.mpu import Group
-from megazero.mpu.group import Reduction
+from megazero.mpu.group import Group, Reduction
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Literal
 
 from megazero.config.steps import Progress, Unit
 from megazero.config.training_plan import TrainingPlan, WarmupLength
-from megazero.config.tree import OptimizerConfig
+from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.errors import ConfigError
 
 

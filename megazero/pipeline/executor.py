@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megazero.loss import LossTerm
-from megazero.mpu import Group, Transfer, Work
+from megazero.mpu.group import Group, Transfer, Work
 from megazero.pipeline.actions import Action, Exchange, Message, Op, Program
 from megazero.pipeline.chunk import Chunk, ChunkResult, Deferred
 from megazero.pipeline.sharding import Gathering, Sharding

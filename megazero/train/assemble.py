@@ -10,22 +10,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from megazero.checkpoint import Disk
-from megazero.config.tree import Config
-from megazero.mpu import (
-    ParallelContext,
-    TrafficLog,
-    agree,
-    count_traffic,
-)
+from megazero.checkpoint.disk import Disk
+from megazero.config.tree.config import Config
+from megazero.mpu.agreement import agree
+from megazero.mpu.context import ParallelContext
 from megazero.mpu.cores import others_running
+from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.train.build import build_model
 from megazero.train.guards.agreement import tokenizer_and_place
 from megazero.train.loop import Loop
 from megazero.train.observe.evaluation import Evaluations
 from megazero.train.observe.host import measure_matmul_rate, ranks_here
 from megazero.train.observe.meters import Meters
-from megazero.train.observe.monitors import Monitor, build_monitors
+from megazero.train.observe.monitors import build_monitors
+from megazero.train.observe.monitors.base import Monitor
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary

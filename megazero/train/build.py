@@ -6,36 +6,32 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megazero.config.training_plan import TrainingPlan
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
-from megazero.layers import CudaGraphs, Fp8State, compile_layers, graph_layers, initialize_parameters, use_fp8
-from megazero.moe import RouterLoads
-from megazero.mpu import (
-    ParallelContext,
-)
-from megazero.optim import (
-    build_learning_rate,
-    build_loss_scaler,
-    build_update_rule,
-    build_weight_decay,
-)
-from megazero.pipeline import Executor
+from megazero.layers.compiled import compile_layers
+from megazero.layers.fp8 import Fp8State, use_fp8
+from megazero.layers.graphed import CudaGraphs, graph_layers
+from megazero.layers.initialize import initialize_parameters
+from megazero.moe.loads import RouterLoads
+from megazero.mpu.context import ParallelContext
+from megazero.optim.build import build_update_rule
+from megazero.optim.loss_scaler import build_loss_scaler
+from megazero.optim.schedule import build_learning_rate, build_weight_decay
+from megazero.pipeline.executor import Executor
 from megazero.train.parts.chunks import Chunks, build_chunks, programs_of
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.resume.teacher import load_teacher
 from megazero.train.step.distillation import Distillation, Teacher
 from megazero.train.step.engine import Engine, LayerMemory, Schedules
 from megazero.train.step.skipping import SkippingPlan
-from megazero.zero import (
-    DataParallel,
-    DelayedUpdates,
-    OffloadStore,
-    Optimizer,
-    Unit,
-    ZeroPolicy,
-    build_store,
-    store_kind,
-)
+from megazero.zero.build import build_store
+from megazero.zero.delayed import DelayedUpdates
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.choose import store_kind
+from megazero.zero.store.offload import OffloadStore
+from megazero.zero.unit import Unit
 
 if TYPE_CHECKING:
     from megazero.pipeline.sharding import Sharding

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from megazero.config.steps import Step
-from megazero.models import MicroBatch
+from megazero.models.batch import MicroBatch
 from megazero.train.guards.concerns import DataUnchanged, ExitRequests, SkippedRow, SlowRanks
 from megazero.train.guards.copies import EqualCopies
 from megazero.train.guards.spike_guard import SpikeGuard
@@ -16,7 +16,7 @@ from megazero.train.observe.evaluation import Evaluations
 from megazero.train.observe.incidents import FailureLog, IncidentLog
 from megazero.train.observe.meters import Meters, StepFacts
 from megazero.train.observe.metrics import StepMetrics
-from megazero.train.observe.monitors import Monitor
+from megazero.train.observe.monitors.base import Monitor
 from megazero.train.resume.rollback import restore_last
 from megazero.train.resume.saving import Saving
 from megazero.train.resume.snapshot import Snapshots

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from megazero.checkpoint import Disk
-from megazero.config.tree import Config
+from megazero.checkpoint.disk import Disk
+from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
-from megazero.mpu import (
-    Launch,
-    ParallelContext,
-)
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.launch import Launch
 from megazero.train.assemble import Run, Task, assemble
 from megazero.train.guards.agreement import samples_of
 from megazero.train.observe.evaluation import Evaluations, LossEvaluation
@@ -26,9 +24,7 @@ from megazero.train.resume.weights import take_foreign_weights
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feeds
 from megazero.train.step.state import TrainState
-from megazero.zero import (
-    offloaded_bytes,
-)
+from megazero.zero.store.store import offloaded_bytes
 
 
 def pretrain(config: Config, launch: Launch | None = None, disk: Disk | None = None) -> TrainState:

@@ -17,8 +17,9 @@ from functools import partial
 import torch
 
 from megazero.config.derive import replicas_per_node
-from megazero.config.tree import Config
-from megazero.mpu import Launch, ParallelContext, join, leave, reporting
+from megazero.config.tree.config import Config
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.launch import Launch, join, leave, reporting
 from megazero.train.guards.agreement import settings_and_code
 from megazero.train.step.state import TrainState
 

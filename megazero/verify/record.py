@@ -16,9 +16,10 @@ from torch import Tensor
 from megazero.config.derive import padded_vocab_size
 from megazero.config.steps import Step
 from megazero.config.training_plan import TrainingPlan, training_plan_of
-from megazero.config.tree import Config
-from megazero.models import Collate, MicroBatch
-from megazero.mpu import ParallelContext, ParamSpec
+from megazero.config.tree.config import Config
+from megazero.models.batch import Collate, MicroBatch
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.param_spec import ParamSpec
 from megazero.train.build import build_model
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary

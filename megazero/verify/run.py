@@ -12,10 +12,12 @@ from pathlib import Path
 import torch
 
 from megazero.config.derive import replicas_per_node
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.errors import CommunicationError
-from megazero.mpu import Launch, ProcessGrid, ThreadWorld, open_context, solo_context, thread_context
-from megazero.mpu.launch import close_groups
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch, close_groups, open_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.torch_group import join_file_world, leave_world
 from megazero.verify.record import STEPS, Record, record_training
 

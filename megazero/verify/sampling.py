@@ -6,13 +6,14 @@ import numpy as np
 
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import Step, Steps
-from megazero.config.tree import Config, CurriculumMetric
-from megazero.data import SamplerKind, SamplerSpec
+from megazero.config.tree.config import Config
+from megazero.config.tree.data_sampling import CurriculumMetric
+from megazero.data.sampler import SamplerKind, SamplerSpec
 from megazero.data_efficiency.eligibility import EligibilityOrder
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.sampler import CurriculumSampler
-from megazero.models import Collate, MicroBatch
-from megazero.mpu import ParallelContext
+from megazero.models.batch import Collate, MicroBatch
+from megazero.mpu.context import ParallelContext
 from megazero.train.parts.families import family_of
 from megazero.train.step.feed import cut
 

@@ -12,9 +12,9 @@ from typing import Any
 from megazero.config.derive import chunks_per_stage, schedule_kind
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
-from megazero.mpu import ProcessGrid
-from megazero.optim import takes_signs
+from megazero.config.tree.config import Config
+from megazero.mpu.grid import ProcessGrid
+from megazero.optim.build import takes_signs
 from megazero.verify.sampling import SAMPLES, shrunk_metric
 
 _WIDTH_OF_HEAD = 4

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import (
-    CheckpointConfig,
-    Config,
-    CurriculumConfig,
-    DataSamplingConfig,
-    DistillationConfig,
-    ParallelConfig,
-    RecomputeConfig,
-    ZeroConfig,
-)
-from megazero.mpu import solo_context
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
+from megazero.config.tree.data_sampling import DataSamplingConfig
+from megazero.config.tree.distillation import DistillationConfig
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.config.tree.zero import ZeroConfig
+from megazero.mpu.context import solo_context
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState
 from megazero.verify.record import verification_engine

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError
-from megazero.mpu import DONE, Work, on_device, spec_of
+from megazero.mpu.group import DONE, Work
+from megazero.mpu.host import on_device
+from megazero.mpu.param_spec import spec_of
 from megazero.zero.comm_hooks.comm_hook import CommHook
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketKey

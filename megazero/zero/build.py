@@ -8,13 +8,16 @@ from dataclasses import replace
 
 from torch import nn
 
-from megazero.mpu import ParallelContext, Place, spec_of
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.grid import Place
+from megazero.mpu.param_spec import spec_of
 from megazero.zero.bucket import Bucket, Fill
-from megazero.zero.comm_hooks import choose_comm_hook
+from megazero.zero.comm_hooks.choose import choose_comm_hook
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketMember, plan_buckets
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store import DeviceStore, Store
+from megazero.zero.store.device import DeviceStore
+from megazero.zero.store.store import Store
 from megazero.zero.table import STAGES
 from megazero.zero.unit import Unit
 

@@ -15,10 +15,15 @@ import torch
 from torch import Tensor
 
 from megazero.errors import CommunicationError
-from megazero.mpu import SLICE_AXES, Group, ParallelContext, copy_axes, gather_values, name_ranks, on_device
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.grid import SLICE_AXES
+from megazero.mpu.group import Group
+from megazero.mpu.host import on_device
+from megazero.mpu.messages import gather_values, name_ranks
+from megazero.mpu.param_spec import copy_axes
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.optimizer import Optimizer
-from megazero.zero.store import WEIGHT, LoadedBucket
+from megazero.zero.store.store import WEIGHT, LoadedBucket
 
 _USED = "weights in use"
 ROUNDED = "weights in use, against their masters"

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megazero.mpu import Work
+from megazero.mpu.group import Work
 from megazero.zero.bucket import Bucket
-from megazero.zero.store import GRADIENT, WEIGHT, LoadedBucket, OffloadStore
+from megazero.zero.store.offload import OffloadStore
+from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket
 from megazero.zero.update import Update
 
 IN_USE = "weight_in_use"

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from megazero.errors import ConfigError
-from megazero.optim import UpdateRule
+from megazero.optim.rule import UpdateRule
 from megazero.zero.bucket import Bucket
-from megazero.zero.store import WEIGHT, Store, offloaded_bytes
+from megazero.zero.store.store import WEIGHT, Store, offloaded_bytes
 
 
 def check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megazero.zero.bucket import Bucket, ShardedState
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store import Store
+from megazero.zero.store.store import Store
 from megazero.zero.unit import Unit
 
 SLICES_AHEAD = 2

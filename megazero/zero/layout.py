@@ -9,7 +9,8 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from megazero.mpu import ParamSpec, Place
+from megazero.mpu.grid import Place
+from megazero.mpu.param_spec import ParamSpec
 from megazero.zero.plan import BucketMember
 from megazero.zero.table import StageRow
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megazero.mpu import ParallelContext, matrix_spec
-from megazero.optim import MatrixRule
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.param_spec import matrix_spec
+from megazero.optim.rule import MatrixRule
 from megazero.zero.bucket import Bucket, whole_state
 
 

@@ -8,9 +8,11 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from megazero.mpu import ParallelContext, ParamSpec, slice_axes
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.grid import slice_axes
 from megazero.mpu.group import Reduction
-from megazero.optim import local_square_sum
+from megazero.mpu.param_spec import ParamSpec
+from megazero.optim.grad_norm import local_square_sum
 from megazero.zero.bucket import Bucket
 
 

@@ -10,17 +10,21 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megazero.mpu import ParallelContext, ParamSpec, Work, gather_values, on_device, read_values
-from megazero.optim import SERVER_ERROR, WORKER_ERROR, UpdateRule, clip_coefficient, local_square_sum
-from megazero.optim.rule import is_matrix_rule
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Work
+from megazero.mpu.host import on_device, read_values
+from megazero.mpu.messages import gather_values
+from megazero.mpu.param_spec import ParamSpec
+from megazero.optim.grad_norm import clip_coefficient, local_square_sum
+from megazero.optim.rule import SERVER_ERROR, WORKER_ERROR, UpdateRule, is_matrix_rule
 from megazero.zero.bucket import Bucket, whole_state
-from megazero.zero.comm_hooks import ExactCommHook
+from megazero.zero.comm_hooks.exact import ExactCommHook
 from megazero.zero.delayed import DelayedUpdates
 from megazero.zero.fitting import check_matrices, check_reduction
 from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms
-from megazero.zero.store import GRADIENT, WEIGHT, LoadedBucket, Store
+from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Store
 from megazero.zero.update import PerGroup, Update, UpdateFacts, in_use, sums_exactly
 
 

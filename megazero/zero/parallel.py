@@ -8,12 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 from megazero.zero.bucket import Bucket, ShardedState
 from megazero.zero.gather import Gatherer
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.reduce import GradientReducer, Observer
-from megazero.zero.store import WEIGHT, Store
+from megazero.zero.store.store import WEIGHT, Store
 from megazero.zero.unit import Unit
 
 

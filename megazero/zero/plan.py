@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.mpu import ParamSpec, copy_axes
+from megazero.mpu.param_spec import ParamSpec, copy_axes
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.table import STAGES
 

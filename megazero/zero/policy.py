@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from megazero.config.tree import OffloadConfig, ZeroConfig
+from megazero.config.tree.offload import OffloadConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.ops.quantize import Quantization
-from megazero.optim import Needs
+from megazero.optim.rule import Needs
 
 NOTHING = Needs()
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megazero.mpu import ParallelContext, on_device
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.host import on_device
 from megazero.zero.bucket import Bucket
-from megazero.zero.comm_hooks import Reduction
+from megazero.zero.comm_hooks.comm_hook import Reduction
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store import GRADIENT, Store
+from megazero.zero.store.store import GRADIENT, Store
 
 # How many buffers besides the sums may be held by reductions in flight while the next bucket fills. One hides
 # a reduction behind backward; a second would cost one more buffer, and mostly queue behind the first.

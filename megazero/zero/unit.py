@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from megazero.mpu import InitialValues, ParamSpec
+from megazero.mpu.param_spec import InitialValues, ParamSpec
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.mpu import ParallelContext, on_device
-from megazero.optim import SERVER_ERROR, WORKER_ERROR, PassEnds, Pieces, Replicas, UpdateRule
-from megazero.optim.rule import is_local_rule, is_norm_rule, is_reducing_rule
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.host import on_device
+from megazero.optim.rule import (
+    SERVER_ERROR,
+    WORKER_ERROR,
+    PassEnds,
+    Pieces,
+    Replicas,
+    UpdateRule,
+    is_local_rule,
+    is_norm_rule,
+    is_reducing_rule,
+)
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
-from megazero.zero.store import GRADIENT, WEIGHT, LoadedBucket
+from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket
 
 PerGroup = float | Sequence[float]
 """One value for all parameter groups, or one for each."""

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint import Disk
-from megazero.checkpoint.disk import File
-from megazero.mpu import ParallelContext
+from megazero.checkpoint.disk import Disk, File
+from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Work
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 from megazero.train.step.engine import Engine
-from megazero.zero import WEIGHT, Bucket
+from megazero.zero.bucket import Bucket
+from megazero.zero.store.store import WEIGHT
 
 Spoil = Callable[[Engine], None]
 """Breaks something of one rank's engine before it trains."""

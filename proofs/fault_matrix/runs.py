@@ -13,14 +13,17 @@ from unittest import mock
 
 import numpy as np
 
-from megazero.checkpoint import Disk
+from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import saved_iterations
 from megazero.config.resolve import parse_config
-from megazero.data import IndexedDatasetWriter
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import MegazeroError
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, agree, thread_context
-from megazero.mpu.watch import Watch, WatchLimits
-from megazero.mpu.watch import watched as watched_group
+from megazero.mpu.agreement import agree
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.watch.group import watched as watched_group
+from megazero.mpu.watch.watch import Watch, WatchLimits
 from megazero.train import assemble, pretraining
 from megazero.train.guards.agreement import settings_and_code
 from megazero.train.observe.incidents import read_incidents

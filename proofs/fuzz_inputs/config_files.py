@@ -12,10 +12,11 @@ from typing import Any
 
 import yaml
 
-from megazero.config import Config, parse_config
 from megazero.config.document import to_yaml
 from megazero.config.fields import FIELDS, FieldSpec
-from megazero.config.rules import value_at
+from megazero.config.resolve import parse_config
+from megazero.config.rules.rule import value_at
+from megazero.config.tree.config import Config
 from proofs.fuzz_inputs.harness import Kind, Sample
 from proofs.fuzz_inputs.mutate import of_json, of_lines, of_yaml
 

@@ -15,7 +15,8 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from proofs.fuzz_inputs.harness import Kind, Sample
 from proofs.fuzz_inputs.mutate import of_json, of_lines, of_message
 

@@ -23,7 +23,7 @@ from megazero.ablate.sizes import ModelSize, size_of, used
 from megazero.ablate.study import StudyOptions, read_study
 from megazero.ablate.table import duration, markdown, si
 from megazero.ablate.trial import trials_of
-from megazero.mpu import Cut, InitialValues, ParamSpec
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from tests.ablate.samples import quick_trainer, write_study
 
 SIZE = ModelSize(23_100_000, 12_340_000, 6.2e7)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from megazero.checkpoint import Key, write_checkpoint
 from megazero.checkpoint.blocks import BlockHasher, FileRecord
 from megazero.checkpoint.manifest import MANIFEST, dump_manifest
+from megazero.checkpoint.part import Key
 from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import write_checkpoint
 
 TENSORS = {
     Key("a"): torch.arange(12.0).view(4, 3),

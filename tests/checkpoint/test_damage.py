@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import CheckpointReader, Verify, iteration_folder
 from megazero.checkpoint.blocks import FileRecord
-from megazero.checkpoint.folder import LATEST
+from megazero.checkpoint.folder import LATEST, iteration_folder
 from megazero.checkpoint.manifest import MANIFEST, dump_manifest
+from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import DamagedCheckpointError
 from proofs.damage_sweep import (
     LAYOUTS,

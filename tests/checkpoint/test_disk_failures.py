@@ -13,20 +13,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import (
-    Box,
-    CheckpointReader,
-    Key,
-    Part,
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.folder import (
     Retention,
-    Saver,
     candidates,
+    iteration_folder,
     latest_iteration,
+    saved_iterations,
 )
-from megazero.checkpoint.folder import iteration_folder, saved_iterations
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.saver import Saver
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
-from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain
 from tests.checkpoint.faulty_disk import Change, Counter, FaultyDisk, Full, Refuse, Verdict
 from tests.forks import run

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.checkpoint import candidates
-from megazero.checkpoint.folder import LATEST
+from megazero.checkpoint.folder import LATEST, candidates
 from megazero.deepspeed.checkpoint import LoadParts, load_checkpoint
 from megazero.errors import CheckpointError
 from tests.checkpoint.forged import make

@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from megazero.checkpoint import CheckpointReader, Key, candidates
-from megazero.checkpoint.folder import LATEST
+from megazero.checkpoint.folder import LATEST, candidates
 from megazero.checkpoint.manifest import FORMAT, INDEX, MANIFEST, STATE
+from megazero.checkpoint.part import Key
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.forged import edit, edit_manifest, make, reseal, sealed
 

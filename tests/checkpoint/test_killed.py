@@ -17,20 +17,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import (
-    Box,
-    CheckpointReader,
-    Key,
-    Part,
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.folder import (
     Retention,
-    Saver,
     candidates,
+    hidden_folder,
+    iteration_folder,
     latest_iteration,
+    saved_iterations,
 )
-from megazero.checkpoint.folder import hidden_folder, iteration_folder, saved_iterations
 from megazero.checkpoint.lock import LOCK
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.saver import Saver
 from megazero.errors import CommunicationError
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.checkpoint.faulty_disk import FaultyDisk, StopAt, Stopped
 from tests.checkpoint.power_cut import Medium, Tree, put, tree_of
 from tests.forks import run

@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import Box, CheckpointReader, Key, Part, Retention, Saver, iteration_folder
-from megazero.checkpoint.folder import saved_iterations
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.folder import Retention, iteration_folder, saved_iterations
 from megazero.checkpoint.lock import LOCK, WriterLock, saved_elsewhere
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.saver import Saver
 from megazero.commands.checkpoint.verify import check
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError, LostFolderError
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.step.engine import Engine
 

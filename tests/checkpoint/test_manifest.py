@@ -8,9 +8,21 @@ import re
 
 import pytest
 
-from megazero.checkpoint import Box, Disk, Key, Retention, candidates, latest_iteration, saved_iterations
 from megazero.checkpoint.blocks import BLOCK, FileRecord
-from megazero.checkpoint.folder import LATEST, hidden_folder, iteration_folder, leftovers, prune, recover
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import (
+    LATEST,
+    Retention,
+    candidates,
+    hidden_folder,
+    iteration_folder,
+    latest_iteration,
+    leftovers,
+    prune,
+    recover,
+    saved_iterations,
+)
 from megazero.checkpoint.manifest import (
     Index,
     Logical,
@@ -20,6 +32,7 @@ from megazero.checkpoint.manifest import (
     piece_name,
     read_manifest,
 )
+from megazero.checkpoint.part import Key
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.forged import sealed
 

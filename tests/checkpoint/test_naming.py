@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 import torch
 
-from megazero.checkpoint import Box, Key
-from megazero.checkpoint.box import gaps_or_overlaps
+from megazero.checkpoint.box import Box, gaps_or_overlaps
 from megazero.checkpoint.hf.config_json import architecture_of
 from megazero.checkpoint.naming import Link, Table, TensorRule, cut, groups_of
+from megazero.checkpoint.part import Key
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MODELS, VOCAB, parameter_specs
 from tests.models.hf_weights import decoder_model
 

@@ -13,37 +13,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint import (
-    Box,
-    CheckpointReader,
-    Disk,
-    Key,
-    Part,
-    Saver,
-    Verify,
-    iteration_folder,
-    parts_to_read,
-    parts_to_write,
-    write_checkpoint,
-)
 from megazero.checkpoint import reader as reader_module
 from megazero.checkpoint.blocks import BLOCK, BlockFile
-from megazero.checkpoint.folder import publish
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import iteration_folder, publish
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.saver import Saver
+from megazero.checkpoint.shards import parts_to_read, parts_to_write
 from megazero.checkpoint.tensor_file import Later
-from megazero.checkpoint.writer import write_description, write_parts
+from megazero.checkpoint.writer import write_checkpoint, write_description, write_parts
 from megazero.errors import DamagedCheckpointError
-from megazero.layers import Placement
-from megazero.mpu import (
-    Cut,
-    InitialValues,
-    ParallelContext,
-    ParamSpec,
-    ProcessGrid,
-    ThreadWorld,
-    thread_context,
-)
-from megazero.optim import Adam
-from megazero.zero import Optimizer, Unit, ZeroPolicy, build_store
+from megazero.layers.placement import Placement
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.optim.elementwise import Adam
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import Unit
 
 W = Key("w")
 ROOT = Path(__file__).resolve().parents[2]

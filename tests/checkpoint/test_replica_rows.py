@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.checkpoint import Key, ReplicaRows, misfits, parts_to_read, parts_to_write
 from megazero.checkpoint.box import gaps_or_overlaps
-from megazero.checkpoint.shards import state_keys
-from megazero.mpu import ProcessGrid
-from megazero.optim import Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+from megazero.checkpoint.part import Key, misfits
+from megazero.checkpoint.replica_rows import ReplicaRows
+from megazero.checkpoint.shards import parts_to_read, parts_to_write, state_keys
+from megazero.mpu.grid import ProcessGrid
+from megazero.optim.compressed.onebit_adam import OnebitAdam
+from megazero.optim.compressed.onebit_lamb import OnebitLamb
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.lamb import Lamb
 from tests.optim.compressed.training import Run, on_ranks
 
 RULES = {

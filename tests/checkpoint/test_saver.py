@@ -11,23 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.checkpoint import (
-    Box,
-    CheckpointReader,
-    Disk,
-    Key,
-    Part,
-    Retention,
-    Saver,
-    iteration_folder,
-    latest_iteration,
-    saved_iterations,
-    together,
-)
 from megazero.checkpoint import saver as saver_module
-from megazero.checkpoint.saver import Staging
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import Retention, iteration_folder, latest_iteration, saved_iterations
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.saver import Saver, Staging, together
 from megazero.errors import CheckpointError, DamagedCheckpointError
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 
 W = Key("w")
 RANKS = 3

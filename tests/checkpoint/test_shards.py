@@ -12,13 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint import Key, Part, parts_of_parameters, parts_to_read, parts_to_write
 from megazero.checkpoint.box import gaps_or_overlaps
-from megazero.checkpoint.shards import state_keys
-from megazero.layers import Placement
-from megazero.mpu import Cut, InitialValues, ParamSpec, ProcessGrid, TrafficLog, recording_context
-from megazero.optim import Adam
-from megazero.zero import Optimizer, Unit, ZeroPolicy, build_store
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.shards import parts_of_parameters, parts_to_read, parts_to_write, state_keys
+from megazero.layers.placement import Placement
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.traffic import TrafficLog, recording_context
+from megazero.optim.elementwise import Adam
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import Unit
 
 F32, BF16 = torch.float32, torch.bfloat16
 ANY = InitialValues("zeros")

@@ -15,11 +15,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import Box, Key, Part, Saver, iteration_folder, latest_iteration, write_checkpoint
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.folder import iteration_folder, latest_iteration
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.saver import Saver
 from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import write_checkpoint
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
-from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]

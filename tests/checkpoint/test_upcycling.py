@@ -7,10 +7,11 @@ import random
 import pytest
 import torch
 
-from megazero.checkpoint import Box, Key, Part
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
 from megazero.config.derive import EXPERT_FIELDS, experts_of
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MemorySource, random_weights
 
 FOUR = {"num_layers": 4}

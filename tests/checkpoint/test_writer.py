@@ -15,21 +15,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megazero.checkpoint import (
-    Box,
-    CheckpointReader,
-    Disk,
-    Key,
-    Part,
-    iteration_folder,
-    latest_iteration,
-    saved_iterations,
-    write_checkpoint,
-)
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import iteration_folder, latest_iteration, saved_iterations
 from megazero.checkpoint.lock import WriterLock
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.safetensors_header import DTYPES
 from megazero.checkpoint.tensor_file import Later, memory_of
-from megazero.checkpoint.writer import Written, write_description, write_parts
+from megazero.checkpoint.writer import Written, write_checkpoint, write_description, write_parts
 from megazero.errors import CheckpointError
 
 

@@ -105,7 +105,7 @@ def test_bad_input_is_refused_before_anything_is_written(tmp_path, capsys, flags
 
 def test_a_real_training_goes_on_where_it_was_stopped(tmp_path, capsys, undrawn):
     """The first half is stopped after two steps of four, in this process; the command finishes it."""
-    from megazero.config import parse_config
+    from megazero.config.resolve import parse_config
     from megazero.train.pretraining import pretrain
 
     folder, out = write_study(tmp_path / "s", tiny=""), tmp_path / "out"

@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megazero.checkpoint import Key, write_checkpoint
 from megazero.checkpoint.hf.convert import KIND
+from megazero.checkpoint.part import Key
 from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import write_checkpoint
 from megazero.cli import main as megazero
 from megazero.commands.fill_mask import format_candidates, main
 from megazero.commands.generate import main as generate
-from megazero.inference import Candidate
-from megazero.mpu import solo_context, spec_of
+from megazero.inference.fill import Candidate
+from megazero.mpu.context import solo_context
+from megazero.mpu.param_spec import spec_of
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import Vocabulary
 from tests.inference.masked import WORDS, config_for, word_pieces

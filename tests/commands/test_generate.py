@@ -6,8 +6,12 @@ import pytest
 
 from megazero.commands.generate import main
 from megazero.errors import CheckpointError
-from megazero.inference import Sampling, TextGenerator
-from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.inference.sampling import Sampling
+from megazero.inference.text import TextGenerator
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume.trained import Loaded, Sizes
 from tests.inference.test_text import BYTES, byte_model
 

@@ -9,7 +9,7 @@ import pytest
 from megazero.commands.incidents import main, read_steps
 from megazero.errors import ConfigError
 from megazero.train.observe.incidents import Incident, IncidentLog
-from megazero.train.observe.monitors import CompositeMonitor
+from megazero.train.observe.monitors.base import CompositeMonitor
 
 
 @pytest.fixture

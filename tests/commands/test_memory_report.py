@@ -12,11 +12,14 @@ from megazero.commands.memory_report.picture import memory_figure
 from megazero.commands.memory_report.planned import planned_memory
 from megazero.commands.memory_report.table import RankMemory, merge_alike, read_memory, rows, shown, verdict
 from megazero.config.resolve import parse_config
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.observe.memory import MemoryMeter, _PeakOfOutputs
 from megazero.train.pretraining import pretrain_on
-from megazero.zero import GRADIENT, WEIGHT, ZeroPolicy
-from megazero.zero.store import TierSlot
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.store import GRADIENT, WEIGHT
+from megazero.zero.store.tier import TierSlot
 from tests.zero.harness import Trainer, in_threads
 from tests.zero.models import Zoo, zoo_loss
 from tests.zero.test_store import STORES, DeviceStore, policy

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import Key, write_checkpoint
+from megazero.checkpoint.part import Key
 from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import write_checkpoint
 from megazero.commands.moe_report import main
 from megazero.commands.moe_report.balance import bars, spans, verdict
 from megazero.commands.moe_report.loads import LayerLoad, LoadRecord, read_loads, together

@@ -10,7 +10,7 @@ import pytest
 from megazero.commands import verify as command
 from megazero.commands.verify import main, serial_of
 from megazero.config.resolve import parse_config
-from megazero.config.rules import check
+from megazero.config.rules.table import check
 from megazero.config.steps import SequenceLengths
 from megazero.config.training_plan import training_plan_of
 from megazero.train.step.skipping import SkippingPlan

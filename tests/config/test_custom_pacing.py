@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config import parse_config
 from megazero.config.custom_pacing import Custom, custom_pacing
 from megazero.config.pacing import pieces
+from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from megazero.config import parse_config
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, Kind
+from megazero.config.resolve import parse_config
 from megazero.config.tables import rows
 
 

@@ -5,7 +5,7 @@ import pytest
 from megazero.config.difficulties import Difficulties
 from megazero.config.pacing import Discrete, Root, pieces, reached
 from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Steps
-from megazero.config.tree import CurriculumMetric, DataSamplingConfig
+from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingConfig
 
 RAMP = CurriculumMetric(
     name="ramp",

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megazero.config import Config
 from megazero.config.document import read_file, read_text, to_yaml
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, Kind
+from megazero.config.tree.config import Config
 from tests.config.samples import make_config
 
 

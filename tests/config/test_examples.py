@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config import parse_config
+from megazero.config.resolve import parse_config
 
 EXAMPLES = Path(__file__).parents[2] / "examples_3d"
 MOE = ("dense", "fine-grained-shared", "moe-top1", "moe-top2", "pr-moe", "pyramid", "residual")

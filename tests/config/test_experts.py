@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from megazero.config import parse_config
 from megazero.config.derive import (
     EXPERT_FIELDS,
     FREE_EXPERT_FIELDS,
@@ -18,9 +17,10 @@ from megazero.config.derive import (
     model_differences,
     moe_layers,
 )
-from megazero.config.rules import check
+from megazero.config.resolve import parse_config
+from megazero.config.rules.table import check
 from megazero.config.shown import shown_config
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS, make_config
 

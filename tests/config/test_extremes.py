@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from megazero.config import parse_config
-from megazero.config.deepspeed import read_deepspeed
+from megazero.config.deepspeed.read import read_deepspeed
 from megazero.config.deepspeed.row import KeyRow
 from megazero.config.deepspeed.table import ROWS
 from megazero.config.document import read_text
 from megazero.config.fields import FIELDS, FieldSpec, Kind
 from megazero.config.flags import scan
+from megazero.config.resolve import parse_config
 from megazero.config.shown import shown_config
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS

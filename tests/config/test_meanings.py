@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config import Resolved, parse_config
 from megazero.config.fields import FIELD_BY_PATH
+from megazero.config.resolve import Resolved, parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.data.splits import parse_split
 from megazero.errors import ConfigError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.deepspeed.table import ROWS as DEEPSPEED_ROWS
 from megazero.config.fields import FIELDS
 from megazero.config.flags import FLAGS
@@ -23,7 +23,7 @@ from megazero.config.reference import (
     foreign_flags_page,
     write_pages,
 )
-from megazero.config.rules import RULES
+from megazero.config.rules.table import RULES
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOTS = {

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import megazero
-from megazero.config import parse_config, resolve_or_exit
-from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.document import read_text
 from megazero.config.flags import FLAGS
+from megazero.config.resolve import parse_config, resolve_or_exit
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS, make_config
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megazero.config import parse_config, resolve_or_exit
 from megazero.config.derive import data_parallel_size
+from megazero.config.resolve import parse_config, resolve_or_exit
 from megazero.config.shown import shown_config
 from megazero.config.training_plan import training_plan_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data import IndexedDatasetWriter
+from megazero.data.indexed.writer import IndexedDatasetWriter
 
 GOLDEN_DOCUMENTS = [[[11, 12, 13], [14]], [[21]], [[31, 32, 33, 34, 35], [36, 37]]]
 GOLDEN_SEQUENCES = [[11, 12, 13], [14], [21], [31, 32, 33, 34, 35], [36, 37]]

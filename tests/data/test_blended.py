@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megazero.data import BlendedDataset, GPTSettings, MockGPTDataset, parse_blend
+from megazero.data.blended import BlendedDataset, parse_blend
+from megazero.data.gpt_dataset import GPTSettings, MockGPTDataset
 from megazero.errors import DataError
 from tests.data.corpora import write_golden
 

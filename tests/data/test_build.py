@@ -6,17 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megazero.config.tree import BatchConfig, Config, DataConfig, ModelConfig, OptimizerConfig
-from megazero.data import (
-    BlendedDataset,
-    DatasetRequest,
-    GPTBuilder,
-    GPTDataset,
-    GPTSettings,
-    SplitReading,
-    build_datasets,
-    gpt_datasets,
-)
+from megazero.config.tree.config import Config
+from megazero.config.tree.data import DataConfig
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.config.tree.training import BatchConfig
+from megazero.data.blended import BlendedDataset
+from megazero.data.build import DatasetRequest, build_datasets, gpt_datasets
+from megazero.data.gpt_dataset import GPTBuilder, GPTDataset, GPTSettings
+from megazero.data.splits import SplitReading
 from megazero.errors import DataError
 from tests.data.corpora import write_lengths
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megazero.data import (
-    BERTBuilder,
-    BERTSettings,
-    GPTBuilder,
-    GPTSettings,
-    IndexedDatasetWriter,
-    WordPieces,
-    build_report,
-)
+from megazero.data import build_report
+from megazero.data.bert.builder import BERTBuilder
+from megazero.data.bert.dataset import BERTSettings
+from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
 from megazero.data.build_report import BuildReport
+from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
 from megazero.data.indexed.reader import IndexedDataset
+from megazero.data.indexed.writer import IndexedDatasetWriter
 
 GPT = GPTBuilder(GPTSettings(sequence_length=8))
 BERT = BERTBuilder(BERTSettings(sequence_length=24, words=WordPieces.numbered(60)))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from megazero import file_lock
-from megazero.data import IndexedDatasetWriter
 from megazero.data.claim import OutputClaim, temporary_path
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.disk import whole_folder
 from megazero.errors import DataError
 

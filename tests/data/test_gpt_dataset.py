@@ -6,15 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megazero.data import (
-    GPTDataset,
-    GPTSettings,
-    IndexedDatasetWriter,
-    MockGPTDataset,
-    gpt_dataset,
-    open_indexed,
-)
-from megazero.data.gpt_dataset import finish_batch
+from megazero.data import gpt_dataset
+from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset, finish_batch
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 from tests.data.corpora import write_golden, write_lengths
 

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from megazero.config.tasks import Task
-from megazero.data import GPTDataset, GPTSettings, open_indexed
+from megazero.data.gpt_dataset import GPTDataset, GPTSettings
+from megazero.data.indexed.reader import open_indexed
 from megazero.data.labelled.files import read_labelled
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.data_efficiency.analyzed import dataset_of
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.row_writer import write_rows

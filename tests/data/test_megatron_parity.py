@@ -17,13 +17,15 @@ with warnings.catch_warnings():
     from megatron.core.datasets.indexed_dataset import IndexedDataset as CoreIndexedDataset
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megazero.data import DatasetRequest, GPTBuilder, GPTSettings, build_datasets, open_indexed
+from megazero.data.build import DatasetRequest, build_datasets
+from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
 from megazero.data.index_build import (
     build_blending_index,
     build_exhaustive_blending_index,
     build_sample_index,
     normalized,
 )
+from megazero.data.indexed.reader import open_indexed
 from tests.data.corpora import write_golden, write_lengths
 
 EOD = 3

@@ -11,16 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data import (
-    BERTDataset,
-    BERTSettings,
-    BlendedDataset,
-    GPTDataset,
-    GPTSettings,
-    MockGPTDataset,
-    open_indexed,
-)
+from megazero.data.bert.dataset import BERTDataset, BERTSettings
+from megazero.data.blended import BlendedDataset
 from megazero.data.cache import _record
+from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
+from megazero.data.indexed.reader import open_indexed
 from tests.data.bert.golden import WORDS, golden_corpus
 from tests.data.corpora import write_lengths
 

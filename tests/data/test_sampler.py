@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megazero.config.steps import BEGINNING, BatchRamp, SequenceLengths, Steps
-from megazero.data import BatchSampler, SamplerKind, SamplerSpec, batch_indices, part_permutation
+from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec, batch_indices, part_permutation
 from megazero.data.shuffle import cyclic_sample
 from megazero.errors import DataError
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.data import SplitReading, parse_split, split_ranges
+from megazero.data.splits import SplitReading, parse_split, split_ranges
 from megazero.errors import DataError
 
 CORE, MDS = SplitReading.MEGATRON_CORE, SplitReading.MEGATRON_DEEPSPEED

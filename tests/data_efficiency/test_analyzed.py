@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data.bert import BERTBuilder, BERTSettings, WordPieces
+from megazero.data.bert.builder import BERTBuilder
+from megazero.data.bert.dataset import BERTSettings
+from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.build import DatasetRequest, build_datasets
 from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
 from megazero.data.indexed import reader

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megazero.config.difficulties import Difficulties
-from megazero.config.tree import CurriculumMetric, DataSamplingConfig
+from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingConfig
 from megazero.data_efficiency.eligibility import EligibilityOrder, eligible
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import DataError

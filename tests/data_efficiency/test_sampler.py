@@ -12,8 +12,8 @@ import pytest
 
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Steps
-from megazero.config.tree import CurriculumMetric, DataSamplingConfig
-from megazero.data import SamplerKind, SamplerSpec
+from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingConfig
+from megazero.data.sampler import SamplerKind, SamplerSpec
 from megazero.data_efficiency.eligibility import EligibilityOrder
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.sampler import CurriculumSampler

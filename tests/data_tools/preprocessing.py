@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from data_tools.preprocessing import pipeline
-from megazero.data import open_indexed
-from megazero.data.tokenizers import TokenizerSpec
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.tokenizers.build import TokenizerSpec
 
 
 def fox_rows(count: int) -> list[dict]:

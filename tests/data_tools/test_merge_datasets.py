@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from data_tools.merge_datasets import main
-from megazero.data import IndexedDatasetWriter, open_indexed
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from tests.data_tools.conftest import visible
 
 

@@ -19,7 +19,8 @@ from data_tools.preprocessing.chunks import cut
 from data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
 from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
 from data_tools.preprocessing.pool import WorkerPool, can_fork
-from megazero.data.tokenizers import FastChoice, TokenizerSpec
+from megazero.data.tokenizers.build import TokenizerSpec
+from megazero.data.tokenizers.fast import FastChoice
 from megazero.errors import DataError
 from tests.data_tools.conftest import NULL, visible, write_jsonl
 

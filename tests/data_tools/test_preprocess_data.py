@@ -15,8 +15,9 @@ import pytest
 from data_tools.preprocess_data import main
 from data_tools.preprocessing import encode
 from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
-from megazero.data import open_indexed
-from megazero.data.tokenizers import FastChoice, TokenBatch
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.tokenizers.base import TokenBatch
+from megazero.data.tokenizers.fast import FastChoice
 from tests.data_tools.conftest import BYTES, NULL, visible, write_jsonl
 from tests.data_tools.preprocessing import fox_rows, read_documents, spec_of
 
@@ -56,7 +57,7 @@ def test_all_keys_are_written_and_stay_aligned(tmp_path, out, capsys):
 
 
 def test_output_is_the_tokenizers_ids_for_any_worker_count_chunk_size_and_packing(tmp_path, out, bpe):
-    from megazero.data.tokenizers import build_tokenizer
+    from megazero.data.tokenizers.build import build_tokenizer
 
     rows = fox_rows(300)
     plain = write_jsonl(tmp_path / "a.jsonl", rows[:200])
@@ -163,7 +164,7 @@ def test_line_numbers_go_on_across_chunks(tmp_path, out):
 
 
 def _null_spec():
-    from megazero.data.tokenizers import TokenizerSpec
+    from megazero.data.tokenizers.build import TokenizerSpec
 
     return TokenizerSpec("NullTokenizer", vocab_size=1000)
 

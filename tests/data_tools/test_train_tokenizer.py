@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data_tools.train_tokenizer import main, texts
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 from tests.data_tools.conftest import visible, write_jsonl
 

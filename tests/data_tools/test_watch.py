@@ -17,7 +17,7 @@ from data_tools.preprocessing.chunks import cut
 from data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
 from data_tools.preprocessing.pool import WorkerPool
 from data_tools.preprocessing.watch import WorkerPatience, WorkerWatch
-from megazero.data.tokenizers import TokenizerSpec
+from megazero.data.tokenizers.build import TokenizerSpec
 from megazero.data.workers import can_fork
 from megazero.errors import DataError
 from tests.data_tools.conftest import NULL, visible, write_jsonl

@@ -14,7 +14,9 @@ from megazero.deepspeed import adopt
 from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.mpu import DeepSpeedMpu
 from megazero.errors import ConfigError
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 
 
 @pytest.fixture(autouse=True)

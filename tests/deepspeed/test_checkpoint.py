@@ -10,7 +10,7 @@ from torch import nn
 
 from megazero.deepspeed.checkpoint import decode, encode
 from megazero.errors import CheckpointError, ConfigError
-from megazero.mpu import ParallelContext, solo_context
+from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import (
     ADAMW,
     Encoder,

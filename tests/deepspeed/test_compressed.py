@@ -7,7 +7,7 @@ import torch
 
 from megazero.deepspeed.fused import CompressedOptimizer
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 from tests.deepspeed.user_models import (
     ADAMW,
     Tied,

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 from tests.deepspeed.user_models import ADAMW, LENGTH, Tied, batch, build, on_ranks, settings, start
 
 GROWS = {

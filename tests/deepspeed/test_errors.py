@@ -11,7 +11,9 @@ from torch import nn
 import megazero
 from megazero.deepspeed.settings import read_settings
 from megazero.errors import ConfigError, DataError, MegazeroError
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.deepspeed.user_models import ADAMW, Tied, batch, build, settings, start
 
 

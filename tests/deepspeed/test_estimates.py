@@ -8,25 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed import (
+from megazero.deepspeed.estimates import (
+    count_parameters,
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from megazero.deepspeed.estimates import count_parameters
-from megazero.optim import Adam
-from megazero.zero import (
-    WEIGHT,
-    HostTier,
-    OffloadStore,
-    Optimizer,
-    StatePlacement,
-    ZeroPolicy,
-    build_store,
-    module_units,
-    offloaded_bytes,
-)
+from megazero.optim.elementwise import Adam
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.host import HostTier
+from megazero.zero.store.offload import OffloadStore, StatePlacement
+from megazero.zero.store.store import WEIGHT, offloaded_bytes
+from megazero.zero.unit import module_units
 from tests.zero.harness import in_threads
 
 SIZES = (6, 12, 30)

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed import FusedLamb, FusedLion
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.deepspeed.fused import FusedLamb, FusedLion
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.deepspeed.user_models import (
     ADAMW,
     MICRO,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megazero
-from megazero.deepspeed import FusedLamb
+from megazero.deepspeed.fused import FusedLamb
 from megazero.errors import ConfigError
 from megazero.moe.layer import MoE
 from megazero.moe.utils import (
@@ -19,7 +19,9 @@ from megazero.moe.utils import (
     is_moe_param_group,
     split_params_into_different_moe_groups_for_optimizer,
 )
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.deepspeed.user_models import (
     ADAMW,
     BUILDING,

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed import MuonWithAuxAdam
+from megazero.deepspeed.muon import MuonWithAuxAdam
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext, solo_context
-from megazero.optim import Adam, Muon, Pieces
+from megazero.mpu.context import ParallelContext, solo_context
+from megazero.optim.elementwise import Adam
+from megazero.optim.muon import Muon
+from megazero.optim.rule import Pieces
 from tests.deepspeed.user_models import (
     Tied,
     assert_same,

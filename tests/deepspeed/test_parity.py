@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.config.deepspeed import SchedulerExtras
+from megazero.config.deepspeed.extras import SchedulerExtras
 from megazero.deepspeed.schedules import WarmupSchedule
 from tests.forks import run, run_ranks
 

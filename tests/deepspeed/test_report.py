@@ -10,7 +10,7 @@ from torch import nn
 
 import megazero
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext, solo_context
+from megazero.mpu.context import ParallelContext, solo_context
 from megazero.train.observe.monitors.csv_file import CsvMonitor
 from tests.deepspeed.user_models import ADAMW, MICRO, Tied, build, on_ranks, settings, start, train_engine
 from tests.train.samples import evaluation, step

@@ -17,8 +17,13 @@ from megazero.deepspeed.zero import (
     register_external_parameter,
 )
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.zero import DataParallel, ZeroPolicy, build_store, module_units
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.zero.build import build_store
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import module_units
 
 WIDTH, LAYERS = 16, 6
 

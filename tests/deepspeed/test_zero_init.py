@@ -10,7 +10,7 @@ import megazero
 from megazero.deepspeed.parallel import user_units
 from megazero.deepspeed.zero import GatheredParameters, Init, register_external_parameter
 from megazero.errors import ConfigError, MegazeroError
-from megazero.mpu import ParallelContext, solo_context
+from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import (
     ADAMW,
     WIDTH,

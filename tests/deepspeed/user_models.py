@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megazero
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, thread_context
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 
 VOCABULARY, WIDTH, LENGTH, MICRO = 11, 8, 5, 2
 

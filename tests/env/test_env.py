@@ -24,8 +24,7 @@ from megazero.env.gather import gather
 from megazero.env.problems import troubles
 from megazero.env.report import document, report
 from megazero.kernels.build import BuildError
-from megazero.ops import Implementation, Operator
-from megazero.ops.dispatch import where
+from megazero.ops.dispatch import Implementation, Operator, where
 
 GIB = 1 << 30
 H100 = AcceleratorFacts("H100", (9, 0), 80 * GIB)

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads

@@ -8,8 +8,8 @@ from torch._dynamo.utils import counters
 
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
-from megazero.layers import compile_layers
-from megazero.mpu import solo_context
+from megazero.layers.compiled import compile_layers
+from megazero.mpu.context import solo_context
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.verify.run import run_in_threads

@@ -6,8 +6,10 @@ from functools import cache
 
 import pytest
 
-from megazero.config.tree import CheckpointConfig, Config, DistillationConfig
-from megazero.mpu import solo_context
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.distillation import DistillationConfig
+from megazero.mpu.context import solo_context
 from megazero.train.pretraining import pretrain_on
 from megazero.verify.compare import compare
 from megazero.verify.record import Record

@@ -6,7 +6,9 @@ from functools import cache
 
 import pytest
 
-from megazero.config.tree import Config, CurriculumConfig, CurriculumMetric, DataSamplingConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
+from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingConfig
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads

@@ -14,9 +14,10 @@ import torch
 
 from megazero.config.steps import Step
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
-from megazero.models import BertCollate
-from megazero.mpu import ParallelContext, ThreadWorld, solo_context, thread_context
+from megazero.config.tree.config import Config
+from megazero.models.bert_batch import BertCollate
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.verify.record import Record, record_steps, verification_engine
 from megazero.verify.run import run_in_threads
 from tests.layouts.layout import VOCABULARY, Layout

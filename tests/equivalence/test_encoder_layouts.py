@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.mpu import solo_context
+from megazero.mpu.context import solo_context
 from megazero.verify.compare import compare
 from megazero.verify.record import micro_batches
 from megazero.verify.run import run_in_threads, run_in_world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.mpu import TrafficLog, recording_context
+from megazero.mpu.traffic import TrafficLog, recording_context
 from tests.equivalence.test_traffic import FP32, HIDDEN, few_micro_batches, step, traffic
 from tests.layouts.layout import SEQUENCE, Layout
 

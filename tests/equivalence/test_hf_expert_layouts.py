@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.config.tree import CheckpointConfig, Config
-from megazero.models import Batch
-from megazero.mpu import solo_context
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.models.batch import Batch
+from megazero.mpu.context import solo_context
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import Vocabulary
 from tests.equivalence.test_hf_layouts import export

@@ -9,11 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megazero.checkpoint.hf import convert_to_hf
+from megazero.checkpoint.hf.convert import convert_to_hf
 from megazero.config.steps import Progress
-from megazero.config.tree import CheckpointConfig, Config
-from megazero.models import Batch, ModelChunk
-from megazero.mpu import ThreadWorld, solo_context, thread_context
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.models.batch import Batch
+from megazero.models.chunk import ModelChunk
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.resume.resume import resume

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from megazero.config.tree import RecomputeConfig
+from megazero.config.tree.recompute import RecomputeConfig
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from megazero.config.steps import Progress, Step
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.loss import LossTerm
-from megazero.models import GPT, Batch
-from megazero.mpu import ParallelContext, ThreadWorld, solo_context, spec_of, thread_context
+from megazero.models.batch import Batch
+from megazero.models.gpt import GPT
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.param_spec import spec_of
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import Vocabulary

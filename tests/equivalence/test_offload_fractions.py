@@ -17,16 +17,19 @@ import pytest
 import torch
 
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import CheckpointConfig, Config, OffloadConfig
-from megazero.mpu import Launch, ParallelContext, ThreadWorld, open_context, thread_context
-from megazero.mpu.launch import close_groups
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.offload import OffloadConfig
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.launch import Launch, close_groups, open_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
-from megazero.zero import CopyCheck
+from megazero.zero.copies import CopyCheck
 from tests.layouts.layout import VOCABULARY, Layout
 from tests.layouts.selection import allowed, candidates, expert_layouts
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megazero.config.training_plan import training_plan_of
-from megazero.mpu import ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume.snapshot import Snapshots
 from megazero.verify.record import verification_engine
 from proofs.reshard_sweep import (

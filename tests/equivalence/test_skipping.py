@@ -8,7 +8,9 @@ from functools import cache
 import pytest
 import torch
 
-from megazero.config.tree import Config, CurriculumConfig, SkippingConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
+from megazero.config.tree.skipping import SkippingConfig
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world

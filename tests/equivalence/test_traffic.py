@@ -9,15 +9,10 @@ import pytest
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
-from megazero.mpu import (
-    ParallelContext,
-    ThreadWorld,
-    TrafficLog,
-    count_traffic,
-    recording_context,
-    thread_context,
-)
+from megazero.config.tree.config import Config
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.traffic import TrafficLog, count_traffic, recording_context
 from megazero.train.step.engine import StepResult
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine

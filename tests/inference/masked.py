@@ -6,11 +6,14 @@ from pathlib import Path
 
 import torch
 
-from megazero.config.tree import Config, ModelConfig
-from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
-from megazero.inference import MaskFiller
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
+from megazero.inference.fill import MaskFiller
 from megazero.inference.staged import StagedModel
-from megazero.mpu import ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.parts.chunks import build_chunks, schedule_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary

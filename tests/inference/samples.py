@@ -7,10 +7,14 @@ from typing import Any
 
 import torch
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import Placement, initialize
-from megazero.models import GPT, Slice
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.initialize import initialize
+from megazero.layers.placement import Placement
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 
 VOCAB = (53, 64)  # entries, entries after padding
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megazero.checkpoint import CheckpointReader, candidates
+from megazero.checkpoint.folder import candidates
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.resolve import parse_config
 from megazero.inference.sample_loss import SCALE, measure_loss
-from megazero.models import BERT
-from megazero.mpu import Launch, solo_context
+from megazero.models.bert import BERT
+from megazero.mpu.context import solo_context
+from megazero.mpu.launch import Launch
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import build_vocabulary
 from megazero.train.pretraining import pretrain

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.errors import ConfigError
-from megazero.inference import KeyValueCache
+from megazero.inference.cache import KeyValueCache
 
 
 def ramp(start: int, s: int) -> torch.Tensor:

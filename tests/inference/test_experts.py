@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.inference import Sampling, generate
-from megazero.layers import Placement, initialize
-from megazero.models import GPT, Batch, Slice
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.inference.generate import generate
+from megazero.inference.sampling import Sampling
+from megazero.layers.initialize import initialize
+from megazero.layers.placement import Placement
+from megazero.models.batch import Batch
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.inference.samples import GPT2, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB
 
 GREEDY = Sampling(greedy=True)

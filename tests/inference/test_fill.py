@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import ConfigError, DataError
-from megazero.inference import MaskFiller
+from megazero.inference.fill import MaskFiller
 from tests.inference.masked import MODEL, WORDS, on_ranks, word_pieces
 from tests.layouts.layout import Layout
 

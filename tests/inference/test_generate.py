@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.config.tree import RecomputeConfig
+from megazero.config.tree.recompute import RecomputeConfig
 from megazero.errors import ConfigError, DataError
-from megazero.inference import Sampling, generate
-from megazero.inference.sampling import choose_tokens
+from megazero.inference.generate import generate
+from megazero.inference.sampling import Sampling, choose_tokens
 from megazero.layers.collectives import gather_features
-from megazero.models import GPT, Batch, Slice
-from megazero.mpu import ParallelContext, ProcessGrid, make_context
+from megazero.models.batch import Batch
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import ParallelContext, make_context
+from megazero.mpu.grid import ProcessGrid
 from tests.inference.samples import GPT2, LLAMA, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB, build, on_threads
 
 GREEDY = Sampling(greedy=True)

@@ -13,16 +13,20 @@ import torch
 from torch.nn import functional as F
 
 from megazero import cli
-from megazero.checkpoint import CheckpointReader, candidates
+from megazero.checkpoint.folder import candidates
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.resolve import parse_config
-from megazero.data import IndexedDatasetWriter
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import dataset_of
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.row_file import RowFile
 from megazero.errors import CheckpointError, ConfigError, NumericsError
 from megazero.inference.sample_loss import SCALE, measure_loss, whole_numbers
-from megazero.models import GPT
-from megazero.mpu import Launch, ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.models.gpt import GPT
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import build_vocabulary
 from megazero.train.pretraining import pretrain

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megazero.errors import ConfigError, NumericsError
-from megazero.inference import Sampling
 from megazero.inference.sampling import (
+    Sampling,
     choose_tokens,
     invert_cdf,
     keep_top_k,

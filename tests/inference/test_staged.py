@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.inference import Sampling, generate
+from megazero.inference.generate import generate
+from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
-from megazero.mpu import ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.parts.chunks import build_chunks, schedule_of
 from megazero.train.parts.vocabulary import Vocabulary
 from tests.layouts.layout import VOCABULARY, Layout

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megazero.config.tree import ModelConfig
-from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
+from megazero.config.tree.model import ModelConfig
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import ConfigError, DataError
-from megazero.inference import Sampling, TextGenerator, generate
-from megazero.layers import Placement, initialize
-from megazero.models import GPT, Slice
-from megazero.mpu import solo_context
+from megazero.inference.generate import generate
+from megazero.inference.sampling import Sampling
+from megazero.inference.text import TextGenerator
+from megazero.layers.initialize import initialize
+from megazero.layers.placement import Placement
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import solo_context
 from tests.inference.samples import LLAMA
 
 BYTES = build_tokenizer(TokenizerSpec("ByteLevelTokenizer"))

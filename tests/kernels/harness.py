@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.kernels import KernelLibrary, WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
-from megazero.kernels.on_cpu import ThreadOrder
+from megazero.kernels.library import KernelLibrary
+from megazero.kernels.on_cpu import ThreadOrder, WatchedLibrary
 from megazero.ops.cuda import cuda_built, cuda_kernels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -18,7 +18,7 @@ from megazero.ops.lamb import (
     norms_reference,
 )
 from megazero.ops.segments import DeviceSignals
-from megazero.optim import Lamb
+from megazero.optim.lamb import Lamb
 from megazero.optim.rule import PassEnds, Pieces
 from tests.kernels.harness import DTYPES, in_every_order, same_bits, watched
 from tests.kernels.updates import SIZES, check_cuts, check_extremes, check_signals, check_step, pieces

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megazero.ops.update import StepFacts, UpdateCall, update_cuda, update_reference
-from megazero.optim import ELEMENTWISE, Adam, Sgd
+from megazero.optim.elementwise import ELEMENTWISE, Adam, Sgd
 from tests.kernels.harness import DTYPES, in_every_order, watched
 from tests.kernels.updates import (
     SIZES,

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.kernels import WatchedLibrary
 from megazero.kernels.build import build, on_cpu_recipe
-from megazero.kernels.on_cpu import ThreadOrder
+from megazero.kernels.on_cpu import ThreadOrder, WatchedLibrary
 from tests.kernels.harness import Mirrored
 
 

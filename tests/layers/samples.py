@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import MLP, Placement, SelfAttention, TransformerLayer
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.attention import SelfAttention
+from megazero.layers.mlp import MLP
+from megazero.layers.placement import Placement
+from megazero.layers.transformer import TransformerLayer
 
 
 def causal_layer(i: int, config: ModelConfig, placement: Placement, *, selective: bool = False):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.layers import collectives
-from megazero.mpu import ThreadWorld
+from megazero.mpu.thread_group import ThreadWorld
 
 # function, each rank's input shape, whether inputs (outputs) are equal on all ranks
 CASES = {
@@ -39,7 +39,7 @@ def test_backward_is_the_transpose(name):
 
 
 def test_a_group_of_one_is_the_identity():
-    from megazero.mpu import SoloGroup
+    from megazero.mpu.solo_group import SoloGroup
 
     x = torch.randn(2, 2)
     assert all(getattr(collectives, name)(x, SoloGroup()) is x for name in CASES)

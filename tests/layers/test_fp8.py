@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config.tree import PrecisionConfig
+from megazero.config.tree.precision import PrecisionConfig
 from megazero.layers.fp8 import Fp8Recipe, Fp8Scaling, Fp8State, fp8_linear, fp8_product, to_fp8
-from megazero.mpu import SoloGroup
+from megazero.mpu.solo_group import SoloGroup
 from megazero.verify.run import run_in_threads
 from tests.layouts.layout import Layout
 

@@ -9,8 +9,10 @@ import torch
 
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
-from megazero.layers import CudaGraphs, LayerInputs, Rows, graph_layers
-from megazero.mpu import solo_context
+from megazero.layers.graphed import CudaGraphs, graph_layers
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.rows import Rows
+from megazero.mpu.context import solo_context
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import Layout

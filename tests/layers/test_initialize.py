@@ -8,22 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import Placement, initialize
-from megazero.layers.initialize import initialize_parameters
-from megazero.models import GPT, Slice
-from megazero.mpu import (
-    Cut,
-    InitialValues,
-    ParamSpec,
-    ProcessGrid,
-    ThreadWorld,
-    TrafficLog,
-    recording_context,
-    solo_context,
-    spec_of,
-    thread_context,
-)
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.initialize import initialize, initialize_parameters
+from megazero.layers.placement import Placement
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.traffic import TrafficLog, recording_context
 
 
 def small(**changes) -> ModelConfig:

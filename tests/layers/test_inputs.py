@@ -8,10 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import Attends, LayerInputs, Placement, Rows, core_of, initialize
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.collectives import own_rows
-from megazero.mpu import ProcessGrid, ThreadWorld, sample_keys, solo_context, thread_context
+from megazero.layers.cores import core_of
+from megazero.layers.initialize import initialize
+from megazero.layers.inputs import Attends, LayerInputs
+from megazero.layers.placement import Placement
+from megazero.layers.rows import Rows
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.rng import sample_keys
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.counter_random import keep_mask
 from megazero.ops.dropout import dropout_mask_hidden
 from megazero.ops.rotary import rotary_table

@@ -9,28 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.config.tree import ModelConfig, RecomputeConfig
-from megazero.layers import (
-    ColumnParallelLinear,
-    LayerInputs,
-    Placement,
-    RowParallelLinear,
-    Rows,
-    column_linear,
-    initialize,
-    recompute_units,
-    run_layers,
-)
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.collectives import own_rows
-from megazero.mpu import (
-    Cut,
-    InitialValues,
-    ParamSpec,
-    ProcessGrid,
-    ThreadWorld,
-    solo_context,
-    thread_context,
-)
+from megazero.layers.initialize import initialize
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from megazero.layers.placement import Placement
+from megazero.layers.recompute import recompute_units, run_layers
+from megazero.layers.rows import Rows
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.thread_group import ThreadWorld
 from tests.layers.live_bytes import LiveBytes
 from tests.layers.samples import causal_layer
 

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.config.tree import ModelConfig, RecomputeConfig
-from megazero.layers import (
-    Embedding,
-    LayerInputs,
-    Placement,
-    Rows,
-    initialize,
-    recompute_units,
-    run_layers,
-)
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers.embedding import Embedding
+from megazero.layers.initialize import initialize
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.placement import Placement
+from megazero.layers.recompute import recompute_units, run_layers
+from megazero.layers.rows import Rows
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.layers.samples import causal_layer
 
 CONFIG = ModelConfig(num_layers=3, hidden_size=16, num_attention_heads=4, seq_length=8)

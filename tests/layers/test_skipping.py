@@ -9,10 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import LayerInputs, Placement, Rows, Skipping, Sums, initialize, run_layers
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.initialize import initialize
+from megazero.layers.inputs import LayerInputs, Skipping
+from megazero.layers.placement import Placement
+from megazero.layers.recompute import run_layers
+from megazero.layers.rows import Rows
 from megazero.layers.skipping import kept_columns, run_layer
-from megazero.mpu import sample_keys, site_key, solo_context
+from megazero.layers.sums import Sums
+from megazero.mpu.context import solo_context
+from megazero.mpu.rng import sample_keys, site_key
 from megazero.ops.counter_random import derive_reference
 from megazero.ops.rotary import rotary_table
 from tests.layers.samples import causal_layer

@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import LayerInputs, Placement, Rows, initialize
-from megazero.mpu import sample_keys, solo_context
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.initialize import initialize
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.placement import Placement
+from megazero.layers.rows import Rows
+from megazero.mpu.context import solo_context
+from megazero.mpu.rng import sample_keys
 from megazero.ops.dropout import Dropout
 from tests.layers.samples import causal_layer
 

@@ -8,25 +8,21 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megazero.config.rules import broken_rules
-from megazero.config.tree import (
-    AccelerationConfig,
-    BatchConfig,
-    Config,
-    CurriculumConfig,
-    DataConfig,
-    ModelConfig,
-    OffloadConfig,
-    OptimizerConfig,
-    OptimizerName,
-    ParallelConfig,
-    PrecisionConfig,
-    RecomputeConfig,
-    SkippingConfig,
-    TrainingConfig,
-    ZeroConfig,
-)
-from megazero.mpu import ProcessGrid
+from megazero.config.rules.table import broken_rules
+from megazero.config.tree.acceleration import AccelerationConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
+from megazero.config.tree.data import DataConfig
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.offload import OffloadConfig
+from megazero.config.tree.optimizer import OptimizerConfig, OptimizerName
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.precision import PrecisionConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.config.tree.skipping import SkippingConfig
+from megazero.config.tree.training import BatchConfig, TrainingConfig
+from megazero.config.tree.zero import ZeroConfig
+from megazero.mpu.grid import ProcessGrid
 
 GLOBAL_BATCH = 8
 SEQUENCE = 16

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from functools import cache
 from itertools import combinations, cycle, islice, product
 
-from megazero.config.tree import OptimizerName
+from megazero.config.tree.optimizer import OptimizerName
 from tests.layouts.layout import (
     DECODERS,
     ENCODERS,

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.hf.config_json import architecture_of
 from megazero.checkpoint.naming import Table
-from megazero.config.tree import ModelConfig
-from megazero.mpu import Group, spec_of
+from megazero.config.tree.model import ModelConfig
+from megazero.mpu.group import Group
+from megazero.mpu.param_spec import spec_of
 
 Weights = dict[str, Tensor]
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.models import TextCollate, random_text
-from megazero.mpu import sample_keys
+from megazero.models.batch import TextCollate, random_text
+from megazero.mpu.rng import sample_keys
 from tests.config.samples import make_config
 
 CPU = torch.device("cpu")

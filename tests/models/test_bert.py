@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import Placement, initialize
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.collectives import gather_features
-from megazero.models import BERT, BertBatch, BertCollate, Slice
-from megazero.mpu import (
-    ParallelContext,
-    ProcessGrid,
-    ThreadWorld,
-    derive_key,
-    solo_context,
-    spec_of,
-    thread_context,
-)
+from megazero.layers.initialize import initialize
+from megazero.layers.placement import Placement
+from megazero.models.bert import BERT
+from megazero.models.bert_batch import BertBatch, BertCollate
+from megazero.models.chunk import Slice
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import spec_of
+from megazero.mpu.rng import derive_key
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops import attention as front
 from megazero.ops.counter_random import normal
 from megazero.ops.dispatch import everything

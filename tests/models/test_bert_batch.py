@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megazero.errors import DataError
-from megazero.models import BertCollate, random_samples
-from megazero.mpu import sample_keys
+from megazero.models.bert_batch import BertCollate, random_samples
+from megazero.mpu.rng import sample_keys
 from tests.config.samples import make_config
 from tests.models.bert_samples import VOCABULARY, samples, widened
 

@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.config.tree import ModelConfig, RecomputeConfig
-from megazero.layers import Placement, initialize
-from megazero.models import BERT, BertBatch, BertCollate, Slice, random_samples
-from megazero.mpu import solo_context
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers.initialize import initialize
+from megazero.layers.placement import Placement
+from megazero.models.bert import BERT
+from megazero.models.bert_batch import BertBatch, BertCollate, random_samples
+from megazero.models.chunk import Slice
+from megazero.mpu.context import solo_context
 
 CPU = torch.device("cpu")
 VOCAB = 29

@@ -9,9 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.layers import initialize
-from megazero.models import EMBEDDING, GPT, HEAD, DistilledChunk, Part, Slice, TextCollate, random_text
-from megazero.mpu import solo_context
+from megazero.layers.initialize import initialize
+from megazero.models.batch import TextCollate, random_text
+from megazero.models.chunk import EMBEDDING, HEAD, Part, Slice
+from megazero.models.distilled import DistilledChunk
+from megazero.models.gpt import GPT
+from megazero.mpu.context import solo_context
 from megazero.train.parts.chunks import placement_of
 from tests.layouts.layout import SEQUENCE, VOCABULARY, Layout
 

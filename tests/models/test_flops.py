@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megazero.config.tree import ModelConfig
-from megazero.models import bert_blocks, gpt_blocks
+from megazero.config.tree.model import ModelConfig
+from megazero.models.bert import bert_blocks
 from megazero.models.flops import attention_flops, logits_flops, mlp_flops
+from megazero.models.gpt import gpt_blocks
 from tests.config.samples import make_config
 
 

@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import DataError
-from megazero.layers import Placement
-from megazero.models import GPT, Batch, Slice
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, spec_of, thread_context
+from megazero.layers.placement import Placement
+from megazero.models.batch import Batch
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import spec_of
+from megazero.mpu.thread_group import ThreadWorld
 from tests.zero.models import make_gpt
 
 CPU = torch.device("cpu")

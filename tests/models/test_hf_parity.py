@@ -5,12 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.config.tree import ModelConfig
-from megazero.inference import Sampling, generate
-from megazero.layers import Placement, initialize
+from megazero.config.tree.model import ModelConfig
+from megazero.inference.generate import generate
+from megazero.inference.sampling import Sampling
 from megazero.layers.collectives import gather_features
-from megazero.models import GPT, Batch, Slice
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, derive_key, spec_of, thread_context
+from megazero.layers.initialize import initialize
+from megazero.layers.placement import Placement
+from megazero.models.batch import Batch
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import spec_of
+from megazero.mpu.rng import derive_key
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.counter_random import normal
 from tests.models.hf_weights import (
     global_gradients,

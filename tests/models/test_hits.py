@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from megazero.models.hits import vocab_parallel_argmax, vocab_parallel_hits
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 
 PADDED = 16
 

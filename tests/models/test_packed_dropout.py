@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.layers import Attends, LayerInputs, Placement, Rows, core_of
-from megazero.mpu import sample_keys, solo_context
+from megazero.layers.cores import core_of
+from megazero.layers.inputs import Attends, LayerInputs
+from megazero.layers.placement import Placement
+from megazero.layers.rows import Rows
+from megazero.mpu.context import solo_context
+from megazero.mpu.rng import sample_keys
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
 from megazero.verify.compare import compare
 from megazero.verify.record import Record

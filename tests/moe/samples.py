@@ -8,20 +8,19 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import LayerInputs, Placement, Rows, initialize
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.initialize import initialize
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.placement import Placement
+from megazero.layers.rows import Rows
 from megazero.moe.router import Router, Routing, router_weight
 from megazero.moe.tokens import Tokens
-from megazero.mpu import (
-    Group,
-    ParallelContext,
-    ProcessGrid,
-    SoloGroup,
-    ThreadWorld,
-    sample_keys,
-    solo_context,
-    thread_context,
-)
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.group import Group
+from megazero.mpu.rng import sample_keys
+from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.thread_group import ThreadWorld
 
 SEED = 7
 

@@ -9,8 +9,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megazero.moe import Routing
 from megazero.moe.capacity import capacities, factor_of, kept_choices
+from megazero.moe.router import Routing
 from tests.moe.samples import choice, config, inputs, laid_out, on_ranks, randn, tokens
 
 TWO = {"num_experts": (2,), "moe_router_topk": 1}

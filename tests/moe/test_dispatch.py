@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megazero.moe.dispatch import ExpertPlacement, Rows, all_gather_dispatch, all_to_all_dispatch
-from megazero.mpu import ThreadWorld
+from megazero.mpu.thread_group import ThreadWorld
 from tests.moe.samples import joined, randn
 
 E, H, K = 4, 3, 2

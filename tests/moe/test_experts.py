@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.layers import Placement
-from megazero.moe import Experts
-from megazero.mpu import solo_context
+from megazero.layers.placement import Placement
+from megazero.moe.experts import Experts
+from megazero.mpu.context import solo_context
 from tests.moe.samples import built, config, on_ranks, randn
 
 SIZES = [3, 0, 1, 4]

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from megazero.config.training_plan import training_plan_of
-from megazero.layers import Placement
-from megazero.moe import Router, RouterLoads
-from megazero.moe.router import router_weight
-from megazero.mpu import ThreadWorld, solo_context, thread_context
+from megazero.layers.placement import Placement
+from megazero.moe.loads import RouterLoads
+from megazero.moe.router import Router, router_weight
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megazero.loss import LossTerm
-from megazero.moe import Routing, router_terms, terms_of
-from megazero.moe.losses import RouterSums
+from megazero.moe.losses import RouterSums, router_terms, terms_of
+from megazero.moe.router import Routing
 from tests.moe.samples import config, laid_out, on_ranks, randn, tokens
 
 # Two sequences, of three tokens and of one: their probabilities, and the experts they chose.

@@ -7,10 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.layers import LayerInputs, Placement, Rows
 from megazero.layers.collectives import own_rows
-from megazero.moe import MoEMLP, terms_of
-from megazero.mpu import sample_keys, solo_context
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.placement import Placement
+from megazero.layers.rows import Rows
+from megazero.moe.losses import terms_of
+from megazero.moe.mlp import MoEMLP
+from megazero.mpu.context import solo_context
+from megazero.mpu.rng import sample_keys
 from tests.moe.samples import SEED, built, config, on_ranks, randn
 
 S, B, H = 8, 2, 8

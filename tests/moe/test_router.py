@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from megazero.layers import Placement
-from megazero.moe import Router
+from megazero.layers.placement import Placement
 from megazero.moe import router as router_module
-from megazero.moe.router import _Noise, router_weight
+from megazero.moe.router import Router, _Noise, router_weight
 from megazero.moe.tokens import Tokens
-from megazero.mpu import SoloGroup, solo_context
+from megazero.mpu.context import solo_context
+from megazero.mpu.solo_group import SoloGroup
 from tests.moe.samples import config, inputs, randn, route, tokens
 
 EIGHTH = [[0.0, math.log(2), math.log(4), math.log(8)]]  # probabilities 1, 2, 4 and 8 of 15

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.layers import Placement, Rows
 from megazero.layers.collectives import own_rows
+from megazero.layers.placement import Placement
+from megazero.layers.rows import Rows
 from megazero.moe.tokens import give_back, take_share
 from tests.moe.samples import joined, on_ranks, randn
 

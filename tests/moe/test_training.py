@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from megazero.config.training_plan import training_plan_of
-from megazero.moe import Router
-from megazero.mpu import solo_context
+from megazero.moe.router import Router
+from megazero.mpu.context import solo_context
 from megazero.verify.compare import compare
 from megazero.verify.record import Record, verification_engine
 from megazero.verify.run import run_alone, run_in_threads

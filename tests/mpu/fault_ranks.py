@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from megazero.errors import DataError, MegazeroError
-from megazero.mpu import Group, Transfer
+from megazero.mpu.group import Group, Transfer
 from megazero.mpu.torch_group import leave_world, open_group, start_world
 from megazero.mpu.watch.group import watched
 from megazero.mpu.watch.job_notes import StoreJobNotes

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megazero.errors import CommunicationError, ConfigError
-from megazero.mpu import ThreadWorld, agree
-from megazero.mpu.agreement import agree_by_notes, disagreements
+from megazero.mpu.agreement import agree, agree_by_notes, disagreements
+from megazero.mpu.thread_group import ThreadWorld
 from tests.mpu.test_watch import Notes
 
 FACTS = {"lr": "0.1", "seed": "1"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.config.tree import ParallelConfig
+from megazero.config.tree.parallel import ParallelConfig
 from megazero.errors import ConfigError
-from megazero.mpu import AXES, COMMUNICATORS, ProcessGrid, slice_axes
+from megazero.mpu.grid import AXES, COMMUNICATORS, ProcessGrid, slice_axes
 from megazero.mpu.launch import grid_of
 
 #           tp 0  tp 1

@@ -6,20 +6,15 @@ import pytest
 import torch
 
 from megazero.errors import CommunicationError
-from megazero.mpu import (
-    CountingGroup,
-    Group,
-    ProcessGrid,
-    SoloGroup,
-    StillGroup,
-    ThreadWorld,
-    TrafficLog,
-    Transfer,
-    WrappingGroup,
-    gather_values,
-    recording_context,
-    thread_context,
-)
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.group import Group, Transfer
+from megazero.mpu.messages import gather_values
+from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.still_group import StillGroup
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.traffic import CountingGroup, TrafficLog, recording_context
+from megazero.mpu.wrapping_group import WrappingGroup
 
 
 def conform(group: Group) -> dict:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megazero.mpu import read_values
+from megazero.mpu.host import read_values
 
 
 def test_values_are_floats_in_order():

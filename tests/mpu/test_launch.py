@@ -8,9 +8,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from megazero.config.tree import ParallelConfig
+from megazero.config.tree.parallel import ParallelConfig
 from megazero.errors import ConfigError
-from megazero.mpu import Launch, SoloGroup, choose_device, join, launch, leave
+from megazero.mpu import launch
+from megazero.mpu.launch import Launch, choose_device, join, leave
+from megazero.mpu.solo_group import SoloGroup
 
 
 def test_without_a_launcher_this_is_a_job_of_one():
@@ -52,7 +54,8 @@ def _leave_with_a_group_still_held(rank: int, world_size: int) -> bool:
     """A process group that outlived `leave` once aborted one exit in ten: its threads ran until the end."""
     from datetime import timedelta
 
-    from megazero.mpu import ProcessGrid, make_context
+    from megazero.mpu.context import make_context
+    from megazero.mpu.grid import ProcessGrid
     from megazero.mpu.torch_group import open_group
 
     context = make_context(

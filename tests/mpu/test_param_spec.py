@@ -8,19 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.mpu import (
-    COMMUNICATORS,
-    Cut,
-    InitialValues,
-    ParamSpec,
-    Place,
-    ProcessGrid,
-    ThreadWorld,
-    derive_key,
-    sample_keys,
-    site_key,
-    thread_context,
-)
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import COMMUNICATORS, Place, ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.rng import derive_key, sample_keys, site_key
+from megazero.mpu.thread_group import ThreadWorld
 
 ZEROS = InitialValues("zeros")
 

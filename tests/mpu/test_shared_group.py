@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from megazero.errors import CommunicationError
-from megazero.mpu import Group, Transfer, shared_open
+from megazero.mpu import shared_open
+from megazero.mpu.group import Group, Transfer
 from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, open_group

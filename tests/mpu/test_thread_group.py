@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megazero.errors import CommunicationError
-from megazero.mpu import ThreadWorld, Transfer
+from megazero.mpu.group import Transfer
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.thread_turns import Ticket, Turns
 
 

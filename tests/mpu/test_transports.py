@@ -7,18 +7,14 @@ import warnings
 import pytest
 import torch
 
-from megazero.config.tree import ParallelConfig
-from megazero.mpu import (
-    Launch,
-    ProcessGrid,
-    ThreadWorld,
-    WrappingGroup,
-    shared_open,
-    solo_context,
-    thread_context,
-    transports,
-)
-from megazero.mpu.launch import close_groups, open_context
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.mpu import shared_open
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch, close_groups, open_context
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.transports import transports
+from megazero.mpu.wrapping_group import WrappingGroup
 
 
 def test_ranks_as_threads_and_a_rank_alone():

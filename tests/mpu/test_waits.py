@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megazero.mpu import ThreadWorld, Waits
-from megazero.mpu.watch import Watch, WatchLimits, watched
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.waits import Waits
+from megazero.mpu.watch.group import watched
+from megazero.mpu.watch.watch import Watch, WatchLimits
 from tests.mpu.test_watch import Notes, Pending, Slow, Spared
 
 

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from megazero.errors import CommunicationError, DataError
-from megazero.mpu import Group, SoloGroup, ThreadWorld, Transfer
+from megazero.mpu.group import Group, Transfer
+from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.watch.failure import FailureDiagnosis
 from megazero.mpu.watch.group import WatchedGroup, watched
 from megazero.mpu.watch.log import SLOTS, CallLog, Channel, read_log

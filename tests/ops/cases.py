@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.ops import CallFacts, Operator, operators
-from megazero.ops.attention import ATTENTION, AttentionCall, MaskKind
+from megazero.ops import operators
+from megazero.ops.attention import ATTENTION, MaskKind
+from megazero.ops.attention.call import AttentionCall
+from megazero.ops.dispatch import CallFacts, Operator
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.example import Example
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.ops.attention import AttentionCall, attention, reference
-from megazero.ops.attention.call import document_runs
+from megazero.ops.attention import attention, reference
+from megazero.ops.attention.call import AttentionCall, document_runs
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.scaled_softmax import scaled_softmax

@@ -8,14 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.ops.attention import (
-    ATTENTION,
-    AttentionCall,
-    AttentionFacts,
-    MaskKind,
-    attention,
-    attention_with_lse,
-)
+from megazero.ops.attention import ATTENTION, AttentionFacts, MaskKind, attention, attention_with_lse
+from megazero.ops.attention.call import AttentionCall
 from megazero.ops.dropout import AttentionDropout
 
 S, B, HEADS, GROUPS, D = 48, 2, 4, 2, 16

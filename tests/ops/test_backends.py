@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megazero.kernels.on_cpu import WatchedLibrary
-from megazero.ops import CallFacts, cuda, operators
+from megazero.ops import cuda, operators
+from megazero.ops.dispatch import CallFacts
 from megazero.ops.swiglu import SWIGLU, swiglu_cuda
 from tests.kernels.harness import library_path
 

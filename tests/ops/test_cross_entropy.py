@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.mpu import SoloGroup
-from megazero.ops import CallFacts, operators
+from megazero.mpu.solo_group import SoloGroup
+from megazero.ops import operators
 from megazero.ops.cross_entropy import CROSS_ENTROPY
+from megazero.ops.dispatch import CallFacts
 from tests.ops.ranks import Rank, on_ranks
 
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.mpu import SoloGroup
-from megazero.ops import CallFacts, Implementation, Operator, explain, native, operators
+from megazero.mpu.solo_group import SoloGroup
+from megazero.ops import native, operators
 from megazero.ops.attention import ATTENTION, MaskKind, attention, attention_with_lse
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
-from megazero.ops.dispatch import kinds_of_calls, where
+from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain, kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout, Dropout
 from megazero.ops.embedding import embedding
 from megazero.ops.gate import Gating, gate
@@ -43,7 +43,7 @@ from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 from megazero.ops.top_k import top_k
 from megazero.ops.update import StepFacts, UpdateCall, update_step
-from megazero.optim import Adam, Sgd
+from megazero.optim.elementwise import Adam, Sgd
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.mpu import SoloGroup
+from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.kl_divergence import KL_DIVERGENCE, vocab_parallel_kl_divergence
 from tests.ops.ranks import on_ranks
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megazero.mpu import SoloGroup
-from megazero.ops import CallFacts
+from megazero.mpu.solo_group import SoloGroup
+from megazero.ops.dispatch import CallFacts
 from megazero.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy_cuda
 from tests.kernels.harness import Bound, in_every_order, watched
 from tests.ops.ranks import on_ranks

@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.kernels.build import CSRC, LibraryRecipe, build
-from megazero.mpu import SoloGroup
-from megazero.ops import CallFacts, native, operators
+from megazero.mpu.solo_group import SoloGroup
+from megazero.ops import native, operators
 from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.cross_entropy import CROSS_ENTROPY
+from megazero.ops.dispatch import CallFacts
 from megazero.ops.layer_norm import LAYER_NORM
 from megazero.ops.rms_norm import RMS_NORM
 from megazero.ops.swiglu import SWIGLU

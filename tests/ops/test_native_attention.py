@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megazero.ops import native
-from megazero.ops.attention import AttentionCall, native_cpu
+from megazero.ops.attention import native_cpu
+from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout, dropout_mask_attention

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops import CallFacts
+from megazero.ops.dispatch import CallFacts
 from megazero.ops.square_sum import SQUARE_SUM, square_sum
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.ops import Implementation, operators
+from megazero.ops import operators
+from megazero.ops.dispatch import Implementation
 from tests.ops.cases import Case, all_cases
 
 CASES = all_cases()

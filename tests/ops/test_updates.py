@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.ops import Implementation
+from megazero.ops.dispatch import Implementation
 from megazero.ops.native import NATIVE as KERNELS
 from megazero.ops.native import address, available, update_pass
 from megazero.ops.update import UPDATE, StepFacts, UpdateCall, UpdateFacts, update_step
-from megazero.optim import Adam, Elementwise, Sgd
-from megazero.optim.elementwise import Adagrad, Lion
+from megazero.optim.elementwise import Adagrad, Adam, Elementwise, Lion, Sgd
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = (*range(1, 71), 127, 128, 129, 1023, 4097)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from megazero.optim import Needs, NormRule, Sgd
+from megazero.optim.elementwise import Sgd
+from megazero.optim.rule import Needs, NormRule
 
 
 @dataclass(frozen=True)

@@ -11,23 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree import OptimizerConfig
-from megazero.mpu import (
-    ProcessGrid,
-)
-from megazero.optim import (
-    Adam,
-    Lamb,
-    OnebitAdam,
-    Pieces,
-    Sgd,
-    TorchRule,
-    UpdateRule,
-    ZeroOneAdam,
-    build_update_rule,
-    local_square_sum,
-)
-from megazero.optim.elementwise import Adagrad, Lion
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.mpu.grid import ProcessGrid
+from megazero.optim.build import build_update_rule
+from megazero.optim.compressed.onebit_adam import OnebitAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.elementwise import Adagrad, Adam, Lion, Sgd
+from megazero.optim.grad_norm import local_square_sum
+from megazero.optim.lamb import Lamb
+from megazero.optim.rule import Pieces, UpdateRule
+from megazero.optim.torch_rule import TorchRule
 from tests.optim.rules import Lars, SelfSumming, SelfSummingLars
 from tests.optim.sharded import LR, SPECS, sharded, values
 

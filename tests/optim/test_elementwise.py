@@ -6,8 +6,10 @@ import math
 
 import torch
 
-from megazero.config.tree import OptimizerConfig
-from megazero.optim import Adam, Pieces, Sgd, build_update_rule
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.optim.build import build_update_rule
+from megazero.optim.elementwise import Adam, Sgd
+from megazero.optim.rule import Pieces
 
 LR, STEPS = 0.02, 20
 

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree import OptimizerConfig
-from megazero.mpu import (
-    Cut,
-    InitialValues,
-    Matrices,
-    ParallelContext,
-    ParamSpec,
-    ProcessGrid,
-    ThreadWorld,
-    thread_context,
-)
-from megazero.optim import UpdateRule, build_update_rule
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.matrices import Matrices
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.optim.build import build_update_rule
+from megazero.optim.rule import UpdateRule
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import Unit
 from tests.optim.sharded import values
 
 STATE = {

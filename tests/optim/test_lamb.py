@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.config.tree import OptimizerConfig
-from megazero.optim import Lamb, Pieces, build_update_rule
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.optim.build import build_update_rule
+from megazero.optim.lamb import Lamb
+from megazero.optim.rule import Pieces
 
 TINY = 1e-30  # an epsilon that does not show
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.config.tree import PrecisionConfig
+from megazero.config.tree.precision import PrecisionConfig
 from megazero.errors import ConfigError, NumericsError
 from megazero.optim.loss_scaler import (
     LARGEST_SCALE,

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.config.tree import OptimizerConfig
-from megazero.mpu import Matrices
-from megazero.optim import Adam, Muon, Pieces, build_update_rule
-from megazero.optim.elementwise import Lion
-from megazero.optim.muon import NEWTON_SCHULZ, newton_schulz
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.mpu.matrices import Matrices
+from megazero.optim.build import build_update_rule
+from megazero.optim.elementwise import Adam, Lion
+from megazero.optim.muon import NEWTON_SCHULZ, Muon, newton_schulz
 from megazero.optim.rescaled import Rescaled
+from megazero.optim.rule import Pieces
 
 LR, STEPS = 0.02, 100
 SIMPLE, QUINTIC = NEWTON_SCHULZ["simple"] * 5, NEWTON_SCHULZ["quintic"]

@@ -7,7 +7,10 @@ import pytest
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import TrainingPlan, training_plan_of
-from megazero.config.tree import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.config.tree.training import BatchConfig, TrainingConfig
 from megazero.errors import ConfigError
 from megazero.optim.schedule import (
     Decay,

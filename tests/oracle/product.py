@@ -11,11 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint import CheckpointReader, iteration_folder
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
-from megazero.data import IndexedDatasetWriter
-from megazero.mpu import Launch, ProcessGrid, ThreadWorld, sample_keys, site_key, solo_context, thread_context
+from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch
+from megazero.mpu.rng import sample_keys, site_key
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
 from megazero.train.build import build_engine

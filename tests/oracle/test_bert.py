@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.data import IndexedDatasetWriter
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from tests.oracle import product
 from tests.oracle.bert import train_bert
 from tests.oracle.cases import BERT_FACTORS, BERT_STEPS, RANKS, all_pairs, bert_flags_of, covering, pairs_of

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megazero.pipeline import Action, Op, Program, Schedule, build_schedule
+from megazero.pipeline.actions import Action, Op, Program, Schedule
+from megazero.pipeline.schedules import build_schedule
 
 FAMILIES = (
     *(("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)),

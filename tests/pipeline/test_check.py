@@ -7,18 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.pipeline import (
-    Exchange,
-    Instruction,
-    Program,
-    ScheduleError,
-    add_transfers,
-    build_schedule,
-    check,
-    gpipe,
-    lower,
-    one_f_one_b,
-)
+from megazero.pipeline.actions import Exchange, Instruction, Program, ScheduleError
+from megazero.pipeline.check import check
+from megazero.pipeline.lower import add_transfers, lower
+from megazero.pipeline.schedules import build_schedule, gpipe, one_f_one_b
 from tests.pipeline.samples import FAMILIES, action
 
 List = tuple[Instruction, ...]

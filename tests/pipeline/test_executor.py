@@ -10,17 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from megazero.loss import LossTerm
-from megazero.mpu import SoloGroup, ThreadWorld
+from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.wrapping_group import WrappingGroup
-from megazero.pipeline import (
-    Exchange,
-    Executor,
-    Program,
-    build_schedule,
-    forward_only,
-    lower,
-)
+from megazero.pipeline.actions import Exchange, Program
 from megazero.pipeline.chunk import Boundary, ChunkResult
+from megazero.pipeline.executor import Executor
+from megazero.pipeline.lower import lower
+from megazero.pipeline.schedules import build_schedule, forward_only
 from tests.pipeline.samples import action
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.errors import ConfigError
-from megazero.pipeline import partition, partition_blocks
+from megazero.pipeline.partition import partition, partition_blocks
 
 
 def sizes(ranges: list[range]) -> list[int]:

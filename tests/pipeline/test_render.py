@@ -8,8 +8,10 @@ import sys
 import pytest
 
 from megazero.errors import ConfigError
-from megazero.pipeline import Costs, interleaved, lower, one_f_one_b, simulate, zb_h1, zb_v
+from megazero.pipeline.lower import lower
 from megazero.pipeline.render import COLOURS, chrome_trace, draw, figure_of, render_text
+from megazero.pipeline.schedules import interleaved, one_f_one_b, zb_h1, zb_v
+from megazero.pipeline.simulate import Costs, simulate
 
 
 def test_text():

@@ -7,21 +7,20 @@ from collections import Counter
 import pytest
 
 from megazero.errors import ConfigError
-from megazero.pipeline import (
+from megazero.pipeline.actions import Op
+from megazero.pipeline.render import render_text
+from megazero.pipeline.schedules import (
     KINDS,
-    Costs,
-    Op,
     activation_bound,
     build_schedule,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
-    simulate,
     zb_h1,
     zb_v,
 )
-from megazero.pipeline.render import render_text
+from megazero.pipeline.simulate import Costs, simulate
 from tests.pipeline.samples import FAMILIES, action, schedules
 
 GRIDS = [

@@ -5,19 +5,10 @@ from __future__ import annotations
 import pytest
 
 from megazero.errors import ConfigError, MegazeroError
-from megazero.pipeline import (
-    Costs,
-    Program,
-    Schedule,
-    ScheduleError,
-    add_gathers,
-    add_transfers,
-    lower,
-    one_f_one_b,
-    simulate,
-    zb_h1,
-    zb_v,
-)
+from megazero.pipeline.actions import Program, Schedule, ScheduleError
+from megazero.pipeline.lower import add_gathers, add_transfers, lower
+from megazero.pipeline.schedules import one_f_one_b, zb_h1, zb_v
+from megazero.pipeline.simulate import Costs, simulate
 from tests.pipeline.samples import FAMILIES, action, schedules
 
 

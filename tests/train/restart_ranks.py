@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megazero.checkpoint import Disk
-from megazero.data import IndexedDatasetWriter
+from megazero.checkpoint.disk import Disk
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from proofs.kill_job import Job
 from tests.checkpoint.faulty_disk import FaultyDisk, Verdict, kill
 from tests.checkpoint.power_cut import Change

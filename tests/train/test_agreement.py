@@ -10,10 +10,13 @@ import pytest
 
 from megazero.config.fields import FIELD_BY_PATH, FIELDS
 from megazero.config.resolve import parse_config
-from megazero.data import IndexedDatasetWriter
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import ConfigError
-from megazero.mpu import Launch, ProcessGrid, ThreadWorld, thread_context
 from megazero.mpu.agreement import disagreements
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops import cuda
 from megazero.train.guards import agreement
 from megazero.train.guards.agreement import MAY_DIFFER, settings_and_code, source_files

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.mpu import solo_context
+from megazero.mpu.context import solo_context
 from megazero.train.parts.feeds import build_feeds
 from megazero.train.parts.vocabulary import Vocabulary
 from tests.layouts.layout import GLOBAL_BATCH, SEQUENCE, Layout

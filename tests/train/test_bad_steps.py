@@ -12,7 +12,9 @@ from megazero.checkpoint.folder import saved_iterations
 from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress, Step
 from megazero.errors import NumericsError
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.resume import keepers
 from megazero.train.step.engine import Engine, Outcome

@@ -7,11 +7,16 @@ from functools import partial
 import pytest
 import torch
 
-from megazero.checkpoint import WEIGHT, CheckpointReader, iteration_folder
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.part import WEIGHT
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import CheckpointConfig
-from megazero.mpu import Launch, ThreadWorld, TrafficLog, count_traffic, recording_context, thread_context
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.mpu.context import thread_context
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.traffic import TrafficLog, count_traffic, recording_context
 from megazero.train.pretraining import pretrain
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots

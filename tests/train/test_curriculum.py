@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.config import parse_config
+from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
-from megazero.mpu import Launch, solo_context
+from megazero.mpu.context import solo_context
+from megazero.mpu.launch import Launch
 from megazero.train.parts.feeds import build_feeds
 from megazero.train.parts.vocabulary import build_vocabulary
 from megazero.train.pretraining import pretrain

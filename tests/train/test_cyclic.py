@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from megazero.config.resolve import parse_config
-from megazero.data import IndexedDatasetWriter, SampleDataset
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.data.blended import SampleDataset
+from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.feeds import build_feeds

@@ -13,9 +13,11 @@ import pytest
 from megazero.checkpoint.folder import iteration_folder, saved_iterations
 from megazero.checkpoint.manifest import STATE
 from megazero.config.resolve import parse_config
-from megazero.data import IndexedDatasetWriter
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.step.engine import Engine
 from tests.checkpoint.forged import edit, reseal

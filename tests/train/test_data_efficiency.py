@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.config import parse_config
+from megazero.config.resolve import parse_config
 from tests.config.deepspeed.data_efficiency_keys import RARITY, TRUNCATE
 from tests.data_efficiency.row_files import write_rows
 from tests.train.random_ltd_json import random_ltd_section

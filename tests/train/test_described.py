@@ -12,15 +12,19 @@ from typing import Any
 
 import pytest
 
-from megazero.checkpoint import Key, iteration_folder
 from megazero.checkpoint.described import check_described, check_saved_model
-from megazero.checkpoint.hf import convert_to_hf
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.hf.convert import convert_to_hf
 from megazero.checkpoint.manifest import STATE
+from megazero.checkpoint.part import Key
 from megazero.config.resolve import parse_config
-from megazero.config.tree import ModelConfig, TokenizerConfig
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError
 from megazero.inference.sample_loss import measure_loss
-from megazero.mpu import Launch, solo_context, spec_of
+from megazero.mpu.context import solo_context
+from megazero.mpu.launch import Launch
+from megazero.mpu.param_spec import spec_of
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.pretraining import pretrain

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.config import parse_config
-from megazero.mpu import Launch
+from megazero.config.resolve import parse_config
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 from megazero.train.process import compute_deterministically
 

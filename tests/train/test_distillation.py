@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megazero.checkpoint import CheckpointReader, iteration_folder
-from megazero.config import parse_config
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError, ConfigError
-from megazero.mpu import Launch
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 
 SMALL = (

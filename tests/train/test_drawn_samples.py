@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from data_tools.analyze_dataset import main as analyze
-from megazero.config import parse_config
 from megazero.config.pacing import Root
-from megazero.data import IndexedDatasetWriter
+from megazero.config.resolve import parse_config
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset, facts_path
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import DataError
-from megazero.mpu import Launch
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 from tests.data_efficiency.row_files import write_rows
 from tests.train.test_cyclic import EPOCH, STEPS, order, train

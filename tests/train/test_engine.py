@@ -11,9 +11,11 @@ import torch
 
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import DataError
-from megazero.models import Batch, TextCollate
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.optim import DynamicLossScaler, ScalerState, StaticLossScaler
+from megazero.models.batch import Batch, TextCollate
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.optim.loss_scaler import DynamicLossScaler, ScalerState, StaticLossScaler
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine

@@ -9,10 +9,11 @@ from typing import get_args
 import pytest
 import torch
 
-from megazero.checkpoint.hf import ARCHITECTURES
-from megazero.config.tree import ModelConfig
-from megazero.models import Block
-from megazero.mpu import solo_context, spec_of
+from megazero.checkpoint.hf.config_json import ARCHITECTURES
+from megazero.config.tree.model import ModelConfig
+from megazero.models.chunk import Block
+from megazero.mpu.context import solo_context
+from megazero.mpu.param_spec import spec_of
 from megazero.train.parts import chunks
 from megazero.train.parts.chunks import (
     assign_parts,

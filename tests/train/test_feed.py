@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megazero.data import BatchSampler, GPTSettings, SamplerSpec, batch_indices, sampler
-from megazero.data.gpt_dataset import finish_batch
+from megazero.data import sampler
+from megazero.data.gpt_dataset import GPTSettings, finish_batch
+from megazero.data.sampler import BatchSampler, SamplerSpec, batch_indices
 from megazero.errors import DataError
-from megazero.mpu import sample_keys
+from megazero.mpu.rng import sample_keys
 from megazero.train.step.feed import cut, make_feed
 
 

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from megazero.config.training_plan import training_plan_of
-from megazero.mpu import HostWaits, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.ops import Operator
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.host_waits import HostWaits
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.ops.dispatch import Operator
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import Layout

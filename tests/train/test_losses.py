@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megazero.loss import LossTerm
-from megazero.models import Batch
-from megazero.mpu import solo_context
+from megazero.models.batch import Batch
+from megazero.mpu.context import solo_context
 from megazero.train.step.losses import Losses, local_counts, loss_factors
 
 TERMS = (LossTerm("lm"), LossTerm("aux", 0.25), LossTerm("accuracy", 0.0))

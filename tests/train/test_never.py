@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megazero.checkpoint import saved_iterations
-from megazero.config import parse_config
+from megazero.checkpoint.folder import saved_iterations
+from megazero.config.resolve import parse_config
 from megazero.errors import DataError
-from megazero.mpu import Launch
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 from megazero.train.step.state import TrainState
 from tests.data.corpora import write_lengths

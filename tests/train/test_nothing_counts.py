@@ -7,8 +7,8 @@ import json
 import numpy as np
 
 from megazero.config.resolve import parse_config
-from megazero.data import IndexedDatasetWriter
-from megazero.mpu import Launch
+from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 
 EOD = 15  # of a NullTokenizer for 15 numbers

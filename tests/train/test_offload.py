@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from megazero.checkpoint import CheckpointReader, iteration_folder
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.staging import Staging
 from megazero.config.resolve import parse_config
 from megazero.errors import MegazeroError, OffloadError
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain_on
 from megazero.zero.store import disk
 

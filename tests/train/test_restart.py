@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import CheckpointReader, iteration_folder, latest_iteration, saved_iterations
+from megazero.checkpoint.folder import iteration_folder, latest_iteration, saved_iterations
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.resolve import parse_config
-from megazero.mpu import Launch
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 from tests.checkpoint.faulty_disk import FaultyDisk
 from tests.checkpoint.power_cut import Change

@@ -13,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megazero.checkpoint import iteration_folder, latest_iteration
+from megazero.checkpoint.folder import iteration_folder, latest_iteration
 from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import CheckpointConfig
+from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.errors import CheckpointError
-from megazero.mpu import Launch, ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots

@@ -14,13 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.checkpoint import iteration_folder, parts_to_read, saved_iterations
+from megazero.checkpoint.folder import iteration_folder, saved_iterations
 from megazero.checkpoint.manifest import STATE
+from megazero.checkpoint.shards import parts_to_read
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import CheckpointConfig, Config, ModelConfig
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
-from megazero.mpu import Launch, ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume import resume as module
 from megazero.train.resume.fit import check_model
 from megazero.train.resume.resume import Resumed, resume

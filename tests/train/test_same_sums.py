@@ -8,8 +8,10 @@ import pytest
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import CheckpointConfig, ParallelConfig
-from megazero.mpu import ThreadWorld, thread_context
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.mpu.context import thread_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume import resume as module
 from megazero.train.resume.fit import changed_sums
 from megazero.train.resume.resume import resume

@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from megazero.config import parse_config
 from megazero.config.pacing import FromZero, Root
+from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.train.step.skipping import LayerDrop, SkippingPlan

@@ -8,9 +8,12 @@ import statistics
 
 import pytest
 
-from megazero.config import parse_config
+from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
-from megazero.mpu import Launch, ProcessGrid, ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain, pretrain_on
 from megazero.train.resume.saved import StateFacts
 from megazero.train.step.stability import Spread, Stability

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megazero.errors import HostWaitError
-from megazero.mpu import host_waits, on_device, read_values
+from megazero.mpu.host import on_device, read_values
+from megazero.mpu.host_waits import host_waits
 from megazero.train.observe.step_waits import StepWaits
 
 CPU = torch.device("cpu")

@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 from megazero.config.resolve import parse_config
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, Waited, solo_context, thread_context
-from megazero.mpu.watch import Watch, WatchLimits, watched
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.waits import Waited
+from megazero.mpu.watch.group import watched
+from megazero.mpu.watch.watch import Watch, WatchLimits
 from megazero.train.observe.stragglers import RankTimes, SlowRanks, Straggler, Stragglers
 from megazero.train.pretraining import pretrain_on
 from megazero.train.step.feed import Feed

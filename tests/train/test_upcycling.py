@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import CheckpointReader, Key, iteration_folder
-from megazero.config import parse_config
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.part import Key
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
-from megazero.config.tree import CheckpointConfig, Config
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
 from megazero.errors import CheckpointError
-from megazero.mpu import Launch, ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.launch import Launch
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots

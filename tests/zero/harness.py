@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.optim import Adam, UpdateRule
-from megazero.zero import (
-    DataParallel,
-    DeviceStore,
-    Optimizer,
-    Store,
-    Unit,
-    ZeroPolicy,
-    build_store,
-    module_units,
-)
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.optim.elementwise import Adam
+from megazero.optim.rule import UpdateRule
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.device import DeviceStore
+from megazero.zero.store.store import Store
+from megazero.zero.unit import Unit, module_units
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, sample) -> that sample's loss
 SAMPLES = 12  # of one step: over 2, 3 or 4 ranks, at once or in up to 3 micro-batches

@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from megazero.mpu import Group, GroupCall, ParallelContext, Work, WrappingGroup
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Group, Work
+from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 
 
 class LateGroup(WrappingGroup):

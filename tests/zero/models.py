@@ -6,11 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megazero.config.tree import ModelConfig, RecomputeConfig
-from megazero.layers import Placement, initialize
-from megazero.models import GPT, Batch, Slice
-from megazero.mpu import solo_context
-from megazero.zero import Unit
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers.initialize import initialize
+from megazero.layers.placement import Placement
+from megazero.models.batch import Batch
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import solo_context
+from megazero.zero.unit import Unit
 
 WIDTH = 4
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megazero.zero import GRADIENT, WEIGHT, Bucket, LoadedBucket, ZeroPolicy
-from megazero.zero.store import HostTier, Sizes
+from megazero.zero.bucket import Bucket
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.host import HostTier
+from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes
 
 
 class SleepingStore:

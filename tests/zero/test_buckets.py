@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 from megazero.errors import ConfigError
-from megazero.layers import Placement
 from megazero.layers.initialize import initialize_parameters
-from megazero.mpu import (
-    InitialValues,
-    ParamSpec,
-    ProcessGrid,
-    TrafficLog,
-    recording_context,
-    solo_context,
-)
-from megazero.optim import Adam
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store, module_units
+from megazero.layers.placement import Placement
+from megazero.mpu.context import solo_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import InitialValues, ParamSpec
+from megazero.mpu.traffic import TrafficLog, recording_context
+from megazero.optim.elementwise import Adam
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import Unit, module_units
 
 F32, BF16 = torch.float32, torch.bfloat16
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.mpu import (
-    InitialValues,
-    ParamSpec,
-    ProcessGrid,
-    SoloGroup,
-    TrafficLog,
-    WrappingGroup,
-    recording_context,
-)
-from megazero.zero import STAGES, BucketLayout, BucketMember, ExactCommHook, NodeCommHook
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import InitialValues, ParamSpec
+from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.traffic import TrafficLog, recording_context
+from megazero.mpu.wrapping_group import WrappingGroup
+from megazero.zero.comm_hooks.exact import ExactCommHook
+from megazero.zero.comm_hooks.node import NodeCommHook
+from megazero.zero.layout import BucketLayout
+from megazero.zero.plan import BucketMember
+from megazero.zero.table import STAGES
 from tests.zero.harness import in_threads
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from megazero.errors import CommunicationError
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.zero import CopyCheck, Fingerprints
-from megazero.zero.copies import _Compared
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.zero.copies import CopyCheck, _Compared
+from megazero.zero.fingerprint import Fingerprints
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -10,29 +10,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megazero.checkpoint import CheckpointReader, iteration_folder, parts_in_use
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.shards import parts_in_use
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.optim import Adam
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.optim.elementwise import Adam
 from megazero.train.pretraining import pretrain_on
 from megazero.train.resume import keepers
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads
 from megazero.verify.shrink import shrink
-from megazero.zero import (
-    CopyCheck,
-    DataParallel,
-    DelayedUpdates,
-    HostTier,
-    OffloadStore,
-    Optimizer,
-    StatePlacement,
-    ZeroPolicy,
-    build_store,
-    module_units,
-)
+from megazero.zero.build import build_store
+from megazero.zero.copies import CopyCheck
+from megazero.zero.delayed import DelayedUpdates
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.host import HostTier
+from megazero.zero.store.offload import OffloadStore, StatePlacement
+from megazero.zero.unit import module_units
 from tests.layouts.layout import Layout
 from tests.zero.harness import in_threads
 

@@ -15,12 +15,17 @@ from torch import nn
 
 from megazero.config.training_plan import training_plan_of
 from megazero.deepspeed.moe.copies import ExpertCopies
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
-from megazero.zero import Optimizer, ZeroPolicy, build_store, module_units
-from megazero.zero.store import GRADIENT
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.store import GRADIENT
+from megazero.zero.unit import module_units
 from tests.layouts.layout import Layout
 
 LAYOUTS = (

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero.mpu import ProcessGrid, TrafficLog, recording_context, solo_context
-from megazero.optim import Adam
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store, module_units
+from megazero.mpu.context import solo_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.traffic import TrafficLog, recording_context
+from megazero.optim.elementwise import Adam
 from megazero.zero.bucket import ShardedState
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import Unit, module_units
 from tests.zero.harness import in_threads
 
 WIDTH = 4

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.mpu import Cut, InitialValues, ParamSpec, ProcessGrid
-from megazero.zero import STAGES, BucketLayout, BucketMember, Segment
-from megazero.zero.layout import counted_parts, own_sums, present_parts
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.zero.layout import BucketLayout, Segment, counted_parts, own_sums, present_parts
+from megazero.zero.plan import BucketMember
+from megazero.zero.table import STAGES
 
 SLICED = (Cut(0, "tp"),)
 

@@ -10,20 +10,19 @@ import pytest
 import torch
 
 from megazero.errors import ConfigError
-from megazero.mpu import (
-    Cut,
-    InitialValues,
-    Matrices,
-    ParamSpec,
-    ProcessGrid,
-    ThreadWorld,
-    TrafficLog,
-    recording_context,
-    solo_context,
-    thread_context,
-)
-from megazero.optim import Adam, Lamb, Muon
-from megazero.zero import Optimizer, Unit, ZeroPolicy, build_store
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.matrices import Matrices
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.traffic import TrafficLog, recording_context
+from megazero.optim.elementwise import Adam
+from megazero.optim.lamb import Lamb
+from megazero.optim.muon import Muon
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import Unit
 from tests.optim.sharded import sharded, trained, values
 from tests.zero.test_norms import parameter, store_of
 

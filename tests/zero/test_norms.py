@@ -7,21 +7,21 @@ import torch
 from torch import nn
 
 from megazero.errors import ConfigError
-from megazero.mpu import (
-    Cut,
-    InitialValues,
-    ParamSpec,
-    ProcessGrid,
-    ThreadWorld,
-    TrafficLog,
-    recording_context,
-    solo_context,
-    thread_context,
-)
-from megazero.optim import Adam, Sgd, local_square_sum
-from megazero.zero import STAGES, DataParallel, Optimizer, Unit, ZeroPolicy, build_store
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.traffic import TrafficLog, recording_context
+from megazero.optim.elementwise import Adam, Sgd
+from megazero.optim.grad_norm import local_square_sum
 from megazero.zero import norms as norms_module
+from megazero.zero.build import build_store
 from megazero.zero.norms import ParameterNorms
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.table import STAGES
+from megazero.zero.unit import Unit
 from tests.optim.rules import Lars, SelfSumming
 from tests.zero.harness import in_threads
 

@@ -8,9 +8,18 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.mpu import ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.optim import Adam, Lamb, Pieces, Sgd
-from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_store, module_units
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.optim.elementwise import Adam, Sgd
+from megazero.optim.lamb import Lamb
+from megazero.optim.rule import Pieces
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.table import STAGES
+from megazero.zero.unit import module_units
 from tests.zero.harness import Trainer, assert_same, in_threads, serial
 from tests.zero.models import Zoo, zoo_loss
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import Config
-from megazero.mpu import ParallelContext, ThreadWorld, solo_context, thread_context
+from megazero.config.tree.config import Config
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
-from megazero.zero import Optimizer
 from megazero.zero.layout import counted_parts, present_parts
+from megazero.zero.optimizer import Optimizer
 from tests.layouts.layout import Layout
 
 STEPS = 2

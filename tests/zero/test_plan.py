@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megazero.mpu import Cut, InitialValues, ParamSpec
-from megazero.zero import BucketKey, BucketMember, ZeroPolicy, plan_buckets
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.zero.plan import BucketKey, BucketMember, plan_buckets
+from megazero.zero.policy import ZeroPolicy
 
 F32 = torch.float32
 SLICED, EXPERT = (Cut(0, "tp"),), (Cut(0, "ep"),)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from megazero.config.tree import OffloadConfig, ZeroConfig
+from megazero.config.tree.offload import OffloadConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.ops.quantize import Quantization
-from megazero.optim import Needs
+from megazero.optim.rule import Needs
 from megazero.zero.policy import ZeroPolicy
 
 

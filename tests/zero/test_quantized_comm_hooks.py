@@ -8,29 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.mpu import (
-    Cut,
-    InitialValues,
-    ParamSpec,
-    ProcessGrid,
-    TrafficLog,
-    count_traffic,
-    recording_context,
-)
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.traffic import TrafficLog, count_traffic, recording_context
 from megazero.ops.quantize import CODE_FORMATS, Quantization
-from megazero.zero import (
-    STAGES,
-    BucketKey,
-    BucketLayout,
-    BucketMember,
-    ExactCommHook,
-    NodeCommHook,
-    QuantizedGradients,
-    QuantizedWeights,
-    ZeroPolicy,
-    choose_comm_hook,
-    plan_buckets,
-)
+from megazero.zero.comm_hooks.choose import choose_comm_hook
+from megazero.zero.comm_hooks.exact import ExactCommHook
+from megazero.zero.comm_hooks.gradients import QuantizedGradients
+from megazero.zero.comm_hooks.node import NodeCommHook
+from megazero.zero.comm_hooks.weights import QuantizedWeights
+from megazero.zero.layout import BucketLayout
+from megazero.zero.plan import BucketKey, BucketMember, plan_buckets
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.table import STAGES
 from tests.zero.harness import in_threads
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -12,19 +12,22 @@ from torch import nn
 
 from megazero.config.derive import replicas_per_node
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import CheckpointConfig, Config
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
-from megazero.mpu.context import make_context
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.mpu.context import make_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.torch_group import open_group
 from megazero.ops.quantize import Quantization
-from megazero.optim import Adam
+from megazero.optim.elementwise import Adam
 from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.verify.run import run_in_threads
-from megazero.zero import CopyCheck, ZeroPolicy
+from megazero.zero.copies import CopyCheck
+from megazero.zero.policy import ZeroPolicy
 from tests.layouts.layout import VOCABULARY, Layout
 from tests.zero.harness import SAMPLES, Record, Trainer, in_threads
 from tests.zero.late_group import with_late_groups

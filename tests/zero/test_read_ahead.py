@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.mpu import solo_context
-from megazero.zero import DeviceStore, DiskTier, OffloadStore, StatePlacement, ZeroPolicy, gather
+from megazero.mpu.context import solo_context
+from megazero.zero import gather
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.device import DeviceStore
+from megazero.zero.store.disk import DiskTier
+from megazero.zero.store.offload import OffloadStore, StatePlacement
 from tests.zero.harness import Trainer, in_threads
 from tests.zero.models import Zoo, zoo_loss
 from tests.zero.test_store import assert_equal, policy

@@ -9,19 +9,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero.mpu import Cut, InitialValues, ParamSpec, ProcessGrid, ThreadWorld, solo_context, thread_context
-from megazero.optim import Adam, Sgd
-from megazero.zero import (
-    STAGES,
-    DataParallel,
-    DeviceStore,
-    GradientReducer,
-    Optimizer,
-    Unit,
-    ZeroPolicy,
-    build_store,
-    module_units,
-)
+from megazero.mpu.context import solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.optim.elementwise import Adam, Sgd
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.reduce import GradientReducer
+from megazero.zero.store.device import DeviceStore
+from megazero.zero.table import STAGES
+from megazero.zero.unit import Unit, module_units
 from tests.zero.harness import Trainer, in_threads
 from tests.zero.late_group import with_spies
 from tests.zero.models import Zoo, zoo_loss

@@ -8,10 +8,13 @@ from itertools import product
 import pytest
 import torch
 
-from megazero.mpu import Launch, ProcessGrid
 from megazero.mpu.context import make_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import Launch
 from megazero.mpu.torch_group import open_group
-from megazero.zero import STAGES, ZeroPolicy, module_units
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.table import STAGES
+from megazero.zero.unit import module_units
 from tests.zero.harness import Record, Trainer, assert_same, in_threads, serial
 from tests.zero.late_group import with_late_groups
 from tests.zero.models import Sometimes, Zoo, gpt_loss, layer_units, make_gpt, sometimes_loss, zoo_loss

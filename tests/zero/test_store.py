@@ -11,25 +11,22 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.checkpoint import parts_to_read, parts_to_write
+from megazero.checkpoint.shards import parts_to_read, parts_to_write
 from megazero.errors import ConfigError
-from megazero.mpu import Matrices, solo_context
-from megazero.optim import Adam, Muon
-from megazero.zero import (
-    GRADIENT,
-    STAGES,
-    WEIGHT,
-    DeviceStore,
-    DiskTier,
-    HostTier,
-    OffloadStore,
-    Optimizer,
-    StatePlacement,
-    ZeroPolicy,
-    build_store,
-    module_units,
-)
-from megazero.zero.store.disk import DiskSettings
+from megazero.mpu.context import solo_context
+from megazero.mpu.matrices import Matrices
+from megazero.optim.elementwise import Adam
+from megazero.optim.muon import Muon
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.device import DeviceStore
+from megazero.zero.store.disk import DiskSettings, DiskTier
+from megazero.zero.store.host import HostTier
+from megazero.zero.store.offload import OffloadStore, StatePlacement
+from megazero.zero.store.store import GRADIENT, WEIGHT
+from megazero.zero.table import STAGES
+from megazero.zero.unit import module_units
 from tests.layers.live_bytes import LiveBytes
 from tests.optim.rules import Lars, SelfSumming
 from tests.zero.harness import Record, Trainer, in_threads

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megazero.errors import OffloadError
-from megazero.zero import DiskTier, HostTier
 from megazero.zero.store import disk, host
-from megazero.zero.store.disk import PAGE, DiskSettings
+from megazero.zero.store.disk import PAGE, DiskSettings, DiskTier
+from megazero.zero.store.host import HostTier
 from megazero.zero.store.tier import ALIGNMENT, Traffic
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -6,10 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.mpu import ProcessGrid, TrafficLog, recording_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.traffic import TrafficLog, recording_context
 from megazero.ops.quantize import Quantization
-from megazero.optim import Adam
-from megazero.zero import STAGES, DataParallel, Optimizer, ZeroPolicy, build_store, module_units
+from megazero.optim.elementwise import Adam
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.table import STAGES
+from megazero.zero.unit import module_units
 
 WIDTH, LAYERS, RANKS, MICRO_BATCHES = 8, 5, 4, 3
 SIZE = LAYERS * WIDTH * WIDTH  # psi, the model's parameters

@@ -10,10 +10,12 @@ from torch import nn
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.mpu import ThreadWorld, spec_of, thread_context
+from megazero.mpu.context import thread_context
+from megazero.mpu.param_spec import spec_of
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
-from megazero.zero import GradientReducer
+from megazero.zero.reduce import GradientReducer
 from tests.layouts.layout import Layout
 
 FP32 = 4

@@ -11,7 +11,8 @@ from benchmarks.contenders.bert import BertShape
 from benchmarks.contenders.ours import join_context, make_config, vocabulary_of
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
-from megazero.config.tree import ParallelConfig, ZeroConfig
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.families import family_of

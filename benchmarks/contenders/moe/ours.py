@@ -6,9 +6,13 @@ import torch
 
 from benchmarks.contenders.moe import LayerShape, stepper
 from benchmarks.contenders.ours import join_context
-from megazero.config.tree import ModelConfig, ParallelConfig
-from megazero.layers import LayerInputs, Placement, Rows, initialize
-from megazero.moe import MoEMLP
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.layers.initialize import initialize
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.placement import Placement
+from megazero.layers.rows import Rows
+from megazero.moe.mlp import MoEMLP
 from megazero.train.process import keep_freed_memory
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megazero.checkpoint.naming import TensorRule
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 Json = Mapping[str, Any]
 

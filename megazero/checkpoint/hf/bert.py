@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megazero.checkpoint.hf import encoder
 from megazero.checkpoint.hf.encoder_classifier import multiple_choice, sequence_classification
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 
 def _later(model: ModelConfig, number: int) -> bool:

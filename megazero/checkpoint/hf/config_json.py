@@ -31,7 +31,7 @@ from megazero.checkpoint.hf.mixtral import MIXTRAL
 from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
 DECODERS: tuple[Architecture, ...] = (GPT2, LLAMA, QWEN2, MIXTRAL, QWEN2_MOE)

@@ -23,7 +23,8 @@ from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.manifest import STATE
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.writer import later_weights, write_checkpoint
-from megazero.config.tree import ModelConfig, TokenizerConfig
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, DataError
 
 KIND = "weights"

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit, TensorLike
 from megazero.checkpoint.naming import TensorRule, untied
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 WORDS = "bert.embeddings.word_embeddings.weight"
 LAYER = "bert.encoder.layer.{i}"

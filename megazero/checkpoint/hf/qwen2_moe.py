@@ -31,7 +31,7 @@ from megazero.checkpoint.hf.llama import (
 )
 from megazero.checkpoint.naming import Table, TensorRule, with_experts, with_shared_experts, without_experts
 from megazero.config.derive import experts_of
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 _BLOCK = f"{LAYER}.mlp"
 _SHARED = f"{_BLOCK}.shared_expert"

@@ -16,7 +16,7 @@ from megazero.checkpoint.hf.folder import FLOATS, Stored, TensorFolder, named
 from megazero.checkpoint.naming import Link, Table, TensorRule, cut
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.config.derive import experts_of
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
 CHUNK = 1 << 18

@@ -15,8 +15,9 @@ from typing import Any
 from megazero.checkpoint.hf.config_json import NO_TOKENS, TokenIds, read_json
 from megazero.checkpoint.hf.sentence_pieces import tokenizer_json
 from megazero.checkpoint.hf.word_pieces import WORDS, word_piece_files, word_piece_kind
-from megazero.config.tree import TokenizerConfig
-from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
+from megazero.config.tree.tokenizer import TokenizerConfig
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.data.tokenizers.wordpiece import WordPieceTokenizer
 from megazero.regular_file import read_regular
 

@@ -22,7 +22,7 @@ from megazero.checkpoint.naming import Link, Table, cut
 from megazero.checkpoint.part import WEIGHT, Part, Source, misfits
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.checkpoint.writer import deal
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
 SHARD_BYTES = 5 << 30

@@ -8,7 +8,7 @@ from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.convert import KIND
 from megazero.checkpoint.megatron.reader import MegatronReader
 from megazero.checkpoint.writer import later_weights, write_checkpoint
-from megazero.config.tree import TokenizerConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError
 
 

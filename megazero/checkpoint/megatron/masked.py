@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 _FAMILY = "bert"
 _MASKED_HEAD = "lm_head.dense.weight"

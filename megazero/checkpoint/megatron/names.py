@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.masked import with_binary_head, with_masked_head, with_types
 from megazero.checkpoint.naming import Link, Table, TensorRule, always, biased, qkv_biased, untied
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 WORD = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megazero.checkpoint.megatron.pickles import PositionEmbedding
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
 Arguments = Mapping[str, Any]

@@ -10,7 +10,8 @@ from megazero.checkpoint.hf.approximation import APPROXIMATIONS
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.writer import DTYPES, Exported
 from megazero.config.fields import FIELDS
-from megazero.config.tree import ModelConfig, TokenizerConfig
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
 
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3))

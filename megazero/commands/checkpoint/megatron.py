@@ -14,7 +14,7 @@ from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.convert import import_megatron
 from megazero.checkpoint.megatron.folder import Form
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
-from megazero.config.tree import TokenizerConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
 from megazero.regular_file import read_regular_text
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from megazero.commands.kernels.compiled import CompiledKernel, occupancy, read_compiled
 from megazero.commands.kernels.updates import update_examples
-from megazero.kernels import KernelLibrary
 from megazero.kernels.build import ARCHITECTURES, build, cuda_recipe, on_cpu_recipe
+from megazero.kernels.library import KernelLibrary
 from megazero.kernels.on_cpu import KernelCounts, WatchedLibrary
-from megazero.ops import Operator, operators
+from megazero.ops import operators
+from megazero.ops.dispatch import Operator
 from megazero.ops.example import Example
 from megazero.ops.update import UPDATE
 

@@ -12,7 +12,7 @@ import torch
 
 from megazero.ops.example import Example, Traffic
 from megazero.ops.update import StepFacts, UpdateCall
-from megazero.optim import ELEMENTWISE, Elementwise
+from megazero.optim.elementwise import ELEMENTWISE, Elementwise
 
 COUNT = 3 << 14
 _BF16 = MappingProxyType({"bf16": torch.bfloat16})

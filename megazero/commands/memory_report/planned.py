@@ -10,9 +10,12 @@ from megazero.commands.memory_report.table import RankMemory
 from megazero.config.derive import replicas_per_node
 from megazero.config.steps import Progress
 from megazero.config.training_plan import TrainingPlan, training_plan_of
-from megazero.config.tree import Config
-from megazero.models import MicroBatch
-from megazero.mpu import ParallelContext, ProcessGrid, TrafficLog, grid_of, recording_context
+from megazero.config.tree.config import Config
+from megazero.models.batch import MicroBatch
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import grid_of
+from megazero.mpu.traffic import TrafficLog, recording_context
 from megazero.train.build import build_model
 from megazero.train.observe.memory import MemoryMeter
 from megazero.train.parts.families import family_of

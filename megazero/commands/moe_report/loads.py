@@ -100,8 +100,8 @@ def _layers(entries: Any) -> tuple[LayerLoad, ...]:
 
 
 def _of_checkpoint(where: Path) -> LoadRecord:
-    from megazero.checkpoint import CheckpointReader
     from megazero.checkpoint.locate import one_checkpoint
+    from megazero.checkpoint.reader import CheckpointReader
 
     reader = CheckpointReader(one_checkpoint(where))
     keys = {int(match[1]): key for key in reader.shapes if (match := _SAVED.fullmatch(key.name))}

@@ -10,8 +10,10 @@ from pathlib import Path
 from megazero.config.resolve import parse_config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
-from megazero.pipeline import KINDS, Costs, Timeline, add_transfers, build_schedule, simulate
+from megazero.pipeline.lower import add_transfers
 from megazero.pipeline.render import chrome_trace, draw, render_text
+from megazero.pipeline.schedules import KINDS, build_schedule
+from megazero.pipeline.simulate import Costs, Timeline, simulate
 
 
 def build_parser() -> argparse.ArgumentParser:

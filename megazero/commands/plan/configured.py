@@ -8,11 +8,13 @@ from itertools import groupby, islice
 
 from megazero.config.derive import data_parallel_size
 from megazero.config.steps import Steps
-from megazero.config.tree import Config, TokenizerConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError
-from megazero.models import Part
-from megazero.mpu import solo_context
-from megazero.pipeline import Costs, Schedule
+from megazero.models.chunk import Part
+from megazero.mpu.context import solo_context
+from megazero.pipeline.actions import Schedule
+from megazero.pipeline.simulate import Costs
 from megazero.train.parts.chunks import assign_parts, estimated_costs, schedule_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 _GROUPS = "--num-query-groups"
 _GROUPED = "--group-query-attention"

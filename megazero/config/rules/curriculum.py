@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megazero.config.pacing import MOST_CHANGES, Pacing, pieces
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.tree import CurriculumConfig
+from megazero.config.tree.curriculum import CurriculumConfig
 
 _SCHEDULE = "curriculum.seqlen_schedule"
 _MIN = "curriculum.seqlen_min_difficulty"

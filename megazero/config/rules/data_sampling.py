@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megazero.config.pacing import MOST_CHANGES, Root
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.tree import CurriculumMetric
+from megazero.config.tree.data_sampling import CurriculumMetric
 
 _METRICS = "data_sampling.curriculum_metrics"
 

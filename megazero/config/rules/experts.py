@@ -9,8 +9,8 @@ from __future__ import annotations
 from megazero.config.derive import expert_tensor_size
 from megazero.config.rules.routing import expert_counts, with_experts
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.tree import ModelConfig
 from megazero.config.tree.experts import is_frequency
+from megazero.config.tree.model import ModelConfig
 
 _EXPERTS = "model.num_experts"
 _PLACEMENT = ("model.moe_layer_freq", "model.expert_interval")

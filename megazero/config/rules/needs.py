@@ -9,7 +9,7 @@ from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELD_BY_PATH, NEEDS, FieldSpec, Kind, spoken
 from megazero.config.rules.rule import display_name, say, value_at
 from megazero.config.rules.sound import Unsound
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 
 _FEW = 4
 

@@ -9,7 +9,7 @@ from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.rules.routing import expert_counts
 from megazero.config.rules.rule import display_name, value_at
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 
 _SAVING = tuple(
     f"checkpoint.{name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 
 _EXPERTS = "model.num_experts"
 _TOPK = "model.moe_router_topk"

@@ -14,7 +14,7 @@ from megazero.config.derive import model_ranks
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, spoken
 from megazero.config.steps import BatchRamp, Progress, Steps
 from megazero.config.training_plan import Limits
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 
 MOST_INCREMENTS = 100_000
 """The most increments of a batch-size ramp: each is a segment of the training that is judged by itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megazero.config.pacing import MOST_CHANGES, pieces
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.tree import SkippingConfig
+from megazero.config.tree.skipping import SkippingConfig
 
 _LAYERS = "skipping.random_ltd_layer_id"
 _MIN = "skipping.random_ltd_min_value"

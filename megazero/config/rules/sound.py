@@ -7,7 +7,8 @@ from types import FunctionType, MethodType
 from typing import Any, cast
 
 from megazero.config.fields import SECTIONS
-from megazero.config.tree import Config, Section
+from megazero.config.tree.config import Config
+from megazero.config.tree.option import Section
 
 
 class Unsound(Exception):

@@ -25,7 +25,8 @@ from megazero.config.rules.training import (
 )
 from megazero.config.rules.upcycling import UPCYCLING_RULES
 from megazero.config.rules.zero import OFFLOAD_RULES, ZERO_RULES
-from megazero.config.tree import Config, Section
+from megazero.config.tree.config import Config
+from megazero.config.tree.option import Section
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,

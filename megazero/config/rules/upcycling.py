@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.tree import Config, ModelConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
 
 _TOPK = "model.moe_router_topk"
 

@@ -8,10 +8,3 @@
 """
 
 from __future__ import annotations
-
-from megazero.data.bert.builder import BERTBuilder
-from megazero.data.bert.dataset import BERTDataset, BERTSettings
-from megazero.data.bert.mock import MockBERTDataset
-from megazero.data.bert.word_pieces import WordPieces
-
-__all__ = ["BERTBuilder", "BERTDataset", "BERTSettings", "MockBERTDataset", "WordPieces"]

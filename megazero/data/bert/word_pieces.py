@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megazero.data.tokenizers import Tokenizer
+from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
 
 _CONTINUES = "##"  # how WordPiece spells a piece that goes on with the word before it

@@ -17,7 +17,7 @@ import numpy as np
 from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.labelled.dataset import UNKNOWN_LABEL, LabelledSamples
 from megazero.data.labelled.files import LabelledFile, LabelledText
-from megazero.data.tokenizers import Tokenizer
+from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
 
 MOST_OF_A_QUESTION = 128

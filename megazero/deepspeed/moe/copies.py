@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError
-from megazero.mpu import InitialValues, ParamSpec, derive_key
+from megazero.mpu.param_spec import InitialValues, ParamSpec
+from megazero.mpu.rng import derive_key
 
 
 class ExpertCopies(nn.ModuleDict):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megazero.deepspeed.moe.layer import MoE
 from megazero.errors import ConfigError
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 
 
 def expert_layers(model: nn.Module) -> dict[str, MoE]:

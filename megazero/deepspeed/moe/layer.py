@@ -9,16 +9,19 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from megazero.config.tree import RoutingConfig
+from megazero.config.tree.routing import RoutingConfig
 from megazero.deepspeed.moe.copies import ExpertCopies, plain_output
 from megazero.errors import ConfigError
-from megazero.layers import LayerInputs, Rows
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.rows import Rows
 from megazero.moe.capacity import kept_choices
 from megazero.moe.dispatch import ExpertPlacement, all_to_all_dispatch
 from megazero.moe.losses import switch_loss
 from megazero.moe.router import Router
 from megazero.moe.tokens import Tokens
-from megazero.mpu import Group, ParallelContext, SoloGroup
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Group
+from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.counter_random import derive
 
 JITTER = 1e-2

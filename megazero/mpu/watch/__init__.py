@@ -5,19 +5,7 @@ processes leave messages for each other, `report.py` is what they tell each othe
 from the reports who diverged, and `failure.py` makes all ranks agree on one answer.
 """
 
-from megazero.mpu.watch.failure import JobFailure
-from megazero.mpu.watch.group import WatchedGroup, watched
-from megazero.mpu.watch.job_notes import JobNotes, StoreJobNotes, keeper_of_store
-from megazero.mpu.watch.watch import EXIT_STATUS, Watch, WatchLimits
+from megazero.mpu.watch.job_notes import StoreJobNotes
+from megazero.mpu.watch.watch import Watch
 
-__all__ = [
-    "EXIT_STATUS",
-    "JobFailure",
-    "JobNotes",
-    "StoreJobNotes",
-    "Watch",
-    "WatchLimits",
-    "WatchedGroup",
-    "keeper_of_store",
-    "watched",
-]
+__all__ = ["StoreJobNotes", "Watch"]

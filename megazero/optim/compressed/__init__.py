@@ -4,19 +4,3 @@
 `onebit_adam.py`: 1-bit Adam. `zero_one_adam.py`: 0/1 Adam, whose replicas also skip steps of exchange.
 `onebit_lamb.py`: 1-bit LAMB.
 """
-
-from megazero.optim.compressed.mean import compressed_mean
-from megazero.optim.compressed.onebit_adam import OnebitAdam
-from megazero.optim.compressed.onebit_lamb import OnebitLamb
-from megazero.optim.compressed.signs import pack_signs, packed_size, unpack_signs
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
-
-__all__ = [
-    "OnebitAdam",
-    "OnebitLamb",
-    "ZeroOneAdam",
-    "compressed_mean",
-    "pack_signs",
-    "packed_size",
-    "unpack_signs",
-]

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megazero.checkpoint import CheckpointReader, Disk, Verify, candidates, together
-from megazero.checkpoint.folder import iteration_folder, remove_checkpoint, saved_iterations
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import candidates, iteration_folder, remove_checkpoint, saved_iterations
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.saver import together
 from megazero.train.resume.keepers import keepers_of
 from megazero.train.resume.saved import opened
 from megazero.train.resume.snapshot import Snapshots

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.models import SCORES, LabelledBatch
-from megazero.mpu import ParallelContext
+from megazero.models.classifier import SCORES
+from megazero.models.classifier_batch import LabelledBatch
+from megazero.mpu.context import ParallelContext
 from megazero.train.finetuning.best import BestModel
 from megazero.train.finetuning.scores import TaskReport
 from megazero.train.finetuning.task import LabelledSplit, TaskData
 from megazero.train.observe.metrics import EvalMetrics
-from megazero.train.observe.monitors import Monitor
+from megazero.train.observe.monitors.base import Monitor
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feed
 from megazero.train.step.losses import Losses

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data import LabelledFile
+from megazero.data.labelled.files import LabelledFile
 from megazero.errors import DataError
 from megazero.train.finetuning.scores import probabilities
 

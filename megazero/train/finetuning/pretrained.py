@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from megazero.checkpoint import CheckpointReader, Verify, together
-from megazero.checkpoint.hf import Description, HFReader
-from megazero.config.tree import Config
+from megazero.checkpoint.hf.config_json import Description
+from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.saver import together
+from megazero.config.tree.config import Config
 from megazero.errors import CheckpointError
-from megazero.models import OWN, PRETRAINING_ONLY
-from megazero.mpu import ParallelContext
+from megazero.models.classifier import OWN, PRETRAINING_ONLY
+from megazero.mpu.context import ParallelContext
 from megazero.train.resume.fit import FREE_MODEL_FIELDS, check_model
 from megazero.train.resume.saved import checkpoint_at, model_at
 from megazero.train.resume.weights import Opener, take_weights

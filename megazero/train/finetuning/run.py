@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from megazero.checkpoint import Disk
-from megazero.config.tree import Config
-from megazero.data import BatchSampler, EpochOrder, SamplerSpec
+from megazero.checkpoint.disk import Disk
+from megazero.config.tree.config import Config
+from megazero.data.labelled.dataset import EpochOrder
+from megazero.data.sampler import BatchSampler, SamplerSpec
 from megazero.errors import CheckpointError, ConfigError, DataError
-from megazero.models import LabelledBatch
-from megazero.mpu import Launch, ParallelContext, gather_values
+from megazero.models.classifier_batch import LabelledBatch
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.launch import Launch
+from megazero.mpu.messages import gather_values
 from megazero.train.assemble import Run, Task, assemble
 from megazero.train.finetuning.best import BestModel
 from megazero.train.finetuning.evaluation import TaskEvaluation

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megazero.data import UNKNOWN_LABEL
+from megazero.data.labelled.dataset import UNKNOWN_LABEL
 
 _WIDEST_TABLE = 12  # classes; more do not fit on a screen
 _CONFUSIONS = 10

@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.checkpoint import CheckpointReader, Verify, candidates
-from megazero.checkpoint.hf import Description
+from megazero.checkpoint.folder import candidates
+from megazero.checkpoint.hf.config_json import Description
 from megazero.checkpoint.locate import one_checkpoint
-from megazero.config.rules import check
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.config.rules.table import check
 from megazero.config.tasks import Task, task_of
-from megazero.config.tree import Config
-from megazero.data import (
-    LabelledFile,
-    LabelledSamples,
-    SampleEncoder,
-    encode_samples,
-    read_labelled,
-)
+from megazero.config.tree.config import Config
+from megazero.data.labelled.dataset import LabelledSamples
+from megazero.data.labelled.encode import SampleEncoder, encode_samples
+from megazero.data.labelled.files import LabelledFile, read_labelled
 from megazero.errors import ConfigError, DataError
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 from megazero.train.parts.families import FAMILIES
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.resume.saved import saved_model

@@ -10,7 +10,7 @@ import torch
 
 from megazero.config.fields import FIELDS
 from megazero.config.rules.rule import display_name, value_at
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.data.blended import SampleDataset
 from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.ops import cuda, native

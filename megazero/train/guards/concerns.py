@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import FrameType, TracebackType
 
-from megazero.config.tree import TrainingConfig
 from megazero.config.tree.guards import GuardsConfig
+from megazero.config.tree.training import TrainingConfig
 from megazero.errors import DataError, NumericsError
-from megazero.mpu import gather_values
+from megazero.mpu.messages import gather_values
 from megazero.train.observe.incidents import Incident, IncidentLog
 from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.concern import (

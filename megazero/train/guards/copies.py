@@ -12,7 +12,7 @@ from megazero.train.step.concern import CONTINUE, Concern, Moment, Strength, Ver
 from megazero.train.step.engine import Engine
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
-from megazero.zero import CopyCheck
+from megazero.zero.copies import CopyCheck
 
 
 class EqualCopies(Concern):

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from megazero.config.steps import Step
-from megazero.models import MicroBatch
-from megazero.mpu import gather_values
+from megazero.models.batch import MicroBatch
+from megazero.mpu.messages import gather_values
 from megazero.train.step.engine import Attempt, Engine
 from megazero.train.step.feed import Feed, SampleFacts
 

@@ -14,8 +14,9 @@ from enum import Enum
 
 import torch
 
-from megazero.models import MicroBatch
-from megazero.mpu import ParallelContext, gather_values, name_ranks
+from megazero.models.batch import MicroBatch
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values, name_ranks
 from megazero.train.step.engine import Attempt
 
 _SHOWN = 4  # names of tensors in a message

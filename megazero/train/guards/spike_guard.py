@@ -10,7 +10,7 @@ from functools import partial
 from megazero.config.steps import Step
 from megazero.config.tree.guards import GuardsConfig
 from megazero.errors import NumericsError
-from megazero.models import MicroBatch
+from megazero.models.batch import MicroBatch
 from megazero.train.guards.facts import step_facts
 from megazero.train.guards.rerun import Cause, Ruling, repeat
 from megazero.train.observe.incidents import Action, Incident, IncidentLog

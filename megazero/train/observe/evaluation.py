@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from megazero.config.training_plan import Evaluations as Samples
-from megazero.models import MicroBatch
+from megazero.models.batch import MicroBatch
 from megazero.train.observe.metrics import EvalMetrics
-from megazero.train.observe.monitors import Monitor
+from megazero.train.observe.monitors.base import Monitor
 from megazero.train.step.concern import CONTINUE, Concern, Moment, Verdict
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feeds

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from megazero.data.files import whole_file
 from megazero.errors import CheckpointError
-from megazero.mpu import JobFailure, name_ranks
+from megazero.mpu.messages import name_ranks
+from megazero.mpu.watch.failure import JobFailure
 from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.jsonl import to_json
 

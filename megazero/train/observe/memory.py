@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megazero.pipeline.sharding import Sharding
 from megazero.train.step.engine import Engine
-from megazero.zero import HELD, Sizes, Store
+from megazero.zero.store.store import HELD, Sizes, Store
 
 KINDS = (*HELD, "activations")
 """The kinds of memory: those of a store, buffers of gathers and reductions, and activations."""

@@ -11,16 +11,17 @@ from typing import Any
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import Step
 from megazero.config.training_plan import TrainingPlan
-from megazero.config.tree import Config
-from megazero.layers import NOTHING_SKIPPED, Skipping
-from megazero.mpu import Waits, gather_values
+from megazero.config.tree.config import Config
+from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
+from megazero.mpu.messages import gather_values
+from megazero.mpu.waits import Waits
 from megazero.train.observe.memory import MemoryMeter
 from megazero.train.observe.step_waits import StepWaits
 from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.engine import Engine, Outcome, StepResult
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
-from megazero.zero import offloaded_bytes, traffic
+from megazero.zero.store.store import offloaded_bytes, traffic
 from megazero.zero.store.tier import Traffic
 
 

@@ -30,7 +30,7 @@ from megazero.train.observe.metric import (
 from megazero.train.step.engine import Outcome
 from megazero.train.step.losses import Losses
 from megazero.train.step.stability import Stability
-from megazero.zero import Optimizer
+from megazero.zero.optimizer import Optimizer
 
 
 def _stability(name: str, unit: str, of: Callable[[Stability], float | None]) -> Metric:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from megazero.mpu import host_waits
+from megazero.mpu.host_waits import host_waits
 
 
 class StepWaits:

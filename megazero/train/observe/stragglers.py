@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from megazero.mpu import ParallelContext, Waited
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.waits import Waited
 
 _TIMES = 3  # own, waited, data
 _FACTOR = 1.5  # of the peers' time

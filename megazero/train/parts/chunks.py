@@ -11,16 +11,22 @@ import numpy as np
 import torch
 
 from megazero.config.derive import chunks_per_stage, schedule_kind
-from megazero.config.tree import Config, ParallelConfig
-from megazero.layers import Placement, initialize
-from megazero.models import MicroBatch, ModelChunk, Part, Slice
-from megazero.mpu import ParallelContext
-from megazero.pipeline import Program, Schedule, build_schedule, lower, partition_blocks
+from megazero.config.tree.config import Config
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.layers.initialize import initialize
+from megazero.layers.placement import Placement
+from megazero.models.batch import MicroBatch
+from megazero.models.chunk import ModelChunk, Part, Slice
+from megazero.mpu.context import ParallelContext
+from megazero.pipeline.actions import Program, Schedule
+from megazero.pipeline.lower import lower
+from megazero.pipeline.partition import partition_blocks
+from megazero.pipeline.schedules import build_schedule
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.engine import Programs
 from megazero.train.step.timers import Timers
-from megazero.zero import STAGES
+from megazero.zero.table import STAGES
 
 
 def schedule_of(config: Config, microbatches: int | None = None) -> Schedule:

@@ -15,33 +15,19 @@ from typing import Any, Generic
 import numpy as np
 import torch
 
-from megazero.checkpoint.hf import DECODERS, ENCODERS, Architecture
-from megazero.config.tree import Config, ModelConfig
-from megazero.data import Datasets, bert_datasets, gpt_datasets
-from megazero.layers import Skipping
-from megazero.models import (
-    BERT,
-    GPT,
-    BertCollate,
-    Block,
-    Classifier,
-    ClassifierCollate,
-    Collate,
-    FirstTokenClassifier,
-    LabelledBatch,
-    LastTokenClassifier,
-    MicroBatch,
-    ModelChunk,
-    Slice,
-    TextCollate,
-    Tie,
-    bert_blocks,
-    gpt_blocks,
-    random_labelled,
-    random_samples,
-    random_text,
-)
-from megazero.models.batch import M
+from megazero.checkpoint.hf.architecture import Architecture
+from megazero.checkpoint.hf.config_json import DECODERS, ENCODERS
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.data.build import Datasets, bert_datasets, gpt_datasets
+from megazero.layers.inputs import Skipping
+from megazero.models.batch import Collate, M, MicroBatch, TextCollate, random_text
+from megazero.models.bert import BERT, bert_blocks
+from megazero.models.bert_batch import BertCollate, random_samples
+from megazero.models.chunk import Block, ModelChunk, Slice, Tie
+from megazero.models.classifier import Classifier, FirstTokenClassifier, LastTokenClassifier
+from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, random_labelled
+from megazero.models.gpt import GPT, gpt_blocks
 from megazero.train.parts.vocabulary import Vocabulary
 
 Sizes = tuple[int | None, int | None, int | None]

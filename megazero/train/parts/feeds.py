@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from megazero.config.training_plan import TrainingPlan
-from megazero.config.tree import Config
-from megazero.data import BatchSampler, SampleDataset, SamplerKind, SamplerSpec
+from megazero.config.tree.config import Config
+from megazero.data.blended import SampleDataset
+from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
-from megazero.models import MicroBatch
-from megazero.mpu import (
-    ParallelContext,
-)
+from megazero.models.batch import MicroBatch
+from megazero.mpu.context import ParallelContext
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.step.feed import Feed, Feeds, make_feed

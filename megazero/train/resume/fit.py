@@ -6,15 +6,21 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
-from megazero.checkpoint import CheckpointReader, Part, Source, misfits
+from megazero.checkpoint.part import Part, Source, misfits
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.upcycling import dense_model
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
-from megazero.config.rules import check
-from megazero.config.tree import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from megazero.config.rules.table import check
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.optimizer import OptimizerConfig
+from megazero.config.tree.parallel import ParallelConfig
 from megazero.data.blended import SampleDataset
 from megazero.data.sources import contents
 from megazero.errors import CheckpointError, ConfigError, DataError
-from megazero.mpu import AXES, ParallelContext, gather_values
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.grid import AXES
+from megazero.mpu.messages import gather_values
 from megazero.train.resume.saved import DataFacts, RunFacts, SavedConfig, SavedModel, saved_model
 
 # What determines learning rate and weight decay after a resume; a silent change would distort the schedule.

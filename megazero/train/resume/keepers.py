@@ -15,32 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint import (
-    FP8,
-    RANDOM,
-    ROUTER,
-    WEIGHT,
-    Box,
-    CheckpointReader,
-    Key,
-    Part,
-    ReplicaRows,
-    Source,
-    parts_in_use,
-    parts_to_read,
-    parts_to_write,
-    state_keys,
-    together,
-)
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.part import FP8, RANDOM, ROUTER, WEIGHT, Key, Part, Source
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.replica_rows import ReplicaRows
+from megazero.checkpoint.saver import together
+from megazero.checkpoint.shards import parts_in_use, parts_to_read, parts_to_write, state_keys
 from megazero.checkpoint.upcycling import Upcycled, router_names
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.errors import CheckpointError, DamagedCheckpointError
-from megazero.mpu import ParallelContext, gather_values
-from megazero.optim import ScalerState
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values
+from megazero.optim.loss_scaler import ScalerState
 from megazero.train.resume.fit import check_tensors
 from megazero.train.resume.saved import RunFacts
 from megazero.train.step.engine import Engine
-from megazero.zero import IN_USE, Optimizer
+from megazero.zero.delayed import IN_USE
+from megazero.zero.optimizer import Optimizer
 
 
 class Share(Enum):

@@ -7,19 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.checkpoint import (
-    Candidates,
-    CheckpointReader,
-    Verify,
-    candidates,
-    together,
-)
+from megazero.checkpoint.folder import Candidates, candidates
 from megazero.checkpoint.lock import saved_elsewhere
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.saver import together
 from megazero.config.training_plan import TrainingPlan, training_plan_of
-from megazero.config.tree import Config, ModelConfig
 from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
-from megazero.mpu import ParallelContext, transports
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.transports import transports
 from megazero.train.resume.fit import changed_sums, fit
 from megazero.train.resume.keepers import load_state
 from megazero.train.resume.saved import (

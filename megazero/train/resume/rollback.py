@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megazero.checkpoint import Verify, candidates, together
+from megazero.checkpoint.folder import candidates
+from megazero.checkpoint.reader import Verify
+from megazero.checkpoint.saver import together
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
 from megazero.train.resume.keepers import load_state
 from megazero.train.resume.saved import opened, saved_run

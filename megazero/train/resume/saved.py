@@ -23,14 +23,18 @@ from pydantic import (
     ValidationError,
 )
 
-from megazero.checkpoint import CheckpointReader, Key, Verify, together
 from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.manifest import STATE, parse
+from megazero.checkpoint.part import Key
+from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.checkpoint.saver import together
 from megazero.config.steps import Progress
-from megazero.config.tree import Config, ModelConfig, Section
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.option import Section
 from megazero.errors import CheckpointError
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 from megazero.train.step.spikes import Recent
 from megazero.train.step.stability import Spread, Stability
 from megazero.train.step.state import TrainState

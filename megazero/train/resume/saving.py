@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from megazero.errors import CheckpointError, LostFolderError
-from megazero.train.observe.monitors import Monitor
+from megazero.train.observe.monitors.base import Monitor
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.concern import CONTINUE, SAVE, Moment, SharedConcern, Verdict, failing, healthy
 from megazero.train.step.state import TrainState

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint import Disk, Part, Retention, Saver
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.folder import Retention
+from megazero.checkpoint.part import Part
+from megazero.checkpoint.saver import Saver
 from megazero.config.training_plan import TrainingPlan
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.errors import NumericsError
-from megazero.mpu import ParallelContext, gather_values, transports
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values
+from megazero.mpu.transports import transports
 from megazero.train.resume.keepers import ALL, Share, keepers_of
 from megazero.train.resume.saved import PRETRAINING
 from megazero.train.step.engine import Engine

@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from megazero.checkpoint import Verify
+from megazero.checkpoint.reader import Verify
 from megazero.config.derive import chunks_per_stage
-from megazero.config.rules import check
+from megazero.config.rules.table import check
 from megazero.config.training_plan import TrainingPlan
-from megazero.config.tree import CheckpointConfig, Config, DistillationConfig, ModelConfig
+from megazero.config.tree.checkpoint import CheckpointConfig
+from megazero.config.tree.config import Config
+from megazero.config.tree.distillation import DistillationConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary
 from megazero.train.resume.saved import SavedModel, checkpoint_at, model_at, opened

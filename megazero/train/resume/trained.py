@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megazero.checkpoint import CheckpointReader, Part, candidates, parts_of_parameters, together
-from megazero.config.tree import Config, ParallelConfig, RecomputeConfig, ZeroConfig
-from megazero.data.tokenizers import Tokenizer
+from megazero.checkpoint.folder import candidates
+from megazero.checkpoint.part import Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.saver import together
+from megazero.checkpoint.shards import parts_of_parameters
+from megazero.config.tree.config import Config
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.config.tree.zero import ZeroConfig
+from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
-from megazero.models import Collate, MicroBatch
-from megazero.moe import RouterLoads
-from megazero.mpu import Launch, ParallelContext, join
+from megazero.models.batch import Collate, MicroBatch
+from megazero.moe.loads import RouterLoads
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.launch import Launch, join
 from megazero.train.parts.chunks import Chunks, build_chunks, schedule_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-from megazero.checkpoint import WEIGHT, Source, parts_to_read, state_keys, together
-from megazero.checkpoint.hf import HFReader
+from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.part import WEIGHT, Source
+from megazero.checkpoint.saver import together
+from megazero.checkpoint.shards import parts_to_read, state_keys
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
-from megazero.config.tree import Config, ModelConfig
-from megazero.mpu import ParallelContext, gather_values
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.messages import gather_values
 from megazero.train.resume.fit import check_tensors
 from megazero.train.step.engine import Engine
 

@@ -14,7 +14,7 @@ import torch
 
 from megazero.config.steps import Step
 from megazero.errors import MegazeroError
-from megazero.mpu import ParallelContext
+from megazero.mpu.context import ParallelContext
 from megazero.train.step.engine import Engine, StepResult
 from megazero.train.step.state import TrainState
 

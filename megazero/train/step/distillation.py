@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megazero.config.steps import Progress
-from megazero.config.tree import DistillationConfig
-from megazero.models import DistilledChunk, MicroBatch, ModelChunk
+from megazero.config.tree.distillation import DistillationConfig
+from megazero.models.batch import MicroBatch
+from megazero.models.chunk import ModelChunk
+from megazero.models.distilled import DistilledChunk
 from megazero.pipeline.chunk import Chunk
 
 

@@ -12,17 +12,23 @@ import torch
 from torch import Tensor
 
 from megazero.config.steps import Progress
-from megazero.layers import NOTHING_SKIPPED, Fp8State
-from megazero.models import MicroBatch
-from megazero.moe import RouterLoads
-from megazero.mpu import read_values
-from megazero.optim import LearningRate, LossScaler, WeightDecay
-from megazero.pipeline import Executor, Program
+from megazero.layers.fp8 import Fp8State
+from megazero.layers.inputs import NOTHING_SKIPPED
+from megazero.models.batch import MicroBatch
+from megazero.moe.loads import RouterLoads
+from megazero.mpu.host import read_values
+from megazero.optim.loss_scaler import LossScaler
+from megazero.optim.schedule import LearningRate, WeightDecay
+from megazero.pipeline.actions import Program
+from megazero.pipeline.executor import Executor
 from megazero.train.step.distillation import Distillation
 from megazero.train.step.losses import Losses, local_counts, loss_factors
 from megazero.train.step.skipping import SkippingPlan
 from megazero.train.step.timers import Timers
-from megazero.zero import Bucket, DataParallel, Fingerprints, Optimizer
+from megazero.zero.bucket import Bucket
+from megazero.zero.fingerprint import Fingerprints
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
 
 
 @dataclass(frozen=True)

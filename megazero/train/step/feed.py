@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypedDict
 import numpy as np
 
 from megazero.config.steps import Step
-from megazero.data import BatchSampler, SamplerSpec, changed_files
 from megazero.data.blended import SampleDataset, whereabouts
-from megazero.models import Collate, MicroBatch, RowPlace
-from megazero.models.batch import M, M_co
+from megazero.data.sampler import BatchSampler, SamplerSpec
+from megazero.data.sources import changed_files
+from megazero.models.batch import Collate, M, M_co, MicroBatch, RowPlace
 
 
 class Sampler(Protocol):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megazero.loss import PADDING, LossTerm
-from megazero.models import MicroBatch
-from megazero.mpu import ParallelContext
+from megazero.models.batch import MicroBatch
+from megazero.mpu.context import ParallelContext
 
 
 def local_counts(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from megazero.config.steps import Progress
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree.skipping import SkippingConfig
-from megazero.layers import NOTHING_SKIPPED, Skipping
-from megazero.mpu import derive_key
+from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
+from megazero.mpu.rng import derive_key
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.mpu import Group, ParallelContext
+from megazero.mpu.context import ParallelContext
+from megazero.mpu.group import Group
 from megazero.zero.comm_hooks.comm_hook import CommHook
 from megazero.zero.comm_hooks.exact import ExactCommHook
 from megazero.zero.comm_hooks.gradients import QuantizedGradients, Rounding

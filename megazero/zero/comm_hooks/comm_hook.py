@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megazero.mpu import Group, Work
+from megazero.mpu.group import Group, Work
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megazero.mpu import Group, Work
+from megazero.mpu.group import Group, Work
 from megazero.zero.comm_hooks.comm_hook import CommHook, Reduction
 from megazero.zero.layout import BucketLayout
 

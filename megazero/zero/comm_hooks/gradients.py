@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.mpu import DONE, Group, Work, derive_key
+from megazero.mpu.group import DONE, Group, Work
+from megazero.mpu.rng import derive_key
 from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.zero.comm_hooks.comm_hook import CommHook, Reduction, WrappedCommHook
 from megazero.zero.layout import BucketLayout

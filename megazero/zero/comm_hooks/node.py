@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megazero.mpu import Group, Work
+from megazero.mpu.group import Group, Work
 from megazero.zero.comm_hooks.comm_hook import CommHook, WrappedCommHook
 
 

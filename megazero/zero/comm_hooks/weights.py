@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.mpu import Work
+from megazero.mpu.group import Work
 from megazero.ops.chunks import row_chunks
 from megazero.ops.quantize import Quantization, dequantize, quantize
 from megazero.zero.comm_hooks.comm_hook import CommHook, WrappedCommHook

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megazero.config.tree import OffloadConfig
+from megazero.config.tree.offload import OffloadConfig
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.device import DeviceStore
 from megazero.zero.store.disk import DiskSettings, DiskTier

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.checkpoint import CheckpointReader, Verify, iteration_folder
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.errors import MegazeroError
 from proofs.fault_matrix.runs import Outcome
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megazero.checkpoint import iteration_folder
+from megazero.checkpoint.folder import iteration_folder
 from proofs.fault_matrix.cases.case import (
     BASE,
     KEPT,

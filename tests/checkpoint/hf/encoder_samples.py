@@ -9,12 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megazero.checkpoint import Source, parts_of_parameters
-from megazero.config.tree import ModelConfig
-from megazero.layers import Placement
+from megazero.checkpoint.part import Source
+from megazero.checkpoint.shards import parts_of_parameters
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.collectives import gather_features
-from megazero.models import BERT, BertBatch, BertCollate, Slice
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.layers.placement import Placement
+from megazero.models.bert import BERT
+from megazero.models.bert_batch import BertBatch, BertCollate
+from megazero.models.chunk import Slice
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.checkpoint.hf.samples import VOCAB, their_tensors, write_folder
 
 # Ragged on purpose: no two sizes alike, and nothing that is a default.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from tests.checkpoint.hf.samples import LLAMA, TIED
 
 EXPERTS = 3  # a number that divides nothing

@@ -12,14 +12,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megazero.checkpoint import Box, Key, Part, Source, parts_of_parameters
+from megazero.checkpoint.box import Box
 from megazero.checkpoint.hf.config_json import TokenIds, architecture_of, config_of
 from megazero.checkpoint.naming import Table
-from megazero.config.tree import ModelConfig
-from megazero.layers import Placement
+from megazero.checkpoint.part import Key, Part, Source
+from megazero.checkpoint.shards import parts_of_parameters
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.collectives import gather_features
-from megazero.models import GPT, Batch, Slice
-from megazero.mpu import ParallelContext, ProcessGrid, ThreadWorld, spec_of, thread_context
+from megazero.layers.placement import Placement
+from megazero.models.batch import Batch
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import spec_of
+from megazero.mpu.thread_group import ThreadWorld
 
 VOCAB = 101
 

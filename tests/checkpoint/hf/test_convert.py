@@ -10,15 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import CheckpointReader, Key, iteration_folder, latest_iteration, write_checkpoint
-from megazero.checkpoint.hf import TokenIds, convert_from_hf, convert_to_hf
-from megazero.checkpoint.hf.config_json import differences
+from megazero.checkpoint.folder import iteration_folder, latest_iteration
+from megazero.checkpoint.hf.config_json import TokenIds, differences
+from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
+from megazero.checkpoint.part import Key
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import write_checkpoint
 from megazero.commands.checkpoint.hf import main_from_hf, main_to_hf, model_flags, parse_size
-from megazero.config import parse_config
-from megazero.config.tree import ModelConfig, TokenizerConfig
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.config.resolve import parse_config
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import CheckpointError, ConfigError, DataError
 from tests.checkpoint.hf.samples import (
     GPT2,

@@ -7,13 +7,16 @@ import json
 import pytest
 import torch
 
-from megazero.checkpoint import Key
-from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, convert_from_hf, convert_to_hf, write_hf
 from megazero.checkpoint.hf.approximation import ONE_GELU
-from megazero.checkpoint.hf.config_json import architecture_of, model_of
+from megazero.checkpoint.hf.config_json import TokenIds, architecture_of, model_of
+from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
+from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.hf.writer import ModelFiles, write_hf
+from megazero.checkpoint.part import Key
 from megazero.commands.checkpoint.hf import main_to_hf, model_flags
-from megazero.config import parse_config
-from megazero.config.tree import ModelConfig, TokenizerConfig
+from megazero.config.resolve import parse_config
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
 from tests.checkpoint.hf.encoder_samples import (
     BERTS,

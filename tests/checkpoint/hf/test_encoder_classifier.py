@@ -8,25 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.checkpoint import parts_of_parameters
-from megazero.checkpoint.hf import (
-    ARCHITECTURES,
-    HFReader,
-    ModelFiles,
-    TokenIds,
-    convert_from_hf,
-    convert_to_hf,
-    write_hf,
-)
 from megazero.checkpoint.hf.approximation import ONE_GELU
-from megazero.checkpoint.hf.config_json import architecture_of, objections
+from megazero.checkpoint.hf.config_json import ARCHITECTURES, TokenIds, architecture_of, objections
+from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
+from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.hf.writer import ModelFiles, write_hf
+from megazero.checkpoint.shards import parts_of_parameters
 from megazero.commands.checkpoint.hf import main_from_hf, main_to_hf, model_flags
-from megazero.config import parse_config
-from megazero.config.tree import ModelConfig, TokenizerConfig
+from megazero.config.resolve import parse_config
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
-from megazero.layers import Placement
-from megazero.models import ClassifierCollate, FirstTokenClassifier, Slice
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.layers.placement import Placement
+from megazero.models.chunk import Slice
+from megazero.models.classifier import FirstTokenClassifier
+from megazero.models.classifier_batch import ClassifierCollate
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.checkpoint.hf.encoder_samples import (
     LENGTHS,
     MEGATRON_BERT,

@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megazero.checkpoint import Key
-from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, write_hf
-from megazero.checkpoint.hf.config_json import architecture_of
+from megazero.checkpoint.hf.config_json import TokenIds, architecture_of
+from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.hf.writer import ModelFiles, write_hf
 from megazero.checkpoint.naming import Table
-from megazero.config.tree import ModelConfig
+from megazero.checkpoint.part import Key
+from megazero.config.tree.model import ModelConfig
 from tests.checkpoint.hf.expert_samples import EXPERTS, MODELS
 from tests.checkpoint.hf.samples import VOCAB, config_for, logits_of, random_weights
 from tests.models.hf_weights import decoder_model

@@ -8,15 +8,19 @@ import re
 import pytest
 import torch
 
-from megazero.checkpoint import Box, CheckpointReader, Key, Part
-from megazero.checkpoint.box import gaps_or_overlaps
-from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, convert_from_hf, convert_to_hf, write_hf
+from megazero.checkpoint.box import Box, gaps_or_overlaps
 from megazero.checkpoint.hf.approximation import NO_CAPACITY
-from megazero.checkpoint.hf.config_json import Description, architecture_of, differences, model_of
+from megazero.checkpoint.hf.config_json import Description, TokenIds, architecture_of, differences, model_of
+from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
+from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.hf.writer import ModelFiles, write_hf
 from megazero.checkpoint.naming import Link, Table, TensorRule
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.hf import main_to_hf, model_flags
-from megazero.config import parse_config
-from megazero.config.tree import ModelConfig, TokenizerConfig
+from megazero.config.resolve import parse_config
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
 from tests.checkpoint.hf.expert_samples import MIXTRAL, MODELS, QWEN2_MOE, stacked
 from tests.checkpoint.hf.samples import (

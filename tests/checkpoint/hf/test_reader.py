@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megazero.checkpoint import Box, Key, Part
-from megazero.checkpoint.hf import HFReader
-from megazero.config.tree import ModelConfig
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.part import Key, Part
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.hf.samples import (
     GPT2,

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megazero.checkpoint.hf import TokenIds, convert_from_hf, convert_to_hf
+from megazero.checkpoint.hf.config_json import TokenIds
+from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.commands.fill_mask import main as fill_mask
-from megazero.config.tree import TokenizerConfig
-from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
+from megazero.config.tree.tokenizer import TokenizerConfig
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from tests.checkpoint.hf.encoder_samples import BERTS
 from tests.checkpoint.hf.samples import random_weights
 from tests.checkpoint.hf.test_convert import save_as_trained

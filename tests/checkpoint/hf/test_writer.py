@@ -14,10 +14,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megazero.checkpoint import Disk, Key
-from megazero.checkpoint.hf import HFReader, ModelFiles, TokenIds, write_hf
-from megazero.checkpoint.hf.config_json import architecture_of
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.hf.config_json import TokenIds, architecture_of
+from megazero.checkpoint.hf.reader import HFReader
+from megazero.checkpoint.hf.writer import ModelFiles, write_hf
 from megazero.checkpoint.naming import Table
+from megazero.checkpoint.part import Key
 from megazero.errors import CheckpointError
 from tests.checkpoint.hf.samples import (
     GPT2,

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import Placement
-from megazero.models import BERT as BERTModel
-from megazero.mpu import solo_context, spec_of
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.placement import Placement
+from megazero.models.bert import BERT as BERTModel
+from megazero.mpu.context import solo_context
+from megazero.mpu.param_spec import spec_of
 from tests.checkpoint.megatron.samples import (
     GPT2,
     OLD,

@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.config.tree import ModelConfig
-from megazero.layers import Placement
-from megazero.models import GPT, Slice
-from megazero.mpu import ProcessGrid, ThreadWorld, spec_of, thread_context
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.placement import Placement
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import spec_of
+from megazero.mpu.thread_group import ThreadWorld
 
 Weights = dict[str, Tensor]
 VOCAB, PADDED = 101, 112

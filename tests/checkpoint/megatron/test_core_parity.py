@@ -10,11 +10,16 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from megazero.checkpoint import parts_of_parameters
-from megazero.checkpoint.megatron import ImportOptions, MegatronReader
-from megazero.layers import Placement
-from megazero.models import BERT, GPT, Batch, Slice
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
+from megazero.checkpoint.shards import parts_of_parameters
+from megazero.layers.placement import Placement
+from megazero.models.batch import Batch
+from megazero.models.bert import BERT
+from megazero.models.chunk import Slice
+from megazero.models.gpt import GPT
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.checkpoint.hf.encoder_samples import batch_of
 from tests.checkpoint.megatron.core_models import BERTS, LENGTHS, MODELS, PADDED, VOCAB
 from tests.source_tree import ROOT

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from megazero.checkpoint import CheckpointReader, iteration_folder
-from megazero.checkpoint.megatron import ImportOptions, MegatronReader
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.megatron import main_import_megatron
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from tests.checkpoint.megatron.masked_samples import (
     BERT,

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from megazero.checkpoint.megatron import ImportOptions, MegatronReader
 from megazero.checkpoint.megatron.pickles import Inert, PositionEmbedding, load_pickle
+from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from tests.checkpoint.megatron.samples import GPT2, VOCAB, Layout, random_weights, save_megatron
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.checkpoint import Box, Key, Part
-from megazero.checkpoint.megatron import ImportOptions, MegatronReader
-from megazero.config.tree import ModelConfig
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
+from megazero.checkpoint.part import Key, Part
+from megazero.config.tree.model import ModelConfig
 from tests.checkpoint.megatron.samples import (
     GPT2,
     LLAMA,

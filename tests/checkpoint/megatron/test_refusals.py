@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import Box, Key, Part
-from megazero.checkpoint.megatron import ImportOptions, MegatronReader
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
+from megazero.checkpoint.part import Key, Part
 from megazero.errors import CheckpointError
 from tests.checkpoint.megatron.samples import (
     GPT2,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config.resolve import parse_config
-from megazero.mpu import Launch
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 from tests.commands.checkpoint.samples import SMALL
 

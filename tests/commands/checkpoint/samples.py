@@ -10,10 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.checkpoint import Box, Key, Part, Saver
 from megazero.checkpoint.blocks import BlockHasher
+from megazero.checkpoint.box import Box
 from megazero.checkpoint.manifest import dump_manifest
-from megazero.mpu import ProcessGrid, ThreadWorld, thread_context
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.saver import Saver
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 
 UP, EMBEDDING = Key("layers.0.mlp.up.weight"), Key("embedding.weight")
 TENSORS = {

@@ -9,12 +9,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from megazero.checkpoint import CheckpointReader, Key, latest_iteration
+from megazero.checkpoint.folder import latest_iteration
+from megazero.checkpoint.part import Key
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint import main
 from megazero.commands.checkpoint.convert import Choice, convert
 from megazero.config.resolve import parse_config
 from megazero.errors import CheckpointError
-from megazero.mpu import Launch
+from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 from tests.checkpoint.faulty_disk import FaultyDisk, Full
 from tests.commands.checkpoint.samples import SMALL, TENSORS, UP, flip, save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.checkpoint import Key
+from megazero.checkpoint.part import Key
 from megazero.commands.checkpoint import main
 from tests.commands.checkpoint.samples import EMBEDDING, TENSORS, UP, facts_of, flip, save
 

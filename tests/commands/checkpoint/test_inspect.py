@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 
-from megazero.checkpoint import Key
+from megazero.checkpoint.part import Key
 from megazero.commands.checkpoint import main
 from megazero.commands.checkpoint.stats import Distance, Stats, distance, stats_of
 from megazero.commands.show import printable, size_text

@@ -7,9 +7,11 @@ import json
 import pytest
 import torch
 
-from megazero.checkpoint import CheckpointReader, Key, iteration_folder, latest_iteration
+from megazero.checkpoint.folder import iteration_folder, latest_iteration
+from megazero.checkpoint.part import Key
+from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint.megatron import main_import_megatron
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 from tests.checkpoint.megatron.samples import LLAMA, PADDED, VOCAB, Layout, random_weights, save_megatron
 
 LAYOUT = Layout(2, 2, 2, arguments={"untie_embeddings_and_output_weights": True})

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megazero.checkpoint import saved_iterations
+from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.lock import WriterLock
 from megazero.commands.checkpoint import main
 from tests.commands.checkpoint.samples import save

@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from megazero.checkpoint import Key
+from megazero.checkpoint.part import Key
 from megazero.commands.checkpoint import main
 from tests.commands.checkpoint.samples import describe_anew, flip, save
 

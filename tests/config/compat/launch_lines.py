@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from megazero.config import parse_config
-from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.compat.foreign import FOREIGN_FLAGS
+from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
 
 CORPUS = Path(__file__).with_name("corpus")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config import parse_config
-from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.flags import scan
+from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 
 import pytest
 
-from megazero.config import parse_config
+from megazero.config.resolve import parse_config
 from tests.config.compat.launch_lines import (
     FAMILIES,
     JSON_NAME,

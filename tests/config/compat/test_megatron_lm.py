@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.compat import FOREIGN_FLAGS
+from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.flags import FLAGS, scan
 
 ARITIES = dict(

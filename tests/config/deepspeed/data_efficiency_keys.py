@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megazero.config.tree import CurriculumMetric
+from megazero.config.tree.data_sampling import CurriculumMetric
 
 LTD = "data_efficiency.data_routing.random_ltd"
 DROPS = {

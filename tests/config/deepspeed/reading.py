@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megazero.config.deepspeed import DeepSpeedSettings, read_deepspeed
+from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 
 
 def document(values: dict[str, Any]) -> dict[str, Any]:

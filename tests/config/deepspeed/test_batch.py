@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from megazero.config.deepspeed import BatchTriangle, resolve_batch
+from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.errors import ConfigError
 
 

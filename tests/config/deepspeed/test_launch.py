@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megazero.config import Config, Resolved, parse_config
+from megazero.config.resolve import Resolved, parse_config
+from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS
 

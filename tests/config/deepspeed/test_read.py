@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from megazero.config.deepspeed import (
-    Extras,
-    OptimizerExtras,
-    SchedulerExtras,
-)
+from megazero.config.deepspeed.extras import Extras, OptimizerExtras, SchedulerExtras
 from megazero.config.deepspeed.row import (
     AMOUNT,
     ANYTHING,
@@ -32,7 +28,7 @@ from megazero.config.deepspeed.rows.offload import PLACE
 from megazero.config.deepspeed.table import GROUPS, ROWS
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.resolve import build_section
-from megazero.config.tree import ZeroConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 from tests.config.deepspeed.data_efficiency_keys import EXAMPLES, LTD, SAMPLED
 from tests.config.deepspeed.reading import read

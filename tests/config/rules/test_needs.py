@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from megazero.config.condition import Condition, Need
 from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELD_BY_PATH, NEEDS, SECTIONS, Kind
-from megazero.config.rules import RULES, Rule, broken_rules, check
 from megazero.config.rules.needs import unmet_needs
-from megazero.config.rules.rule import display_name
+from megazero.config.rules.rule import Rule, display_name
 from megazero.config.rules.sound import Unsound, sound_part
+from megazero.config.rules.table import RULES, broken_rules, check
 from tests.config.rules.examples import EXAMPLES, EXPERTS, WORLD
 from tests.config.samples import make_config
 

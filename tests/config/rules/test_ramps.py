@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from megazero.config import parse_config
-from megazero.config.rules import Case, check, cut_short
+from megazero.config.resolve import parse_config
+from megazero.config.rules.ramps import cut_short
+from megazero.config.rules.rule import Case
+from megazero.config.rules.table import check
 from tests.config.rules.examples import DROPS, METRIC, RAMP, TASK, WORLD, metric
 from tests.config.samples import BASE_FLAGS, make_config
 

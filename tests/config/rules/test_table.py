@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megazero.config.fields import FIELD_BY_PATH, FIELDS
-from megazero.config.rules import RULES, Case, broken_rules, check
+from megazero.config.rules.rule import Case
+from megazero.config.rules.table import RULES, broken_rules, check
 from tests.config.rules.examples import ACCEPTED, EXAMPLES, WORLD
 from tests.config.samples import make_config
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data import IndexedDataset, IndexedDatasetWriter, WordPieces, open_indexed
+from megazero.data.bert.word_pieces import WordPieces
+from megazero.data.indexed.reader import IndexedDataset, open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 
 SIZE = 40
 WORDS = WordPieces(

@@ -6,8 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megazero.data import BERTDataset, BERTSettings, IndexedDatasetWriter, WordPieces, open_indexed
 from megazero.data.bert import sample
+from megazero.data.bert.dataset import BERTDataset, BERTSettings
+from megazero.data.bert.word_pieces import WordPieces
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 from tests.data.bert.golden import WORDS, golden_corpus
 

@@ -24,14 +24,11 @@ with warnings.catch_warnings():
     )
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
-from megazero.data import (
-    BERTBuilder,
-    BERTSettings,
-    DatasetRequest,
-    IndexedDatasetWriter,
-    WordPieces,
-    build_datasets,
-)
+from megazero.data.bert.builder import BERTBuilder
+from megazero.data.bert.dataset import BERTSettings
+from megazero.data.bert.word_pieces import WordPieces
+from megazero.data.build import DatasetRequest, build_datasets
+from megazero.data.indexed.writer import IndexedDatasetWriter
 
 SIZE = 500
 SHARE_OF_PIECES = 0.3

@@ -5,8 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megazero.data import BERTSettings, MockBERTDataset, WordPieces
 from megazero.data.bert import sample
+from megazero.data.bert.dataset import BERTSettings
+from megazero.data.bert.mock import MockBERTDataset
+from megazero.data.bert.word_pieces import WordPieces
 from megazero.errors import DataError
 
 SETTINGS = BERTSettings(sequence_length=64, words=WordPieces.numbered(50))

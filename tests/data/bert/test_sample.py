@@ -5,10 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megazero.data import IndexedDatasetWriter, WordPieces, open_indexed
 from megazero.data.bert import sample
 from megazero.data.bert.sample import SampleRecipe, SentenceStore, make_samples, sample_reference
 from megazero.data.bert.sample_map import MapPlan, build_sample_map
+from megazero.data.bert.word_pieces import WordPieces
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.native import NATIVE
 from tests.data.bert.golden import CASES, WORDS, golden_corpus, items_digest, padding_differs
 

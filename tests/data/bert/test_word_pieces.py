@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from megazero.data import WordPieces
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.data.bert.word_pieces import WordPieces
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "un", "##able"]

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data import IndexedDatasetWriter, open_indexed
 from megazero.data.indexed import checksum as indexed_checksum
 from megazero.data.indexed.checksum import BlockChecksum
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 from tests.data.corpora import GOLDEN_BIN, write_golden
 

@@ -5,7 +5,8 @@ import struct
 import numpy as np
 import pytest
 
-from megazero.data import IndexedDataset, dtype_for_vocab, open_indexed
+from megazero.data.indexed.format import dtype_for_vocab
+from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.errors import DataError
 from tests.data.corpora import GOLDEN_BIN, GOLDEN_IDX, GOLDEN_SEQUENCES, write_bytes
 

@@ -10,20 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data import (
-    BERTDataset,
-    BERTSettings,
-    BlendedDataset,
-    GPTDataset,
-    GPTSettings,
-    IndexedDatasetWriter,
-    WordPieces,
-    open_indexed,
-)
+from megazero.data.bert.dataset import BERTDataset, BERTSettings
+from megazero.data.bert.word_pieces import WordPieces
+from megazero.data.blended import BlendedDataset
 from megazero.data.build import DatasetRequest, build_datasets
-from megazero.data.gpt_dataset import GPTBuilder
+from megazero.data.gpt_dataset import GPTBuilder, GPTDataset, GPTSettings
 from megazero.data.indexed import checksum
 from megazero.data.indexed.checksum import TokenBlocks
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.sources import changed_files, contents
 from megazero.errors import DataError
 from tests.data.corpora import write_lengths

@@ -6,8 +6,8 @@ import pickle
 import numpy as np
 import pytest
 
-from megazero.data import IndexedDataset, open_indexed
 from megazero.data.indexed import reader as indexed_reader
+from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.errors import DataError
 from tests.data.corpora import GOLDEN_BIN, GOLDEN_IDX, GOLDEN_SEQUENCES, write_bytes, write_golden
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.data import IndexedDatasetWriter, open_indexed
 from megazero.data.indexed import writer as indexed_writer
+from megazero.data.indexed.reader import open_indexed
+from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 from tests.data.corpora import GOLDEN_BIN, GOLDEN_DOCUMENTS, GOLDEN_IDX, GOLDEN_SEQUENCES, write_golden
 

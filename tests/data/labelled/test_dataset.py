@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megazero.data import EpochOrder, LabelledSamples
+from megazero.data.labelled.dataset import EpochOrder, LabelledSamples
 
 
 def samples(count: int, choices: int = 1) -> LabelledSamples:

@@ -7,9 +7,9 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import pytest
 
-from megazero.data.labelled import LabelledFile, LabelledText, SampleEncoder, encode_samples
-from megazero.data.labelled.encode import choice_texts, longest_first
-from megazero.data.tokenizers import TokenBatch
+from megazero.data.labelled.encode import SampleEncoder, choice_texts, encode_samples, longest_first
+from megazero.data.labelled.files import LabelledFile, LabelledText
+from megazero.data.tokenizers.base import TokenBatch
 from megazero.errors import DataError
 
 CLS, SEP, EOD = 90, 91, 92

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config.tasks import TASKS, Task
-from megazero.data.labelled import LabelledText, read_labelled
+from megazero.data.labelled.files import LabelledText, read_labelled
 from megazero.errors import DataError
 
 PAIR = Task(("a", "b"))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 
 SENTENCE = "the quick brown fox jumps over the lazy dog while naïve Zoë counts 12345 stars and 私は猫です"
 WORDS = SENTENCE.split()

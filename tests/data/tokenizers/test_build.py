@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megazero.data.tokenizers import TOKENIZER_KINDS, TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.build import TOKENIZER_KINDS, TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer, sentence_piece
+from megazero.data.tokenizers import sentence_piece
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 
 

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.data.tokenizers import TokenBatch, TokenizerSpec, build_tokenizer, first_difference, try_fast
+from megazero.data.tokenizers.base import TokenBatch
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.fast import first_difference, try_fast
 from tests.data.tokenizers.conftest import HARD_TEXTS
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 from tests.data.tokenizers.conftest import HARD_TEXTS
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.data.tokenizers import Tokenizer, TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 
 BACKTRACKS = "(a+)+$"  # tries every way to divide a run of letters that something else ends

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 from tests.data.tokenizers.conftest import HARD_TEXTS
 

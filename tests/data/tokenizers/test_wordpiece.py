@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 
 

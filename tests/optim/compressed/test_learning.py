@@ -7,8 +7,15 @@ from functools import cache
 import pytest
 
 from benchmarks.compressed_adam import Training, chain
-from megazero.mpu import ProcessGrid, ThreadWorld, TrafficLog, count_traffic, thread_context
-from megazero.optim import Adam, Lamb, OnebitAdam, OnebitLamb, ZeroOneAdam
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.traffic import TrafficLog, count_traffic
+from megazero.optim.compressed.onebit_adam import OnebitAdam
+from megazero.optim.compressed.onebit_lamb import OnebitLamb
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.elementwise import Adam
+from megazero.optim.lamb import Lamb
 
 REPLICAS = 2
 

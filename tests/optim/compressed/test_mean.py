@@ -7,10 +7,13 @@ from datetime import timedelta
 import pytest
 import torch
 
-from megazero.mpu import Group, SoloGroup, ThreadWorld, TrafficLog
-from megazero.mpu.traffic import CountingGroup
-from megazero.optim import Replicas
-from megazero.optim.compressed import compressed_mean, packed_size
+from megazero.mpu.group import Group
+from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.traffic import CountingGroup, TrafficLog
+from megazero.optim.compressed.mean import compressed_mean
+from megazero.optim.compressed.signs import packed_size
+from megazero.optim.rule import Replicas
 from tests.optim.compressed.reference import Mean
 
 ROUNDS = 6

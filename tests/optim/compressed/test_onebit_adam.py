@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megazero.errors import ConfigError
-from megazero.mpu import ProcessGrid
-from megazero.optim import Adam, OnebitAdam
+from megazero.mpu.grid import ProcessGrid
+from megazero.optim.compressed.onebit_adam import OnebitAdam
+from megazero.optim.elementwise import Adam
 from megazero.zero.copies import CopyCheck
 from tests.optim.compressed.reference import Mean
 from tests.optim.compressed.training import DECAY, LR, SPECS, UNUSED, Run, on_ranks, values

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megazero.errors import ConfigError
-from megazero.mpu import ProcessGrid
-from megazero.optim import Lamb, OnebitLamb
+from megazero.mpu.grid import ProcessGrid
+from megazero.optim.compressed.onebit_lamb import OnebitLamb
+from megazero.optim.lamb import Lamb
 from megazero.zero.copies import CopyCheck
 from tests.optim.compressed.reference import Mean
 from tests.optim.compressed.training import DECAY, LR, SPECS, Run, on_ranks, values

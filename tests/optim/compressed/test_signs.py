@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megazero.optim.compressed import pack_signs, packed_size, unpack_signs
+from megazero.optim.compressed.signs import pack_signs, packed_size, unpack_signs
 
 
 def test_the_first_number_is_the_lowest_bit_and_both_zeros_are_positive():

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megazero.errors import ConfigError
-from megazero.mpu import ProcessGrid, solo_context
-from megazero.optim import ZeroOneAdam
+from megazero.mpu.context import solo_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
 from megazero.zero.copies import CopyCheck
 from tests.optim.compressed.reference import Mean
 from tests.optim.compressed.training import DECAY, LR, SPECS, UNUSED, Run, on_ranks, values

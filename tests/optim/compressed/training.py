@@ -7,17 +7,16 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from megazero.mpu import (
-    Cut,
-    InitialValues,
-    ParallelContext,
-    ParamSpec,
-    ProcessGrid,
-    ThreadWorld,
-    thread_context,
-)
-from megazero.optim import UpdateRule
-from megazero.zero import DataParallel, Optimizer, Unit, ZeroPolicy, build_store
+from megazero.mpu.context import ParallelContext, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.optim.rule import UpdateRule
+from megazero.zero.build import build_store
+from megazero.zero.optimizer import Optimizer
+from megazero.zero.parallel import DataParallel
+from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import Unit
 
 LR, DECAY = 0.02, 0.1
 ANY = InitialValues("zeros")

@@ -7,8 +7,9 @@ import random
 from pathlib import Path
 
 from megazero.config.resolve import parse_config
-from megazero.mpu import ThreadWorld, solo_context, thread_context
+from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.launch import grid_of
+from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.finetuning.run import finetune_on
 
 WORDS = ("red", "blue", "green", "cat", "dog", "bird", "run", "walk", "fly", "stone", "river", "tree")

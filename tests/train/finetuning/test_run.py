@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megazero.checkpoint import latest_iteration, saved_iterations
+from megazero.checkpoint.folder import latest_iteration, saved_iterations
 from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import CheckpointError, ConfigError, DataError
-from megazero.mpu import Launch, solo_context
+from megazero.mpu.context import solo_context
+from megazero.mpu.launch import Launch
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import build_vocabulary

@@ -9,7 +9,7 @@ import pytest
 
 from megazero.errors import CheckpointError
 from megazero.train.observe.incidents import FOLDER, Incident, IncidentLog, read_incidents
-from megazero.train.observe.monitors import Monitor
+from megazero.train.observe.monitors.base import Monitor
 
 SPIKE = Incident(
     "spike",

@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from megazero.checkpoint import CheckpointReader, iteration_folder
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.reader import CheckpointReader
 from proofs.fault_matrix.faults import AfterUpdate, FlippedBit
 from proofs.fault_matrix.runs import Outcome, Setting, train
 

@@ -19,7 +19,7 @@ from megazero.config.deepspeed.row import (
     sets,
 )
 from megazero.config.metric_text import metrics_of
-from megazero.config.tree import CurriculumMetric
+from megazero.config.tree.data_sampling import CurriculumMetric
 
 _ROOT = "data_efficiency"
 _SAMPLING = f"{_ROOT}.data_sampling"

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from megazero.config.tree import Config
+from megazero.config.tree.config import Config
 from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.console import ConsoleMonitor
 from megazero.train.observe.monitors.csv_file import CsvMonitor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.config.tree import LoggingConfig
+from megazero.config.tree.logging import LoggingConfig
 from megazero.errors import ConfigError
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
 from megazero.train.observe.monitors.base import Monitor
