@@ -32,8 +32,8 @@ VOCAB_SIZE = 8192
 _PUNKT = """import json, sys
 import numpy as np
 from punkt import sent_tokenize
-from megazero.data import IndexedDatasetWriter
-from megazero.data.tokenizers import TokenizerSpec, build_tokenizer
+from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 corpus, vocab, prefix = sys.argv[1:]
 backend = build_tokenizer(TokenizerSpec("BertWordPieceLowerCase", vocab))._backend
 with IndexedDatasetWriter(prefix, np.uint16) as writer, open(corpus, encoding="utf-8") as file:

@@ -281,7 +281,9 @@ def test_without_hashes_a_rank_reads_its_bytes_and_headers(saved_on_four, bytes_
 
 SCRIPT = """
 import resource, sys, torch
-from megazero.checkpoint import Box, CheckpointReader, Key, Part
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.part import Key, Part
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs flock")
 HOLD = """
 import sys, time
 import numpy as np
-from megazero.data import IndexedDatasetWriter
+from megazero.data.indexed.writer import IndexedDatasetWriter
 writer = IndexedDatasetWriter(sys.argv[1], np.uint16)
 writer.add_raw(np.arange(5), np.array([5]))
 print("ready", flush=True)

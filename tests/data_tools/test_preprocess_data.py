@@ -245,7 +245,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path, out):
         code = (
             "from data_tools.preprocessing.encode import EncodeJob\n"
             "from data_tools.preprocessing.pipeline import PreprocessRun, preprocess\n"
-            "from megazero.data.tokenizers import TokenizerSpec\n"
+            "from megazero.data.tokenizers.build import TokenizerSpec\n"
             "job = EncodeJob(TokenizerSpec('ByteLevelTokenizer'), ('text',))\n"
             f"preprocess(PreprocessRun(({str(path)!r},), {prefix!r}, job, chunk_bytes=1 << 20))\n"
             "print(*[line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')])\n"

@@ -73,7 +73,7 @@ def test_orphaned_workers_leave(tmp_path, threads):
         "import threading, time\n"
         "from data_tools.preprocessing.encode import EncodeJob\n"
         "from data_tools.preprocessing.pool import WorkerPool\n"
-        "from megazero.data.tokenizers import TokenizerSpec\n"
+        "from megazero.data.tokenizers.build import TokenizerSpec\n"
         "if __name__ == '__main__':\n"
         f"    for _ in range({threads}):\n"
         "        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from megazero.layers import attention as attention_module
+from megazero.layers import cores as attention_module
 from megazero.layers import mlp as mlp_module
 from tests.oracle import product
 from tests.oracle.cases import FACTORS, flags_of

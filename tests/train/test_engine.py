@@ -150,7 +150,7 @@ def test_one_counted_position_on_a_rank_weighs_as_much_as_each_of_seven_on_anoth
     halves += masked(1, samples(0, context, micro_batch=4)[1:], [7])
     wanted, gradients = train(make(context, micro_batch=4), halves)
     model = the_model(make(context, micro_batch=4))
-    pooled = sum(model.run(half)[1]["lm"].item() for half in halves) / 8
+    pooled = sum(model.run(half).terms["lm"].item() for half in halves) / 8
     assert wanted.losses["lm"] == pytest.approx(pooled, rel=1e-6)
     found = {}
     for result, mine in world.run(work):
@@ -234,8 +234,8 @@ def test_evaluation_changes_nothing_and_drops_nothing():
     engine = make(context, dropout=0.5)
     before = masters(engine)
     plain = [replace(b, sample_keys=None) for b in samples(0, context)]
-    first, tokens = engine.evaluate([plain])
-    assert engine.evaluate([plain]) == (first, tokens)
+    first, tokens, _ = engine.evaluate([plain])
+    assert engine.evaluate([plain])[:2] == (first, tokens)
     masked = sum(int(b.loss_mask.sum()) for b in plain if b.loss_mask is not None)
     assert tokens == masked + SEQUENCE * sum(b.loss_mask is None for b in plain)
     assert list(first.labelled()) == ["lm loss"]

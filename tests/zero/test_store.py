@@ -248,9 +248,9 @@ class Watching(Adam):
 
     seen: list = field(default_factory=list)
 
-    def step(self, params, grads, states, *, ends, **facts):
-        self.seen.append((ends.scale, [g.dtype for g in grads], [w.dtype for w in ends.weights]))
-        super().step(params, grads, states, ends=ends, **facts)
+    def step(self, pieces, lr):
+        self.seen.append((pieces.scale, [g.dtype for g in pieces.grads], [w.dtype for w in pieces.weights]))
+        super().step(pieces, lr)
 
 
 class Puts(HostTier):

@@ -122,6 +122,7 @@ def _answer(asked: SimpleQueue[Callable[[], None] | None]) -> None:
     """Do the jobs that are put into `asked`, one after the other, until None comes."""
     while (job := asked.get()) is not None:
         job()
+        del job  # an error in its answer holds the frames of who asked, and so the notes
 
 
 def _settle(answer: Future[_Result], work: Callable[[], _Result]) -> None:

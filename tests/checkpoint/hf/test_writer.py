@@ -241,12 +241,12 @@ from pathlib import Path
 
 import torch
 
-from megazero.checkpoint import Disk
+from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.hf import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.config_json import TokenIds, config_of, architecture_of
 from megazero.checkpoint.naming import Table
 from megazero.checkpoint.tensor_file import Later, write_tensors
-from megazero.config.tree import ModelConfig
+from megazero.config.tree.model import ModelConfig
 import json
 
 MIB = 1 << 20

@@ -202,7 +202,7 @@ def run_limited(directory: Path, body: str) -> subprocess.CompletedProcess:
     program = f"""
     import resource, signal, sys
     import numpy as np
-    from megazero.data import IndexedDatasetWriter
+    from megazero.data.indexed.writer import IndexedDatasetWriter
     from megazero.errors import DataError
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
