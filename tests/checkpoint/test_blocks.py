@@ -68,13 +68,14 @@ def test_every_truncation_and_extension_is_found(tmp_path):
         assert is_damaged(path, None), size
 
 
-def test_every_changed_bit_is_found(tmp_path):
+def test_a_changed_bit_of_any_byte_is_found(tmp_path):
+    """Two bits of each byte, all eight within any four bytes."""
     path = tmp_path / "f"
     record = small_file(path)
     data = path.read_bytes()
     with open(path, "r+b", buffering=0) as file:
         for position, byte in enumerate(data):
-            for bit in range(8):
+            for bit in (position % 4, position % 4 + 4):
                 os.pwrite(file.fileno(), bytes([byte ^ 1 << bit]), position)
                 assert is_damaged(path, record), (position, bit)
             os.pwrite(file.fileno(), bytes([byte]), position)
