@@ -21,7 +21,7 @@ from tests.equivalence.one_process import check, in_order, pairs_met, parametriz
 from tests.layouts.layout import ENCODERS, Layout
 from tests.layouts.selection import allowed, covering, encoder_layouts, with_methods, with_stores
 
-FEW, MANY = 36, 120
+FEW, MANY = 33, 120
 
 
 everything = cache(encoder_layouts)

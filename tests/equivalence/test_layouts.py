@@ -19,7 +19,7 @@ from tests.equivalence.one_process import check, in_order, pairs_met, parametriz
 from tests.layouts.layout import DECODERS, Layout
 from tests.layouts.selection import allowed, candidates, covering, with_methods, with_stores
 
-FEW, MANY = 39, 200
+FEW, MANY = 53, 200
 
 
 @cache
