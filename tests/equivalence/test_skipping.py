@@ -86,7 +86,7 @@ def test_processes_equal_one_process(pool):
     check(records, layout, "growing")
 
 
-@pytest.mark.parametrize(("many", "total", "least"), [(False, 74, 14), (True, 100, 20)])
+@pytest.mark.parametrize(("many", "total", "least"), [(False, 75, 14), (True, 100, 20)])
 def test_the_sweeps_hold_every_method_with_every_setting(many, total, least):
     cheaper = [layout for layout in swept(many) if layout.method]
     assert len(cheaper) >= total
