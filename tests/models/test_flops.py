@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.model import ModelConfig
 from megazero.models.bert import bert_blocks
-from megazero.models.flops import attention_flops, logits_flops, mlp_flops
+from megazero.models.flops import attention_flops, layer_mlp_flops, logits_flops, mlp_flops
 from megazero.models.gpt import gpt_blocks
 from tests.config.samples import make_config
 
@@ -101,3 +101,20 @@ def test_equals_what_torch_counts_in_the_products(fields):
         x = inner @ weight(shape.ffn_size, hidden)
         (x @ weight(hidden, vocab)).sum().backward()
     assert counter.get_total_flops() == length * trained(shape, vocab, causal=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "channels", "gates"),
+    [
+        ({}, 2 * 384, 4),
+        ({"moe_router_topk": 1}, 384, 4),
+        ({"moe_shared_expert_intermediate_size": 128}, 2 * 384 + 128, 4),
+        ({"moe_shared_expert_intermediate_size": 128, "moe_shared_expert_gate": True}, 2 * 384 + 128, 5),
+        ({"mlp_type": "residual", "moe_router_topk": 1}, 2 * 384, 6),
+    ],
+    ids=str,
+)
+def test_a_layer_with_experts_by_hand(settings, channels, gates):
+    """A token goes through two products of each inner channel that it meets, and one for each score."""
+    shape = model(num_experts=4, moe_ffn_hidden_size=384, **settings)
+    assert layer_mlp_flops(shape, 0) == 2 * 2 * 512 * channels + 2 * 512 * gates

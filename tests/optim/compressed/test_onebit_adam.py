@@ -112,6 +112,7 @@ def test_a_bit_moves_every_element_as_far_where_it_is_preconditioned():
 def test_without_an_exact_step_nothing_could_move_so_that_is_refused():
     with pytest.raises(ConfigError, match="`freeze_step` must be at least 1, but is 0"):
         OnebitAdam(freeze_step=0)
+    assert OnebitAdam(freeze_step=1).sums_exactly(1)
 
 
 @pytest.mark.parametrize("poisoned", [0, 2])
