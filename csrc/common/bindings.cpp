@@ -1,7 +1,7 @@
 // Python module megazero.ops._native: the CPU kernels of csrc, called with addresses.
 //
 // The bindings are thin: an address is `tensor.data_ptr()`, or 0 for an optional array that is absent. The callers
-// (megazero/ops/*/front.py and their neighbors) ensure types, lengths and contiguity; only sizes are checked here.
+// (the files of megazero/ops) ensure types, lengths and contiguity; only sizes are checked here.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -37,12 +37,10 @@ def replicas_per_node(zero: ZeroConfig) -> int:
     return max(zero.hpz_partition_size, zero.node_size)
 
 
-EXPERT_FIELDS = tuple(
-    name
-    for name in ModelConfig.model_fields
-    if name in RoutingConfig.model_fields
-    or name in {*ExpertsConfig.model_fields} - {*TransformerConfig.model_fields}
-)
+_OF_EXPERTS = frozenset({**RoutingConfig.model_fields, **ExpertsConfig.model_fields}) - {
+    *TransformerConfig.model_fields
+}
+EXPERT_FIELDS = tuple(name for name in ModelConfig.model_fields if name in _OF_EXPERTS)
 """The model's settings about experts; they say nothing about a model without any."""
 
 FREE_EXPERT_FIELDS = frozenset({*BalanceConfig.model_fields, *CapacityConfig.model_fields})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -20,7 +21,7 @@ from megazero.optim.rule import Pieces, UpdateRule, is_norm_rule, is_reducing_ru
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
-class RuleOptimizer(torch.optim.Optimizer):
+class RuleOptimizer(torch.optim.Optimizer, ABC):
     """A torch optimizer whose groups' options describe a rule of ours.
 
     Given to `megazero.initialize`, it names the groups and options. By itself it updates fp32 parameters of
@@ -34,9 +35,9 @@ class RuleOptimizer(torch.optim.Optimizer):
     name: str
     shared: tuple[str, ...]
 
+    @abstractmethod
     def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         """The rule that the options of a group describe."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megazero.layers.collectives import gather_sequence
+from megazero.layers.collectives import gather_sequence, own_rows
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.dropout import Dropout
@@ -39,7 +39,7 @@ class Spread:
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows of x [s, ...], which all ranks have whole."""
-        return x[self.run(len(x))] if self.split else x
+        return own_rows(x, self.group) if self.split else x
 
     def whole(self, x: Tensor) -> Tensor:
         """x [s or s/size, ...] -> [s, ...], for a computation that every rank repeats."""

@@ -111,6 +111,33 @@ class SlicePasses:
     gradient: Callable[[Tensor, int, Tensor, Tensor, Tensor, Tensor], None]
 
 
+def local_targets(target: Tensor, start: int, columns: int) -> Tensor:
+    """The targets' columns in a slice of the vocabulary, int64 [rows]; -1 where it holds another part."""
+    held = (target >= start) & (target < start + columns)
+    return torch.where(held, target - start, -1).view(-1)
+
+
+def merge_slices(
+    statistics: tuple[Tensor, Tensor, Tensor], target: Tensor, group: ReduceGroup, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """The loss, shaped as target, and the normalizer [rows] of the whole vocabulary; NaN for no token of it.
+
+    Args:
+        statistics: those of this rank's slice, from `SlicePasses.statistics`; the first is overwritten.
+        target: the token of each row.
+        group: the ranks that hold the other slices.
+        vocab_size: the number of tokens.
+    """
+    maximum, total, picked = statistics
+    of_slice = maximum.clone()
+    group.all_reduce(maximum, op="max")
+    sums = torch.stack((total * torch.exp(of_slice - maximum), picked))
+    group.all_reduce(sums, op="sum")
+    normalizer = sums[0].log_().add_(maximum)
+    normalizer.masked_fill_(((target < 0) | (target >= vocab_size)).view(-1), torch.nan)
+    return (normalizer - sums[1]).view(target.shape), normalizer
+
+
 class SlicedCrossEntropy(torch.autograd.Function):
     """Loss of each token of logits [..., v/tp], and back."""
 
@@ -129,18 +156,12 @@ class SlicedCrossEntropy(torch.autograd.Function):
         padded = logits.shape[-1]
         columns = min(max(vocab_size - vocab_start, 0), padded)
         rows = logits.reshape(-1, padded).contiguous()
-        held = (target >= vocab_start) & (target < vocab_start + columns)
-        local = torch.where(held, target - vocab_start, -1).view(-1)
-        maximum, total, picked = passes.statistics(rows, columns, local)
-        slice_maximum = maximum.clone()
-        group.all_reduce(maximum, op="max")
-        sums = torch.stack((total * torch.exp(slice_maximum - maximum), picked))
-        group.all_reduce(sums, op="sum")
-        normalizer = sums[0].log_().add_(maximum)
-        normalizer.masked_fill_(((target < 0) | (target >= vocab_size)).view(-1), torch.nan)
+        local = local_targets(target, vocab_start, columns)
+        statistics = passes.statistics(rows, columns, local)
+        loss, normalizer = merge_slices(statistics, target, group, vocab_size)
         ctx.save_for_backward(logits, local, normalizer)
         ctx.columns, ctx.passes, ctx.overwrite = columns, passes, overwrite
-        return (normalizer - sums[1]).view(target.shape)
+        return loss
 
     @staticmethod
     @once_differentiable

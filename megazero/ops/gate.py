@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
-from megazero.ops.cuda import cuda_built, cuda_kernels
-from megazero.ops.dispatch import CUDA, CallFacts, Implementation, Operator, kinds_of_calls, where
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.dispatch import CallFacts, Implementation, Operator, kinds_of_calls
 from megazero.ops.example import Example, Traffic
 
 # A warp takes a token, and each of its lanes one choice.
@@ -127,7 +127,7 @@ def _examples() -> Iterator[Example]:
 GATE: Operator[Callable[[Tensor, Tensor, Gating], tuple[Tensor, Tensor]]] = Operator(
     "gate",
     (
-        Implementation("cuda", gate_cuda, where(CUDA, frozenset({torch.float32}), cuda_built, small=True)),
+        Implementation("cuda", gate_cuda, on_cuda_kernels(frozenset({torch.float32}), small=True)),
         Implementation("reference", gate_reference),
     ),
     kinds_of_calls(GateFacts, small=(False, True)),

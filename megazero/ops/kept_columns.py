@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.counter_random import derive
-from megazero.ops.cuda import cuda_built, cuda_kernels
-from megazero.ops.dispatch import CUDA, DEVICES, CallFacts, Implementation, Operator, where
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.dispatch import DEVICES, CallFacts, Implementation, Operator
 from megazero.ops.example import Example, Traffic
 
 # Beyond it, a block would take longer than a sort by the whole device.
@@ -71,7 +71,7 @@ def _examples() -> Iterator[Example]:
 KEPT_COLUMNS: Operator[Callable[[Tensor, int, int], Tensor]] = Operator(
     "kept_columns",
     (
-        Implementation("cuda", kept_columns_cuda, where(CUDA, frozenset({_KEYS}), cuda_built, short=True)),
+        Implementation("cuda", kept_columns_cuda, on_cuda_kernels(frozenset({_KEYS}), short=True)),
         Implementation("reference", kept_columns_reference),
     ),
     tuple(KeptFacts(device, _KEYS, short) for device in DEVICES for short in (False, True)),

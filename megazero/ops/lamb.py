@@ -18,9 +18,9 @@ from torch import Tensor
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.chunks import scaled, side_by_side
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
-from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
+from megazero.ops.dispatch import CUDA, CallFacts, Implementation, Operator, where
 from megazero.ops.example import Example, Traffic
-from megazero.ops.native import NATIVE, address, available, update_pass
+from megazero.ops.native import NATIVE, address, on_native_cpu, update_pass
 from megazero.ops.segments import NO_SIGNALS, NO_WEIGHTS, DeviceSignals, lengths_of, readable
 
 _FP32 = frozenset({torch.float32})
@@ -246,7 +246,7 @@ def _move_examples() -> Iterator[Example]:
 LAMB_NORMS: Operator[Callable[..., Iterable[Tensor]]] = Operator(
     "lamb_norms",
     (
-        Implementation("native_cpu", norms_native_cpu, where(CPU, _FP32, available)),
+        Implementation("native_cpu", norms_native_cpu, on_native_cpu(_FP32)),
         Implementation("cuda", norms_cuda, on_cuda_kernels(_FP32)),
         Implementation("blocks", norms_blocks, where(CUDA, _FP32)),
         Implementation("reference", norms_reference),
@@ -258,7 +258,7 @@ LAMB_NORMS: Operator[Callable[..., Iterable[Tensor]]] = Operator(
 LAMB_MOVE: Operator[Callable[..., None]] = Operator(
     "lamb_move",
     (
-        Implementation("native_cpu", move_native_cpu, where(CPU, _FP32, available)),
+        Implementation("native_cpu", move_native_cpu, on_native_cpu(_FP32)),
         Implementation("cuda", move_cuda, on_cuda_kernels(_FP32)),
         Implementation("blocks", move_blocks, where(CUDA, _FP32)),
         Implementation("reference", move_reference),

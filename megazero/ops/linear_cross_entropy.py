@@ -29,6 +29,8 @@ from megazero.ops.cross_entropy import (
     ReduceGroup,
     SlicePasses,
     cuda_passes,
+    local_targets,
+    merge_slices,
     targets,
     vocab_parallel_cross_entropy_reference,
 )
@@ -92,8 +94,7 @@ class BlockwiseLoss(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, part: VocabularySlice) -> Tensor:
         """The loss, shaped as target; see `linear_cross_entropy`."""
         rows, padded = x.reshape(-1, x.shape[-1]), weight.shape[0]
-        held = (target >= part.start) & (target < part.start + part.held(padded))
-        local = torch.where(held, target - part.start, -1).view(-1)
+        local = local_targets(target, part.start, part.held(padded))
         wide = compute_dtype(x.dtype)
         maximum = torch.full((len(rows),), torch.finfo(wide).min, dtype=wide, device=x.device)
         total, picked = torch.zeros_like(maximum), torch.zeros_like(maximum)
@@ -103,15 +104,10 @@ class BlockwiseLoss(torch.autograd.Function):
             before, maximum = maximum, torch.maximum(maximum, highest)
             total = total * torch.exp(before - maximum) + summed * torch.exp(highest - maximum)
             picked += logit
-        of_slice = maximum.clone()
-        part.group.all_reduce(maximum, op="max")
-        sums = torch.stack((total * torch.exp(of_slice - maximum), picked))
-        part.group.all_reduce(sums, op="sum")
-        normalizer = sums[0].log_().add_(maximum)
-        normalizer.masked_fill_(((target < 0) | (target >= part.size)).view(-1), torch.nan)
+        loss, normalizer = merge_slices((maximum, total, picked), target, part.group, part.size)
         ctx.save_for_backward(x, weight, local, normalizer)
         ctx.part = part
-        return (normalizer - sums[1]).view(target.shape)
+        return loss
 
     @staticmethod
     @once_differentiable

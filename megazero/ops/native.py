@@ -59,9 +59,9 @@ def available() -> bool:
     return _BACKEND.built
 
 
-def on_native_cpu(**own: Any) -> Callable[[CallFacts], bool]:
-    """The calls that a compiled kernel handles: on CPU, in its dtypes, if built; `own` is as in `where`."""
-    return where(CPU, NATIVE_DTYPES, available, **own)
+def on_native_cpu(dtypes: frozenset[torch.dtype] = NATIVE_DTYPES, **own: Any) -> Callable[[CallFacts], bool]:
+    """The calls that a compiled kernel handles: on CPU, in these dtypes, if built; `own` is as in `where`."""
+    return where(CPU, dtypes, available, **own)
 
 
 def rows_of(x: Tensor, width: int, count: int | None = None) -> NATIVE.Rows:

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.kernels.library import DTYPE_CODES, KernelLibrary
+from megazero.kernels.library import KernelLibrary
 from megazero.ops.counter_random import MASK_64, hash_uniform, mix_64, signed_64
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
-from megazero.ops.dispatch import CPU, TRAINING_FLOATS, CallFacts, Implementation, Operator, where
+from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator
 from megazero.ops.example import Example, Traffic
-from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, available, rows_of
+from megazero.ops.native import NATIVE, NATIVE_DTYPES, address, on_native_cpu, rows_of
+from megazero.ops.segments import readable
 
 _LARGEST_FP32 = torch.finfo(torch.float32).max
 SMALLEST_SCALE = 2.0**-126
@@ -178,7 +179,7 @@ def quantize_cuda(
 ) -> Tensor:
     """Quantize in one pass over memory that is not in cache."""
     rows, numel = x.shape
-    wide = (x if x.dtype in DTYPE_CODES else x.float()).contiguous()
+    wide = readable(x)
     packed = x.new_empty(rows, how.row_bytes(numel), dtype=torch.uint8)
     sizes = (rows, numel, how.block, how.format.number)
     rounding = (key is not None, _stream_start(key), first)
@@ -258,7 +259,7 @@ def _dequantized(how: Quantization, f: Callable[..., Tensor], x: Tensor) -> Tens
     return f(quantize_reference(x, how, 1), x.shape[1], how, x.dtype)
 
 
-_SERVED = where(CPU, TRAINING_FLOATS, available)
+_SERVED = on_native_cpu(TRAINING_FLOATS)
 
 QUANTIZE: Operator[Callable[[Tensor, Quantization, int | None, int], Tensor]] = Operator(
     "quantize",

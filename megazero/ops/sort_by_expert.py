@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.cuda import cuda_built, cuda_kernels
-from megazero.ops.dispatch import CPU, CUDA, DEVICES, CallFacts, Implementation, Operator, where
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.dispatch import DEVICES, CallFacts, Implementation, Operator
 from megazero.ops.example import Example, Traffic
-from megazero.ops.native import NATIVE, address, available
+from megazero.ops.native import NATIVE, address, on_native_cpu
 
 # Beyond it, the counts of a block's warps do not fit in shared memory.
 MOST_EXPERTS = 1024
@@ -113,8 +113,8 @@ SORT_BY_EXPERT: Operator[
 ] = Operator(
     "sort_by_expert",
     (
-        Implementation("native_cpu", sort_by_expert_native_cpu, where(CPU, frozenset({_CHOICES}), available)),
-        Implementation("cuda", sort_by_expert_cuda, where(CUDA, frozenset({_CHOICES}), cuda_built, few=True)),
+        Implementation("native_cpu", sort_by_expert_native_cpu, on_native_cpu(frozenset({_CHOICES}))),
+        Implementation("cuda", sort_by_expert_cuda, on_cuda_kernels(frozenset({_CHOICES}), few=True)),
         Implementation("reference", sort_by_expert_reference),
     ),
     tuple(SortFacts(device, _CHOICES, few) for device in DEVICES for few in (False, True)),

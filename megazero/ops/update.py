@@ -18,7 +18,6 @@ from megazero.kernels.library import KernelLibrary
 from megazero.ops.chunks import scaled, side_by_side
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import (
-    CPU,
     DEVICES,
     FLOATS,
     CallFacts,
@@ -27,7 +26,7 @@ from megazero.ops.dispatch import (
     kinds_of_calls,
     where,
 )
-from megazero.ops.native import NATIVE, address, available, update_pass
+from megazero.ops.native import NATIVE, address, on_native_cpu, update_pass
 from megazero.ops.segments import NO_SIGNALS, NO_WEIGHTS, DeviceSignals, lengths_of, readable
 
 _DEVICES = frozenset(DEVICES)
@@ -195,7 +194,7 @@ class UpdateFacts(CallFacts):
 UPDATE: Operator[Callable[..., None]] = Operator(
     "update",
     (
-        Implementation("native_cpu", update_native_cpu, where(CPU, _FP32, available)),
+        Implementation("native_cpu", update_native_cpu, on_native_cpu(_FP32)),
         Implementation("cuda", update_cuda, on_cuda_kernels(_FP32)),
         Implementation("torch_fused", adam_fused, where(_DEVICES, FLOATS, rule="adam")),
         Implementation("chunks", update_chunks, where(_DEVICES, FLOATS)),

@@ -34,6 +34,7 @@ class Elementwise(UpdateRule, ElementRule):
     def step(self, pieces: Pieces, lr: float) -> None:
         """Update the pieces, those of one weight decay in one call of the kernel."""
         pieces.check(self.state_names)
+        weights = pieces.weights
         for decay, chosen in pieces.by_decay():
             call = UpdateCall(
                 self,
@@ -41,7 +42,7 @@ class Elementwise(UpdateRule, ElementRule):
                 [pieces.params[i] for i in chosen],
                 [pieces.grads[i] for i in chosen],
                 [tuple(pieces.states[i].values()) for i in chosen],
-                [pieces.weights[i] for i in chosen],
+                [weights[i] for i in chosen],
                 pieces.scale,
             )
             update_step(call)

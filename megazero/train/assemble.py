@@ -14,13 +14,12 @@ from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
 from megazero.mpu.agreement import agree
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.cores import others_running
 from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.train.build import build_model
 from megazero.train.guards.agreement import tokenizer_and_place
 from megazero.train.loop import Loop
 from megazero.train.observe.evaluation import Evaluations
-from megazero.train.observe.host import measure_matmul_rate, ranks_here
+from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.observe.meters import Meters
 from megazero.train.observe.monitors import build_monitors
 from megazero.train.observe.monitors.base import Monitor
@@ -82,7 +81,6 @@ class Run:
         meters: measure its steps.
         monitor: receives all metrics and messages.
         traffic: counts its communication, if that is asked for.
-        others: tasks of other programs on this machine as it began; None if unknown.
         snapshots: saves it; None if nothing is to be saved.
     """
 
@@ -91,7 +89,6 @@ class Run:
     meters: Meters
     monitor: Monitor
     traffic: TrafficLog
-    others: int | None
     snapshots: Snapshots | None = None
 
     def carry_out(self, task: Task, disk: Disk | None = None) -> TrainState:
@@ -129,7 +126,7 @@ def assemble(
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
     """
-    traffic, others = TrafficLog(), others_running(own=ranks_here())
+    traffic = TrafficLog()
     context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
     build = partial(build_model, vocabulary, context)
     begin = partial(task.begin, config, context, vocabulary.size)
@@ -145,10 +142,10 @@ def assemble(
     rate = measure_matmul_rate(DTYPES[config.precision.dtype], context.device)
     monitor = build_monitors(config, context.rank == 0, state.iteration, plan.end.iteration)
     meters = Meters(config, plan, engine, TokenFlops(config, vocabulary), rate, monitor.message)
-    run = Run(resumed, feeds, meters, monitor, traffic, others)
-    for remark in task.remarks(run):
-        monitor.message(remark)
+    run = Run(resumed, feeds, meters, monitor, traffic)
     try:
+        for remark in task.remarks(run):
+            monitor.message(remark)
         if config.checkpoint.save and not config.training.skip_train:
             seed = resumed.stream_seed
             run.snapshots = Snapshots(config, plan, engine, context, vocabulary.size, seed, disk)

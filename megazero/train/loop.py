@@ -138,7 +138,8 @@ class Loop:
         engine, timers = self.meters.engine, self.meters.timers
         attempt = engine.attempt(batches, step.before, timers)
         attempt, hold = self.guard.judge(state, step, attempt, batches, timers)
-        self._wait_for_copies()
+        with timers("optimizer"):
+            self._wait_for_copies()
         return engine.update(attempt, step.before, timers, hold=hold)
 
     def _stability(self, state: TrainState, result: StepResult) -> Stability | None:

@@ -8,11 +8,12 @@ from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.cores import others_running
 from megazero.mpu.launch import Launch
 from megazero.train.assemble import Run, Task, assemble
 from megazero.train.guards.agreement import samples_of
 from megazero.train.observe.evaluation import Evaluations, LossEvaluation
-from megazero.train.observe.host import host_remarks
+from megazero.train.observe.host import host_remarks, ranks_here
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.feeds import build_feeds
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
@@ -51,6 +52,7 @@ class Pretraining(Task):
     def __init__(self) -> None:
         self._record: list[DataFacts] | None = None
         self._compared: tuple[str, ...] = ()
+        self._others = others_running(own=ranks_here())  # before this program itself is busy
 
     def begin(
         self, config: Config, context: ParallelContext, vocab_size: int, engine: Engine
@@ -70,7 +72,7 @@ class Pretraining(Task):
 
     def remarks(self, run: Run) -> Iterable[str]:
         engine, dtype = run.resumed.engine, DTYPES[run.resumed.config.precision.dtype]
-        yield from host_remarks(dtype, run.meters.matmul_rate, engine.context.device, run.others)
+        yield from host_remarks(dtype, run.meters.matmul_rate, engine.context.device, self._others)
         yield from (*run.resumed.remarks, *self._compared, *engine.distillation.remarks)
         datasets = (dataset for dataset in run.feeds.datasets if dataset is not None)
         yield from dict.fromkeys(note for dataset in datasets for note in dataset.notes)

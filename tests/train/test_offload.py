@@ -102,6 +102,10 @@ def test_what_is_moved_is_told(tmp_path, capsys):
         assert moved["read"] == moved["written"]  # masters and moments, there and back
         assert 4 * elements <= moved["read"] <= 4 * elements + 3 * 4096 * 20
         assert moved["waited"] >= 0
+    normed = tmp_path / "normed.jsonl"
+    run(tmp_path / "third", 4, f"{flags.replace(str(path), str(normed))} --log-params-norm")
+    for step, other in zip(steps, map(json.loads, normed.read_text().splitlines()), strict=True):
+        assert other["offload"]["read"] > step["offload"]["read"]  # the norm reads the masters once more
     plain = tmp_path / "plain.jsonl"
     run(tmp_path / "other", 1, f"--metrics-jsonl {plain}")
     assert "offload" not in json.loads(plain.read_text())

@@ -89,8 +89,8 @@ def _remedy(spec: FieldSpec, need: Need) -> str:
 
 
 def _as_flags(spec: FieldSpec, values: tuple[str, ...]) -> list[str]:
-    """The flags that set a field to one of these values, as switches if there are; without any, its flag."""
-    switches = {str(constant): switch for switch, constant in spec.switches.items()}
-    if values and switches.keys() >= set(values):
-        return [switches[value] for value in values]
+    """The flags that set a field to one of these values: `--fp16`, `--zero-stage 3`; or its own flag."""
+    switches = [f"--{value}" for value in values]
+    if values and spec.switches.keys() >= set(switches):
+        return switches
     return [f"{spec.flag} {value}" for value in values] or [spec.flag]

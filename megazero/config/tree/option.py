@@ -103,4 +103,7 @@ class Section(BaseModel):
 
     needs: ClassVar[str | tuple[str, ...]] = ()
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+    # Most classes are parts of others and validate nothing: none builds its validator before its first use.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False, defer_build=True
+    )

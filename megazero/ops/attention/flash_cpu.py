@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.autograd import Gradients, apply
+from megazero.ops.chunks import compute_dtype
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
 from megazero.ops.dropout import attention_columns, attention_row_keys
 
@@ -127,7 +128,7 @@ class _Sample:
         self.late_scale = 1.0 if exact else shape.scale
         early_scale = shape.scale / self.late_scale
         by_head = (q.transpose(0, 1) * early_scale).contiguous()
-        self.q = _beside(by_head, -lse.to(_wide(q.dtype)) / self.late_scale)
+        self.q = _beside(by_head, -lse.to(compute_dtype(q.dtype)) / self.late_scale)
         self.k = _columns_first(_beside(k.transpose(0, 1), None))
 
     def by_group(self, x: Tensor, start: int, stop: int) -> Tensor:
@@ -153,10 +154,6 @@ def _exponentiate(log_probs: Tensor, factor: float, diagonal: int) -> Tensor:
         probs = log_probs.float().mul_(factor).exp_().to(log_probs.dtype)
     probs[..., max(diagonal, 0) :].tril_(min(diagonal, 0))
     return probs
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -211,7 +208,7 @@ def _backward_sample(
     """
     shape = sample.shape
     q, k, v, grad = (x.transpose(0, 1).contiguous() for x in tensors)
-    wide = _wide(q.dtype)
+    wide = compute_dtype(q.dtype)
     if keep is None:
         grad_beside, v_columns = _beside(grad, -delta), _columns_first(_beside(v, None))
     grad_k, grad_v = torch.zeros(2, shape.groups, q.shape[-1], shape.t, dtype=wide)  # columns first
@@ -272,7 +269,7 @@ class _FlashCPU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
         """The gradients; lse's goes into delta, as its derivative by a score is the score's probability."""
         q, k, v, out, lse, mask, row_keys, columns = ctx.saved_tensors
-        wide = _wide(q.dtype)
+        wide = compute_dtype(q.dtype)
         grad = torch.zeros_like(q) if grad is None else grad.reshape(q.shape)
         delta = torch.linalg.vecdot(grad.to(wide), out.view(q.shape).to(wide)).permute(1, 2, 0)
         if grad_lse is not None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megazero.config.difficulties import Difficulties
@@ -38,8 +39,7 @@ class Meters:
         say: takes a line for a person.
 
     Attributes:
-        moved: traffic of offloaded state in the latest step; None where nothing is offloaded.
-        first_step: the memory of the latest step, if it is the first one and metrics go to a file.
+            first_step: the memory of the latest step, if it is the first one and metrics go to a file.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Meters:
         self.difficulties = Difficulties.of(config.data_sampling)
         self.timers = Timers(context.device, synchronize=config.logging.log_timers_to_tensorboard)
         self.stragglers = Stragglers(config.logging.straggler_interval or None, context)
-        self.moved: Traffic | None = None
+        self._before = Traffic()
         self.first_step: MemoryMeter | None = None
         self._memory = MemoryMeter.of(engine) if config.logging.metrics_jsonl is not None else None
         self._waits = Waits(context.device) if context.watch is None else context.watch.waits
@@ -76,13 +76,16 @@ class Meters:
     @contextmanager
     def over_work(self) -> Iterator[None]:
         """Measure the block, which makes the step once its samples are there."""
-        store = self.engine.optimizer.store
-        before = traffic(store)
+        self._before = traffic(self.engine.optimizer.store)
         self.first_step, self._memory = self._memory, None
         meter = self.first_step
         with self._host_waits.step(), nullcontext() if meter is None else meter.over_a_step():
             yield
-        self.moved = traffic(store) - before if self._offloads else None
+
+    @property
+    def moved(self) -> Traffic | None:
+        """Traffic of offloaded state since the step began its work; None where nothing is offloaded."""
+        return traffic(self.engine.optimizer.store) - self._before if self._offloads else None
 
     @property
     def seconds(self) -> float:
@@ -127,7 +130,7 @@ class StepFacts:
     result: StepResult
     seconds: float = 0.0
 
-    @property
+    @cached_property
     def skipping(self) -> Skipping:
         """The tokens and layers that the step left out."""
         if self.result.outcome is Outcome.PASSED_OVER:
@@ -139,7 +142,7 @@ class StepFacts:
         """Throughput of all ranks together, padding and what layers skip included."""
         return self.step.positions / self.seconds
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Model FLOP/s of this rank; padding takes time only where it cannot be avoided, and is no use."""
         engine = self.meters.engine
@@ -147,7 +150,3 @@ class StepFacts:
         per_token += engine.distillation.flops_per_token
         used = self.tokens_per_second * (1.0 - self.result.losses.padding)
         return used * (per_token / engine.context.world_size)
-
-    def due(self, interval: int | None) -> bool:
-        """Whether the step ends an interval of so many iterations."""
-        return interval is not None and self.state.iteration % interval == 0

@@ -39,7 +39,7 @@ class Line:
     """
 
     text: Callable[[Interval, str], str | None]
-    place: int = 220
+    place: int
 
 
 @dataclass(frozen=True)

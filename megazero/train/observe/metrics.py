@@ -198,7 +198,11 @@ METRICS = (
     Metric(
         "tokens_per_expert",
         "by layer with experts: how often each was chosen, before any token was dropped",
-        lambda f: f.meters.tokens_per_expert(f.result) if f.due(_logging(f).log_interval) else None,
+        lambda f: (
+            f.meters.tokens_per_expert(f.result)
+            if f.state.iteration % _logging(f).log_interval == 0
+            else None
+        ),
         Chart("expert-load-{}", of=expert_loads),
         Line(load_span, 200),
         optional=True,
@@ -214,7 +218,7 @@ METRICS = (
     Metric(
         "offload",
         "bytes of offloaded state `read` and `written`, and seconds that the step `waited` for them",
-        lambda f: None if f.meters.moved is None else asdict(f.meters.moved),
+        lambda f: None if (moved := f.meters.moved) is None else asdict(moved),
         line=Line(offload_traffic, 190),
         optional=True,
         gathered=True,

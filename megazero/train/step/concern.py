@@ -133,6 +133,10 @@ class Together(Concern):
         self.concerns = concerns
         self.context = context
 
+    def stands_at(self, state: TrainState) -> None:
+        for concern in self.concerns:
+            concern.stands_at(state)
+
     def after(self, now: Moment) -> Verdict:
         seen = [concern.sees(now) for concern in self.concerns]
         numbers = torch.tensor([x for numbers in seen for x in numbers], device=self.context.device)

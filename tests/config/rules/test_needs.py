@@ -94,6 +94,21 @@ def test_the_sentences() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "remedy"),
+    [
+        ("recompute.num_layers", 2, "`--recompute-granularity full`"),
+        ("zero.hpz_partition_size", 2, "`--zero-stage 3`"),
+        ("offload.delayed_param_update", True, "`--offload-optimizer cpu`"),
+        ("precision.loss_scale", 1024.0, "`--fp16` or `--bf16`"),
+    ],
+)
+def test_the_remedy_is_the_field_s_own_flag_or_the_value_s(setting: str, value: Any, remedy: str) -> None:
+    """And not another trainer's switch for it, such as `--use-torch-fsdp2` for stage 3."""
+    sentences = check(make_config({setting: value}), None)
+    assert any(f"add {remedy}" in sentence for sentence in sentences), sentences
+
+
 def test_settings_of_experts_need_nothing_where_there_are_none() -> None:
     changes = {"model.moe_pad_expert_input_to_capacity": True}
     assert list(unmet_needs(make_config(changes))) == []
