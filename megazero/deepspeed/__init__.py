@@ -8,7 +8,7 @@ memory states take. `adopt.py` finds a rank's place, `zero.py` has `Init`, and `
 """
 
 from megazero.deepspeed.data import RepeatingLoader
-from megazero.deepspeed.engine import UserEngine
+from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.estimates import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -20,15 +20,15 @@ from megazero.deepspeed.estimates import (
 from megazero.deepspeed.fused import FusedLamb, FusedLion
 from megazero.deepspeed.initialize import add_config_arguments, init_distributed, initialize
 from megazero.deepspeed.muon import MuonWithAuxAdam
-from megazero.deepspeed.optimizer import UserOptimizer
+from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 
 __all__ = [
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
     "FusedLamb",
     "FusedLion",
     "MuonWithAuxAdam",
     "RepeatingLoader",
-    "UserEngine",
-    "UserOptimizer",
     "add_config_arguments",
     "estimate_zero2_model_states_mem_needs",
     "estimate_zero2_model_states_mem_needs_all_cold",

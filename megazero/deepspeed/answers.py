@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megazero.deepspeed.optimizer import UserOptimizer
+from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.settings import UserSettings
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
@@ -51,7 +51,7 @@ class SettingsAnswers:
 class OptimizerAnswers:
     """The state of an engine's optimizer."""
 
-    optimizer: UserOptimizer
+    optimizer: DeepSpeedOptimizer
 
     def get_global_grad_norm(self) -> float | None:
         """Gradient norm of the last update over all ranks, before clipping."""

@@ -94,7 +94,7 @@ def save_checkpoint(
 def load_checkpoint(
     engine: SteppingEngine, load_dir: Path, tag: str | None, parts: LoadParts
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint; every rank calls this. See `UserEngine.load_checkpoint`."""
+    """Load a checkpoint; every rank calls this. See `DeepSpeedEngine.load_checkpoint`."""
     if tag is None:
         pointer = load_dir / LATEST
         if not pointer.exists():

@@ -23,7 +23,7 @@ from megazero.deepspeed.stepping import SteppingEngine
 from megazero.mpu.launch import leave
 
 
-class UserEngine(SteppingEngine):
+class DeepSpeedEngine(SteppingEngine):
     """Wraps a module of any kind: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
     Arguments, attributes and the training step are those of `SteppingEngine`. This class adds checkpoints and

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import TIMEOUT, find_context
 from megazero.deepspeed.data import build_dataloader
-from megazero.deepspeed.engine import UserEngine
+from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
 from megazero.deepspeed.muon import matrix_groups
-from megazero.deepspeed.optimizer import UserOptimizer, build_torch_optimizer
+from megazero.deepspeed.optimizer import DeepSpeedOptimizer, build_torch_optimizer
 from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.schedules import build_schedule
@@ -47,7 +47,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: JsonSource | None = None,
     config_params: JsonSource | None = None,
-) -> tuple[UserEngine, UserOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer, DataLoader[Any] | None, Any]:
     """Wrap a model for training as a DeepSpeed JSON says; every rank calls this.
 
     Initial weights are those of the first data-parallel rank. A learning rate schedule that was built on
@@ -102,7 +102,7 @@ def initialize(
         drop_last = settings.extras.dataloader_drop_last
         loader = build_dataloader(training_data, collate_fn, settings.batch.micro, drop_last, context)
     reporter = Reporter(settings, context, traffic)
-    engine = UserEngine(model, wrapped, settings, context, schedule, reporter, loader)
+    engine = DeepSpeedEngine(model, wrapped, settings, context, schedule, reporter, loader)
     return engine, wrapped, loader, schedule
 
 
@@ -127,7 +127,7 @@ def _check(settings: UserSettings, context: ParallelContext) -> None:
 
 def _shard(
     model: nn.Module, client: TorchOptimizer, settings: UserSettings, context: ParallelContext
-) -> UserOptimizer:
+) -> DeepSpeedOptimizer:
     """Move the model's parameters into buckets and put an optimizer over them."""
     extras = settings.extras
     rule_of = choose_rule(client, allow_untested=extras.zero_allow_untested_optimizer)
@@ -142,7 +142,7 @@ def _shard(
     kind = store_kind(settings.offload, context.device)
     parallel = build_parallel(model, policy, context, homes, numbers, kind, whole)
     shards = Optimizer(parallel.store, rule, context, settings.clip_grad)
-    return UserOptimizer(
+    return DeepSpeedOptimizer(
         client,
         rule_of,
         parallel,

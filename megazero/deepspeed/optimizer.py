@@ -101,7 +101,7 @@ def _given(extras: OptimizerExtras, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(extras, name)) is not None}
 
 
-class UserOptimizer(torch.optim.Optimizer):
+class DeepSpeedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose step sums gradients, unscales, clips and updates this rank's shards.
 
     `param_groups` are those of the optimizer that it replaces: a schedule's changes to them take effect.

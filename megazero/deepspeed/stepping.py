@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from megazero.deepspeed.answers import OptimizerAnswers, PlaceAnswers, SettingsAnswers
 from megazero.deepspeed.data import RepeatingLoader, as_arguments, loss_of, to_half
-from megazero.deepspeed.optimizer import UserOptimizer
+from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.report import Reporter, StepFacts
 from megazero.deepspeed.settings import UserSettings
 from megazero.errors import DataError, MegazeroError
@@ -31,7 +31,7 @@ class EngineCounters:
 
 
 class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module):
-    """A module of any kind that takes optimizer steps; `UserEngine` adds checkpoints.
+    """A module of any kind that takes optimizer steps; `DeepSpeedEngine` adds checkpoints.
 
     Each `backward` adds to the gradients, and `step` updates at the last micro-batch of an accumulation. The
     gradients of a step are the mean over micro-batches and data-parallel ranks of those of each `loss`.
@@ -40,7 +40,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
 
     Attributes:
         module: the model.
-        optimizer: see `UserOptimizer`.
+        optimizer: see `DeepSpeedOptimizer`.
         lr_scheduler: stepped after each update; may be None.
         global_steps: optimizer steps so far, skipped ones included.
         global_samples: samples so far, over all ranks.
@@ -60,7 +60,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
     def __init__(
         self,
         model: nn.Module,
-        optimizer: UserOptimizer,
+        optimizer: DeepSpeedOptimizer,
         settings: UserSettings,
         context: ParallelContext,
         lr_scheduler: Any,

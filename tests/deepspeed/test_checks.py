@@ -1,0 +1,68 @@
+"""Each check of `tests/deepspeed/checks` here, beside what DeepSpeed 0.19.8 answered."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deepspeed.checks import Check, checks_of
+from tests.forks import run_ranks
+
+FOLDER = Path(__file__).with_name("checks")
+AREAS = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
+ALL = [
+    (area, name, check)
+    for area in AREAS
+    for name, check in checks_of(importlib.import_module(f"tests.deepspeed.checks.{area}")).items()
+]
+
+
+@functools.cache
+def values_here(area: str, ranks: int) -> dict[str, Any]:
+    """What the area's checks for so many ranks give here."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["-m", "tests.deepspeed.checks", area, ranks, folder]
+        done = run_ranks(*[command] * ranks)
+        path = Path(folder) / f"{area}-{ranks}.json"
+        assert path.exists(), done[0].stderr
+        return json.loads(path.read_text())
+
+
+@functools.cache
+def answers(area: str) -> dict[str, Any]:
+    """What DeepSpeed answered."""
+    return json.loads((FOLDER / "answers" / f"{area}.json").read_text())
+
+
+def assert_close(here: Any, there: Any, tolerance: float, place: str) -> None:
+    """Both have the same shape, and numbers that differ by no more than `tolerance`."""
+    if isinstance(there, dict):
+        assert isinstance(here, dict), place
+        assert sorted(here) == sorted(there), place
+        for key, value in there.items():
+            assert_close(here[key], value, tolerance, f"{place}.{key}")
+    elif isinstance(there, list):
+        assert isinstance(here, list), place
+        assert len(here) == len(there), f"{place}: {here} for {there}"
+        for index, value in enumerate(there):
+            assert_close(here[index], value, tolerance, f"{place}[{index}]")
+    elif isinstance(there, float):
+        assert here == pytest.approx(there, rel=tolerance, abs=tolerance, nan_ok=True), place
+    else:
+        assert here == there, place
+
+
+@pytest.mark.parametrize(("area", "name", "check"), ALL, ids=[f"{area}-{name}" for area, name, _ in ALL])
+def test_a_script_sees_what_deepspeed_shows(area: str, name: str, check: Check):
+    found = values_here(area, check.ranks).get(name, {"error": "the process ended before it"})
+    assert "error" not in found, found["error"]
+    if check.why:
+        assert_close(found["value"], json.loads(json.dumps(check.here)), check.tolerance, name)
+    else:
+        assert_close(found["value"], answers(area)[name]["value"], check.tolerance, name)
