@@ -123,7 +123,12 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["megazero", "megazero.*", "data_tools", "data_tools.*"]),
-    package_data={"megazero": ["py.typed", "ops/_native.pyi", "config/tables/*.txt", "config/tables/*.csv"]},
+    package_data={
+        "megazero": [
+            *("py.typed", "ops/_native.pyi", "config/tables/*.txt", "config/tables/*.csv"),
+            "deepspeed/names/*.csv",
+        ]
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.9",

@@ -76,7 +76,8 @@ def read_names(folder: Path = TABLES) -> tuple[Name, ...]:
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                name = Name(**{**row, "modules": tuple(row["modules"].split())})
+                cells: dict[str, Any] = {**row, "modules": tuple(row["modules"].split())}
+                name = Name(**cells)
                 if name.state not in get_args(State) or (name.state != "same" and not name.note):
                     raise ValueError(f"{path.name}: {row}")
                 if name.name and not name.home and name.state != "refused":
