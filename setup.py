@@ -47,17 +47,6 @@ native_ops = Pybind11Extension(
     optional=True,
 )
 
-# Shared memory and futexes as Linux has them; elsewhere ranks of one host talk over Gloo.
-native_mpu = Pybind11Extension(
-    "megazero.mpu._native",
-    sorted(str(path) for path in Path("csrc/mpu").glob("*.cpp")),
-    include_dirs=["csrc"],
-    cxx_std=17,
-    extra_compile_args=["-O3", "-Wall", "-Wextra", "-fopenmp-simd"],
-    extra_link_args=["-pthread"],
-    optional=True,
-)
-
 
 def torch_is_for_the_cpu():
     """Whether there is a torch, built without CUDA; it is not imported, which would take seconds."""
@@ -163,7 +152,7 @@ setup(
         "plot": ["matplotlib>=3.8"],
         "wandb": ["wandb"],
     },
-    ext_modules=[native_data, native_ops, *([native_mpu] if sys.platform == "linux" else [])],
+    ext_modules=[native_data, native_ops],
     cmdclass={"build_ext": BuildAll, "build_py": CarrySources},
     entry_points={"console_scripts": ["megazero=megazero.cli:main"]},
 )

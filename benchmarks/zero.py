@@ -28,7 +28,6 @@ from benchmarks.teams import Contender, add_arguments, present, results, started
 
 RANKS = (2, 4)
 BASELINE = "ddp"
-GLOO = {"distributed_backend": "gloo"}
 
 CONTENDERS = (
     Contender("ddp", "plain", "build_ddp", RANKS),
@@ -54,16 +53,6 @@ CONTENDERS = (
         "megazero-3-freed", "ours", "build", RANKS, options={"zero": {"stage": 3, "max_live_parameters": 0}}
     ),
     Contender("megazero-tp2", "ours", "build", RANKS, model_ranks=2, options={"tp": 2}),
-    # The same over Gloo's sockets, to show what shared memory is worth.
-    *(
-        Contender(
-            f"megazero-{s}-gloo", "ours", "build", RANKS, options={"zero": {"stage": s}, "parallel": GLOO}
-        )
-        for s in range(4)
-    ),
-    Contender(
-        "megazero-tp2-gloo", "ours", "build", RANKS, model_ranks=2, options={"tp": 2, "parallel": GLOO}
-    ),
 )
 
 # group -> (contenders in every run of the group, contenders split over its runs)

@@ -126,7 +126,6 @@ CASES = (
     ),
     case("d2-onebit-lamb", 2, layout(more="--optimizer onebit-lamb --onebit-freeze-step 2")),
     case("d4-zero3-hpz", 4, layout(stage=3, more="--zero-hpz-partition-size 2")),
-    case("d2-shared-memory", 2, layout(stage=2, more="--distributed-backend auto --bf16")),
     case("t2", 2, layout(tp=2)),
     case("t2-dropout", 2, layout(tp=2, more=DROPOUT)),
     case("t2-sp-dropout", 2, layout(tp=2, more=f"{SP} {DROPOUT}")),

@@ -16,7 +16,7 @@ import sys
 
 import torch  # its OpenMP runtime serves the kernels
 
-for package in ["data", "ops"] + ["mpu"] * (sys.platform == "linux"):
+for package in ("data", "ops"):
     importlib.import_module(f"megazero.{package}._native")
 PYTHON
     echo "csrc: the native modules are built and load"

@@ -39,7 +39,7 @@ from megazero.kernels import build
 home = Path(megazero.__file__).parent
 if home.parent != Path(os.environ["PYTHONPATH"]):
     sys.exit(f"error: megazero must come from the wheel, but comes from {home}")
-for package in ["data", "ops"] + ["mpu"] * (sys.platform == "linux"):
+for package in ("data", "ops"):
     importlib.import_module(f"megazero.{package}._native")
 assert (home / "py.typed").is_file()
 print(f"wheel: {len(build.kernel_sources())} CUDA sources, and the compiled CPU modules")

@@ -37,7 +37,7 @@ from megazero.ops.cuda import cuda_library
 from megazero.train.observe.host import measure_matmul_rate
 from megazero.version import VERSION
 
-_MODULES = ("megazero.data._native", "megazero.mpu._native", "megazero.ops._native")
+_MODULES = ("megazero.data._native", "megazero.ops._native")
 _PACKAGES = (
     "triton",
     "transformer-engine",

@@ -9,7 +9,6 @@ from megazero.env.facts import Environment
 from megazero.ops.cuda import OLDEST_CAPABILITY
 from megazero.train.observe.host import BUSY, SLOWER
 
-SHARED_BYTES = 8 << 20
 """Bytes of /dev/shm that a rank takes for collectives: two slots of 1 MiB in each of about four groups."""
 
 DISK_BYTES = 1 << 30
@@ -132,17 +131,6 @@ def _apex(env: Environment) -> Iterator[Trouble]:
         )
 
 
-def _shared_memory(env: Environment) -> Iterator[Trouble]:
-    """The problem of a small /dev/shm, through which ranks without GPUs pass tensors."""
-    needed, size = SHARED_BYTES * env.ranks, env.memory.shared_free
-    if env.ranks > 1 and not env.gpus and size is not None and size < needed:
-        yield Trouble(
-            "shm_too_small",
-            f"/dev/shm must have about {needed >> 20} MiB free for {env.ranks} ranks, but has {size >> 20}",
-            "mount it larger (`docker run --shm-size`); until then ranks talk over Gloo, which is slower",
-        )
-
-
 def _threads(env: Environment) -> Iterator[Trouble]:
     given, usable = env.processors.omp_threads, env.processors.usable
     if env.processors.quota is not None:
@@ -221,7 +209,6 @@ _LOOKS: tuple[Callable[[Environment], Iterator[Trouble]], ...] = (
     _modules,
     _apex,
     _ranks_per_gpu,
-    _shared_memory,
     _threads,
     _busy,
     _slow_precision,

@@ -17,8 +17,6 @@ from megazero.mpu.agreement import Facts, agree_by_notes
 from megazero.mpu.context import ParallelContext, make_context, solo_context
 from megazero.mpu.grid import AXES, ProcessGrid
 from megazero.mpu.group import Group
-from megazero.mpu.shared_group import SharedGroup
-from megazero.mpu.shared_open import open_shared
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.transports import backends
 from megazero.mpu.waits import Waits
@@ -162,19 +160,15 @@ def open_context(
 ) -> ParallelContext:
     """The context of a rank that has joined the world.
 
-    CPU ranks on one host communicate through shared memory unless the backend is set to `gloo`.
-
     Args:
         config, launch, node_size: as for `join`.
         device: where this rank's tensors live.
         wrap: applied to each group when it is opened.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes) + _LATER
-    shares = device.type == "cpu" and config.distributed_backend == "auto"
 
     def maker(name: str, ranks: tuple[int, ...]) -> Group:
-        group = open_group(name, launch.rank, ranks, timeout)
-        return wrap(open_shared(group, timeout) if shares else group)
+        return wrap(open_group(name, launch.rank, ranks, timeout))
 
     grid = grid_of(config, launch.world_size)
     return make_context(grid, launch.rank, device, maker, node_size=node_size)
@@ -194,7 +188,7 @@ def leave(context: ParallelContext) -> None:
 def close_groups(context: ParallelContext) -> None:
     """Release what the groups hold outside Python."""
     for group in context.groups.values():
-        if isinstance(group, (TorchGroup, SharedGroup, WrappingGroup)):
+        if isinstance(group, (TorchGroup, WrappingGroup)):
             group.close()
 
 

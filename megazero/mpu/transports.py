@@ -8,7 +8,6 @@ import torch.distributed as dist
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.mpu.messages import gather_values
-from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.torch_group import TorchGroup
 from megazero.mpu.wrapping_group import WrappingGroup
 
@@ -17,8 +16,8 @@ def transports(context: ParallelContext) -> dict[str, str]:
     """Name of each communicator of more than one rank -> what it goes over; every rank calls this.
 
     Returns:
-        The same on all ranks, such as ``{"tp": "shared memory", "world": "gloo"}``; a name whose groups go
-        over different things has all of them.
+        The same on all ranks, such as ``{"tp": "nccl", "world": "gloo"}``; a name whose groups go over
+        different things has all of them.
     """
     mine = {name: _transport(group) for name, group in context.groups.items() if group.size > 1}
     everyone = gather_values(context.world, mine, context.device)
@@ -31,8 +30,6 @@ def transports(context: ParallelContext) -> dict[str, str]:
 def _transport(group: Group) -> str:
     while isinstance(group, WrappingGroup):
         group = group.inner
-    if isinstance(group, SharedGroup):
-        return "shared memory"
     return dist.get_backend(group.process_group) if isinstance(group, TorchGroup) else "one process"
 
 

@@ -108,11 +108,6 @@ PROBLEMS = {
         "the ranks of this host must be at most its GPUs (4), but are 8; start fewer ranks, or set "
         "--device cpu [more_ranks_than_gpus]",
     ),
-    "shm_too_small": (
-        replace(ON_CPU, memory=replace(SOUND.memory, shared_free=63 << 20)),
-        "/dev/shm must have about 64 MiB free for 8 ranks, but has 63; mount it larger (`docker run "
-        "--shm-size`); until then ranks talk over Gloo, which is slower [shm_too_small]",
-    ),
     "omp_threads_unset": (
         replace(SOUND, processors=replace(SOUND.processors, omp_threads=None)),
         "OMP_NUM_THREADS must be set where 8 ranks share 16 cores, but is not; set it to 2 "
@@ -162,7 +157,6 @@ def test_a_problem_is_named_alone_with_its_remedy(name):
         replace(SOUND, processors=replace(SOUND.processors, load=7.5, rates={"fp32": 2e9, "bf16": 1e9})),
         replace(ON_CPU, processors=replace(SOUND.processors, rates={"fp32": 100e9, "bf16": 85e9})),
         replace(ON_CPU, ranks=1, processors=replace(SOUND.processors, omp_threads=None)),
-        replace(ON_CPU, memory=replace(SOUND.memory, shared_free=64 << 20)),
         replace(ON_CPU, memory=HostMemory(None, None)),
         replace(SOUND, processors=Processors(1, 1, None, 1, "1")),  # more ranks than cores, a thread each
     ],

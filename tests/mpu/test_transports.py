@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 from megazero.config.tree.parallel import ParallelConfig
-from megazero.mpu import shared_open
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.launch import Launch, close_groups, open_context
@@ -25,32 +22,15 @@ def test_ranks_as_threads_and_a_rank_alone():
     assert transports(solo_context()) == {}
 
 
-def _told(rank: int, world_size: int, lacking: int | None, backend: str) -> dict[str, str]:
-    """With shared memory, but for one rank."""
-    native = shared_open.NATIVE
-    try:
-        shared_open.NATIVE = None if rank == lacking else native
-        config = ParallelConfig(tensor_model_parallel_size=2, distributed_backend=backend)
-        launch = Launch(rank, world_size, rank)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            context = open_context(config, launch, torch.device("cpu"), wrap=WrappingGroup)
-        told = transports(context)
-        close_groups(context)
-        return {name: told[name] for name in ("tp", "world")}
-    finally:
-        shared_open.NATIVE = native
+def _told(rank: int, world_size: int, backend: str) -> dict[str, str]:
+    config = ParallelConfig(tensor_model_parallel_size=2, distributed_backend=backend)
+    context = open_context(config, Launch(rank, world_size, rank), torch.device("cpu"), wrap=WrappingGroup)
+    told = transports(context)
+    close_groups(context)
+    return {name: told[name] for name in ("tp", "world")}
 
 
 @pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("lacking", "backend", "tp", "world"),
-    [
-        (None, "auto", "shared memory", "shared memory"),
-        (3, "auto", "gloo and shared memory", "gloo"),
-        (None, "gloo", "gloo", "gloo"),
-    ],
-)
-def test_ranks_as_processes(pool, lacking, backend, tp, world):
-    pytest.importorskip("megazero.mpu._native", reason="the shared memory of csrc/mpu is not built")
-    assert pool.run(_told, 4, lacking, backend) == [{"tp": tp, "world": world}] * 4
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_ranks_as_processes(pool, backend):
+    assert pool.run(_told, 4, backend) == [{"tp": "gloo", "world": "gloo"}] * 4

@@ -63,7 +63,7 @@ class ParallelConfig(Section):
     )
     distributed_backend: Literal["auto", "nccl", "gloo"] = option(
         "auto",
-        "communication library; auto is nccl on CUDA, else gloo, with shared memory within a host",
+        "communication library; auto is nccl on CUDA, else gloo",
         needs="nccl => device=auto,cuda",
     )
     check_collectives: bool = option(

@@ -103,21 +103,10 @@ def _gloo(rank: int, world_size: int) -> list:
     return rounds(open_group("world", rank, tuple(range(world_size)), timedelta(seconds=30)))
 
 
-def _shared(rank: int, world_size: int) -> list:
-    from megazero.mpu.shared_open import open_shared
-    from megazero.mpu.torch_group import open_group
-
-    base = open_group("world", rank, tuple(range(world_size)), timedelta(seconds=30))
-    return rounds(open_shared(base, timedelta(seconds=30)))
-
-
 @pytest.mark.gloo
-@pytest.mark.parametrize("kind", [_gloo, _shared], ids=["gloo", "shared memory"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_processes(pool, kind, size):
-    if kind is _shared:
-        pytest.importorskip("megazero.mpu._native", reason="the shared memory of csrc/mpu is not built")
-    check(pool.run(kind, size))
+def test_processes(pool, size):
+    check(pool.run(_gloo, size))
 
 
 def test_every_kind_of_group_gives_the_same_bits(pool):
