@@ -102,9 +102,9 @@ def test_without_marks_matrices_are_told_by_their_names():
     optimizer = {"type": "muon", "params": {"lr": 0.01, "ns_method": "gram"}}
     engine = start(solo_context(), model, settings(0, optimizer=optimizer))
     marked = {name for name, param in model.named_parameters() if param.use_muon}
-    assert marked == {n for n, p in mark(build(Tied)).named_parameters() if p.use_muon and p.requires_grad} | {
-        n for n, p in build(Tied).named_parameters() if p.ndim == 2 and not p.requires_grad
-    }
+    assert marked == {
+        n for n, p in mark(build(Tied)).named_parameters() if p.use_muon and p.requires_grad
+    } | {n for n, p in build(Tied).named_parameters() if p.ndim == 2 and not p.requires_grad}
     assert [group["use_muon"] for group in engine.optimizer.param_groups] == [True, False]
 
 

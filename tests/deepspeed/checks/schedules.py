@@ -49,7 +49,12 @@ warmup_with_a_list = of("WarmupLR", warmup_num_steps=5, warmup_max_lr=[0.5, 0.25
 warmup_downwards = of("WarmupLR", warmup_num_steps=5, warmup_min_lr=0.5, warmup_max_lr=0.1)
 decay_ignores_the_groups_rates = of("WarmupDecayLR", total_num_steps=12, warmup_num_steps=4)
 decay_linear = of(
-    "WarmupDecayLR", total_num_steps=20, warmup_num_steps=10, warmup_type="linear", warmup_max_lr=1.0, steps=25
+    "WarmupDecayLR",
+    total_num_steps=20,
+    warmup_num_steps=10,
+    warmup_type="linear",
+    warmup_max_lr=1.0,
+    steps=25,
 )
 decay_shorter_than_its_warmup = of("WarmupDecayLR", total_num_steps=3, warmup_num_steps=6, warmup_max_lr=0.2)
 decay_with_a_list = of("WarmupDecayLR", total_num_steps=9, warmup_num_steps=3, warmup_max_lr=[0.2, 0.1])
@@ -98,7 +103,11 @@ cycle_in_unequal_stairs = of(
     cycle_second_stair_count=3,
 )
 cycle_with_lists = of(
-    "OneCycle", cycle_min_lr=[0.1, 0.2], cycle_max_lr=[1.0, 2.0], cycle_first_step_size=3, cycle_momentum=False
+    "OneCycle",
+    cycle_min_lr=[0.1, 0.2],
+    cycle_max_lr=[1.0, 2.0],
+    cycle_first_step_size=3,
+    cycle_momentum=False,
 )
 cycle_without_decay_steps = of(
     "OneCycle", cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=2, decay_lr_rate=1.0
@@ -142,7 +151,9 @@ def the_second_beta_is_the_users(deepspeed, scratch):
 @check()
 def sgd_keeps_its_momentum(deepspeed, scratch):
     made = optimizer(torch.optim.SGD, momentum=0.7)
-    rates = path(deepspeed, "OneCycle", made=made, cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=3)
+    rates = path(
+        deepspeed, "OneCycle", made=made, cycle_min_lr=0.1, cycle_max_lr=1.0, cycle_first_step_size=3
+    )
     return [rates[:5], made.param_groups[0]["momentum"]]
 
 
@@ -296,9 +307,9 @@ def the_rate_that_a_section_names(deepspeed, scratch):
     return [get_lr_from_config(section)[0] for section in sections]
 
 
-def engine_rates(deepspeed, steps=5, scheduler=None, **arguments):
+def engine_rates(deepspeed, steps=5, scheduler=None, stage=1, **arguments):
     """The rates of the engine's optimizer after each of its steps, and those that updates used."""
-    config = {"train_batch_size": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": 1}}
+    config = {"train_batch_size": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
     if "optimizer" not in arguments:
         config["optimizer"] = {"type": "Adam", "params": {"lr": 0.3}}
     if scheduler:
@@ -338,7 +349,7 @@ def a_json_of_schedules_of_torch(deepspeed, scratch):
         {"type": "ExponentialLR", "params": {"gamma": 0.9}},
         {"type": "LinearLR", "params": {"total_iters": 3}},
     ]
-    return [engine_rates(deepspeed, scheduler=section) for section in sections]
+    return [engine_rates(deepspeed, scheduler=section, stage=0) for section in sections]
 
 
 @check()
@@ -378,7 +389,6 @@ def a_clients_schedule_and_a_function_that_makes_one(deepspeed, scratch):
         engine_rates(deepspeed, model=model, optimizer=own, lr_scheduler=halving(own)),
         engine_rates(
             deepspeed,
-            model=model,
             optimizer=lambda params: torch.optim.AdamW(params, lr=0.4),
             lr_scheduler=noted,
         ),

@@ -107,9 +107,9 @@ def _of_lamb(read: Callable[[Any], Any]) -> Callable[[Any, Values], Any]:
 
 
 def _betas(pair: tuple[float, float] | None, values: Values) -> Any:
-    """The betas of the optimizer; left out, Lion's are (0.9, 0.99), as in DeepSpeed and the paper."""
+    """The betas of the optimizer; left out, Lion's are (0.9, 0.999), as in DeepSpeed."""
     if optimizer_of(values) == "lion":
-        return (NOTHING, NOTHING, *(pair or (0.9, 0.99)))
+        return (NOTHING, NOTHING, *(pair or (0.9, 0.999)))
     return NOTHING if pair is None else (*pair, NOTHING, NOTHING)
 
 
