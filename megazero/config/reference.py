@@ -15,7 +15,7 @@ from megazero.config import tables
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Foreign
 from megazero.config.condition import Condition, Need
 from megazero.config.deepspeed.row import NOTHING, KeyRow
-from megazero.config.deepspeed.table import GROUPS
+from megazero.config.deepspeed.table import ALIASES, GROUPS
 from megazero.config.fields import FIELDS, NEEDS, SECTIONS, FieldSpec, Kind, section_title, spoken
 from megazero.config.flags import COMMANDS
 from megazero.config.rules.needs import must
@@ -33,16 +33,29 @@ differently is refused, and all such conflicts are listed at once. `megazero.ini
 same table.
 
 Each key either sets fields of the tree, or has no effect here (one warning names all such keys with the
-reasons), or is refused with what to do instead. Unknown keys, keys given twice and values of the wrong type
-are refused. `null` leaves a key out. An integer may be written as `5e8`. Nothing below a key of type object
-is read.
+reasons), or is refused with what to do instead. Unknown keys of a section that DeepSpeed checks, keys given
+twice and values of the wrong type are refused. `null` leaves a key out. An integer may be written as `5e8`,
+`"500"` or `true`, and a switch as `1` or `"yes"`, as DeepSpeed takes them. Nothing below a key of type object
+is read. Keys that DeepSpeed does not know and leaves alone are named in one warning by
+`megazero.initialize`, with the keys that they resemble, and refused by a training script; remarks (`_comment`,
+`//`) and `cuda_visible_devices` are passed over by both.
+
+The file may have comments, keys without quotes, texts in single quotes, and commas before a closing bracket or
+missing at the end of a line, as DeepSpeed's reader takes them. A word such as `True` or `.5` is refused with
+its place: DeepSpeed reads it as text, and text is true.
+
+Of an optimizer, the table says what a training script does. `megazero.initialize` passes `optimizer.params`
+and `scheduler.params` to the class of that name, which takes or refuses them: see
+[Optimizers and schedules](deepspeed/json.md). Where `gradient_clipping` is absent, it clips at 1.0 as DeepSpeed
+does, and a script at the value of `--clip-grad`, which is 1.0 too unless it is given.
 
 A key that counts only beside another one, such as `fp16.loss_scale` beside `fp16.enabled`, has no effect
 without it and is named in the same warning. `--loss-scale` has no effect beside a JSON whose `fp16` scales
 the loss dynamically, where Megatron-DeepSpeed's scripts pass the exponent of `initial_scale_power`, or beside
 `bf16`, which is not scaled.
 
-Where "auto" is allowed, the value is what flags, YAML or the caller give. For `reduce_bucket_size`,
+Where "auto" is allowed, the value is what flags, YAML or the caller give. In `zero_optimization`, `fp16`,
+`bf16` and the sections of monitors, it leaves any other key out. For `reduce_bucket_size`,
 `stage3_prefetch_bucket_size` and `stage3_param_persistence_threshold` it is h x h, 0.9 x h x h and 10 x h,
 where h is the hidden size, as in transformers, unless a flag sets the field.
 
@@ -145,6 +158,8 @@ def deepspeed_page() -> str:
     for title, rows in GROUPS.items():
         lines += ["", f"## {title}", ""]
         lines += _table(("Key", "Type", '"auto"', "What happens to it"), map(_deepspeed_row, rows))
+    names = ", ".join(f"`{old}` for `{new}`" for old, new in ALIASES.items())
+    lines += ["", "## Other names", "", f"{names}; and `zero_optimization: true` for stage 1."]
     return "\n".join(lines) + "\n"
 
 

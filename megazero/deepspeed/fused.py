@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from megazero.optim.compressed.onebit_lamb import OnebitLamb
 from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
 from megazero.optim.elementwise import Lion
 from megazero.optim.lamb import Lamb
-from megazero.optim.rule import Pieces, UpdateRule, is_norm_rule, is_reducing_rule
+from megazero.optim.rule import Pieces, UpdateRule, is_matrix_rule, is_norm_rule, is_reducing_rule
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -24,16 +24,14 @@ Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 class RuleOptimizer(torch.optim.Optimizer, ABC):
     """A torch optimizer whose groups' options describe a rule of ours.
 
-    Given to `megazero.initialize`, it names the groups and options. By itself it updates fp32 parameters of
-    one process.
+    Given to `megazero.initialize`, it names the groups and options. By itself it updates the parameters of
+    one process; its state is fp32, and parameters of narrower types are widened for the update.
 
     Attributes:
         name: its name in messages.
-        shared: the options that describe the rule; in `megazero.initialize`, all groups have the same.
     """
 
     name: str
-    shared: tuple[str, ...]
 
     @abstractmethod
     def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
@@ -44,7 +42,6 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
         """Update every parameter that has a gradient; return the closure's result, if there is one.
 
         Raises:
-            ValueError: a parameter or a gradient is not fp32, or not contiguous.
             ConfigError: the rule takes place over all replicas.
         """
         if is_reducing_rule(self.rule_of(self.param_groups[0])):
@@ -57,20 +54,31 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            rule, decay = self.rule_of(group), group["weight_decay"]
+            rule = self.rule_of(group)
             for param in (param for param in group["params"] if param.grad is not None):
+                wide = param.float().contiguous()
                 state = self.state[param]
-                for name, start in rule.init_state(param).items() if not state else ():
+                for name, start in rule.init_state(wide).items() if not state else ():
                     state[name] = start
                 state["step"] = state.get("step", 0) + 1
                 moments = {name: state[name] for name in rule.state_names}
-                pieces = Pieces([param], [param.grad], [moments], [decay], state["step"])
-                asked: dict[str, Any] = {}
-                if is_norm_rule(rule):
-                    (measured,) = rule.prepare(pieces)
-                    asked = {"norms": [torch.stack(list(measured))], "exempt": [decay == 0]}
-                rule.step(pieces, group["lr"], **asked)
+                grad = param.grad.float().contiguous()
+                pieces = Pieces([wide], [grad], [moments], [group["weight_decay"]], state["step"])
+                rule.step(pieces, float(group["lr"]), **_asked(rule, pieces))
+                if wide is not param:
+                    param.copy_(wide)
         return loss
+
+
+def _asked(rule: UpdateRule, pieces: Pieces) -> dict[str, Any]:
+    """What a rule asks for beside its pieces, for one whole parameter."""
+    if is_norm_rule(rule):
+        (measured,) = rule.prepare(pieces)
+        return {"norms": [torch.stack(list(measured))], "exempt": [pieces.weight_decays[0] == 0]}
+    if is_matrix_rule(rule):
+        (prepared,) = rule.prepare(pieces)
+        return {"updates": [rule.change(prepared.clone()[None])[0]]}
+    return {}
 
 
 class FusedLion(RuleOptimizer):
@@ -79,18 +87,21 @@ class FusedLion(RuleOptimizer):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        betas: share of the momentum in the sum whose sign is taken, and decay of the momentum.
+        betas: share of the momentum in the sum whose sign is taken, and decay of the momentum; the paper's
+            are (0.9, 0.99).
         weight_decay: decoupled weight decay; groups may have their own.
+        set_grad_none: has no effect: `zero_grad` says it.
     """
 
-    name, shared = "FusedLion", ("betas",)
+    name = "FusedLion"
 
     def __init__(
         self,
         params: Params,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
+        betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
+        set_grad_none: bool = True,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
@@ -106,60 +117,78 @@ class FusedLamb(RuleOptimizer):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
+        bias_correction: whether the bias of the moments corrects the learning rate.
         betas: decays of the moments.
         eps: added to the root of the second moment.
+        eps_inside_sqrt: must be false.
         weight_decay: share of the weights in their update; groups may have their own.
-        own: `bias_correction` (true corrects the learning rate, as DeepSpeed does), the bounds `max_coeff`
-            and `min_coeff` of the trust ratio, and apex's `use_nvlamb` (false leaves groups without weight
-            decay unscaled).
+        max_grad_norm: must be 0: the engine clips.
+        max_coeff, min_coeff: bounds of the trust ratio.
+        amsgrad: must be false.
+        use_nvlamb: apex's name of what DeepSpeed always does; false leaves groups without weight decay
+            unscaled.
 
     Raises:
-        ConfigError: another option, or bounds out of order.
+        ConfigError: another variant is asked for, or the bounds are out of order.
     """
 
-    own: ClassVar[Mapping[str, Any]] = MappingProxyType(
-        {"bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01, "use_nvlamb": True}
-    )
-    name, shared = "FusedLamb", ("betas", "eps", *own)
+    name = "FusedLamb"
 
     def __init__(
         self,
         params: Params,
         lr: float = 1e-3,
+        bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
         weight_decay: float = 0.0,
-        **own: Any,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+        use_nvlamb: bool = True,
     ):
-        if strange := sorted(own.keys() - self.own.keys()):
-            raise ConfigError(
-                f"`options` of FusedLamb must be among {', '.join(self.own)}, but are {', '.join(strange)}; "
-                "leave these out"
-            )
-        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **self.own, **own}
-        options["bias_correction"] = options["bias_correction"] in (True, "rate")
-        if not 0 <= options["min_coeff"] <= options["max_coeff"]:
+        variants = {"eps_inside_sqrt": eps_inside_sqrt, "amsgrad": amsgrad, "max_grad_norm": max_grad_norm}
+        if asked := [name for name, value in variants.items() if value]:
+            raise ConfigError(f"`{', '.join(asked)}` must be off for FusedLamb; leave it out")
+        if not 0 <= min_coeff <= max_coeff:
             raise ConfigError(
                 "`min_coeff` must be at least 0 and at most `max_coeff`, but they are "
-                f"{options['min_coeff']} and {options['max_coeff']}; change one of them"
+                f"{min_coeff} and {max_coeff}; change one of them"
             )
-        super().__init__(params, options)
+        own = {"bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff}
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **own}
+        super().__init__(params, {**options, "use_nvlamb": use_nvlamb})
 
     def rule_of(self, group: Mapping[str, Any]) -> Lamb:
-        return _lamb_of({**group, "bias_correction": "rate" if group["bias_correction"] else "none"})
+        return _lamb_of(group)
 
 
 Kind = Literal["onebit-adam", "zero-one-adam", "onebit-lamb"]
-_STEPS = ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
-_FACTORS = ("coeff_beta", "factor_min", "factor_max", "factor_threshold")
-COMPRESSED: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
+_MOMENTS: Mapping[str, Any] = MappingProxyType({"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+_STEPS: Mapping[str, int] = MappingProxyType(
     {
-        "onebit-adam": ("betas", "eps", "freeze_step"),
-        "zero-one-adam": ("betas", "eps", *_STEPS),
-        "onebit-lamb": ("betas", "eps", "freeze_step", *FusedLamb.own, *_FACTORS),
+        "var_freeze_step": 100_000,
+        "var_update_scaler": 16,
+        "local_step_scaler": 32_678,
+        "local_step_clipper": 16,
     }
 )
-"""The options of each kind; all groups have the same."""
+_FACTORS: Mapping[str, float] = MappingProxyType(
+    {"coeff_beta": 0.9, "factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1}
+)
+_LAMB: Mapping[str, Any] = MappingProxyType(
+    {"bias_correction": True, "max_coeff": 10.0, "min_coeff": 0.01, "use_nvlamb": True}
+)
+COMPRESSED: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
+    {
+        "onebit-adam": {**_MOMENTS, "freeze_step": 100_000},
+        "zero-one-adam": {**_MOMENTS, **_STEPS},
+        "onebit-lamb": {**_MOMENTS, "freeze_step": 100_000, **_LAMB, **_FACTORS},
+    }
+)
+"""The options of each kind, which all groups share, and their defaults."""
 _OWN_WAY = "elements without gradients are left out anyway, and all parameters are frozen alike; leave it out"
 
 
@@ -170,16 +199,16 @@ class CompressedOptimizer(RuleOptimizer):
         kind: the value of `--optimizer`.
         params: parameters or parameter groups.
         lr: learning rate.
-        options: the other options, by DeepSpeed's names; `bias_correction` as `Lamb` has it.
+        options: the other options, by DeepSpeed's names.
 
     Raises:
         ConfigError: options that contradict each other, or a group with an option of DeepSpeed's that has no
             counterpart.
     """
 
-    def __init__(self, kind: Kind, params: Any, lr: float, **options: Any):
-        super().__init__(params, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8, **options})
-        self.name, self.shared = kind, COMPRESSED[kind]
+    def __init__(self, kind: Kind, params: Any, lr: float = 1e-3, **options: Any):
+        super().__init__(params, {"lr": lr, **COMPRESSED[kind], **options})
+        self.name = kind
         for name in ("exp_avg_mask", "non_freeze"):
             if any(name in group for group in self.param_groups):
                 raise ConfigError(f"`{name}` must not be an option of a parameter group, but is: {_OWN_WAY}")
@@ -204,12 +233,6 @@ def _lamb_of(group: Mapping[str, Any]) -> Lamb:
         **_adam(group),
         min_coeff=group["min_coeff"],
         max_coeff=group["max_coeff"],
-        bias_correction=group["bias_correction"],
+        bias_correction="rate" if group["bias_correction"] else "none",
         adapt_all=group["use_nvlamb"],
     )
-
-
-FUSED: Mapping[str, type[FusedLion] | type[FusedLamb]] = MappingProxyType(
-    {"lion": FusedLion, "lamb": FusedLamb}
-)
-"""The classes by the value of `--optimizer`."""

@@ -14,14 +14,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import TIMEOUT, find_context
+from megazero.deepspeed.choose_schedule import build_schedule
 from megazero.deepspeed.data import build_dataloader
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
-from megazero.deepspeed.muon import matrix_groups
+from megazero.deepspeed.muon import MUON_OPTIMIZER, mark_matrices, matrix_groups
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer, build_torch_optimizer
 from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
 from megazero.deepspeed.report import Reporter
-from megazero.deepspeed.schedules import build_schedule
 from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
@@ -93,10 +93,13 @@ def initialize(
     if model_parameters is None:
         model_parameters = (param for param in model.parameters() if param.requires_grad)
     params: list[Any] = list(model_parameters)
+    named = settings.extras.optimizer
+    if named is not None and named.type.lower() == MUON_OPTIMIZER:
+        mark_matrices(model)
     client = build_torch_optimizer(optimizer, params, settings.extras)
     client.param_groups[:] = [group for group in client.param_groups if group["params"]]
     wrapped = _shard(model, client, settings, counted)
-    schedule = build_schedule(lr_scheduler, settings.extras.scheduler, wrapped)
+    schedule = build_schedule(lr_scheduler, settings.extras.scheduler, wrapped, client)
     loader = None
     if training_data is not None:
         drop_last = settings.extras.dataloader_drop_last

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
+from megazero.deepspeed.fused import RuleOptimizer
 from megazero.errors import ConfigError
 from megazero.optim.elementwise import Adam
 from megazero.optim.muon import Muon
+from megazero.optim.rule import UpdateRule
 
+MUON_OPTIMIZER = "muon"
+"""What a JSON calls Muon."""
 _ADAM = MappingProxyType({"betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0})
 _EPS = 1e-7
 
 
-class MuonWithAuxAdam(torch.optim.Optimizer):
-    """The groups and options of Muon and of the AdamW beside it, under the name of Jordan et al.'s class.
-
-    It names them for `megazero.initialize`, which updates the shards; it cannot step by itself.
+class MuonWithAuxAdam(RuleOptimizer):
+    """Muon and the AdamW beside it, under the name of Jordan et al.'s class.
 
     Args:
         param_groups: groups with ``use_muon``: true for matrices, with `lr`, `momentum` and `weight_decay`;
@@ -29,6 +31,8 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
     Raises:
         ConfigError: a group lacks ``use_muon``, or one for Muon has parameters that are not matrices.
     """
+
+    name = "MuonWithAuxAdam"
 
     def __init__(self, param_groups: Iterable[Mapping[str, Any]]):
         groups = []
@@ -43,16 +47,25 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
         super().__init__(groups, {})
         _check_matrices([group for group in self.param_groups if group["use_muon"]])
 
-    def step(self, closure: object = None) -> NoReturn:
-        """Refuse to update: only the optimizer that `megazero.initialize` returns does.
+    def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
+        return muon_of(group, {}) if group["use_muon"] else muon_of({"momentum": 0.0}, group).rest
 
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            "`step` must be called on the optimizer that `megazero.initialize` returns, but was called on "
-            "MuonWithAuxAdam, which only names groups and options; use that one"
-        )
+
+def mark_matrices(model: nn.Module) -> None:
+    """Set `use_muon` where it is missing: whether Muon is to update a parameter, as DeepSpeed decides.
+
+    Muon is for matrices whose names have neither ``embed`` nor ``lm_head`` in them.
+    """
+    for name, param in model.named_parameters():
+        if not isinstance(getattr(param, "use_muon", None), bool):
+            inner = not any(word in name.lower() for word in ("embed", "lm_head"))
+            param.__dict__["use_muon"] = param.dim() == 2 and inner
+
+
+def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
+    """Mark a model's parameters as a `DeepSpeedConfig` needs it: for Muon, see `mark_matrices`."""
+    if config_class.optimizer_name == MUON_OPTIMIZER:
+        mark_matrices(model)
 
 
 def split_by_mark(params: Sequence[Any], muon: Mapping[str, Any], rest: Mapping[str, Any]) -> MuonWithAuxAdam:

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from megazero.config.deepspeed.extras import Extras, OptimizerExtras
-from megazero.deepspeed.fused import COMPRESSED, FUSED, CompressedOptimizer
-from megazero.deepspeed.muon import split_by_mark
+from megazero.config.deepspeed.extras import Extras
+from megazero.deepspeed.choose_optimizer import of_json
+from megazero.deepspeed.groups import rates
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
 from megazero.errors import ConfigError, MegazeroError
 from megazero.optim.loss_scaler import LossScaler, ScalerState
 from megazero.zero.optimizer import Optimizer, StepReport
-
-_MOMENTS = ("betas", "eps")
-# The class of each name, and the options that it takes beside learning rate and weight decay.
-_CLASSES: Mapping[str, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = MappingProxyType(
-    {
-        "adam": (torch.optim.AdamW, _MOMENTS),
-        "sgd": (torch.optim.SGD, ("momentum",)),
-        "adagrad": (torch.optim.Adagrad, ("eps",)),
-        "adadelta": (torch.optim.Adadelta, ("rho", "eps")),
-        "adamax": (torch.optim.Adamax, _MOMENTS),
-        "nadam": (torch.optim.NAdam, _MOMENTS),
-        "radam": (torch.optim.RAdam, _MOMENTS),
-        "rmsprop": (torch.optim.RMSprop, ("alpha", "eps")),
-        **{name: (kind, kind.shared) for name, kind in FUSED.items()},
-        **{name: (partial(CompressedOptimizer, name), taken) for name, taken in COMPRESSED.items()},
-    }
-)
 
 ParamGroups = Sequence[nn.Parameter] | Sequence[dict[str, Any]]
 
@@ -75,30 +56,7 @@ def build_torch_optimizer(
             "`optimizer` must be given in the configuration or as an argument, but is in neither; add the "
             'section "optimizer" or pass a torch optimizer'
         )
-    return _of_json(extras.optimizer, params)
-
-
-def _of_json(extras: OptimizerExtras, params: ParamGroups) -> torch.optim.Optimizer:
-    if extras.lr is None:
-        raise ConfigError(
-            '`optimizer.params.lr` must be a number where a script builds the model, but is "auto"; '
-            "write it down"
-        )
-
-    # Options that are "auto" or missing have the class's default, except the weight decay of AdamW and Muon.
-    shared = {"weight_decay": extras.weight_decay or 0.0}
-    if extras.type == "muon":
-        moments = {"betas": (0.9, 0.999), "eps": 1e-8, **_given(extras, _MOMENTS)}
-        rest = {"lr": extras.adam_lr or extras.lr, **moments, **shared}
-        muon = {"lr": extras.muon_lr or extras.lr, **_given(extras, ("momentum", "nesterov")), **shared}
-        return split_by_mark(list(params), muon, rest)
-    kind, taken = _CLASSES[extras.type]
-    return kind(params, lr=extras.lr, **shared, **_given(extras, taken))
-
-
-def _given(extras: OptimizerExtras, names: Sequence[str]) -> dict[str, Any]:
-    """The options with these names that the JSON says."""
-    return {name: value for name in names if (value := getattr(extras, name)) is not None}
+    return of_json(extras.optimizer, list(params))
 
 
 class DeepSpeedOptimizer(torch.optim.Optimizer):
@@ -179,7 +137,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._pending = False
         self.shards.rule = self._rule_of(self.param_groups)
         self.report = self.shards.step(
-            [float(group["lr"]) for group in self.param_groups],
+            rates(self.shards.rule, self.param_groups),
             [float(group.get("weight_decay", 0.0)) for group in self.param_groups],
             self._divisor / (self.scaler_state.scale * self.parallel.group.size),
         )

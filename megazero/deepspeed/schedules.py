@@ -1,4 +1,4 @@
-"""DeepSpeed's learning rate schedules by the names that its JSON gives them.
+"""DeepSpeed's learning rate schedules over warmups, and its range test; `one_cycle.py` has OneCycle.
 
 The values are DeepSpeed's at every step, including edge cases. As there, the value set at construction holds
 for the first update, and the first `step` sets the rate of count 0: if warmup starts from zero, the first
@@ -8,139 +8,300 @@ two updates change nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, TypeVar
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
-from megazero.config.deepspeed.extras import SchedulerExtras
 from megazero.errors import ConfigError
 
-_Number = TypeVar("_Number", int, float)
+PerGroup = float | Sequence[float]
+"""One value for all parameter groups, or a list with one for each."""
 
 
-def learning_rate(extras: SchedulerExtras, base: float, count: int) -> float:
-    """The rate after `count` + 1 calls of `step`; -1 gives the value set at construction.
+class Schedule(ABC):
+    """Moves the `lr` of an optimizer's parameter groups from step to step.
 
-    Args:
-        extras: the schedule, whose `warmup_max_lr` is not None for the two types that read it.
-        base: the parameter group's own rate, which WarmupCosineLR scales.
-    """
-    cosine = extras.type == "WarmupCosineLR"
-    if count < 0:
-        return 0.0 if cosine else _given(extras.warmup_min_lr)
-    if cosine:
-        return base * _cosine_ratio(extras, count)
-    low, high = _given(extras.warmup_min_lr), _given(extras.warmup_max_lr)
-    return low + (high - low) * _linear_ratio(extras, count)
-
-
-def _warmup(extras: SchedulerExtras, count: int) -> float | None:
-    """The progress of the warmup, from 0 to 1; None when it is over."""
-    steps = max(2, _given(extras.warmup_num_steps))
-    if count >= steps:
-        return None
-    return math.log(count + 1) / math.log(steps) if extras.warmup_type == "log" else count / steps
-
-
-def _linear_ratio(extras: SchedulerExtras, count: int) -> float:
-    warmup = _warmup(extras, count)
-    if warmup is not None:
-        return warmup
-    if extras.type == "WarmupLR":
-        return 1.0
-    total = _given(extras.total_num_steps)
-    length = total - max(2, _given(extras.warmup_num_steps))
-    return max(0.0, (total - count) / max(1.0, length))
-
-
-def _cosine_ratio(extras: SchedulerExtras, count: int) -> float:
-    warmup = _warmup(extras, count)
-    if warmup is not None:
-        return extras.warmup_min_ratio + warmup * (1.0 - extras.warmup_min_ratio)
-    steps = max(2, _given(extras.warmup_num_steps))
-    done = min(1.0, (count - steps + 1) / max(1, _given(extras.total_num_steps) - steps))
-    height = (1 + math.cos(math.pi * done)) / 2
-    return max(0.0, extras.cos_min_ratio + (1.0 - extras.cos_min_ratio) * height)
-
-
-def _given(number: _Number | None) -> _Number:
-    assert number is not None, "`WarmupSchedule` completes or refuses a schedule"
-    return number
-
-
-class WarmupSchedule:
-    """Moves the `lr` of an optimizer's parameter groups; the members are those of DeepSpeed's schedules.
+    Attributes:
+        optimizer: the optimizer whose groups it moves.
+        last_batch_iteration: the count of the last `step`; -1 before the first.
 
     Args:
-        optimizer: its groups are updated; their current rates are used for `warmup_max_lr` if that is unset.
-        extras: the schedule's settings.
-
-    Raises:
-        ConfigError: a length is left open.
+        optimizer: a torch optimizer, or a wrapper with one as its `optimizer`.
+        last_batch_iteration: the count to go on from; with -1 the groups get their first rates at once.
     """
 
-    def __init__(self, optimizer: Optimizer, extras: SchedulerExtras):
-        needed = ["warmup_num_steps"] + ["total_num_steps"] * (extras.type != "WarmupLR")
-        missing = [name for name in needed if getattr(extras, name) is None]
-        if missing:
-            raise ConfigError(
-                [
-                    f"`scheduler.params.{name}` must be a number where a script builds the model, but is "
-                    '"auto"; write it down'
-                    for name in missing
-                ]
-            )
-        self.optimizer = optimizer
-        self.last_batch_iteration = -1
-        low = 0.0 if extras.warmup_min_lr is None else extras.warmup_min_lr
-        self._groups = []
-        for group in optimizer.param_groups:
-            base = float(group["lr"])
-            high = base if extras.warmup_max_lr is None else extras.warmup_max_lr
-            self._groups.append((replace(extras, warmup_min_lr=low, warmup_max_lr=high), base))
-        self._set()
+    def __init__(self, optimizer: Any, last_batch_iteration: int = -1):
+        self.optimizer = torch_optimizer(optimizer)
+        self.last_batch_iteration = last_batch_iteration
+        self._last_lr: list[Any] | None = None
+
+    @abstractmethod
+    def get_lr(self) -> list[float]:
+        """The rate of each group at `last_batch_iteration`."""
+
+    def get_last_lr(self) -> list[Any]:
+        """The rates that were set last.
+
+        Raises:
+            AssertionError: none has been set yet.
+        """
+        if self._last_lr is None:
+            raise AssertionError("need to call step() first: no learning rate has been set yet")
+        return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go to the next count, or to the given one."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
-        self._set()
-
-    def get_lr(self) -> list[float]:
-        """The rate of each group."""
-        return [learning_rate(extras, base, self.last_batch_iteration) for extras, base in self._groups]
-
-    get_last_lr = get_lr
+        self._set(self.get_lr())
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the schedule."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state. The next `step` sets the rates; until then they are part of the optimizer's."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
-    def _set(self) -> None:
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
+    def _set(self, rates: Sequence[float]) -> None:
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def _each(self, value: PerGroup, name: str) -> list[float]:
+        """The value for each group.
+
+        Raises:
+            ConfigError: the list has another length.
+        """
+        count = len(self.optimizer.param_groups)
+        if not isinstance(value, list | tuple):
+            return [value] * count  # type: ignore[list-item]
+        if len(value) != count:
+            raise ConfigError(
+                f"`{name}` must be a number or a list with one for each of {count} parameter groups, but has "
+                f"{len(value)}"
+            )
+        return list(value)
 
 
-def build_schedule(
-    given: Any | Callable[[Optimizer], Any] | None, extras: SchedulerExtras | None, optimizer: Optimizer
-) -> Any:
-    """The caller's schedule, or one that its function makes from `optimizer`, or the JSON's; None for none.
+class WarmupLR(Schedule):
+    """From the lowest to the highest rate along a logarithm or a line, then constant.
+
+    Args:
+        optimizer: see `Schedule`.
+        warmup_min_lr: the rate at the start; one, or one for each group.
+        warmup_max_lr: the rate after the warmup; by default each group's own.
+        warmup_num_steps: the length of the warmup in steps, at least 2.
+        warmup_type: ``log`` or ``linear``; anything else is ``log``, with a warning.
+        last_batch_iteration: see `Schedule`.
 
     Raises:
-        ConfigError: the caller's has no `step`, or the JSON's is incomplete.
+        ConfigError: `warmup_num_steps` is no positive integer, or a list has the wrong length.
     """
-    if given is None:
-        return None if extras is None else WarmupSchedule(optimizer, extras)
-    schedule = given if hasattr(given, "step") else given(optimizer)
-    if not hasattr(schedule, "step"):
-        raise ConfigError(
-            f"`lr_scheduler` must be a schedule with `step`, or a function that makes one from an optimizer, "
-            f"but gives a {type(schedule).__name__}"
+
+    def __init__(
+        self,
+        optimizer: Any,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup | None = None,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        super().__init__(optimizer, last_batch_iteration)
+        self.warmup = Warmup(warmup_num_steps, warmup_type)
+        own = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.min_lrs = self._each(warmup_min_lr, "warmup_min_lr")
+        self.max_lrs = self._each(own if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr")
+        if last_batch_iteration == -1:
+            self._set(self.get_lr())
+
+    def get_lr(self) -> list[float]:
+        share = 0.0 if self.last_batch_iteration < 0 else self._share()
+        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _share(self) -> float:
+        progress = self.warmup.progress(self.last_batch_iteration)
+        return 1.0 if progress is None else progress
+
+
+class WarmupDecayLR(WarmupLR):
+    """As `WarmupLR`, then along a line to the lowest rate.
+
+    Args:
+        optimizer, warmup_min_lr, warmup_num_steps, warmup_type, last_batch_iteration: see `WarmupLR`.
+        total_num_steps: the step at which the lowest rate is reached.
+        warmup_max_lr: the rate after the warmup; by default 0.001, whatever the groups' own are.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_lr: PerGroup = 0.0,
+        warmup_max_lr: PerGroup = 0.001,
+        warmup_num_steps: int = 1000,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        self.total_num_steps = total_num_steps
+        super().__init__(
+            optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration
         )
-    return schedule
+        self.warmup.warn_if_longer(total_num_steps)
+
+    def _share(self) -> float:
+        progress = self.warmup.progress(self.last_batch_iteration)
+        if progress is not None:
+            return progress
+        left = self.total_num_steps - self.last_batch_iteration
+        return max(0.0, left / max(1.0, self.total_num_steps - self.warmup.steps))
+
+
+class WarmupCosineLR(Schedule):
+    """From a share of each group's rate up to it, then along a cosine down to another share.
+
+    Args:
+        optimizer: see `Schedule`.
+        total_num_steps: the step at which the lowest rate is reached.
+        warmup_min_ratio: the share at the start of the warmup.
+        warmup_num_steps, warmup_type: see `WarmupLR`.
+        cos_min_ratio: the share at the end.
+        last_batch_iteration: see `Schedule`.
+
+    Raises:
+        ConfigError: `warmup_num_steps` is no positive integer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int,
+        warmup_min_ratio: float = 0.0,
+        warmup_num_steps: int = 1000,
+        cos_min_ratio: float = 0.0001,
+        warmup_type: str = "log",
+        last_batch_iteration: int = -1,
+    ):
+        super().__init__(optimizer, last_batch_iteration)
+        self.warmup = Warmup(warmup_num_steps, warmup_type)
+        self.warmup.warn_if_longer(total_num_steps)
+        self.total_num_steps = total_num_steps
+        self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
+        self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if last_batch_iteration == -1:
+            self._set(self.get_lr())
+
+    def get_lr(self) -> list[float]:
+        ratio = self.get_lr_ratio()
+        return [rate * ratio for rate in self.org_lrs]
+
+    def get_lr_ratio(self) -> float:
+        """The share of each group's rate; 0 before the first step."""
+        count = self.last_batch_iteration
+        if count < 0:
+            return 0.0
+        progress = self.warmup.progress(count)
+        if progress is not None:
+            return self.warmup_min_ratio + progress * (1.0 - self.warmup_min_ratio)
+        steps = self.warmup.steps
+        done = min(1.0, (count - steps + 1) / max(1, self.total_num_steps - steps))
+        height = (1 + math.cos(math.pi * done)) / 2
+        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
+
+
+class LRRangeTest(Schedule):
+    """A rate that only grows, to find the one at which training diverges (Smith 2018).
+
+    Args:
+        optimizer: see `Schedule`.
+        lr_range_test_min_lr: the first rate; one, or one for each group.
+        lr_range_test_step_size: the number of steps in which the rate grows by `lr_range_test_step_rate`
+            times the first one.
+        lr_range_test_step_rate: see there.
+        lr_range_test_staircase: grow at the end of each such number of steps, not all along.
+        last_batch_iteration: see `Schedule`.
+
+    Raises:
+        ConfigError: the step size is no positive integer, or a list has the wrong length.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        lr_range_test_min_lr: PerGroup = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ):
+        super().__init__(optimizer, last_batch_iteration)
+        self.min_lr = self._each(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size = positive(lr_range_test_step_size, "lr_range_test_step_size")
+        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
+        if last_batch_iteration == -1:
+            self._set(self.min_lr)
+
+    def get_lr(self) -> list[float]:
+        done = (self.last_batch_iteration + 1) / self.step_size
+        growth = 1 + self.step_rate * (math.floor(done) if self.staircase else done)
+        return [rate * growth for rate in self.min_lr]
+
+
+class Warmup:
+    """The first steps of a schedule.
+
+    Args:
+        steps: how many; one counts as two.
+        kind: ``log`` or ``linear``.
+    """
+
+    def __init__(self, steps: int, kind: str):
+        self.steps = max(2, positive(steps, "warmup_num_steps"))
+        self.kind = kind
+        if kind not in ("log", "linear"):
+            warnings.warn(f"`warmup_type` must be log or linear, but is {kind}: log is taken", stacklevel=3)
+
+    def progress(self, count: int) -> float | None:
+        """How far it is after so many steps, from 0 to 1; None when it is over."""
+        if count >= self.steps:
+            return None
+        return count / self.steps if self.kind == "linear" else math.log(count + 1) / math.log(self.steps)
+
+    def warn_if_longer(self, total: int) -> None:
+        """Warn if it is longer than the whole schedule."""
+        if total < self.steps:
+            warnings.warn(
+                f"`total_num_steps` {total} is less than `warmup_num_steps` {self.steps}", stacklevel=3
+            )
+
+
+def positive(value: Any, name: str) -> int:
+    """The value, if it is a positive integer.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"`{name}` must be a positive integer, but is {value!r}")
+    return value
+
+
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer that this is, or that it wraps.
+
+    Raises:
+        TypeError: there is none.
+    """
+    found = optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", None)
+    if not isinstance(found, Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer and wraps none")
+    return found

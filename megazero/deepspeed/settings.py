@@ -26,6 +26,8 @@ from megazero.errors import ConfigError
 
 JsonSource = str | Path | Mapping[str, Any]
 
+CLIPPED = 1.0
+"""The gradient norm to which DeepSpeed clips where `gradient_clipping` is absent, since 0.19.3."""
 _FOR_SCRIPTS_OF_OURS = ("data_efficiency", "progressive_layer_drop")
 _USED = ("zero", "offload", "precision", "logging", "optimizer", "batch", "curriculum")
 
@@ -78,13 +80,14 @@ def choose_source(args: Any, config: JsonSource | None, config_params: JsonSourc
     return next(iter(given.values()))
 
 
-def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> UserSettings:
+def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | None = None) -> UserSettings:
     """Read a JSON, or its content.
 
     Args:
         source: path or content.
         data_parallel: the number of ranks that samples are split over.
-        model: its `config.hidden_size`, if it has one, resolves "auto" for the keys that depend on it.
+        model: its `config.hidden_size`, if it has one, resolves "auto" for the keys that depend on it; None
+            if it is not known yet.
 
     Raises:
         ConfigError: names everything that is wrong with it.
@@ -93,6 +96,7 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
     given = {"model.hidden_size": hidden} if isinstance(hidden, int) else {}
     read = read_deepspeed(source, data_parallel=data_parallel, given=given)
     problems = list(read.problems)
+    notes = _narrow_reduction(read)
     sections: dict[str, Section] = {}
     for name in ("zero", "offload", "precision", "logging"):
         try:
@@ -117,6 +121,8 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
     batch = read.batch
     if batch is None:  # no batch size is given, which this refuses as DeepSpeed does
         batch = resolve_batch(None, None, None, data_parallel)
+    if notes:
+        sections["zero"] = sections["zero"].model_copy(update={"grad_reduce_dtype": "fp16"})
     tree = Config.model_construct(set(sections), **sections)
     return UserSettings(
         tree.zero,
@@ -125,9 +131,24 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module) -> U
         tree.logging,
         extras=read.extras,
         batch=batch,
-        clip_grad=read.values.get("optimizer.clip_grad", 0.0),
-        notes=_without_effect(read),
+        clip_grad=read.values.get("optimizer.clip_grad", CLIPPED),
+        notes=(*notes, *_without_effect(read), *read.strangers),
         seqlen=seqlen,
+    )
+
+
+def _narrow_reduction(read: DeepSpeedSettings) -> tuple[str, ...]:
+    """Take gradients that are sent as fp16 without a loss scale out of the settings; a warning about them.
+
+    Our own scripts refuse them; DeepSpeed sends them, and so does the engine.
+    """
+    path = "zero.grad_reduce_dtype"
+    if read.values.get(path) != "fp16" or read.values.get("precision.dtype") == "fp16":
+        return ()
+    read.settings[:] = [setting for setting in read.settings if setting.spec.path != path]
+    return (
+        f"`communication_data_type` of {read.name} is fp16 without a loss scale: a sum of gradients above "
+        "65504 is inf, and its step is skipped.",
     )
 
 

@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 
-from megazero.deepspeed.fused import FUSED, CompressedOptimizer, RuleOptimizer
+from megazero.deepspeed.fused import RuleOptimizer
+from megazero.deepspeed.groups import Groups, together
 from megazero.deepspeed.muon import matrix_groups, muon_of
 from megazero.errors import ConfigError
 from megazero.optim.elementwise import Adam
 from megazero.optim.rule import UpdateRule
 from megazero.optim.torch_rule import TorchRule, on_pieces
-
-Groups = Sequence[Mapping[str, Any]]
-"""Parameter groups of a torch optimizer."""
 
 RuleOf = Callable[[Groups], UpdateRule]
 """Makes the rule from the groups' current options; learning rate and weight decay are passed separately."""
@@ -39,26 +37,27 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
             flat pieces of tensors, so its results depend on the layout.
 
     Raises:
-        ConfigError: the groups differ in more than learning rate and weight decay, or the optimizer cannot
-            run on flat pieces.
+        ConfigError: the groups differ in options that must be the same, or the optimizer cannot run on flat
+            pieces.
     """
+    name = type(optimizer).__name__
     plain_adamw = type(optimizer) is torch.optim.AdamW and not any(
         group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups
     )
     if plain_adamw:
-        return _adamw
-    # A caller's subclass may have another `step`, and is run as any other class.
-    if isinstance(optimizer, RuleOptimizer) and type(optimizer) in (CompressedOptimizer, *FUSED.values()):
-        return lambda groups: optimizer.rule_of(_common(groups, optimizer.shared, optimizer.name))
+        return lambda groups: together([_adamw(group) for group in groups], groups, name)
     if whole := matrix_groups(optimizer):
         return lambda groups: _muon(groups, whole)
-    rule = on_pieces(TorchRule(type(optimizer), *_options(optimizer)), allow_untested=allow_untested)
-    return lambda groups: replace(rule, options=_common(groups, tuple(rule.options), rule.kind.__name__))
+    # A caller's subclass may have another `step`, and is run as any other class. torch wraps that of each.
+    own = inspect.unwrap(type(optimizer).step) is inspect.unwrap(RuleOptimizer.step)
+    if isinstance(optimizer, RuleOptimizer) and own:
+        return lambda groups: together([*map(optimizer.rule_of, groups)], groups, optimizer.name)
+    return _on_pieces(optimizer, allow_untested)
 
 
-def _adamw(groups: Groups) -> UpdateRule:
-    options = _common(groups, ("betas", "eps"), "AdamW")
-    return Adam(float(options["betas"][0]), float(options["betas"][1]), options["eps"])
+def _adamw(options: Mapping[str, Any]) -> Adam:
+    beta1, beta2 = map(float, options["betas"])
+    return Adam(beta1, beta2, options["eps"])
 
 
 def _muon(groups: Groups, whole: Set[int]) -> UpdateRule:
@@ -69,13 +68,29 @@ def _muon(groups: Groups, whole: Set[int]) -> UpdateRule:
     return muon_of(own, _common(rest, ("betas", "eps"), "Muon's AdamW") if rest else {})
 
 
-def _options(optimizer: torch.optim.Optimizer) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """The arguments of the optimizer's class that its groups hold, and which of them are per group."""
-    accepted = inspect.signature(type(optimizer).__init__).parameters
-    names = [name for name in optimizer.param_groups[0] if name in accepted and name != "params"]
-    shared = tuple(name for name in names if name not in _PER_GROUP)
-    common = _common(optimizer.param_groups, shared, type(optimizer).__name__)
-    return common, tuple(name for name in names if name in _PER_GROUP)
+def _on_pieces(optimizer: torch.optim.Optimizer, allow_untested: bool) -> RuleOf:
+    """The rule of a class that runs itself; each group may have its own arguments."""
+    kind, groups = type(optimizer), optimizer.param_groups
+    accepted = inspect.signature(kind.__init__).parameters
+    names = [name for name in groups[0] if name in accepted and name != "params"]
+    shared = [name for name in names if name not in _PER_GROUP]
+    takes = tuple(name for name in names if name in _PER_GROUP)
+    tried: list[TorchRule] = []
+    for group in groups:
+        asked = TorchRule(kind, _options(group, shared), takes)
+        known = next((rule for rule in tried if rule.options == asked.options), None)
+        tried.append(known or on_pieces(asked, allow_untested=allow_untested))
+
+    def rule_of(groups: Groups) -> UpdateRule:
+        pairs = zip(tried, groups, strict=True)
+        rules = [replace(rule, options=_options(group, shared)) for rule, group in pairs]
+        return together(rules, groups, kind.__name__)
+
+    return rule_of
+
+
+def _options(group: Mapping[str, Any], names: Sequence[str]) -> Mapping[str, Any]:
+    return MappingProxyType({name: group[name] for name in names})
 
 
 def _common(groups: Groups, names: Sequence[str], kind: str) -> Mapping[str, Any]:
@@ -85,6 +100,6 @@ def _common(groups: Groups, names: Sequence[str], kind: str) -> Mapping[str, Any
         if any(value != values[0] for value in values):
             raise ConfigError(
                 f"`{name}` must be the same in every parameter group of {kind}, but is {values}: one update "
-                f"runs over buckets of all groups; only learning rate and weight decay may differ"
+                f"runs over matrices of all groups; only learning rate and weight decay may differ"
             )
-    return MappingProxyType({name: groups[0][name] for name in names})
+    return _options(groups[0], names)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import megazero
+from megazero.deepspeed.fused import FusedLamb
 from megazero.deepspeed.settings import read_settings
 from megazero.errors import ConfigError, DataError, MegazeroError
 from megazero.mpu.context import solo_context, thread_context
@@ -35,7 +36,7 @@ def two_betas(model):
         {"params": [model.weight], "betas": (0.9, 0.99)},
         {"params": [model.bias], "betas": (0.8, 0.99)},
     ]
-    return torch.optim.AdamW(groups, lr=1e-2)
+    return FusedLamb(groups, lr=1e-2)
 
 
 def attempt(config=None, model=None, **arguments):
@@ -51,7 +52,7 @@ TRAINED = {**BATCH, "optimizer": ADAMW}
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({**BATCH, "optimiser": ADAMW}, "unknown key `optimiser`; did you mean `optimizer`"),
+        ({**TRAINED, "fp16": {"enable": True}}, "unknown key `fp16.enable`; did you mean `fp16.enabled`"),
         (
             {**BATCH, "train_micro_batch_size_per_gpu": 3, "optimizer": ADAMW},
             "`train_batch_size` must be a multiple of 3",
@@ -61,11 +62,15 @@ TRAINED = {**BATCH, "optimizer": ADAMW}
         (BATCH, "`optimizer` must be given in the configuration or as an argument"),
         (
             {**BATCH, "optimizer": {"type": "MuAdam", "params": {"lr": 0.1}}},
-            "`optimizer.type` is not accepted as",
+            "`optimizer.type` must be Adam, AdamW",
         ),
         (
-            {**BATCH, "optimizer": {"type": "MuSGD", "params": {"lr": 0.1}}},
-            "`optimizer.type` is not accepted",
+            {**BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "betas": [0.9, 0.99]}}},
+            "`optimizer.params.betas` must not be given with SGD; leave it out",
+        ),
+        (
+            {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "amsgrad": True}}},
+            "`amsgrad` must be false for FusedAdam",
         ),
         (
             {**BATCH, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}},
@@ -79,7 +84,11 @@ TRAINED = {**BATCH, "optimizer": ADAMW}
             },
             "`scheduler.params.warmup_num_steps` must be a number",
         ),
-        ({**TRAINED, "scheduler": {"type": "OneCycle", "params": {}}}, "`scheduler.type`"),
+        (
+            {**TRAINED, "scheduler": {"type": "OneCycle", "params": {}}},
+            "`scheduler.params.cycle_min_lr` must be given with OneCycle",
+        ),
+        ({**TRAINED, "scheduler": {"type": "Sawtooth"}}, "`scheduler.type` must be LRRangeTest, OneCycle"),
         ({**TRAINED, "zero_optimization": {"stage": 4}}, "stage"),
         (
             {**TRAINED, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
@@ -103,14 +112,14 @@ def test_a_configuration_is_refused(config, words):
 
 def test_every_problem_is_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        attempt({"zero_optimization": {"stage": 9, "zenflow": {}}, "surprise": 1})
+        attempt({"zero_optimization": {"stage": 9, "zenflow": {}, "surprise": 1}, "unknown": 1})
     assert len(caught.value.violations) == 3
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"optimizer": two_betas}, "`betas` must be the same in every parameter group of AdamW"),
+        ({"optimizer": two_betas}, "`betas` must be the same in every parameter group of FusedLamb"),
         ({"optimizer": lambda m: torch.optim.LBFGS(m.parameters())}, "LBFGS fails there"),
         ({"optimizer": lambda m: Middle(m.parameters())}, "Middle gives other values for a tensor in pieces"),
         ({"optimizer": lambda m: torch.optim.ASGD(m.parameters())}, "ASGD keeps eta, mu"),

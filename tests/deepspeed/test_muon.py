@@ -97,10 +97,32 @@ def test_the_json_is_muon_for_marked_parameters():
     assert_same(json[0], record(2, 1, make=direct)[0])
 
 
-def test_without_marks_it_is_refused():
-    optimizer = {"type": "Muon", "params": {"lr": 0.01}}
-    with pytest.raises(ConfigError, match="`use_muon` must be set on every parameter for Muon"):
-        start(solo_context(), build(Tied), settings(0, optimizer=optimizer))
+def test_without_marks_matrices_are_told_by_their_names():
+    model = build(Tied)
+    optimizer = {"type": "muon", "params": {"lr": 0.01, "ns_method": "gram"}}
+    engine = start(solo_context(), model, settings(0, optimizer=optimizer))
+    marked = {name for name, param in model.named_parameters() if param.use_muon}
+    assert marked == {
+        n for n, p in mark(build(Tied)).named_parameters() if p.use_muon and p.requires_grad
+    } | {n for n, p in build(Tied).named_parameters() if p.ndim == 2 and not p.requires_grad}
+    assert [group["use_muon"] for group in engine.optimizer.param_groups] == [True, False]
+
+
+def test_by_itself_it_updates_matrices_and_the_rest():
+    model = mark(build(Tied))
+    (group, rest) = both(model).param_groups
+    twin = mark(build(Tied))
+    expected = Plain(both(twin).param_groups)
+    optimizer = MuonWithAuxAdam([group, rest])
+    for _ in range(3):
+        for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+            if param.requires_grad:
+                param.grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(param.numel()))
+                other.grad = param.grad.clone()
+        optimizer.step()
+        expected.step()
+    for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(param, other)
 
 
 def test_groups_say_which_they_are():
@@ -109,8 +131,6 @@ def test_groups_say_which_they_are():
         MuonWithAuxAdam([{"params": [weight]}])
     with pytest.raises(ConfigError, match="`use_muon` must be false for parameters that are not matrices"):
         MuonWithAuxAdam([{"params": [bias], "use_muon": True}])
-    with pytest.raises(ConfigError, match="`step` must be called on the optimizer"):
-        MuonWithAuxAdam([{"params": [weight], "use_muon": True}]).step()
 
 
 def test_torchs_muon_is_the_rule_with_its_options():

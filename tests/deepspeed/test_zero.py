@@ -156,8 +156,8 @@ def test_it_can_be_switched_off_and_told_a_type(tmp_path):
     finished = nn.Sequential(nn.Linear(2, 2))
     Init(module=finished, mpu=solo_context())
     assert all(map(is_partitioned, finished.parameters()))
-    with pytest.raises(ConfigError, match="unknown key `stage`"):
-        Init(config_dict_or_path={"stage": 3}, mpu=solo_context())
+    with pytest.raises(ConfigError, match="unknown key `zero_optimization.stages`"):
+        Init(config_dict_or_path={"zero_optimization": {"stages": 3}}, mpu=solo_context())
 
 
 def storages(roots: list[object]) -> int:

@@ -1,8 +1,11 @@
-"""The object in a JSON file, or what is wrong with the file and where, in a user's words."""
+"""The object in a DeepSpeed file, or what is wrong with the file and where, in a user's words."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.bounded import bounded_text
+from megazero.config.deepspeed.relaxed import Relaxed, relaxed
 from megazero.config.words import Few
 from megazero.regular_file import why_unreadable
 
@@ -34,9 +38,9 @@ class Fault:
     reason: str
     remedy: str
 
-    def sentence(self, path: Path, text: str) -> str:
-        """The complaint about the file at `path`."""
-        where = f"{path}:{_line(text, self.position)}:{_column(text, self.position)}"
+    def sentence(self, name: str, text: Relaxed) -> str:
+        """The complaint about the file of this name."""
+        where = f"{name}:{text.place(self.position)}"
         return f"{where}: the file must be valid JSON, but {self.reason}; {self.remedy}."
 
 
@@ -44,14 +48,37 @@ class _Constant(ValueError):
     pass
 
 
-def load_json(path: Path) -> tuple[Mapping[str, Any], list[str]]:
-    """The object that a file holds, and why the file is refused, as sentences; then it may be empty."""
+def load_json(source: str | Path) -> tuple[Mapping[str, Any], list[str]]:
+    """The object that a file holds, and why the file is refused, as sentences; then it may be empty.
+
+    `source` may also be the file's text itself in base64, as accelerate's launcher passes it.
+    """
+    if (text := _decoded(source)) is not None:
+        return read_json(text, "the DeepSpeed configuration")
+    path = Path(source)
     try:
         text = bounded_text(path)
     except OSError as error:
         return {}, [f"`--deepspeed_config` must name a readable file, but {path}: {why_unreadable(error)}."]
     except UnicodeDecodeError as error:
         return {}, [f"{path}: the file must be UTF-8, but has {error.reason}; save it as UTF-8."]
+    return read_json(text, str(path))
+
+
+def _decoded(source: str | Path) -> str | None:
+    """The text that base64 stands for; None if it is none, or the name of a file."""
+    if not isinstance(source, str) or os.path.exists(source):
+        return None
+    try:
+        text = base64.b64decode(source, altchars=b"-_", validate=True).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def read_json(given: str, name: str) -> tuple[Mapping[str, Any], list[str]]:
+    """The object that a text holds, and why it is refused, as `load_json` does."""
+    text = relaxed(given)
     repeats: list[bool] = []
 
     def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -60,14 +87,14 @@ def load_json(path: Path) -> tuple[Mapping[str, Any], list[str]]:
         return content
 
     try:
-        document = json.loads(text, object_pairs_hook=pairs_of, parse_constant=_no_constant)
+        document = json.loads(text.json, object_pairs_hook=pairs_of, parse_constant=_no_constant)
     except RecursionError:  # within the parser; what it can read is judged by the caller
-        return {}, [f"{path}: the file must not be nested this deeply."]
+        return {}, [f"{name}: the file must not be nested this deeply."]
     except ValueError as error:
-        return {}, [_fault(text, error).sentence(path, text)]
+        return {}, [_fault(text.json, error).sentence(name, text)]
     if not isinstance(document, dict):
-        return {}, [f"{path}: the file must hold one JSON object."]
-    return document, _repeated(path, text) if any(repeats) else []
+        return {}, [f"{name}: the file must hold one JSON object."]
+    return document, _repeated(name, text) if any(repeats) else []
 
 
 def _no_constant(name: str) -> None:
@@ -87,25 +114,18 @@ def _fault(text: str, error: ValueError) -> Fault:
     if not rest:
         reason = "it ends before it is whole" if before else "it is empty"
         return Fault(len(before), reason, "close what is open" if before else "write an object in braces")
-    comma = position if re.match(r",\s*[}\]]", rest) else len(before) - 1
-    if comma == position or (rest[0] in "}]" and before.endswith(",")):
-        return Fault(comma, "a comma stands before a closing bracket", "remove the comma")
     return _fault_at(position, rest, error.msg)
 
 
 def _fault_at(position: int, rest: str, message: str) -> Fault:
     """The fault of a text that goes on with `rest`, where the parser stopped with `message`."""
     word = _WORD.match(rest)
-    if rest.startswith(("//", "/*", "#")):
-        return Fault(position, "it has a comment", "remove it")
-    if rest[0] == "'":
-        return Fault(position, "a text is in single quotes", "write double ones")
+    if rest.startswith(("/*", "'")):
+        return Fault(position, "what begins there has no end", "close it")
     if word and word[0].lower() in _LITERALS:
         return Fault(position, f"`{word[0]}` is no value there", f"write {_LITERALS[word[0].lower()]}")
     if word and message.startswith("Expecting value"):
         return Fault(position, f"`{word[0]}` is a placeholder or has no quotes", "write the value itself")
-    if word and message.startswith("Expecting property name"):
-        return Fault(position, f"the key `{word[0]}` has no quotes", "put it in double quotes")
     for start, reason, remedy in _OF_PARSER:
         if message.startswith(start):
             return Fault(position, reason, remedy)
@@ -128,19 +148,19 @@ def _first(pattern: re.Pattern[str], text: str) -> int:
     return next((match.start() for match in pattern.finditer(text) if match[1]), 0)
 
 
-def _repeated(path: Path, text: str) -> list[str]:
+def _repeated(name: str, text: Relaxed) -> list[str]:
     """A sentence on each key of a valid JSON text that its object has had already."""
     problems: list[str] = []
     others = Few("repeated keys")
-    for key, position, first in _repeated_keys(text):
-        others.add(problems, _sentence_of(path, text, key, position, first))
-    return problems + [f"{path}: {line}" for line in others.rest()]
+    for key, position, first in _repeated_keys(text.json):
+        others.add(problems, _sentence_of(name, text, key, position, first))
+    return problems + [f"{name}: {line}" for line in others.rest()]
 
 
-def _sentence_of(path: Path, text: str, key: str, position: int, first: int) -> Callable[[], str]:
+def _sentence_of(name: str, text: Relaxed, key: str, position: int, first: int) -> Callable[[], str]:
     return lambda: (
-        f"{path}:{_line(text, position)}:{_column(text, position)}: `{key}` must be given once, but is given "
-        f"on line {_line(text, first)} too."
+        f"{name}:{text.place(position)}: `{key}` must be given once, but is given on line "
+        f"{text.line(first)} too."
     )
 
 
@@ -157,11 +177,3 @@ def _repeated_keys(text: str) -> Iterator[tuple[str, int, int]]:
             first = open_objects[-1].setdefault(key, token.start())
             if first != token.start():
                 yield key, token.start(), first
-
-
-def _line(text: str, position: int) -> int:
-    return text.count("\n", 0, position) + 1
-
-
-def _column(text: str, position: int) -> int:
-    return position - text.rfind("\n", 0, position)

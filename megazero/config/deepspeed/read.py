@@ -16,12 +16,21 @@ from typing import Any
 
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.beside import leave_batch_to_flags
-from megazero.config.deepspeed.extras import Extras
+from megazero.config.deepspeed.extras import Extras, Named
 from megazero.config.deepspeed.load import load_json
-from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, SECTION, KeyRow, say
+from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, OR_NEVER, SECTION, KeyRow, say
 from megazero.config.deepspeed.rows.optimizer import optimizer_faults
 from megazero.config.deepspeed.rows.train import BATCH_ROWS
-from megazero.config.deepspeed.table import ALIASES, ROWS, SECTIONS, unknown_key
+from megazero.config.deepspeed.table import (
+    ALIASES,
+    LOOSE,
+    PYDANTIC,
+    ROWS,
+    SECTIONS,
+    is_remark,
+    near_miss,
+    unknown_key,
+)
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.flags import Setting
 from megazero.config.words import Few
@@ -31,14 +40,12 @@ _LONGEST_SHOWN = 80  # characters of a value in a message
 _DEEPEST = 32  # levels; DeepSpeed's own keys need eight
 _NOTHING_GIVEN: Mapping[str, Any] = MappingProxyType({})
 _NO_FLAGS: Mapping[str, Setting] = MappingProxyType({})
-_WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
-_SCHEDULER_TAKES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
-        "WarmupDecayLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr", "total_num_steps"},
-        "WarmupCosineLR": _WARMUP | {"warmup_min_ratio", "cos_min_ratio", "total_num_steps"},
-    }
+_NEEDED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"optimizer": frozenset({"lr"}), "scheduler": frozenset({"total_num_steps", "warmup_num_steps"})}
 )
+"""Arguments that must be written down where nobody replaces "auto"; others have their defaults then."""
+_SCRIPTS_ALONE = "optimizer."
+"""How the keys begin whose values `megazero.initialize` passes to a class, which judges them."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,7 @@ class DeepSpeedSettings:
         ignored: keys without effect.
         script_ignored: keys that have an effect in `megazero.initialize` but not in a training script.
         script_problems: why a training script refuses it.
+        unknown: keys that are not in the table, where DeepSpeed leaves such keys alone.
         problems: why it is refused.
         broken: paths of fields whose value could not be read.
         extras: what it says beyond the tree.
@@ -73,6 +81,7 @@ class DeepSpeedSettings:
     ignored: list[IgnoredKey] = field(default_factory=list)
     script_ignored: list[IgnoredKey] = field(default_factory=list)
     script_problems: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
     extras: Extras = field(default_factory=Extras)
@@ -83,6 +92,15 @@ class DeepSpeedSettings:
     def values(self) -> dict[str, Any]:
         """Path -> value of all fields that it sets or implies."""
         return {setting.spec.path: setting.value for setting in [*self.defaults, *self.settings]}
+
+    @property
+    def strangers(self) -> tuple[str, ...]:
+        """One line on the unknown keys that DeepSpeed leaves alone, with the keys that they resemble."""
+        listed = []
+        for path in (path for path in self.unknown if not path.startswith("optimizer.params.")):
+            near = near_miss(path)
+            listed.append(f"`{path}`" + (f" (did you mean `{near}`?)" if near else ""))
+        return (f"unknown keys of {self.name} without effect: {', '.join(listed)}.",) if listed else ()
 
 
 def read_deepspeed(
@@ -105,22 +123,35 @@ def read_deepspeed(
         result, document = DeepSpeedSettings("the DeepSpeed configuration"), source
     else:
         result = DeepSpeedSettings(str(source))
-        document, result.problems = load_json(Path(source))
+        document, result.problems = load_json(source)
     if _nested_deeply(document):
         result.problems.append(f"{result.name}: the file must not be nested this deeply.")
         return result
+    if isinstance(document.get("zero_optimization"), bool):  # how the first releases turned on stage 1
+        document = {**document, "zero_optimization": {"stage": int(document["zero_optimization"])}}
     values, resolved = _read_keys(result, document, given)
     extras: dict[str, Any] = {}
     for row in ROWS.values():
         _apply(result, row, values, resolved, extras)
-    result.problems += [f"{result.name}: {line}" for line in _contradictions(values)]
-    if values.get("scheduler.type") == "WarmupDecayLR":
-        extras.setdefault("scheduler.warmup_max_lr", 1e-3)  # unlike WarmupLR, which takes the optimizer's
+    result.script_problems += [f"{result.name}: {line}" for line in optimizer_faults(values)]
+    extras |= {kind: _named(document.get(kind), values, kind) for kind in ("optimizer", "scheduler")}
     result.extras = Extras.of(extras)
     result.overruled = leave_batch_to_flags(result.name, values, flags, data_parallel)
     _set_batch(result, values, given, data_parallel)
     _settle(result)
     return result
+
+
+def _named(section: Any, values: Mapping[str, Any], kind: str) -> Named | None:
+    """What a section names, with its arguments as they were read, or as they stand there."""
+    if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
+        return None
+    given = section.get("params")
+    given = given if isinstance(given, Mapping) else {}
+    kept = {name: values.get(f"{kind}.params.{name}", value) for name, value in given.items()}
+    needed = _NEEDED[kind]
+    params = {name: v for name, v in kept.items() if v is not None and (v != AUTO or name in needed)}
+    return Named(section["type"], params)
 
 
 def _nested_deeply(document: Mapping[str, Any]) -> bool:
@@ -141,37 +172,46 @@ def _read_keys(
     """The readable values by key path, and those of the paths that were resolved from "auto"."""
     values: dict[str, Any] = {}
     resolved: set[str] = set()
-    unknown = Few("unknown keys")
+    unknown, left = Few("unknown keys"), Few("unknown keys")
     for path, value in _leaves(result, document, unknown):
         row = ROWS[path]
         if path in values:
             result.problems.append(f"{result.name}: `{path}` must be given once, but is given as two names.")
-        elif value is None:
+        elif value is None and row.shape is not OR_NEVER:
             continue  # null is how JSON leaves a key out
         elif value == AUTO and row.auto is not None:
             automatic = row.auto(given)
             values[path] = AUTO if automatic is NOTHING else automatic
             resolved.add(path)
-        else:
+        elif value != AUTO or path.partition(".")[0] not in PYDANTIC:
             _read_value(result, row, value, values)
     result.problems += [f"{result.name}: {line}" for line in unknown.rest()]
+    for path in result.unknown:
+        left.add(result.script_problems, partial(_unknown, result.name, path))
+    result.script_problems += [f"{result.name}: {line}" for line in left.rest()]
     return values, resolved
 
 
 def _leaves(
     result: DeepSpeedSettings, node: Mapping[str, Any], unknown: Few, section: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Path and value of every key that has a row; other keys are problems."""
+    """Path and value of every key that has a row; other keys are unknown."""
     for key, value in node.items():
-        path = f"{section}.{key}" if section else ALIASES.get(key, str(key))
+        path = f"{section}.{key}" if section else str(key)
+        path = ALIASES.get(path, path)
         if path in ROWS:
             yield path, value
-        elif path not in SECTIONS:
+        elif path in SECTIONS:
+            if isinstance(value, Mapping):
+                yield from _leaves(result, value, unknown, path)
+            elif value is not None and not (value == AUTO and path.partition(".")[0] in PYDANTIC):
+                result.problems.append(f"{result.name}: `{path}` must be an object, but is {_shown(value)}.")
+        elif is_remark(path):
+            continue
+        elif section in LOOSE or section.startswith(_SCRIPTS_ALONE):
+            result.unknown.append(path)
+        else:
             unknown.add(result.problems, partial(_unknown, result.name, path))
-        elif isinstance(value, Mapping):
-            yield from _leaves(result, value, unknown, path)
-        elif value is not None:
-            result.problems.append(f"{result.name}: `{path}` must be an object, but is {_shown(value)}.")
 
 
 def _unknown(name: str, path: str) -> str:
@@ -193,7 +233,8 @@ def _read_value(result: DeepSpeedSettings, row: KeyRow, value: Any, values: dict
 
 def _refuse(result: DeepSpeedSettings, row: KeyRow, value: Any) -> None:
     as_this = "" if row.shape is SECTION else f" as {_shown(value)}"
-    result.problems.append(f"{result.name}: `{row.key}` is not accepted{as_this}: {row.refused}.")
+    into = result.script_problems if row.key.startswith(_SCRIPTS_ALONE) else result.problems
+    into.append(f"{result.name}: `{row.key}` is not accepted{as_this}: {row.refused}.")
     result.broken.update(row.fields)
 
 
@@ -273,7 +314,7 @@ def _set_fields(row: KeyRow, value: Any, values: Mapping[str, Any], source: str,
     if row.convert is None:
         return value
     converted = row.convert(value, values)
-    if converted is not NOTHING:
+    if converted is not NOTHING and row.fields:
         items = converted if len(row.fields) > 1 else (converted,)
         pairs = zip(row.fields, items, strict=True)
         into += [Setting(FIELD_BY_PATH[path], v, source) for path, v in pairs if v is not NOTHING]
@@ -305,19 +346,6 @@ def _set_batch(
         by = f"`{key}`" if key in stated else " and ".join(f"`{k}`" for k in stated)
         if size is not None:
             result.settings.append(Setting(FIELD_BY_PATH[path], size, f"{result.name}: {by}"))
-
-
-def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
-    """The problems of keys that are sound by themselves but not together."""
-    yield from optimizer_faults(values)
-    kind = values.get("scheduler.type")
-    if kind is not None:
-        for key in (key for key in values if key.startswith("scheduler.params.")):
-            name = key.rpartition(".")[2]
-            if name not in _SCHEDULER_TAKES[kind]:
-                yield f"`{key}` must not be given with {kind}; leave it out."
-        if "total_num_steps" in _SCHEDULER_TAKES[kind] and "scheduler.params.total_num_steps" not in values:
-            yield f"`scheduler.params.total_num_steps` must be given with {kind}, but is missing."
 
 
 def _settle(result: DeepSpeedSettings) -> None:

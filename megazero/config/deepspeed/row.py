@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 AUTO = "auto"
@@ -34,26 +36,51 @@ class ValueShape:
 
 
 def _number(value: Any) -> Any:
-    """A finite number that a float can hold."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    """A finite number that a float can hold; one in quotes counts too."""
+    if not isinstance(value, int | float | str) or isinstance(value, bool):
         return NOTHING
     try:
         number = float(value)
-    except OverflowError:
+    except (OverflowError, ValueError):
         return NOTHING
     return number if math.isfinite(number) else NOTHING
 
 
 def _integer(value: Any) -> Any:
-    """An integer of at most 64 bits; one written as 5e8 counts too, because that is exact."""
-    exact = _number(value) is not NOTHING and value == value // 1 and abs(value) <= LARGEST
-    return int(value) if exact else NOTHING
+    """An integer of at most 64 bits; one written as 5e8, "500" or true counts too, because that is exact."""
+    if isinstance(value, str):
+        value = float(value) if "." in value and _number(value) is not NOTHING else value
+        value = int(value) if isinstance(value, str) and re.fullmatch(r" *[+-]?\d{1,19} *", value) else value
+    if isinstance(value, bool):
+        return int(value)
+    whole = isinstance(value, int | float) and _number(value) is not NOTHING and value == value // 1
+    return int(value) if whole and abs(value) <= LARGEST else NOTHING
+
+
+def _boolean(value: Any) -> Any:
+    """True or false; 1 and 0 and the words that pydantic takes for them count too."""
+    if isinstance(value, str):
+        return _WORDS.get(value.lower(), NOTHING)
+    return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else NOTHING
+
+
+_WORDS: Mapping[str, bool] = MappingProxyType(
+    {
+        **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
+        **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
+    }
+)
 
 
 def _endless(value: Any) -> Any:
     """A positive integer; one that no run reaches is the largest of 64 bits."""
     whole = isinstance(value, int | float) and not isinstance(value, bool) and value > LARGEST
     return LARGEST if whole and value != math.inf else _at_least(1, _integer)(value)
+
+
+def _or_never(value: Any) -> Any:
+    """A positive number of steps; None and infinity are the largest of 64 bits."""
+    return LARGEST if value is None or value == math.inf else _endless(value)
 
 
 def _at_least(least: int, read: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -81,10 +108,11 @@ def _of(*types: type) -> Callable[[Any], Any]:
     return lambda value: value if isinstance(value, types) else NOTHING
 
 
-BOOL = ValueShape("true or false", _of(bool))
+BOOL = ValueShape("true or false", _boolean)
 INTEGER = ValueShape("an integer", _integer)
 COUNT = ValueShape("a positive integer", _at_least(1, _integer))
 INTERVAL = ValueShape("a positive integer", _endless)
+OR_NEVER = ValueShape("a positive integer, or null for never", _or_never)
 SIZE = ValueShape("an integer, at least 0", _at_least(0, _integer))
 NUMBER = ValueShape("a number", _number)
 AMOUNT = ValueShape("a number, at least 0", _at_least(0, _number))
@@ -121,7 +149,7 @@ def _enables_nothing(value: Any) -> bool:
     return True
 
 
-DISABLED = Only("`enabled` false", lambda section: section.get("enabled", False) is False)
+DISABLED = Only("`enabled` false", lambda section: _boolean(section.get("enabled", False)) is False)
 NOTHING_ENABLED = Only("nothing in it `enabled`", _enables_nothing)
 
 

@@ -35,8 +35,40 @@ GROUPS: Mapping[str, tuple[KeyRow, ...]] = MappingProxyType(
 )
 """Heading -> its rows, in the order of the docs."""
 
-ALIASES: Mapping[str, str] = MappingProxyType({"bfloat16": "bf16"})
-"""Older names of top-level sections."""
+_STAGE_3 = (
+    "prefetch_bucket_size",
+    "param_persistence_threshold",
+    "model_persistence_threshold",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "gather_16bit_weights_on_model_save",
+    "module_granularity_threshold",
+    "use_all_reduce_for_fetch_params",
+    "allgather_sequential",
+)
+ALIASES: Mapping[str, str] = MappingProxyType(
+    {
+        "bfloat16": "bf16",
+        **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in _STAGE_3},
+    }
+)
+"""Other names of sections and keys."""
+
+PYDANTIC: frozenset[str] = frozenset(
+    {
+        *("zero_optimization", "fp16", "bf16", "tensorboard", "wandb", "comet", "csv_monitor"),
+        *("comms_logger", "compile", "hybrid_engine", "tensor_parallel", "weight_quantization"),
+    }
+)
+"""The sections in which DeepSpeed drops keys that are "auto" and refuses those that it does not know."""
+
+LOOSE: frozenset[str] = frozenset(
+    {
+        *("", "activation_checkpointing", "flops_profiler", "checkpoint", "checkpoint.parallel_write"),
+        *("checkpoint.writer", "pipeline", "aio", "data_types", "optimizer", "scheduler", "timers"),
+    }
+)
+"""The sections, with the whole file, in which DeepSpeed leaves keys that it does not know alone."""
 
 
 def _table() -> dict[str, KeyRow]:
@@ -56,13 +88,25 @@ SECTIONS: frozenset[str] = frozenset(
 """Paths that are not keys themselves but hold some."""
 
 
-def unknown_key(path: str) -> str:
-    """The complaint about a key that is not in the table, with the nearest one that is."""
+def is_remark(path: str) -> bool:
+    """Whether a key that is not in the table is a remark, or is known to be read by nobody."""
+    name = path.rpartition(".")[2].lower()
+    return name.startswith(("_", "#", "//", "comment")) or name == "cuda_visible_devices"
+
+
+def near_miss(path: str) -> str | None:
+    """The key of the table that one that is not there may stand for."""
     section, _, name = path.rpartition(".")
     known = [key for key in (*ROWS, *SECTIONS) if key.rpartition(".")[0] == section]
     close = nearest(name, [key.rpartition(".")[2] for key in known])
     home = next((key for key in ROWS if key.rpartition(".")[2] == name), None)
     if home is None and close is not None:
         home = f"{section}.{close}" if section else close
+    return home
+
+
+def unknown_key(path: str) -> str:
+    """The complaint about a key that is not in the table, with the nearest one that is."""
+    home = near_miss(path)
     hint = f"did you mean `{home}`?" if home else "docs/deepspeed_json.md lists the keys."
     return f"unknown key `{path}`; {hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 
@@ -20,11 +21,6 @@ def complaints(text: str | bytes, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("text", "where", "fault"),
     [
-        ('{\n "a": 1,\n}', "2:8", "a comma stands before a closing bracket; remove the comma"),
-        ('{"a": [1, 2,]}', "1:12", "a comma stands before a closing bracket; remove the comma"),
-        ('{\n  // stage\n "a": 1}', "2:3", "it has a comment; remove it"),
-        ('{"a": 1 # stage\n}', "1:9", "it has a comment; remove it"),
-        ('{"a": /* 1 */ 2}', "1:7", "it has a comment; remove it"),
         ('\ufeff{"a": 1}', "1:1", "it begins with a byte order mark (BOM); save it as UTF-8 without one"),
         ('{"NaN": "NaN",\n "a": NaN}', "2:7", "NaN is no number there; write a finite number"),
         ('{"a": -Infinity}', "1:7", "-Infinity is no number there; write a finite number"),
@@ -35,9 +31,12 @@ def complaints(text: str | bytes, tmp_path: Path) -> list[str]:
         ('{"a": ${GBSIZE}}', "1:7", "`${GBSIZE}` is a placeholder or has no quotes; write the value itself"),
         ('{"a": @GBSIZE@}', "1:7", "`@GBSIZE@` is a placeholder or has no quotes; write the value itself"),
         ('{"a": <size>}', "1:7", "`<size>` is a placeholder or has no quotes; write the value itself"),
-        ("{fp16: {}}", "1:2", "the key `fp16` has no quotes; put it in double quotes"),
-        ("{'fp16': {}}", "1:2", "a text is in single quotes; write double ones"),
-        ('{"a": 1\n "b": 2}', "2:2", "a comma or a closing bracket is missing; add it before this place"),
+        ('{"a": /* 1\n 2}', "1:7", "what begins there has no end; close it"),
+        ("{'a': 'b\n}", "1:7", "what begins there has no end; close it"),
+        ("{a: 'b', c: False,\n d: 1}", "1:13", "`False` is no value there; write false"),
+        ("{a: 1, // one\n b: .5, c: 2}", "2:5", "`.5` is a placeholder or has no quotes; write the value"),
+        ("{a: Infinity}", "1:5", "Infinity is no number there; write a finite number"),
+        ('{"a": 1 "b": 2}', "1:9", "a comma or a closing bracket is missing; add it before this place"),
         ('{"a" 1}', "1:6", "a colon is missing after a key; add it before this place"),
         ('{"a": "b', "1:7", "a text has no closing quote; close it"),
         ('{"a": "b\nc"}', "1:9", "a text runs over the end of its line; close it, or write \\n"),
@@ -53,6 +52,43 @@ def test_a_fault_has_a_place_and_a_name(text: str, where: str, fault: str, tmp_p
     (line,) = complaints(text, tmp_path)
     assert line.startswith(f":{where}: the file must be valid JSON, but {fault}")
     assert line.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        ('{\n "a": 1,\n}', {"a": 1}),
+        ('{"a": [1, 2,],}', {"a": [1, 2]}),
+        ('{\n  // stage: "3\n "a": 1 # one\n}', {"a": 1}),
+        ('{"a": /* 1\n "b": 3 */ 2}', {"a": 2}),
+        ("{fp16: {enabled: true}, zero-1: 2}", {"fp16": {"enabled": True}, "zero-1": 2}),
+        ("""{'a': 'it\\'s "b"', "c": "d'e"}""", {"a": 'it\'s "b"', "c": "d'e"}),
+        ('{\n "a": 1\n "b": {"c": [1\n 2]}\n d: "x"\n}', {"a": 1, "b": {"c": [1, 2]}, "d": "x"}),
+        ('{"path": "http://a#b/*c*/", "d": "a, }"}', {"path": "http://a#b/*c*/", "d": "a, }"}),
+        ('{"a":\n 1,\n "b"\n: 2\n}', {"a": 1, "b": 2}),
+    ],
+)
+def test_what_deepspeeds_reader_takes_beside_json(text: str, means: object, tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(text)
+    assert load_json(file) == (means, [])
+
+
+def test_repeated_keys_are_found_however_they_are_written(tmp_path: Path) -> None:
+    assert complaints("{a: 1, b: 'x', /* . */\n 'c': 2, a: 3}", tmp_path) == [
+        ":2:10: `a` must be given once, but is given on line 1 too."
+    ]
+
+
+def test_a_text_in_base64_is_the_file_itself() -> None:
+    def encoded(text: str) -> str:
+        return base64.urlsafe_b64encode(text.encode()).decode()
+
+    assert load_json(encoded('{"a": "\u00ff>?"}')) == ({"a": "\u00ff>?"}, [])
+    (line,) = load_json(encoded('{"a": True}'))[1]
+    assert line.startswith("the DeepSpeed configuration:1:7: the file must be valid JSON, but `True`")
+    for text in ("abcd", encoded("no object"), "missing.json"):
+        assert "must name a readable file" in load_json(text)[1][0]
 
 
 def test_files_that_are_no_text(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ OFFLOAD_ROWS: tuple[KeyRow, ...] = (
         "zero_optimization.zenflow",
     ),
     *ignores("the optimizer steps bucket by bucket", SIZE, "zero_optimization.sub_group_size"),
-    *ignores("every optimizer updates on the host", BOOL, "zero_force_ds_cpu_optimizer"),
+    *ignores("every optimizer updates where its state is", BOOL, "zero_force_ds_cpu_optimizer"),
     sets("aio.block_size", COUNT, "offload.block_size"),
     sets("aio.queue_depth", COUNT, "offload.queue_depth"),
     *ignores(

@@ -46,9 +46,7 @@ _OPTIMIZERS: Mapping[str, str] = MappingProxyType({name.lower(): flag for name, 
 
 
 def _optimizer(key: str, shape: Any, *fields: str, **rest: Any) -> KeyRow:
-    return sets(
-        f"optimizer.params.{key}", shape, *fields, extra=f"optimizer.{key}", when="optimizer.type", **rest
-    )
+    return sets(f"optimizer.params.{key}", shape, *fields, when="optimizer.type", **rest)
 
 
 # Keys that not every optimizer has: those that have it, and what others accept, which is what they do.
@@ -94,7 +92,7 @@ def optimizer_faults(values: Values) -> Iterator[str]:
 
 
 def optimizer_of(values: Values) -> str | None:
-    """The optimizer that a JSON names, as `--optimizer` does."""
+    """The optimizer that a JSON names, as `--optimizer` does; None if that has no such value."""
     return _OPTIMIZERS.get(values.get("optimizer.type", "").lower())
 
 
@@ -109,9 +107,9 @@ def _of_lamb(read: Callable[[Any], Any]) -> Callable[[Any, Values], Any]:
 
 
 def _betas(pair: tuple[float, float] | None, values: Values) -> Any:
-    """The betas of the optimizer; left out, Lion's are (0.9, 0.99), as in DeepSpeed and the paper."""
+    """The betas of the optimizer; left out, Lion's are (0.9, 0.999), as in DeepSpeed."""
     if optimizer_of(values) == "lion":
-        return (NOTHING, NOTHING, *(pair or (0.9, 0.99)))
+        return (NOTHING, NOTHING, *(pair or (0.9, 0.999)))
     return NOTHING if pair is None else (*pair, NOTHING, NOTHING)
 
 
@@ -164,7 +162,6 @@ OPTIMIZER_ROWS: tuple[KeyRow, ...] = (
         TEXT,
         "optimizer.optimizer",
         convert=lambda name, values: _OPTIMIZERS[name.lower()],
-        extra="optimizer.type",
         only=only(*_TYPES),
         refused="choose Adam, AdamW (both decay weights separately from the gradient), SGD, Lamb, Lion, "
         "Muon, OneBitAdam, ZeroOneAdam, OneBitLamb, or Adagrad, Adadelta, Adamax, NAdam, RAdam or RMSprop of "

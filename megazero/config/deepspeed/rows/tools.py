@@ -8,13 +8,14 @@ from typing import Any
 
 from megazero.config.deepspeed.row import (
     ANYTHING,
+    AUTO,
     BOOL,
     DISABLED,
     INTEGER,
-    INTERVAL,
     NOTHING,
     NOTHING_ENABLED,
     NUMBER,
+    OR_NEVER,
     SECTION,
     SIZE,
     TEXT,
@@ -57,7 +58,7 @@ _FIXED_METRICS = "the set of metrics is fixed, and training is the same without 
 LOGGING_ROWS: tuple[KeyRow, ...] = (
     KeyRow(
         "steps_per_print",
-        INTERVAL,
+        OR_NEVER,
         extra="steps_per_print",
         accepted="`--log-interval` says how often a line is printed",
     ),
@@ -114,7 +115,12 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         "quantize_training",
         "eigenvalue",
     ),
-    *refuses("compression is not offered; leave the section out", SECTION, None, "weight_quantization"),
+    *refuses(
+        "weights that are trained are not quantized; leave the section out",
+        SECTION,
+        None,
+        "weight_quantization",
+    ),
     *refuses(
         "batch sizes do not adapt to the number of ranks; leave the section out",
         SECTION,
@@ -130,8 +136,13 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         "amp",
         "torch_autocast",
     ),
-    *refuses(
-        "generation during training is not offered; leave the section out", SECTION, DISABLED, "hybrid_engine"
+    KeyRow(
+        "hybrid_engine",
+        SECTION,
+        extra="sections.hybrid_engine",
+        accepted="a training script does not generate",
+        only=Only("`inference_tp_size` 1", lambda section: section.get("inference_tp_size", 1) in (1, AUTO)),
+        refused="generation has the layers as training has them; leave `inference_tp_size` out",
     ),
     *refuses(
         "the compiler is not offered; leave the section out",
@@ -139,11 +150,11 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         Only("`deepcompile` false", lambda section: section.get("deepcompile", False) is False),
         "compile",
     ),
-    *refuses(
-        "cut layers with `--tensor-model-parallel-size`; leave the section out",
-        SECTION,
-        None,
+    KeyRow(
         "tensor_parallel",
+        SECTION,
+        extra="sections.tensor_parallel",
+        script_refused="cut layers with `--tensor-model-parallel-size`; leave the section out",
     ),
     *refuses(
         "MLPs of a given model are not replaced by experts; build them with `--num-experts` and share them "
@@ -159,21 +170,34 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         only(False),
         "use_data_before_expert_parallelism",
     ),
-    *refuses("checkpoints are written to `--save`; leave the section out", SECTION, DISABLED, "nebula"),
+    *refuses("checkpoints are files; leave the section out", SECTION, DISABLED, "nebula"),
+    *refuses("checkpoints are files; leave the section out", SECTION, None, "datastates_ckpt"),
+    *refuses("fp8 is not offered here; leave the section out", SECTION, DISABLED, "msamp"),
+    *ignores("kernels are launched one by one", BOOL, "graph_harvesting"),
+    *ignores("`init_inference` and `tp_model_init` are given theirs", SECTION, "inference"),
     *ignores("timers are set by `wall_clock_breakdown`", SECTION, "timers"),
     *ignores(
         "a checkpoint is whole or invisible, and loads on any layout",
         ANYTHING,
-        "checkpoint.tag_validation",
         "checkpoint.load_universal",
         "checkpoint.parallel_write",
         "checkpoint.writer",
+        "checkpoint.checkpoint_serialization",
     ),
-    *refuses(
-        "all ranks write to one folder; give `--save` a folder that every node sees",
-        BOOL,
-        only(False),
+    sets(
+        "checkpoint.tag_validation",
+        TEXT,
+        convert=lambda mode, values: mode.lower(),
+        extra="checkpoint.tag_validation",
+        accepted="all ranks save under the number of the iteration",
+        only=only("Warn", "Ignore", "Fail"),
+        refused="choose Warn, Ignore or Fail",
+    ),
+    KeyRow(
         "checkpoint.use_node_local_storage",
+        BOOL,
+        extra="checkpoint.use_node_local_storage",
+        accepted="all ranks write to `--save`, which every node must see",
     ),
     *ignores("garbage collection is left to Python", BOOL, "disable_python_gc"),
     *ignores("the model determines the size of the vocabulary", SIZE, "vocabulary_size"),

@@ -8,12 +8,14 @@ from typing import Any
 
 from megazero.config.deepspeed.row import (
     AMOUNT,
+    ANYTHING,
     AUTO,
     BOOL,
     COUNT,
     INTEGER,
     INTERVAL,
     NOTHING,
+    SECTION,
     SIZE,
     TEXT,
     KeyRow,
@@ -52,6 +54,13 @@ def _enabled(own: str, other: str) -> Callable[[bool, Values], Any]:
     return convert
 
 
+def _as_enabled(name: str, values: Values) -> list[str]:
+    """What is wrong with a type of the parameters that is not the one that is enabled."""
+    kinds = [kind for kind in ("fp16", "bf16") if values.get(f"{kind}.enabled") is True]
+    on, key = (kinds or ["fp32"])[0], "data_types.param_dtype"
+    return [] if _DTYPES[name.lower()] == on else [f"`{key}` must be {on}, which is enabled, but is {name}"]
+
+
 def _if_given(dtype: str) -> Callable[[Mapping[str, Any]], Any]:
     return lambda given: True if given.get("precision.dtype") == dtype else NOTHING
 
@@ -74,35 +83,9 @@ _SCRIPT_SCHEDULE = (
 )
 
 
-def _scheduler(key: str, shape: Any, **rest: Any) -> KeyRow:
-    return KeyRow(f"scheduler.params.{key}", shape, extra=f"scheduler.{key}", when="scheduler.type", **rest)
-
-
 SCHEDULER_ROWS: tuple[KeyRow, ...] = (
-    KeyRow(
-        "scheduler.type",
-        TEXT,
-        extra="scheduler.type",
-        only=Only(
-            "WarmupLR, WarmupDecayLR or WarmupCosineLR",
-            lambda value: value in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
-        ),
-        refused="choose WarmupLR, WarmupDecayLR or WarmupCosineLR, or pass a schedule of your own",
-        script_refused=_SCRIPT_SCHEDULE,
-    ),
-    _scheduler("total_num_steps", COUNT, auto=left_to_flags),
-    _scheduler("warmup_num_steps", COUNT, auto=left_to_flags),
-    _scheduler("warmup_type", TEXT, only=only("log", "linear"), refused="choose log or linear"),
-    _scheduler("warmup_min_lr", AMOUNT, auto=left_to_flags),
-    _scheduler("warmup_max_lr", AMOUNT, auto=left_to_flags),
-    _scheduler("warmup_min_ratio", AMOUNT),
-    _scheduler("cos_min_ratio", AMOUNT),
-    *refuses(
-        "the position in training comes from the checkpoint; leave it out",
-        INTEGER,
-        only(-1),
-        "scheduler.params.last_batch_iteration",
-    ),
+    KeyRow("scheduler.type", TEXT, extra="scheduler", script_refused=_SCRIPT_SCHEDULE),
+    KeyRow("scheduler.params", SECTION, extra="scheduler", when="scheduler.type"),
 )
 
 PRECISION_ROWS: tuple[KeyRow, ...] = (
@@ -172,6 +155,21 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         only=_A_DTYPE,
         refused=_CHOOSE_DTYPE,
     ),
+    KeyRow(
+        "data_types.param_dtype",
+        TEXT,
+        accepted="`fp16.enabled` and `bf16.enabled` say it",
+        only=_A_DTYPE,
+        refused=_CHOOSE_DTYPE,
+        faults=_as_enabled,
+    ),
+    *refuses(
+        "buffers keep the types that the model gave them; convert them yourself",
+        TEXT,
+        None,
+        "data_types.buffer_dtype",
+    ),
+    *ignores("buffers keep the types that the model gave them", ANYTHING, "data_types.keep_in_fp32_modules"),
     sets(
         "communication_data_type",
         TEXT,
@@ -193,6 +191,25 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         accepted="where gradients are divided changes the rounding only",
     ),
     *refuses("gradients of embeddings are dense; leave it out", BOOL, only(False), "sparse_gradients"),
-    *refuses("gradients are averaged; leave it out", TEXT, only("mean"), "gradient_allreduce_op"),
+    *refuses(
+        "gradients are averaged; multiply the loss by the number of ranks instead",
+        TEXT,
+        only("mean"),
+        "gradient_allreduce_op",
+    ),
+    *refuses(
+        "accumulation is counted; call `engine.set_gradient_accumulation_boundary(True)` once instead, which "
+        "makes every step one",
+        BOOL,
+        only(True),
+        "managed_gradient_accumulation",
+    ),
+    *refuses(
+        "groups of ranks are taken from `mpu`; pass one, and leave it out",
+        COUNT,
+        only(1),
+        "sequence_parallel_size",
+        "data_parallel_size",
+    ),
     sets("seed", INTEGER, "training.seed"),
 )

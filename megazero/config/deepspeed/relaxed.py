@@ -1,0 +1,82 @@
+"""The notations of DeepSpeed's files that JSON does not have, turned into JSON.
+
+DeepSpeed reads its files with hjson. The part of it that people write by hand is read here too: comments
+(``#``, ``//``, ``/* */``), commas before a closing bracket or missing at the end of a line, keys without
+quotes, and texts in single quotes. A value without quotes would be a text to the end of its line there, so
+that ``False,`` is true: it stays a fault.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+_TEXT = r'"(?:\\.|[^"\\\n])*"' + r"|'(?:\\.|[^'\\\n])*'"
+_COMMENT = re.compile(_TEXT + r"|(#[^\n]*|//[^\n]*|/\*.*?\*/)", re.DOTALL)
+_TOKEN = re.compile(_TEXT + r"""|["']|[{}\[\]:,]|[^\s{}\[\]:,"']+""")
+_OPENS, _CLOSES = frozenset("{[,:"), frozenset("}],:")
+
+
+@dataclass(frozen=True)
+class Relaxed:
+    """A text as JSON.
+
+    Attributes:
+        given: the text as it was given.
+        json: the text as JSON, on the same lines.
+        edits: position in `json` from which on it is so much longer than `given`, in order.
+    """
+
+    given: str
+    json: str
+    edits: tuple[tuple[int, int], ...]
+
+    def place(self, position: int) -> str:
+        """Line and column, from 1, in `given` of a position in `json`."""
+        before = bisect_right(self.edits, position, key=lambda edit: edit[0])
+        position -= self.edits[before - 1][1] if before else 0
+        return f"{self.line(position)}:{position - self.given.rfind(chr(10), 0, position)}"
+
+    def line(self, position: int) -> int:
+        """The line, from 1, of a position; both texts have the same lines."""
+        return self.json.count("\n", 0, position) + 1
+
+
+def relaxed(text: str) -> Relaxed:
+    """The text as JSON, as far as that can be told."""
+    bare = _COMMENT.sub(lambda found: re.sub(r"\S", " ", found[0]) if found[1] else found[0], text)
+    pieces, edits, at, longer, length = [], [], 0, 0, 0
+    for start, stop, replacement in _edits(bare):
+        pieces += [bare[at:start], replacement]
+        length += start - at + len(replacement)
+        longer += len(replacement) - (stop - start)
+        at = stop
+        edits.append((length, longer))
+    return Relaxed(text, "".join([*pieces, bare[at:]]), tuple(edits))
+
+
+def _edits(text: str) -> Iterator[tuple[int, int, str]]:
+    """Where the text begins and ends to be no JSON, and what replaces it."""
+    before, depth = "{", 0
+    for token, following in pairwise([*_TOKEN.finditer(text), None]):
+        assert token is not None
+        word, start, stop = token[0], token.start(), token.end()
+        if word in ('"', "'"):
+            return  # a text without its end: what follows cannot be told
+        after = "" if following is None else following[0]
+        depth += (word in ("{", "[")) - (word in ("}", "]"))
+        if word == "," and after in ("}", "]"):
+            yield start, stop, " "
+        elif word[0] == "'":
+            yield start, stop, json.dumps(re.sub(r"\\(.)", r"\1", word[1:-1]), ensure_ascii=False)
+        elif after == ":" and before in ("{", ",") and word[0] not in '"{}[]:,':
+            yield start, stop, f'"{word}"'
+        ends = depth > 0 and word not in _OPENS and after not in _CLOSES
+        if following is not None and ends and "\n" in text[stop : following.start()]:
+            yield stop, stop, ","
+            word = ","
+        before = word

@@ -1,0 +1,180 @@
+"""`DeepSpeedConfig`: a JSON as an object with DeepSpeed's attributes, for scripts that look into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+from megazero.config.deepspeed.load import load_json
+from megazero.config.deepspeed.row import AUTO
+from megazero.deepspeed.settings import UserSettings, read_settings
+from megazero.errors import ConfigError
+from megazero.mpu.torch_group import joined_world
+
+DeepSpeedConfigError = ConfigError
+"""What DeepSpeed calls the error about a configuration."""
+
+_LARGEST = 2**63 - 1
+_ZERO: Mapping[str, Any] = MappingProxyType(
+    {
+        **{"contiguous_gradients": True, "reduce_scatter": True, "reduce_bucket_size": 500_000_000},
+        **{"use_multi_rank_bucket_allreduce": True, "allgather_partitions": True},
+        **{"allgather_bucket_size": 500_000_000, "compute_grad_norm": True, "load_from_fp32_weights": True},
+        **{"elastic_checkpoint": False, "zenflow": None, "sub_group_size": 1_000_000_000},
+        **{"prefetch_bucket_size": 50_000_000, "param_persistence_threshold": 100_000},
+        **{"model_persistence_threshold": _LARGEST, "max_live_parameters": 1_000_000_000},
+        **{"max_reuse_distance": 1_000_000_000, "gather_16bit_weights_on_model_save": False},
+        **{"module_granularity_threshold": 0, "use_all_reduce_for_fetch_params": False},
+        **{"allgather_sequential": False, "ignore_unused_parameters": True, "legacy_stage1": False},
+        **{"round_robin_gradients": False, "zero_hpz_partition_size": 1, "zero_quantized_weights": False},
+        **{"zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False},
+        **{"memory_efficient_linear": True, "pipeline_loading_checkpoint": False},
+        **{"override_module_apply": True},
+    }
+)
+_OFFLOAD: Mapping[str, Any] = MappingProxyType(
+    {
+        "offload_optimizer": {
+            **{"device": "none", "nvme_path": None, "buffer_count": 4, "pin_memory": True, "ratio": 1.0},
+            **{"pipeline_read": False, "pipeline_write": False, "fast_init": False, "super_offload": False},
+        },
+        "offload_param": {
+            **{"device": "none", "nvme_path": None, "buffer_count": 5, "buffer_size": 100_000_000},
+            **{"max_in_cpu": 1_000_000_000, "pin_memory": True},
+        },
+    }
+)
+_FP16: Mapping[str, Any] = MappingProxyType(
+    {
+        **{"enabled": False, "auto_cast": False, "loss_scale": 0.0, "initial_scale_power": 16},
+        **{"loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1},
+        "fp16_master_weights_and_grads": False,
+    }
+)
+_BF16: Mapping[str, Any] = MappingProxyType(
+    {
+        **{"enabled": False, "immediate_grad_update": False, "check_grad_overflow": True},
+        **{"bf16_master_weights_and_grads": False, "bf16_optimizer_states": False},
+    }
+)
+_PLAIN: Mapping[str, Any] = MappingProxyType(
+    {
+        **{
+            "steps_per_print": None,
+            "dump_state": False,
+            "prescale_gradients": False,
+            "memory_breakdown": False,
+        },
+        **{"gradient_predivide_factor": 1.0, "wall_clock_breakdown": False, "dataloader_drop_last": False},
+        **{"zero_allow_untested_optimizer": False, "zero_force_ds_cpu_optimizer": True},
+        **{"communication_data_type": None, "gradient_allreduce_op": "mean"},
+    }
+)
+"""Defaults of 0.19.8 by key; an attribute has the key's name."""
+
+
+class DeepSpeedConfig:
+    """A DeepSpeed JSON with everything in it checked.
+
+    Attributes:
+        train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps: the batch sizes, each
+            of which follows from the others.
+        zero_config: the section `zero_optimization` with DeepSpeed's defaults; `zero_enabled` and
+            `zero_optimization_stage` are taken from it.
+        float16_config, bfloat16_config: the sections `fp16` and `bf16` likewise.
+        gradient_clipping: the largest gradient norm; 0 is off.
+        optimizer_name, optimizer_params, scheduler_name, scheduler_params: what the JSON names, or None.
+        world_size: the ranks that samples are split over.
+        settings: the settings as `megazero.initialize` takes them.
+
+    Args:
+        config: path of the JSON, its content, or its text in base64.
+        mpu: says over how many ranks samples are split; without one, all that have joined.
+        mesh_device: a mesh whose dimension ``data_parallel`` says it.
+
+    Raises:
+        ConfigError: names everything that is wrong with it.
+    """
+
+    def __init__(self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None):
+        self._param_dict = load_ds_config(config)
+        self.world_size = _data_parallel(self._param_dict, mpu, mesh_device)
+        self.settings: UserSettings = read_settings(self._param_dict, self.world_size)
+        given = self._param_dict
+        batch = self.settings.batch
+        self.train_batch_size = batch.train
+        self.train_micro_batch_size_per_gpu = batch.micro
+        self.gradient_accumulation_steps = batch.accumulation
+        self.gradient_clipping = self.settings.clip_grad
+        self.zero_config = _zero(_section(given, "zero_optimization"))
+        self.zero_optimization_stage: int = self.zero_config.stage
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.float16_config = SimpleNamespace(**{**_FP16, **_section(given, "fp16")})
+        bf16 = {**_section(given, "bfloat16"), **_section(given, "bf16")}
+        self.bfloat16_config = SimpleNamespace(**{**_BF16, **bf16})
+        for name, default in _PLAIN.items():
+            setattr(self, name, given.get(name, default))
+        for kind in ("optimizer", "scheduler"):
+            named = _section(given, kind)
+            name = named.get("type")
+            own = kind == "optimizer" and isinstance(name, str) and name.lower() in _OWN_NAMES
+            setattr(self, f"{kind}_name", name.lower() if own and name else name)
+            setattr(self, f"{kind}_params", named.get("params"))
+
+    def print_user_config(self) -> None:
+        """Print the JSON."""
+        print(self._param_dict)
+
+
+_OWN_NAMES = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
+
+
+def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a JSON: a path, a mapping, or text in base64.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    if not isinstance(config, str | Path):
+        raise ConfigError(f"`config` must be a path or a dictionary, but is a {type(config).__name__}")
+    document, problems = load_json(config)
+    if problems:
+        raise ConfigError(problems)
+    return dict(document)
+
+
+def _section(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The keys of a section that are not "auto"."""
+    section = given.get(name)
+    if isinstance(section, bool) and name == "zero_optimization":
+        return {"stage": int(section)}
+    return {k: v for k, v in section.items() if v != AUTO} if isinstance(section, Mapping) else {}
+
+
+def _zero(section: Mapping[str, Any]) -> SimpleNamespace:
+    values = {key.removeprefix("stage3_"): value for key, value in section.items()}
+    stage = int(values.pop("stage", 0))
+    for part, defaults in _OFFLOAD.items():
+        own = values.get(part)
+        values[part] = SimpleNamespace(**{**defaults, **own}) if isinstance(own, Mapping) else None
+    overlap = values.pop("overlap_comm", None)
+    return SimpleNamespace(
+        **{**_ZERO, **values}, stage=stage, overlap_comm=stage == 3 if overlap is None else overlap
+    )
+
+
+def _data_parallel(given: Mapping[str, Any], mpu: Any, mesh: Any) -> int:
+    """The number of ranks that samples are split over."""
+    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
+        return int(mpu.get_data_parallel_world_size())
+    world = joined_world()
+    ranks = 1 if world is None else world[1]
+    if mpu is not None:
+        return ranks // int(mpu.get_sequence_parallel_world_size())
+    if mesh is not None:
+        return int(mesh.get_group(mesh_dim="data_parallel").size())
+    return ranks // int(given.get("sequence_parallel_size", 1))

@@ -1,0 +1,136 @@
+"""`DeepSpeedConfig`, the page about it, and configurations such as scripts carry."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megazero.deepspeed.choose_optimizer import of_json
+from megazero.deepspeed.choose_schedule import of_json as schedule_of_json
+from megazero.deepspeed.settings import read_settings
+from megazero.deepspeed.user_config import DeepSpeedConfig
+from megazero.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs/deepspeed/json.md"
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+def test_the_examples_of_the_page_run(code: str):
+    exec(compile(code, str(PAGE), "exec"), {})
+
+
+OFFLOADED = {"device": "cpu", "pin_memory": True, "buffer_count": 4, "fast_init": False}
+GENERATED = {
+    "stage": 3,
+    "offload_optimizer": {"device": "none", "nvme_path": None},
+    "offload_param": {"device": "cpu", "buffer_size": "auto", "max_in_cpu": 1e9},
+    "overlap_comm": True,
+    "sub_group_size": 1e12,
+    "reduce_bucket_size": "auto",
+    "stage3_max_live_parameters": "auto",
+    "gather_16bit_weights_on_model_save": "auto",
+}
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "generated": {
+        "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 32, "min_loss_scale": 1},
+        "bf16": {"enabled": True},
+        "zero_optimization": GENERATED,
+        "gradient_clipping": "auto",
+        "steps_per_print": 1e5,
+        "zero_force_ds_cpu_optimizer": False,
+    },
+    "one cycle": {
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.8, 0.999], "eps": 1e-8}},
+        "scheduler": {
+            "type": "OneCycle",
+            "params": {"cycle_min_lr": 0.004, "cycle_max_lr": 0.015, "decay_lr_rate": 0.01},
+        },
+    },
+    "lamb": {
+        "optimizer": {
+            "type": "Lamb",
+            "params": {"lr": 11e-3, "bias_correction": False, "max_coeff": 0.3, "min_coeff": 0.01},
+        },
+        "fp16": {"enabled": True, "loss_scale": 0},
+        "prescale_gradients": False,
+    },
+    "1-bit": {
+        "optimizer": {
+            "type": "OneBitAdam",
+            "params": {"lr": 1e-5, "freeze_step": 9, "cuda_aware": False, "comm_backend_name": "nccl"},
+        },
+        "bf16": {"enabled": True},
+        "communication_data_type": "fp16",
+    },
+    "old": {
+        "zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": "auto"},
+        "logging": {"steps_per_print": 100},
+        "_comment": "monitors",
+        "amp": {"enabled": False},
+        "elasticity": {"enabled": False},
+        "seq_parallel_communication_data_type": "bf16",
+    },
+    "half masters": {
+        "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": OFFLOADED},
+        "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "warmup_min_ratio": 0}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+    },
+    "leaves": {
+        "zero_optimization": {"stage": 3, "leaf_module": {"classes": ["a.B"]}},
+        "flops_profiler": {"enabled": False, "detailed": True},
+        "tensor_parallel": {"autotp_size": 1},
+        "hybrid_engine": {"enabled": True, "max_out_tokens": 64},
+    },
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "misspelt": ({"zero_optimization": {"stage3_param_persitance_threshold": 1}}, "did you mean"),
+    "zenflow": ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "every gradient takes"),
+    "compiler": ({"compile": {"deepcompile": True}}, "the compiler is not offered"),
+    "tuning": ({"autotuning": {"enabled": True}}, "tuning is not offered"),
+    "experts": ({"expert_parallel": {"enabled": True}}, "not replaced by experts"),
+    "sparse": ({"sparse_attention": {"mode": "fixed"}}, "attention is dense"),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_configurations_that_scripts_carry(name: str):
+    settings = read_settings({"train_batch_size": 8, **ACCEPTED[name]}, 1)
+    if settings.extras.optimizer is not None:
+        optimizer = of_json(settings.extras.optimizer, list(torch.nn.Linear(2, 2).parameters()))
+        if settings.extras.scheduler is not None:
+            schedule_of_json(settings.extras.scheduler, optimizer).step()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_say_why(name: str):
+    config, why = REFUSED[name]
+    with pytest.raises(ConfigError, match=why):
+        read_settings({"train_batch_size": 8, **config}, 1)
+
+
+def test_clipping_is_deepspeeds_by_default():
+    def clip(**config: Any) -> float:
+        return read_settings({"train_batch_size": 1, **config}, 1).clip_grad
+
+    named = {"type": "Adam", "params": {"max_grad_norm": 2.0}}
+    found = [clip(), clip(gradient_clipping=0), clip(gradient_clipping=0.5), clip(optimizer=named)]
+    assert found == [1.0, 0.0, 0.5, 2.0]
+
+
+def test_narrow_gradients_on_the_wire_are_sent_with_a_warning():
+    settings = read_settings({"train_batch_size": 1, "communication_data_type": "fp16"}, 1)
+    assert settings.zero.grad_reduce_dtype == "fp16"
+    assert "without a loss scale" in settings.notes[0]
+    scaled = {"train_batch_size": 1, "communication_data_type": "fp16", "fp16": {"enabled": True}}
+    assert read_settings(scaled, 1).notes == ()
+
+
+def test_every_fault_is_in_one_error():
+    with pytest.raises(ConfigError) as caught:
+        DeepSpeedConfig({"train_batch_size": 8, "fp16": {"no": 1}, "gradient_clipping": "much"})
+    assert len(caught.value.violations) == 2
