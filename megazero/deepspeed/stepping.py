@@ -209,7 +209,7 @@ class SteppingEngine(BackwardEngine):
         """
         if schedule is not None or compiled_autograd_enabled:
             raise ConfigError(
-                "`schedule` and `compiled_autograd_enabled` must be left out, as they rewrite DeepSpeed's own "
+                "`schedule` and `compiled_autograd_enabled` must be left out: they rewrite DeepSpeed's own "
                 "gathers, which are not here, but are given; pass `backend` alone"
             )
         self.module.compile(backend=backend, **(compile_kwargs or {}))
