@@ -7,7 +7,7 @@ import binascii
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,13 @@ from torch.optim import Optimizer
 from megazero.config.deepspeed.load import load_json
 from megazero.deepspeed.settings import JsonSource
 from megazero.errors import ConfigError
+
+
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+"""Makes an optimizer from parameters or groups."""
+
+DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+"""Makes a schedule from the torch optimizer."""
 
 
 def readable(source: Any) -> JsonSource:

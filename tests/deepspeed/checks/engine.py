@@ -34,6 +34,8 @@ def small():
 def engine_of(deepspeed, accumulation=1, stage=1, model=None, **more):
     """A small engine."""
     model = model or small()
+    if hasattr(deepspeed, "get_accelerator"):  # DeepSpeed refuses fp16 on processors that could do it
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
     config = configured(accumulation, stage, **more)
     return deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())[0]
 
@@ -485,36 +487,37 @@ def the_dictionary_of_the_configuration(deepspeed, scratch):
     return [engine.config.get("zero_optimization", {}).get("stage"), type(engine.config).__name__]
 
 
-GETTERS = (
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
-    "zero_optimization zero_optimization_stage zero_optimization_partition_gradients "
-    "zero_optimization_partition_weights fp16_enabled bfloat16_enabled fp16_auto_cast dynamic_loss_scale "
-    "loss_scale initial_dynamic_scale steps_per_print wall_clock_breakdown memory_breakdown dump_state "
-    "optimizer_name optimizer_params scheduler_name scheduler_params random_ltd_enabled "
-    "data_efficiency_enabled curriculum_learning_enabled data_sampling_enabled dataloader_drop_last "
-    "flops_profiler_enabled flops_profiler_profile_step flops_profiler_module_depth flops_profiler_top_modules "
-    "flops_profiler_detailed flops_profiler_output_file flops_profiler_recompute_fwd_factor "
-    "autotuning_enabled autotuning_start_profile_step autotuning_end_profile_step autotuning_metric "
-    "checkpoint_tag_validation_enabled checkpoint_tag_validation_fail checkpoint_writer_enabled "
-    "checkpoint_serialization_enabled load_universal_checkpoint use_node_local_storage "
-    "gradient_predivide_factor postscale_gradients managed_gradient_accumulation is_sanity_checks_enabled "
-    "optimizer_legacy_fusion zero_allow_untested_optimizer zero_force_ds_cpu_optimizer "
-    "zero_reduce_scatter zero_overlap_comm zero_offload_optimizer zero_offload_param zero_cpu_offload "
-    "zero_use_cpu_optimizer zero_nvme_offload_optimizer zero_partial_offload zero_sub_group_size "
-    "zero_reduce_bucket_size zero_multi_rank_bucket_allreduce zero_allgather_bucket_size "
-    "zero_allgather_partitions zero_contiguous_gradients zero_load_from_fp32_weights zero_elastic_checkpoint "
-    "zero_max_live_parameters zero_max_reuse_distance zero_prefetch_bucket_size "
-    "zero_param_persistence_threshold zero_model_persistence_threshold zero_module_granularity_threshold "
-    "zero_gather_16bit_weights_on_model_save zero_ignore_unused_parameters zero_legacy_stage1 "
-    "zero_round_robin_gradients zero_hpz_partition_size zero_quantized_weights "
-    "zero_quantized_nontrainable_weights zero_quantized_gradients zero_log_trace_cache_warnings "
-    "zero_save_muon_momentum_buffer_in_memory torch_autocast_enabled autotp_size"
-).split()
+GETTERS = """
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping
+zero_optimization zero_optimization_stage zero_optimization_partition_gradients
+zero_optimization_partition_weights fp16_enabled bfloat16_enabled fp16_auto_cast dynamic_loss_scale
+loss_scale initial_dynamic_scale steps_per_print wall_clock_breakdown memory_breakdown dump_state
+optimizer_name optimizer_params scheduler_name scheduler_params random_ltd_enabled
+data_efficiency_enabled curriculum_learning_enabled data_sampling_enabled dataloader_drop_last
+flops_profiler_enabled flops_profiler_profile_step flops_profiler_module_depth
+flops_profiler_top_modules flops_profiler_detailed flops_profiler_output_file
+flops_profiler_recompute_fwd_factor autotuning_enabled autotuning_start_profile_step
+autotuning_end_profile_step autotuning_metric checkpoint_tag_validation_enabled
+checkpoint_tag_validation_fail checkpoint_writer_enabled checkpoint_serialization_enabled
+load_universal_checkpoint use_node_local_storage gradient_predivide_factor postscale_gradients
+managed_gradient_accumulation is_sanity_checks_enabled optimizer_legacy_fusion
+zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_reduce_scatter zero_overlap_comm
+zero_offload_optimizer zero_offload_param zero_cpu_offload zero_use_cpu_optimizer
+zero_nvme_offload_optimizer zero_partial_offload zero_sub_group_size zero_reduce_bucket_size
+zero_multi_rank_bucket_allreduce zero_allgather_bucket_size zero_allgather_partitions
+zero_contiguous_gradients zero_load_from_fp32_weights zero_elastic_checkpoint zero_max_live_parameters
+zero_max_reuse_distance zero_prefetch_bucket_size zero_param_persistence_threshold
+zero_model_persistence_threshold zero_module_granularity_threshold
+zero_gather_16bit_weights_on_model_save zero_ignore_unused_parameters zero_legacy_stage1
+zero_round_robin_gradients zero_hpz_partition_size zero_quantized_weights
+zero_quantized_nontrainable_weights zero_quantized_gradients zero_log_trace_cache_warnings
+zero_save_muon_momentum_buffer_in_memory torch_autocast_enabled autotp_size
+"""
 
 
 def asked(engine):
     """Getter -> answer."""
-    return {name: getattr(engine, name)() for name in GETTERS}
+    return {name: getattr(engine, name)() for name in GETTERS.split()}
 
 
 @check()
