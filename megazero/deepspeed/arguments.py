@@ -19,7 +19,6 @@ from megazero.config.deepspeed.load import load_json
 from megazero.deepspeed.settings import JsonSource
 from megazero.errors import ConfigError
 
-
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 """Makes an optimizer from parameters or groups."""
 

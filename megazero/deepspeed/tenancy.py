@@ -14,6 +14,7 @@ from megazero.deepspeed.script_backward import ScriptBackward
 from megazero.deepspeed.zero import Partition
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
+from megazero.zero.bucket import ShardedState
 
 _HOOKS = (
     "_forward_hooks",
@@ -87,6 +88,7 @@ class Tenancy:
                 values = [param.detach().clone() for param in bucket.params]
             for param, value in zip(bucket.params, values, strict=True):
                 param.data = value
+            bucket.presence = ShardedState.WHOLE  # so that hooks of graphs from before gather nothing
         for hooks, before in self._hooks:
             for key in [key for key in hooks if key not in before]:
                 del hooks[key]
