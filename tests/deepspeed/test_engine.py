@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from tests.deepspeed.user_models import (
     train_engine,
     train_plain,
 )
+from tests.source_tree import ROOT
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -288,3 +291,12 @@ def test_a_module_is_compiled_where_asked():
     engine.step()
     with pytest.raises(ConfigError, match="`schedule` and `compiled_autograd_enabled` must be left out"):
         engine.compile(schedule=[])
+
+
+def test_the_documents_examples_run():
+    text = (ROOT / "docs/deepspeed/engine.md").read_text(encoding="utf-8")
+    names: dict[str, object] = {}
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        exec(example, names)
