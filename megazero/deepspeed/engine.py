@@ -20,10 +20,11 @@ from megazero.deepspeed.checkpoint import (
     save_module,
 )
 from megazero.deepspeed.stepping import SteppingEngine
+from megazero.deepspeed.zero.states import ZeroCalls
 from megazero.mpu.launch import leave
 
 
-class DeepSpeedEngine(SteppingEngine):
+class DeepSpeedEngine(ZeroCalls, SteppingEngine):
     """Wraps a module of any kind: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
     Arguments, attributes and the training step are those of `SteppingEngine`. This class adds checkpoints and

@@ -134,6 +134,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         super().__init__(client.param_groups, dict(client.defaults))
         self.param_groups = client.param_groups
         self.parallel, self.shards = parallel, shards
+        parallel.optimizer = self
         self.scaler, self.scaler_state = scaler, scaler.initial()
         self.report: StepReport | None = None
         self._client = client

@@ -206,6 +206,10 @@ class UserParallel(DataParallel, Home):
     If weights are sharded, each read of a module's parameter is noticed. A read outside of the forward of the
     parameter's unit gathers it then and there, and from then on at the start of each backward (DeepSpeed's
     "external parameters").
+
+    Attributes:
+        optimizer: the optimizer over the gradients, which knows how they are scaled.
+        has_gradients: whether there has been a backward since the last step.
     """
 
     def __init__(
@@ -224,7 +228,9 @@ class UserParallel(DataParallel, Home):
             for number, param in enumerate(bucket.params)
         }
         self._order = GatherOrder({bucket: n for n, bucket in enumerate(store.buckets)}, context)
-        self._settled = False
+        self._settled = True
+        self.has_gradients = False
+        self.optimizer: Any = None
         self._running: Counter[int] = Counter()
         self._forwards = 0
         self._in_backward = False
@@ -243,7 +249,7 @@ class UserParallel(DataParallel, Home):
 
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
         super().begin_backward(chunk, reduce=reduce, ends=ends)
-        self._in_backward, self._settled = True, False
+        self._in_backward, self._settled, self.has_gradients = True, False, True
         self.need(self._external.values())
 
     def end_backward(self) -> None:
@@ -263,6 +269,7 @@ class UserParallel(DataParallel, Home):
             CommunicationError: on all ranks: they have run different layers since the last step.
         """
         self.settle()  # once: a script may have written to the sums since
+        self.has_gradients = False
         self._gatherer.finish()
         if self._gatherer.buckets:
             self._order.check()
@@ -302,7 +309,7 @@ class UserParallel(DataParallel, Home):
             self._forwards += 1
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._forwards -= 1
+            self._forwards = max(0, self._forwards - 1)  # `enter` has not run if a hook before it failed
             if not torch.is_grad_enabled() and not self._forwards:
                 self.release(0)
                 self._order.check()
@@ -323,7 +330,7 @@ class UserParallel(DataParallel, Home):
             self._running.update(keys)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._running.subtract(keys)
+            self._running.subtract(key for key in keys if self._running[key] > 0)
 
         unit.module.register_forward_pre_hook(enter)
         unit.module.register_forward_hook(leave, always_call=True)

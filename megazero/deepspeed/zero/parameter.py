@@ -117,7 +117,7 @@ class ZeroParameter(nn.Parameter):
 
     def padding_size(self) -> int:
         """The number of elements by which the last rank's slice exceeds what is left for it."""
-        return max(0, self.__dict__["ds_slice"] * home_of(self).group.size - self.numel())
+        return max(0, int(self.__dict__["ds_slice"]) * home_of(self).group.size - self.numel())
 
     def ds_summary(self) -> dict[str, Any]:
         """The attributes as plain values, for messages."""
