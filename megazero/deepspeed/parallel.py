@@ -240,7 +240,7 @@ class UserParallel(DataParallel, Home):
             home = experts if spec_of(param).expert else self
             param.__dict__["zero_home"] = home
             if policy.stage == 3 and id(param) in self._place:
-                mark(param, home.group, persist=not self.place(param)[0].layout.row.shard_params)
+                mark(param, home.group, persist=param.numel() < policy.persistence_threshold)
         for leaf in get_z3_leaf_modules(model):
             for param in leaf.parameters():
                 param.__dict__["ds_z3_leaf_module"] = leaf
