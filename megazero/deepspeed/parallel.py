@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megazero.deepspeed.zero.gathered import external_parameters
-from megazero.deepspeed.zero.leaf_modules import get_z3_leaf_modules, z3_leaf_module
+from megazero.deepspeed.zero.leaf_modules import apply_leaf_settings, get_z3_leaf_modules, z3_leaf_module
 from megazero.deepspeed.zero.order import GatherOrder
 from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus, mark
 from megazero.deepspeed.zero.partition import Partition, partition_of
@@ -175,6 +175,7 @@ def build_parallel(
     groups: Mapping[int, int],
     kind: Callable[[ZeroPolicy], Store],
     whole: Set[int] = frozenset(),
+    leaves: Mapping[str, Any] | None = None,
 ) -> UserParallel:
     """Move the model's parameters into the buckets of a store that `kind` makes.
 
@@ -186,7 +187,10 @@ def build_parallel(
         groups: the parameter group by ``id`` of the parameter.
         kind: makes the store.
         whole: numbers of the groups whose parameters are matrices that an optimizer needs whole.
+        leaves: the JSON's `leaf_module`.
     """
+    if policy.stage == 3:
+        apply_leaf_settings(model, leaves)
 
     def fill(params: Sequence[nn.Parameter]) -> None:
         for param in params:
@@ -241,20 +245,30 @@ class UserParallel(DataParallel, Home):
             param.__dict__["zero_home"] = home
             if policy.stage == 3 and id(param) in self._place:
                 mark(param, home.group, persist=param.numel() < policy.persistence_threshold)
-        for leaf in get_z3_leaf_modules(model):
+        leaves = get_z3_leaf_modules(model)
+        # Reductions during a backward begin when gradients are there, which depends on the parts that a rank
+        # has chosen; among gathers, all ranks must make them in the same order.
+        self._routes = bool(self._gatherer.buckets) and any(map(_chooses, leaves))
+        self._late = False
+        for leaf in leaves:
             for param in leaf.parameters():
                 param.__dict__["ds_z3_leaf_module"] = leaf
         if any(bucket.layout.row.shard_params for bucket in store.buckets):
             self._watch(model, units)
 
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
-        super().begin_backward(chunk, reduce=reduce, ends=ends)
+        if self._gatherer.buckets:
+            self._order.check()  # in backward, ranks that differ would wait for each other's calls
+        self._late = reduce and self._routes
+        super().begin_backward(chunk, reduce=reduce and not self._routes, ends=ends)
         self._in_backward, self._settled, self.has_gradients = True, False, True
         self.need(self._external.values())
 
     def end_backward(self) -> None:
         super().end_backward()
         self._in_backward = False
+        if self._late:
+            self.reduce(0)
 
     def settle(self) -> None:
         """Wait until the sums of the gradients so far are complete; every rank calls this."""
@@ -341,6 +355,12 @@ class UserParallel(DataParallel, Home):
             if torch.is_grad_enabled():  # otherwise no backward will need it
                 self._external[id(param)] = param
             self.need([param])
+
+
+def _chooses(leaf: nn.Module) -> bool:
+    """Whether a leaf has parts to choose among: several modules in a list or a dict."""
+    lists = [part for part in leaf.modules() if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
+    return any(len(part) > 1 for part in lists)
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,13 @@ class GatheredParameters:
         )
 
 
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Context in which all weights of an engine or a module are whole, so that generation gathers nothing."""
+    with GatheredParameters(list(model.parameters())):
+        yield model
+
+
 def _tensors(params: Any) -> list[nn.Parameter]:
     """The parameters among what `GatheredParameters` was given.
 

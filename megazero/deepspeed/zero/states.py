@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
 from enum import Enum
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.parallel import UserParallel
-from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import ConfigError, MegazeroError
 from megazero.zero.bucket import Bucket
 from megazero.zero.store.store import WEIGHT
@@ -185,13 +183,6 @@ class ZeroCalls:
     def empty_partition_cache(self) -> None:
         """Free the weights that stage 3 has gathered and kept for their next use."""
         self.optimizer.parallel.free()
-
-
-@contextmanager
-def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Context in which all weights of an engine or a module are whole, so that generation gathers nothing."""
-    with GatheredParameters(list(model.parameters())):
-        yield model
 
 
 def state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torch.device]:

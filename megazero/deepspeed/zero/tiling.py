@@ -97,17 +97,18 @@ class TiledLinear(nn.Module):
         Raises:
             ConfigError: it is of another size, or one of both has no bias.
         """
-        own = (self.out_features, self.in_features, self.use_bias)
-        theirs = (*other.weight.shape, other.bias is not None)
-        if own != theirs:
-            raise ConfigError(f"`other` must have the sizes (out, in, bias) {own}, but has {theirs}")
+        wanted = (self.out_features, self.in_features, self.use_bias)
+        given = (*other.weight.shape, other.bias is not None)
+        if wanted != given:
+            raise ConfigError(f"`other` must have the sizes (out, in, bias) {wanted}, but has {given}")
         with GatheredParameters(list(other.parameters())):
             for row, (top, bottom) in zip(self.linears, pairwise(self.out_parts), strict=True):
                 for tile, (left, right) in zip(row.children(), pairwise(self.in_parts), strict=True):
                     with GatheredParameters(tile.parameters(), modifier_rank=0):
-                        tile.weight.copy_(other.weight[top:bottom, left:right])
-                        if tile.bias is not None:
-                            tile.bias.copy_(other.bias[top:bottom])
+                        own = dict(tile.named_parameters(recurse=False))
+                        own["weight"].copy_(other.weight[top:bottom, left:right])
+                        if "bias" in own:
+                            own["bias"].copy_(other.bias[top:bottom])
 
 
 class TiledLinearReturnBias(TiledLinear):
