@@ -14,7 +14,12 @@ import torch
 from torch import nn
 
 from megazero.deepspeed.zero.gathered import external_parameters
-from megazero.deepspeed.zero.leaf_modules import apply_leaf_settings, get_z3_leaf_modules, z3_leaf_module
+from megazero.deepspeed.zero.leaf_modules import (
+    apply_leaf_settings,
+    chooses,
+    get_z3_leaf_modules,
+    z3_leaf_module,
+)
 from megazero.deepspeed.zero.order import GatherOrder
 from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus, mark
 from megazero.deepspeed.zero.partition import Partition, partition_of
@@ -248,7 +253,7 @@ class UserParallel(DataParallel, Home):
         leaves = get_z3_leaf_modules(model)
         # Reductions during a backward begin when gradients are there, which depends on the parts that a rank
         # has chosen; among gathers, all ranks must make them in the same order.
-        self._routes = bool(self._gatherer.buckets) and any(map(_chooses, leaves))
+        self._routes = bool(self._gatherer.buckets) and any(map(chooses, leaves))
         self._late = False
         for leaf in leaves:
             for param in leaf.parameters():
@@ -355,12 +360,6 @@ class UserParallel(DataParallel, Home):
             if torch.is_grad_enabled():  # otherwise no backward will need it
                 self._external[id(param)] = param
             self.need([param])
-
-
-def _chooses(leaf: nn.Module) -> bool:
-    """Whether a leaf has parts to choose among: several modules in a list or a dict."""
-    lists = [part for part in leaf.modules() if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
-    return any(len(part) > 1 for part in lists)
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,12 @@ def apply_leaf_settings(model: nn.Module, section: Mapping[str, Any] | None = No
     return list({id(module): module for module in found}.values())
 
 
+def chooses(leaf: nn.Module) -> bool:
+    """Whether a leaf has parts to choose among: several modules in a list or a dict."""
+    lists = [part for part in leaf.modules() if isinstance(part, (nn.ModuleList, nn.ModuleDict))]
+    return any(len(part) > 1 for part in lists)
+
+
 def _flag_classes(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raises: bool
 ) -> list[nn.Module]:

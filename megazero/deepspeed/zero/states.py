@@ -231,7 +231,8 @@ def _storages(parallel: UserParallel, bucket: Bucket) -> Iterator[tuple[str, tor
     store = parallel.store
     yield "lp_params", _weights(parallel, bucket)
     for kind, flat in store.at_rest(bucket).items():
-        if kind not in store.offloaded.get(bucket, ()):
+        frozen = kind == WEIGHT and not bucket.key.trainable  # it has no masters
+        if not frozen and kind not in store.offloaded.get(bucket, ()):
             yield "hp_params" if kind == WEIGHT else "optim_states", flat.untyped_storage()
     if bucket.key.trainable and not (store.tiers and bucket.layout.row.shard_grads):
         yield "lp_grads", store.sums(bucket).untyped_storage()
