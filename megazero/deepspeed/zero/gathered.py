@@ -168,12 +168,12 @@ def _unchanged(group: Group, params: Sequence[nn.Parameter]) -> Iterator[None]:
     prints = Fingerprints(params[0].device)
 
     def state() -> Tensor:
-        found = []
+        prints_now = []
         for param in params:
             size = -(-param.numel() // group.size)
             mine = param.data.reshape(-1)[group.rank * size : (group.rank + 1) * size]
-            found.append(prints.of(mine.to(params[0].device)))
-        return torch.stack(found)
+            prints_now.append(prints.of(mine.to(params[0].device)))
+        return torch.stack(prints_now)
 
     with torch.no_grad():
         before = state()
@@ -207,7 +207,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         ConfigError: `parameter` is not a parameter.
     """
     _check_parameter(parameter)
-    if all(parameter is not each for each in external_parameters(module)):
+    if all(parameter is not other for other in external_parameters(module)):
         module.__dict__["external_parameters"] = (*external_parameters(module), parameter)
     parameter.__dict__["is_external_param"] = True
 
@@ -219,7 +219,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         ConfigError: `parameter` is not a parameter, or was not registered.
     """
     _check_parameter(parameter)
-    left = tuple(each for each in external_parameters(module) if each is not parameter)
+    left = tuple(other for other in external_parameters(module) if other is not parameter)
     if len(left) == len(external_parameters(module)):
         raise ConfigError(
             f"`parameter` must have been registered with this {type(module).__name__}, but was not; call "

@@ -24,6 +24,7 @@ from torch.nn.modules.module import (
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.zero.partition import (
+    Builder,
     Partition,
     Shelf,
     can_be_sharded,
@@ -39,7 +40,7 @@ _DTYPES: Mapping[str | None, torch.dtype] = MappingProxyType({"bf16": torch.bflo
 JsonSource = str | Path | Mapping[str, Any]
 
 
-class Init:
+class Init(Builder):
     """Context in which the parameters of each submodule are sharded as soon as the submodule has been built.
 
     A submodule counts as built when it becomes part of a larger module; everything else is sharded at the
@@ -163,8 +164,8 @@ class Init:
         """Shard those of these parameters that `open` made whole."""
         for param in list(params):
             home = partition_of(param)
-            if home is not None and any(param is each for each in self._whole):
-                self._whole = [each for each in self._whole if each is not param]
+            if home is not None and any(param is other for other in self._whole):
+                self._whole = [other for other in self._whole if other is not param]
                 home.take(param.data.to(self._shelf.device))
                 home.hide(param)
                 home.mark(param)

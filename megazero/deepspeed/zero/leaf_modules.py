@@ -120,10 +120,10 @@ def apply_leaf_settings(model: nn.Module, section: Mapping[str, Any] | None = No
             "`leaf_module` must have `classes`, `names` or `name_suffixes`, but has "
             f"{', '.join(sorted(unknown))}"
         )
-    found = _flag_classes(model, given.get("classes", DEFAULT_CLASSES), True, bool(given.get("classes")))
-    found += set_z3_leaf_modules_by_name(model, given.get("names", ()))[0]
-    found += set_z3_leaf_modules_by_suffix(model, given.get("name_suffixes", ()))[0]
-    return list({id(module): module for module in found}.values())
+    leaves = _flag_classes(model, given.get("classes", DEFAULT_CLASSES), True, bool(given.get("classes")))
+    leaves += set_z3_leaf_modules_by_name(model, given.get("names", ()))[0]
+    leaves += set_z3_leaf_modules_by_suffix(model, given.get("name_suffixes", ()))[0]
+    return list({id(module): module for module in leaves}.values())
 
 
 def chooses(leaf: nn.Module) -> bool:
@@ -135,27 +135,27 @@ def chooses(leaf: nn.Module) -> bool:
 def _flag_classes(
     model: nn.Module, classes: Sequence[type | str], flag: bool, raises: bool
 ) -> list[nn.Module]:
-    if isinstance(classes, str) or not all(isinstance(each, (type, str)) for each in classes):
+    if isinstance(classes, str) or not all(isinstance(kind, (type, str)) for kind in classes):
         raise ConfigError(
             f"`leaf_module_classes` must be a list of classes or of their names, but is {classes!r}"
         )
-    kinds = tuple(each for each in classes if isinstance(each, type))
-    found = []
+    kinds = tuple(kind for kind in classes if isinstance(kind, type))
+    leaves = []
     for module in _in_order_of_apply(model):
         kind = type(module)
         names = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
         if isinstance(module, kinds) or not names.isdisjoint(
-            each for each in classes if isinstance(each, str)
+            kind for kind in classes if isinstance(kind, str)
         ):
             set_z3_leaf_module(module, flag)
-            found.append(module)
-    if raises and not found:
-        wanted = ", ".join(each if isinstance(each, str) else each.__name__ for each in classes)
+            leaves.append(module)
+    if raises and not leaves:
+        wanted = ", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in classes)
         raise ConfigError(
             f"`leaf_module_classes` must be classes of modules in {type(model).__name__}, but none of "
             f"{wanted} is; take a class from `type(module)`"
         )
-    return found
+    return leaves
 
 
 def _flag_named(
@@ -167,17 +167,17 @@ def _flag_named(
 ) -> tuple[list[nn.Module], list[str]]:
     matches = {name: matching(name) for name in names}
     missing = [name for name, modules in matches.items() if not modules]
-    found = list({id(module): module for modules in matches.values() for module in modules}.values())
-    for module in found:
+    leaves = list({id(module): module for modules in matches.values() for module in modules}.values())
+    for module in leaves:
         set_z3_leaf_module(module, flag)
     if missing and raises:
         raise ConfigError(
             f"leaf modules must be named as in `named_modules` of {type(model).__name__}, but there is no "
             f"{', '.join(missing)}"
         )
-    return found, missing
+    return leaves, missing
 
 
 def _in_order_of_apply(module: nn.Module) -> list[nn.Module]:
     """A module's parts before the module, each as often as it occurs."""
-    return [each for child in module.children() for each in _in_order_of_apply(child)] + [module]
+    return [part for child in module.children() for part in _in_order_of_apply(child)] + [module]

@@ -58,14 +58,14 @@ class GatherOrder:
     def _difference(self, mine: list[int]) -> str:
         everyone = gather_values(self._group, mine, self._device)
         shortest = min(map(len, everyone))
-        place = next((i for i in range(shortest) if len({each[i] for each in everyone}) > 1), shortest)
+        place = next((i for i in range(shortest) if len({theirs[i] for theirs in everyone}) > 1), shortest)
         ranks: dict[str, list[int]] = {}
-        for rank, each in zip(self._group.ranks, everyone, strict=True):
-            layer = f"`{self._names[each[place]]}`" if place < len(each) else "nothing more"
+        for rank, theirs in zip(self._group.ranks, everyone, strict=True):
+            layer = f"`{self._names[theirs[place]]}`" if place < len(theirs) else "nothing more"
             ranks.setdefault(layer, []).append(rank)
-        told = ", ".join(f"{layer} on {name_ranks(where)}" for layer, where in ranks.items())
+        layers = ", ".join(f"{layer} on {name_ranks(where)}" for layer, where in ranks.items())
         return (
-            f"all ranks must run the same layers in the same order at ZeRO stage 3, but gathered {told}, so "
+            f"all ranks must run the same layers in the same order at ZeRO stage 3, but gathered {layers}, so "
             "the results since the last step are wrong; call `set_z3_leaf_modules(model, [TheirClass])` "
             "before `initialize` for the module that chooses among them, or use stage 2"
         )
