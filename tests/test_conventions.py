@@ -50,6 +50,8 @@ LARGE_CONSTRUCTORS = {
     "megazero.models.bert_batch.BertBatch": 14,
     "megazero.models.classifier_batch.LabelledBatch": 11,
     "megazero.deepspeed.moe.layer.MoE": 15,
+    "megazero.deepspeed.zero.init.Init": 16,  # DeepSpeed's signature, as is the next one
+    "megazero.deepspeed.zero.tiling.TiledLinear": 10,
     "megazero.mpu.param_spec.ParamSpec": 10,
     "megazero.mpu.watch.report.CallRecord": 9,
     "megazero.mpu.watch.report.Report": 9,

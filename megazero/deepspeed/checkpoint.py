@@ -28,7 +28,7 @@ from megazero.checkpoint.shards import parts_to_read, parts_to_write
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.deepspeed.moe.experts import with_all_experts
 from megazero.deepspeed.stepping import EngineCounters, SteppingEngine
-from megazero.deepspeed.zero import GatheredParameters
+from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import CheckpointError
 from megazero.optim.loss_scaler import ScalerState
 from megazero.train.resume.fit import check_tensors

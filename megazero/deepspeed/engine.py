@@ -20,12 +20,13 @@ from megazero.deepspeed.checkpoint import (
 )
 from megazero.deepspeed.stepping import SteppingEngine
 from megazero.deepspeed.tenancy import Tenancy
+from megazero.deepspeed.zero.states import ZeroCalls
 from megazero.errors import CheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 
 
-class DeepSpeedEngine(SteppingEngine):
+class DeepSpeedEngine(ZeroCalls, SteppingEngine):
     """Wraps a module of any kind: ``loss = engine(batch); engine.backward(loss); engine.step()``.
 
     Arguments, attributes and the training step are those of `SteppingEngine`. This class adds checkpoints and

@@ -111,6 +111,7 @@ class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
         self.param_groups = client.param_groups
         self.optimizer = client
         self.parallel, self.shards = parallel, shards
+        parallel.optimizer = self
         self.scaler, self.scaler_state = scaler, scaler.initial()
         self.report: StepReport | None = None
         self._rule_of = rule_of

@@ -7,17 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from megazero.deepspeed.zero import Home, Partition, external_parameters, partition_of
-from megazero.errors import ConfigError
+from megazero.deepspeed.zero.gathered import external_parameters
+from megazero.deepspeed.zero.leaf_modules import apply_leaf_settings, chooses, get_z3_leaf_modules, z3_leaf_module
+from megazero.deepspeed.zero.order import GatherOrder
+from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus, mark
+from megazero.deepspeed.zero.partition import Partition, partition_of
+from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
+from megazero.zero.bucket import Bucket, ShardedState
 from megazero.zero.build import build_store
 from megazero.zero.parallel import DataParallel
 from megazero.zero.policy import ZeroPolicy
@@ -26,6 +32,16 @@ from megazero.zero.unit import Unit, module_units
 
 # Their forward passes the weights of modules inside them to one function, without calling those modules.
 _TOGETHER = (nn.MultiheadAttention,)
+_OF_PARTITIONS = ("zero_home", "__deepcopy__")
+
+
+_STATUS: Mapping[ShardedState, ZeroParamStatus] = MappingProxyType(
+    {
+        ShardedState.SHARD: ZeroParamStatus.NOT_AVAILABLE,
+        ShardedState.ARRIVING: ZeroParamStatus.INFLIGHT,
+        ShardedState.WHOLE: ZeroParamStatus.AVAILABLE,
+    }
+)
 
 
 def group_numbers(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
@@ -101,7 +117,8 @@ def prepare(
             if hasattr(param, "spec") and param.spec.expert:
                 home.move(context.groups["expert_replica"])
             homes[id(param)] = home
-            del param.__dict__["zero_home"], param.__dict__["__deepcopy__"]
+            for name in [n for n in param.__dict__ if n in _OF_PARTITIONS or n.startswith("ds_")]:
+                del param.__dict__[name]
             empty = nn.Parameter(torch.empty(param.shape, dtype=wanted, device="meta"), param.requires_grad)
             empty.__dict__.update(param.__dict__)
             torch.utils.swap_tensors(param, empty)
@@ -142,7 +159,7 @@ def user_units(model: nn.Module, tp_size: int) -> list[Unit]:
     for module in model.modules():
         unit = own.get(id(module))
         params = unit.params if unit else ()
-        if isinstance(module, _TOGETHER):
+        if isinstance(module, _TOGETHER) or z3_leaf_module(module):
             params = tuple(module.parameters())
             inside |= {id(part) for part in module.modules() if part is not module}
         if id(module) not in inside and (params or external_parameters(module)):
@@ -158,6 +175,7 @@ def build_parallel(
     groups: Mapping[int, int],
     kind: Callable[[ZeroPolicy], Store],
     whole: Set[int] = frozenset(),
+    leaves: Mapping[str, Any] | None = None,
 ) -> UserParallel:
     """Move the model's parameters into the buckets of a store that `kind` makes.
 
@@ -169,7 +187,10 @@ def build_parallel(
         groups: the parameter group by ``id`` of the parameter.
         kind: makes the store.
         whole: numbers of the groups whose parameters are matrices that an optimizer needs whole.
+        leaves: the JSON's `leaf_module`.
     """
+    if policy.stage == 3:
+        apply_leaf_settings(model, leaves)
 
     def fill(params: Sequence[nn.Parameter]) -> None:
         for param in params:
@@ -194,6 +215,8 @@ class UserParallel(DataParallel, Home):
         uninvited: called when a gradient arrives that no `begin_backward` announced, to call it.
         factor: each gradient that arrives is multiplied by it.
         arrived: the parameters with a gradient since `arrived` was last emptied, by ``id``.
+        optimizer: the optimizer over the gradients, which knows how they are scaled.
+        has_gradients: whether there has been a backward since the last step.
     """
 
     def __init__(
@@ -206,6 +229,15 @@ class UserParallel(DataParallel, Home):
     ):
         super().__init__(units, store, policy, context)
         self.group = context.replica
+        self._place = {
+            id(param): (bucket, number)
+            for bucket in store.buckets
+            for number, param in enumerate(bucket.params)
+        }
+        self._order = GatherOrder({bucket: n for n, bucket in enumerate(store.buckets)}, context)
+        self._settled = True
+        self.has_gradients = False
+        self.optimizer: Any = None
         self._running: Counter[int] = Counter()
         self._forwards = 0
         self.uninvited: Callable[[], None] | None = None
@@ -215,7 +247,18 @@ class UserParallel(DataParallel, Home):
         self._external: dict[int, nn.Parameter] = {}
         experts = ExpertHome(self, context.groups["expert_replica"])
         for param in model.parameters():
-            param.__dict__["zero_home"] = experts if spec_of(param).expert else self
+            home = experts if spec_of(param).expert else self
+            param.__dict__["zero_home"] = home
+            if policy.stage == 3 and id(param) in self._place:
+                mark(param, home.group, persist=param.numel() < policy.persistence_threshold)
+        leaves = get_z3_leaf_modules(model)
+        # Reductions during a backward begin when gradients are there, which depends on the parts that a rank
+        # has chosen; among gathers, all ranks must make them in the same order.
+        self._routes = bool(self._gatherer.buckets) and any(map(chooses, leaves))
+        self._late = False
+        for leaf in leaves:
+            for param in leaf.parameters():
+                param.__dict__["ds_z3_leaf_module"] = leaf
         if any(bucket.layout.row.shard_params for bucket in store.buckets):
             self._watch(model, units)
 
@@ -225,8 +268,11 @@ class UserParallel(DataParallel, Home):
         return self._in_backward
 
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
-        super().begin_backward(chunk, reduce=reduce, ends=ends)
-        self._in_backward = True
+        if self._gatherer.buckets:
+            self._order.check()  # in backward, ranks that differ would wait for each other's calls
+        self._late = reduce and self._routes
+        super().begin_backward(chunk, reduce=reduce and not self._routes, ends=ends)
+        self._in_backward, self._settled, self.has_gradients = True, False, True
         self.need(self._external.values())
 
     def approach(self) -> None:
@@ -236,6 +282,43 @@ class UserParallel(DataParallel, Home):
     def end_backward(self) -> None:
         super().end_backward()
         self._in_backward = False
+        if self._late:
+            self.reduce(0)
+
+    def settle(self) -> None:
+        """Wait until the sums of the gradients so far are complete; every rank calls this."""
+        if not self._settled:
+            self._reducer.finish()
+            self._settled = True
+
+    def finish(self) -> None:
+        """See `DataParallel.finish`.
+
+        Raises:
+            CommunicationError: on all ranks: they have run different layers since the last step.
+        """
+        self.settle()  # once: a script may have written to the sums since
+        self.has_gradients = False
+        self._gatherer.finish()
+        if self._gatherer.buckets:
+            self._order.check()
+
+    def free(self) -> None:
+        """Free all gathered weights."""
+        self._gatherer.finish()
+
+    def place(self, param: nn.Parameter) -> tuple[Bucket, int]:
+        """The bucket of a parameter, and its number there."""
+        return self._place[id(param)]
+
+    def status(self, param: nn.Parameter) -> ZeroParamStatus:
+        return _STATUS[self.place(param)[0].presence]
+
+    def piece(self, param: nn.Parameter) -> torch.Tensor:
+        bucket, number = self.place(param)
+        if not bucket.layout.row.shard_params:
+            return param.data.reshape(-1)
+        return self.store.shard(bucket)[bucket.layout.overlap(*bucket.layout.spans[number])]
 
     def interrupted(self) -> None:
         """Note that the backward has failed: `start` will drop what it has brought."""
@@ -256,10 +339,12 @@ class UserParallel(DataParallel, Home):
             self._forwards += 1
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._forwards -= 1
+            self._forwards = max(0, self._forwards - 1)  # `enter` has not run if a hook before it failed
             if not torch.is_grad_enabled() and not self._forwards:
                 self.release(0)
+                self._order.check()
 
+        self._gatherer.observer = self._order.note
         model.register_forward_pre_hook(enter)
         model.register_forward_hook(leave, always_call=True)
         for unit in units:
@@ -275,7 +360,7 @@ class UserParallel(DataParallel, Home):
             self._running.update(keys)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            self._running.subtract(keys)
+            self._running.subtract(key for key in keys if self._running[key] > 0)
 
         unit.module.register_forward_pre_hook(enter)
         unit.module.register_forward_hook(leave, always_call=True)
@@ -298,6 +383,12 @@ class ExpertHome(Home):
     def gathered(self, params: Iterable[nn.Parameter], *, write_back: bool) -> AbstractContextManager[None]:
         """See `DataParallel.gathered`."""
         return self.parallel.gathered(params, write_back=write_back)
+
+    def status(self, param: nn.Parameter) -> ZeroParamStatus:
+        return self.parallel.status(param)
+
+    def piece(self, param: nn.Parameter) -> torch.Tensor:
+        return self.parallel.piece(param)
 
 
 class WatchedParameters(dict[str, nn.Parameter | None]):

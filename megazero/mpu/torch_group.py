@@ -115,6 +115,13 @@ class TorchGroup(Group):
         )
 
 
+def adopted_group(process_group: dist.ProcessGroup) -> TorchGroup:
+    """A process group that a script has made."""
+    return TorchGroup(
+        "adopted", dist.get_rank(), tuple(dist.get_process_group_ranks(process_group)), process_group
+    )
+
+
 def joined_world() -> tuple[int, int] | None:
     """This process's rank in torch's world and the world's size; None if it has joined none."""
     joined = dist.is_available() and dist.is_initialized()

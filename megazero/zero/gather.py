@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,11 +40,13 @@ class Gatherer:
 
     Attributes:
         most_live_bytes: the most bytes that gathered weights have held at a time.
+        observer: is shown each bucket that is gathered; None for nobody.
     """
 
     def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy):
         self.policy = policy
         self.store = store
+        self.observer: Callable[[Bucket], None] | None = None
         self.buckets = [bucket for bucket in store.buckets if bucket.layout.row.shard_params]
         self._bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self._units: list[list[Bucket]] = []
@@ -131,6 +134,8 @@ class Gatherer:
         """Start gathering a bucket."""
         if bucket.presence is ShardedState.SHARD:
             bucket.unshard()
+            if self.observer is not None:
+                self.observer(bucket)
             if bucket in self._ahead:
                 self._ahead.remove(bucket)
             self._live += bucket.layout.padded
@@ -143,6 +148,17 @@ class Gatherer:
             bucket.reshard()
             self._live -= bucket.layout.padded
             self._live_bytes -= bucket.full.nbytes
+
+    @contextmanager
+    def held(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Context in which no forward frees these buckets."""
+        for bucket in buckets:
+            self._users[id(bucket)] += 1
+        try:
+            yield
+        finally:
+            for bucket in buckets:
+                self._users[id(bucket)] = max(0, self._users[id(bucket)] - 1)
 
     def _buckets_of(self, chunk: int) -> list[Bucket]:
         return [bucket for unit in self._chunks.get(chunk, []) for bucket in self._units[unit]]

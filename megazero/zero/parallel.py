@@ -122,8 +122,9 @@ class DataParallel:
             self._gatherer.unshard(bucket)
         for bucket in absent:
             bucket.wait()
+        sharded = [bucket for bucket in chosen if bucket.layout.row.shard_params]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._gatherer.held(sharded):
                 if write_back:
                     self._show_masters(chosen)
                 yield
