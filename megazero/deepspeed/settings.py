@@ -68,6 +68,7 @@ def choose_source(args: Any, config: JsonSource | None, config_params: JsonSourc
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+        "args.deepscale_config": getattr(args, "deepscale_config", None),
     }
     given = {name: source for name, source in named.items() if source is not None}
     if len(given) != 1:
