@@ -18,6 +18,7 @@ from megazero.config.tree.parallel import ParallelConfig
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.comm.world import configure, join_alone
 from megazero.deepspeed.mpu import DeepSpeedMpu
+from megazero.deepspeed.utils.groups import LAYOUT
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch, choose_device, grid_of, open_context
@@ -66,10 +67,11 @@ def find_context(
             false.
         CommunicationError: the other ranks could not be reached.
     """
-    if isinstance(mpu, ParallelContext):
-        return mpu
     if isinstance(mpu, DeepSpeedMpu):
-        return mpu.context
+        mpu = mpu.context
+    if isinstance(mpu, ParallelContext):
+        LAYOUT.remember(mpu)
+        return mpu
     timeout = timeout or default_timeout()
     launch = _launch()
     device = _device(launch)
@@ -95,6 +97,7 @@ def find_context(
             raise ConfigError(_NOT_JOINED)
     context = open_context(config, launch, device, node_size=node_size)
     _compare(mpu, context)
+    LAYOUT.remember(context)
     return context
 
 
