@@ -90,16 +90,29 @@ class OpBuilder:
         )
 
 
+_CLASSES: Mapping[str, type[OpBuilder]] = MappingProxyType(
+    {
+        name: type(
+            name, (OpBuilder,), {"NAME": name.removesuffix("Builder").lower(), "__doc__": why or "Is here."}
+        )
+        for name, (_, why) in BUILDERS.items()
+    }
+)
+
+
 def builder_class(name: str) -> type[OpBuilder]:
     """The builder of this name; `NotImplementedBuilder` for one that DeepSpeed does not have."""
-    name = name if name in BUILDERS else "NotImplementedBuilder"
-    short = name.removesuffix("Builder").lower()
-    return type(name, (OpBuilder,), {"NAME": short, "__doc__": BUILDERS[name][1] or "Is here."})
+    return _CLASSES.get(name, _CLASSES["NotImplementedBuilder"])
 
 
-def compatible_ops() -> dict[str, bool]:
-    """Operator -> whether it is here."""
-    return {builder_class(name).NAME: bool(home) for name, (home, _) in BUILDERS.items()}
+ALL_OPS: Mapping[str, OpBuilder] = MappingProxyType(
+    {builder_class(name).NAME: builder_class(name)() for name in BUILDERS}
+)
+"""Operator -> its builder."""
+COMPATIBLE: Mapping[str, bool] = MappingProxyType(
+    {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
+)
+"""Operator -> whether it is here."""
 
 
 def get_default_compute_capabilities() -> str:

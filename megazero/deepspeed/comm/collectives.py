@@ -19,6 +19,9 @@ from megazero.deepspeed.comm.world import AnyGroup, process_group
 from megazero.errors import ConfigError
 
 SUM = ReduceOp.SUM
+# torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @logged
@@ -54,7 +57,7 @@ def all_gather_into_tensor(
     output_tensor: Tensor, tensor: Tensor, group: AnyGroup = None, async_op: bool = False
 ) -> Any:
     """`output_tensor` becomes the ranks' tensors, one after the other."""
-    return dist.all_gather_into_tensor(output_tensor, tensor, process_group(group), async_op)
+    return _all_gather(output_tensor, tensor, group=process_group(group), async_op=async_op)
 
 
 def allgather_fn(
@@ -103,7 +106,7 @@ def reduce_scatter_tensor(
     output_tensor: Tensor, tensor: Tensor, op: Any = SUM, group: AnyGroup = None, async_op: bool = False
 ) -> Any:
     """`output_tensor` becomes this rank's piece of the sum of all ranks' tensors."""
-    return dist.reduce_scatter_tensor(output_tensor, tensor, op, process_group(group), async_op)
+    return _reduce_scatter(output_tensor, tensor, op=op, group=process_group(group), async_op=async_op)
 
 
 def reduce_scatter_fn(

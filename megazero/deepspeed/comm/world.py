@@ -32,7 +32,7 @@ def process_group(group: AnyGroup) -> ProcessGroup | None:
     Raises:
         ConfigError: the group has none, because its ranks are threads.
     """
-    if group is None or isinstance(group, ProcessGroup):
+    if not isinstance(group, Group):  # torch's, or its mark of a group that this rank is not in
         return group
     if isinstance(group, WrappingGroup):
         return process_group(group.inner)

@@ -111,6 +111,7 @@ def _alone() -> object:
 
 DATA = Axis("data", whole=True)
 TENSOR = Axis("tp")
+EXPERT_TENSOR = Axis("etp")
 SEQUENCE = Axis("cp")
 SEQUENCE_DATA = Axis("replica", whole=True)
 EXPERTS = Axis("ep")
