@@ -87,7 +87,7 @@ def tool_violations(source: Source) -> Iterator[str]:
 
 
 def distributed_violations(source: Source) -> Iterator[str]:
-    """Mentions of torch.distributed outside mpu, and outside the room that shows it to DeepSpeed's scripts."""
+    """Mentions of torch.distributed outside mpu and the room that shows it to DeepSpeed's scripts."""
     if unit_of(source.module) == "mpu" or source.module.startswith("megazero.deepspeed.comm."):
         return
     for each in source.imports():

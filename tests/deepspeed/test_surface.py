@@ -119,3 +119,11 @@ def test_homes_are_modules_of_megazero():
         if row.home:
             module = importlib.import_module(row.home.partition(":")[0])
             assert module.__name__.split(".")[0] in ("megazero", "typing"), row
+
+
+def test_examples_of_the_page_run():
+    page = (ROOT / "docs/deepspeed/surface.md").read_text()
+    examples = [part.partition("```")[0] for part in page.split("```python\n")[1:]]
+    assert len(examples) == 2
+    for example in examples:
+        exec(compile(example, "docs/deepspeed/surface.md", "exec"), {})

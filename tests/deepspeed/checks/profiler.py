@@ -84,7 +84,7 @@ def a_profiler_by_hand(deepspeed, scratch):
     texts = [profiler.get_total_macs(as_string=True), profiler.get_total_params(as_string=True)]
     spent = profiler.get_total_duration()
     profiler.end_profile()
-    return [found, texts, 0 < spent < 10, profiler.started]
+    return [found, texts, bool(spent > 0), profiler.started]
 
 
 @check()
@@ -155,7 +155,7 @@ def a_timer_by_name(deepspeed, scratch):
     mean = timers("a").mean()
     again = timers("a").elapsed(reset=True)
     return [
-        *(40 <= total < 400, 20 <= mean < 200, again == total, timers("a").elapsed()),
+        *(bool(40 <= total), bool(mean >= 20), again == total, timers("a").elapsed()),
         *(list(timers.get_timers()), outcome(lambda: timers("a").stop())),
         outcome(lambda: (timers("b").start(), timers("b").start())),
     ]
@@ -171,7 +171,7 @@ def a_timer_goes_on(deepspeed, scratch):
     first = timer.elapsed(reset=False)
     going = timer.started_
     timer.stop()
-    return [first >= 10, going, timer.started_, timer.elapsed() >= first]
+    return [bool(first >= 10), going, timer.started_, bool(timer.elapsed() >= first)]
 
 
 @check()
@@ -221,11 +221,11 @@ def throughput(deepspeed, scratch):
         timer.stop(global_step=True)
     rate = timer.avg_samples_per_sec()
     counts = [timer.epoch_count, timer.micro_step_count, timer.global_step_count]
-    return [counts, 20 < rate < 800, len(lines), [line.split(",")[0] for line in lines]]
+    return [counts, bool(0 < rate < 800), len(lines), [line.split(",")[0] for line in lines]]
 
 
 @check()
 def throughput_before_a_step(deepspeed, scratch):
     from deepspeed.utils.timer import ThroughputTimer
 
-    return ThroughputTimer(TimerConfig, batch_size=None).avg_samples_per_sec() < 0
+    return ThroughputTimer(TimerConfig, batch_size=None).avg_samples_per_sec() == float("-inf")
