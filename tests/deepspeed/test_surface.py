@@ -63,7 +63,7 @@ def test_scripts_import_names_from_where_deepspeed_has_them():
 import megazero.deepspeed.surface as surface
 surface.install()
 import deepspeed, deepspeed.comm as dist
-from deepspeed import comm, get_accelerator, zero
+from deepspeed import comm, get_accelerator
 from deepspeed.accelerator import get_accelerator as again
 from deepspeed.comm import all_reduce
 from deepspeed.comm.comm import all_reduce as same
