@@ -27,7 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] = ()) -> int:
     """Run the command with its flags; returns the exit status."""
     flags = build_parser().parse_args(argv)
     problems: list[Trouble] = []

@@ -7,6 +7,7 @@ may query). `settings.py` reads the JSON; `optimizer.py`, `torch_rule.py`, `fuse
 memory states take. `adopt.py` finds a rank's place, `zero.py` has `Init`, and `moe` the layer of experts.
 """
 
+from megazero.deepspeed.adopt import init_distributed
 from megazero.deepspeed.data import RepeatingLoader
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.estimates import (
@@ -18,7 +19,7 @@ from megazero.deepspeed.estimates import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from megazero.deepspeed.fused import FusedLamb, FusedLion
-from megazero.deepspeed.initialize import add_config_arguments, init_distributed, initialize
+from megazero.deepspeed.initialize import add_config_arguments, initialize
 from megazero.deepspeed.muon import MuonWithAuxAdam
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 

@@ -7,26 +7,44 @@ or may leave everything to megazero.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megazero.config.tree.parallel import ParallelConfig
+from megazero.deepspeed.accelerator.choose import get_accelerator
+from megazero.deepspeed.comm.world import configure, join_alone
 from megazero.deepspeed.mpu import DeepSpeedMpu
+from megazero.deepspeed.utils.groups import LAYOUT
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch, choose_device, grid_of, open_context
 from megazero.mpu.torch_group import joined_world, start_world
 
 TIMEOUT = timedelta(minutes=10)
+# What MPI's launcher calls a rank's place.
+_MPI = MappingProxyType(
+    {
+        "RANK": "OMPI_COMM_WORLD_RANK",
+        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+    }
+)
+_NOT_JOINED = (
+    "`dist_init_required` must be true when the world of ranks has not been joined, but is false; call "
+    "`init_distributed` first or leave the argument out"
+)
+_MPI_HOSTS = ("AZ_BATCH_MASTER_NODE", "AZ_BATCHAI_MPI_MASTER_NODE")
 
 
 def find_context(
     mpu: Any = None,
     *,
     backend: str | None = None,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | None = None,
     node_size: int = 1,
     ep_size: int = 1,
     may_start: bool = True,
@@ -38,7 +56,7 @@ def find_context(
             with methods such as ``get_model_parallel_rank`` and ``get_data_parallel_world_size``, whose
             layout is adopted; or None, in which case all ranks are data-parallel.
         backend: nccl or gloo; by default the device decides.
-        timeout: the longest wait in one collective.
+        timeout: the longest wait in one collective; by default see `default_timeout`.
         node_size: the number of replicas that ``node`` spans.
         ep_size: how many data-parallel ranks share the experts of a layer.
         may_start: whether to join the world if the script has not.
@@ -49,14 +67,14 @@ def find_context(
             false.
         CommunicationError: the other ranks could not be reached.
     """
-    if isinstance(mpu, ParallelContext):
-        return mpu
     if isinstance(mpu, DeepSpeedMpu):
-        return mpu.context
-    joined, launch = joined_world(), _launch()
-    device = choose_device("auto", launch.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        mpu = mpu.context
+    if isinstance(mpu, ParallelContext):
+        LAYOUT.remember(mpu)
+        return mpu
+    timeout = timeout or default_timeout()
+    launch = _launch()
+    device = _device(launch)
     config = ParallelConfig.model_validate(
         {
             **_sizes(mpu),
@@ -72,26 +90,156 @@ def find_context(
             "a divisor or start other ranks"
         )
     config = config.model_copy(update={"expert_model_parallel_size": ep_size})
-    if launch.world_size > 1 and joined is None:
-        if not may_start:
-            raise ConfigError(
-                "`dist_init_required` must be true when the world of ranks has not been joined, but is "
-                "false; call `init_distributed` first or leave the argument out"
-            )
-        default = "nccl" if device.type == "cuda" else "gloo"
-        start_world(backend or default, launch.rank, launch.world_size, timeout)
+    if joined_world() is None:
+        if may_start:
+            _join(launch, device, backend, timeout)
+        elif launch.world_size > 1:
+            raise ConfigError(_NOT_JOINED)
     context = open_context(config, launch, device, node_size=node_size)
     _compare(mpu, context)
+    LAYOUT.remember(context)
     return context
+
+
+def default_timeout() -> timedelta:
+    """The longest wait in one collective: DEEPSPEED_TIMEOUT minutes, or ten.
+
+    Raises:
+        ConfigError: the variable holds no number of minutes.
+    """
+    text = os.environ.get("DEEPSPEED_TIMEOUT", "")
+    if not text:
+        return TIMEOUT
+    try:
+        minutes = float(text)
+    except ValueError:
+        minutes = 0.0
+    if not minutes > 0:
+        raise ConfigError(
+            f"the environment variable `DEEPSPEED_TIMEOUT` must be a number of minutes above 0, but is "
+            f"{text!r}; correct it or unset it"
+        )
+    return timedelta(minutes=minutes)
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the world of ranks that the launcher's environment describes, unless it has been joined.
+
+    Without a launcher this is a world of one, and RANK, WORLD_SIZE and LOCAL_RANK are set as if there were
+    one.
+
+    Args:
+        dist_backend: nccl or gloo; by default the device decides.
+        auto_mpi_discovery: whether to look for the variables of MPI's launcher where torch's are missing.
+        distributed_port: the first rank's port, if MASTER_PORT is not set.
+        verbose: has no effect; the logger's level decides.
+        timeout: the longest wait in one collective; by default see `default_timeout`.
+        init_method: how ranks find each other, as torch's ``init_process_group`` takes it.
+        dist_init_required: False refuses to join.
+        config: a DeepSpeed JSON as a dictionary, whose ``comms_logger`` counts; see `comm.configure`.
+        rank, world_size: this process's place, if no launcher says it.
+
+    Raises:
+        ConfigError: nothing may be joined, or the environment does not say where the first rank is.
+        CommunicationError: the other ranks could not be reached.
+    """
+    configure(config)
+    if joined_world() is not None:
+        return
+    if dist_init_required is False:
+        raise ConfigError(_NOT_JOINED)
+    environment = _environment(auto_mpi_discovery)
+    if rank >= 0:
+        environment["RANK"] = str(rank)
+    if world_size > 0:
+        environment["WORLD_SIZE"] = str(world_size)
+    launch = Launch.from_environment(environment)
+    if launch.world_size > 1 and init_method is None:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    _join(launch, _device(launch), dist_backend, timeout or default_timeout(), init_method)
+    for name in _MPI:
+        os.environ.setdefault(name, str(getattr(launch, name.lower())))
+
+
+def _environment(mpi: bool = True) -> dict[str, str]:
+    """The environment variables, with a rank's place also where only MPI's launcher says it."""
+    environment = dict(os.environ)
+    if mpi:
+        for name, theirs in _MPI.items():
+            if theirs in environment:
+                environment.setdefault(name, environment[theirs])
+    return environment
 
 
 def _launch() -> Launch:
     """This process's place according to torch, or else according to the launcher."""
     joined = joined_world()
-    if joined is None:
-        return Launch.from_environment()
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    return Launch(*joined, int(local_rank) if local_rank.isdigit() else 0)
+    launch = Launch.from_environment(_environment())
+    return launch if joined is None else Launch(*joined, launch.local_rank)
+
+
+def _device(launch: Launch) -> torch.device:
+    """This process's device, which becomes CUDA's current one."""
+    wanted = "auto" if get_accelerator().name() == "cuda" else "cpu"
+    device = choose_device(wanted, launch.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _join(
+    launch: Launch,
+    device: torch.device,
+    backend: str | None,
+    timeout: timedelta,
+    init_method: str | None = None,
+) -> None:
+    """Join the world; one of this process alone needs no address."""
+    if backend == "nccl" and device.type == "cpu":
+        raise ConfigError(
+            "`dist_backend` must be gloo for ranks on the CPU, but is nccl; leave it out, then the "
+            "device decides"
+        )
+    backend = backend or get_accelerator().communication_backend_name()
+    if init_method is not None:
+        start_world(backend, launch.rank, launch.world_size, timeout, init_method=init_method)
+    elif launch.world_size == 1:
+        join_alone(backend, timeout)
+    else:
+        _find_first_rank(os.environ, launch)
+        start_world(backend, launch.rank, launch.world_size, timeout)
+
+
+def _find_first_rank(environment: Mapping[str, str], launch: Launch) -> None:
+    """Set MASTER_ADDR and MASTER_PORT where a launcher of MPI leaves them out.
+
+    Raises:
+        ConfigError: the ranks are on several hosts, and nothing says which one has the first.
+    """
+    if "MASTER_ADDR" not in environment:
+        place = next((environment[name] for name in _MPI_HOSTS if name in environment), None)
+        if place is None and environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(launch.world_size):
+            place = "127.0.0.1"
+        if place is None:
+            raise ConfigError(
+                f"the environment variable `MASTER_ADDR` must name the host of rank 0 for "
+                f"{launch.world_size} ranks, but is not set; start them with torchrun or set it"
+            )
+        host, _, port = place.partition(":")
+        os.environ["MASTER_ADDR"] = host
+        os.environ.setdefault("MASTER_PORT", port or "29500")
+    os.environ.setdefault("MASTER_PORT", "29500")
 
 
 def _ask(mpu: Any, *names: str) -> int | None:

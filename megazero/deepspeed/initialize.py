@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterable
-from datetime import timedelta
 from typing import Any
 
 from torch import nn
@@ -175,19 +174,6 @@ def _shard(
     )
 
 
-def init_distributed(dist_backend: str | None = None, timeout: timedelta = TIMEOUT) -> None:
-    """Join the world of ranks that the launcher's environment describes, unless already joined.
-
-    Args:
-        dist_backend: nccl or gloo; by default the device decides.
-        timeout: longest wait in one collective.
-
-    Raises:
-        CommunicationError: the other ranks could not be reached.
-    """
-    find_context(backend=dist_backend, timeout=timeout)
-
-
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed` and `--deepspeed_config`, which `initialize` reads from `args`."""
     group = parser.add_argument_group("DeepSpeed")
@@ -197,4 +183,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(
         "--deepspeed_config", metavar="FILE", help="DeepSpeed JSON that configures the training"
     )
+    group.add_argument("--deepscale", action="store_true", help="older name of --deepspeed")
+    group.add_argument("--deepscale_config", metavar="FILE", help="older name of --deepspeed_config")
     return parser

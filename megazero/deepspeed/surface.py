@@ -47,14 +47,14 @@ class Name:
     note: str
 
     def value(self) -> Any:
-        """What the name is here; if it is refused, something that says so when it is called."""
+        """The object of that name here; if it is refused, something that says so when it is called."""
         if self.state == "refused":
             return refused(f"{PACKAGE}.{self.modules[0]}.{self.name}".replace("..", "."), self.note)
         module, _, attribute = self.home.partition(":")
-        found: Any = import_module(module)
+        value: Any = import_module(module)
         for part in attribute.split(".") if attribute else ():
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
 
 
 def refused(name: str, remedy: str) -> type:
@@ -99,15 +99,15 @@ class Surface(MetaPathFinder, Loader):
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, Name]]:
         """Module below `deepspeed` -> its names. A module's parents exist too."""
-        found: dict[str, dict[str, Name]] = {"": {}}
+        modules: dict[str, dict[str, Name]] = {"": {}}
         for row in self.names:
             for path in row.modules:
                 path = "" if path == "." else path
                 if row.name:
-                    found.setdefault(path, {})[row.name] = row
+                    modules.setdefault(path, {})[row.name] = row
                 for parent in _parents(path):
-                    found.setdefault(parent, {})
-        return found
+                    modules.setdefault(parent, {})
+        return modules
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None

@@ -5,6 +5,7 @@ Real processes do so in tests/deepspeed/test_initialize.py.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
@@ -17,6 +18,7 @@ from megazero.errors import ConfigError
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.torch_group import joined_world
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +83,7 @@ def test_a_second_partition_needs_as_many_replicas():
         find_context(node_size=2)
 
 
-@pytest.mark.parametrize(("backend", "started"), [(None, "gloo"), ("gloo", "gloo"), ("nccl", "nccl")])
+@pytest.mark.parametrize(("backend", "started"), [(None, "gloo"), ("gloo", "gloo")])
 def test_the_world_is_started_with_the_backend_that_is_named(monkeypatch, backend, started):
     class Started(Exception):
         pass
@@ -91,8 +93,66 @@ def test_the_world_is_started_with_the_backend_that_is_named(monkeypatch, backen
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(adopt, "start_world", start_world)
     monkeypatch.setattr(adopt, "choose_device", lambda wanted, local: torch.device("cpu"))
     with pytest.raises(Started) as caught:
         find_context(backend=backend, timeout=timedelta(minutes=3))
     assert caught.value.args == (started, 1, 2, timedelta(minutes=3))
+
+
+def test_ranks_on_the_cpu_do_not_talk_through_nccl():
+    with pytest.raises(ConfigError, match="`dist_backend` must be gloo for ranks on the CPU, but is nccl"):
+        adopt.init_distributed("nccl")
+
+
+def test_a_plain_process_joins_a_world_of_one(monkeypatch):
+    """DeepSpeed looks for mpi4py there, and fails without it."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    adopt.init_distributed()
+    assert joined_world() == (0, 1)
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
+    adopt.init_distributed(dist_init_required=False)  # has been joined
+
+
+def test_an_engine_alone_leaves_torch_with_a_world():
+    find_context()
+    assert joined_world() == (0, 1)
+
+
+def test_mpi_says_the_place_of_a_rank(monkeypatch):
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    started = []
+    for name, text in {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", text)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(adopt, "start_world", lambda *arguments: started.append(arguments))
+    adopt.init_distributed(distributed_port=1234)
+    assert started == [("gloo", 1, 2, timedelta(minutes=10))]
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert [os.environ[name] for name in ("MASTER_PORT", "RANK", "WORLD_SIZE")] == ["1234", "1", "2"]
+
+
+def test_mpi_on_several_hosts_needs_the_first_one(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for name, text in {"RANK": "1", "SIZE": "2", "LOCAL_SIZE": "1"}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", text)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(ConfigError, match="`MASTER_ADDR` must name the host of rank 0 for 2 ranks"):
+        adopt.init_distributed()
+
+
+@pytest.mark.parametrize(("text", "minutes"), [("", 10), ("1.5", 1.5), ("30", 30)])
+def test_the_longest_wait_is_a_variable(monkeypatch, text, minutes):
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", text)
+    assert adopt.default_timeout() == timedelta(minutes=minutes)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
+def test_a_wait_that_is_no_time_is_refused(monkeypatch, text):
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", text)
+    with pytest.raises(ConfigError, match="`DEEPSPEED_TIMEOUT` must be a number of minutes above 0"):
+        adopt.default_timeout()

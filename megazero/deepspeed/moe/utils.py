@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from megazero.deepspeed.moe.experts import expert_layers
 
 LARGEST_GROUP = 178_956_971
 
@@ -49,6 +51,35 @@ def split_params_into_different_moe_groups_for_optimizer(
             parts = _parts(chosen, max_group_size)
             experts += [{**group, "name": name, "moe": True, "params": part} for part in parts]
     return dense + experts
+
+
+def configure_moe_param_groups(model_parameters: Sequence[Any]) -> list[dict[str, Any]]:
+    """Parameters, or groups of them, as groups in which experts' parameters are apart from others."""
+    if model_parameters and isinstance(model_parameters[0], Tensor):
+        model_parameters = [{"params": list(model_parameters), "name": "dense-params"}]
+    return split_params_into_different_moe_groups_for_optimizer(model_parameters)
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Whether a model has a `MoE` layer, and the number of experts of the first one."""
+    counts = [layer.num_experts for layer in expert_layers(m).values()]
+    return bool(counts), counts[0] if counts else 0
+
+
+def split_params_into_shared_and_expert_params(
+    params: Iterable[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Other parameters, and experts'."""
+    given = list(params)
+    return [p for p in given if not is_moe_param(p)], [p for p in given if is_moe_param(p)]
+
+
+def split_params_grads_into_shared_and_expert_params(
+    group: Iterable[nn.Parameter],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients of other parameters, and of experts'."""
+    shared, experts = split_params_into_shared_and_expert_params(group)
+    return [p.grad for p in shared if p.grad is not None], [p.grad for p in experts if p.grad is not None]
 
 
 def _parts(params: Iterable[nn.Parameter], most: int | None) -> list[list[nn.Parameter]]:

@@ -1,0 +1,274 @@
+"""Torch's collectives with DeepSpeed's arguments, names and log.
+
+A group may be torch's or one of megazero's; None is the world. All functions also work in a world of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from megazero.deepspeed.comm.log import logged
+from megazero.deepspeed.comm.world import AnyGroup, process_group
+from megazero.errors import ConfigError
+
+SUM = ReduceOp.SUM
+# torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@logged
+def broadcast(tensor: Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Any:
+    """Every rank's `tensor` becomes that of world rank `src`."""
+    return dist.broadcast(tensor, src, process_group(group), async_op)
+
+
+@logged
+def broadcast_object_list(
+    object_list: list[Any], src: int, group: AnyGroup = None, device: torch.device | None = None
+) -> None:
+    """Every rank's list becomes that of world rank `src`, pickled on the way."""
+    dist.broadcast_object_list(object_list, src, process_group(group), device)
+
+
+@logged
+def all_gather(
+    tensor_list: list[Tensor], tensor: Tensor, group: AnyGroup = None, async_op: bool = False
+) -> Any:
+    """``tensor_list[i]`` becomes the `tensor` of rank `i`."""
+    return dist.all_gather(tensor_list, tensor, process_group(group), async_op)
+
+
+@logged
+def all_gather_object(object_list: list[Any], obj: Any, group: AnyGroup = None) -> None:
+    """``object_list[i]`` becomes the object of rank `i`, pickled on the way."""
+    dist.all_gather_object(object_list, obj, process_group(group))
+
+
+@logged
+def all_gather_into_tensor(
+    output_tensor: Tensor, tensor: Tensor, group: AnyGroup = None, async_op: bool = False
+) -> Any:
+    """`output_tensor` becomes the ranks' tensors, one after the other."""
+    return _all_gather(output_tensor, tensor, group=process_group(group), async_op=async_op)
+
+
+def allgather_fn(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: AnyGroup = None,
+    async_op: bool = False,
+    debug: object = None,
+) -> Any:
+    """`all_gather_into_tensor` by its older name."""
+    return all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[Tensor],
+    input_tensors: Sequence[Tensor],
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Any:
+    """`all_gather_into_tensor` of each pair; asynchronous, the last call's handle is returned."""
+    works = [
+        all_gather_into_tensor(output, tensor, group, async_op=True)
+        for output, tensor in zip(output_tensors, input_tensors, strict=True)
+    ]
+    if async_op:
+        return works[-1] if works else None
+    for work in works:
+        work.wait()
+    return None
+
+
+@logged
+def reduce_scatter(
+    output: Tensor,
+    input_list: list[Tensor],
+    op: Any = SUM,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Any:
+    """`output` becomes the sum over the ranks of their ``input_list[rank]``."""
+    return dist.reduce_scatter(output, input_list, op, process_group(group), async_op)
+
+
+@logged
+def reduce_scatter_tensor(
+    output_tensor: Tensor, tensor: Tensor, op: Any = SUM, group: AnyGroup = None, async_op: bool = False
+) -> Any:
+    """`output_tensor` becomes this rank's piece of the sum of all ranks' tensors."""
+    return _reduce_scatter(output_tensor, tensor, op=op, group=process_group(group), async_op=async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = SUM,
+    group: AnyGroup = None,
+    async_op: bool = False,
+    prof: bool = False,
+    debug: object = None,
+) -> Any:
+    """`reduce_scatter_tensor` by its older name."""
+    return reduce_scatter_tensor(output_tensor, tensor, op, group, async_op, prof)
+
+
+@logged
+def all_reduce(tensor: Tensor, op: Any = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
+    """Every rank's `tensor` becomes the sum of all."""
+    return dist.all_reduce(tensor, op, process_group(group), async_op)
+
+
+@logged
+def inference_all_reduce(
+    tensor: Tensor, op: Any = SUM, group: AnyGroup = None, async_op: bool = False
+) -> Any:
+    """`all_reduce`; a world of one gives the tensor back."""
+    if dist.get_world_size(process_group(group)) == 1:
+        return tensor
+    return dist.all_reduce(tensor, op, process_group(group), async_op)
+
+
+@logged
+def all_reduce_coalesced(
+    tensors: Sequence[Tensor], op: Any = SUM, group: AnyGroup = None, async_op: bool = False
+) -> Any:
+    """`all_reduce` of each tensor; asynchronous, the last call's handle is returned."""
+    works = [dist.all_reduce(tensor, op, process_group(group), async_op=True) for tensor in tensors]
+    if async_op:
+        return works[-1] if works else None
+    for work in works:
+        work.wait()
+    return None
+
+
+@logged
+def reduce(tensor: Tensor, dst: int, op: Any = SUM, group: AnyGroup = None, async_op: bool = False) -> Any:
+    """The `tensor` of world rank `dst` becomes the sum of all."""
+    return dist.reduce(tensor, dst, op, process_group(group), async_op)
+
+
+@logged
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int = 0,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Any:
+    """``gather_list[i]`` of world rank `dst` becomes the `tensor` of rank `i`."""
+    return dist.gather(tensor, gather_list, dst, process_group(group), async_op)
+
+
+@logged
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int = 0,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Any:
+    """Every rank's `tensor` becomes the one that world rank `src` has for it."""
+    return dist.scatter(tensor, scatter_list, src, process_group(group), async_op)
+
+
+@logged
+def all_to_all_single(
+    output: Tensor,
+    tensor: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Any:
+    """`output` becomes what each rank has for this one, one after the other."""
+    sizes = output_split_sizes, input_split_sizes
+    return dist.all_to_all_single(output, tensor, *sizes, process_group(group), async_op)
+
+
+@logged
+def all_to_all(
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Any:
+    """``output_tensor_list[i]`` becomes what rank `i` has for this one."""
+    return dist.all_to_all(output_tensor_list, input_tensor_list, process_group(group), async_op)
+
+
+@logged
+def send(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> None:
+    """Send to world rank `dst`."""
+    dist.send(tensor, dst, process_group(group), tag)
+
+
+@logged
+def recv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> int:
+    """Receive from world rank `src`, or from any; returns the sender."""
+    return dist.recv(tensor, src, process_group(group), tag)
+
+
+@logged
+def isend(tensor: Tensor, dst: int, group: AnyGroup = None, tag: int = 0) -> Any:
+    """Start to send to world rank `dst`; returns a handle."""
+    return dist.isend(tensor, dst, process_group(group), tag)
+
+
+@logged
+def irecv(tensor: Tensor, src: int | None = None, group: AnyGroup = None, tag: int = 0) -> Any:
+    """Start to receive from world rank `src`; returns a handle."""
+    return dist.irecv(tensor, src, process_group(group), tag)
+
+
+class P2POp:
+    """A message of `batch_isend_irecv`.
+
+    Args:
+        op: `isend` or `irecv`, of this module or of torch.
+        tensor: is sent, or received into.
+        peer: the other one's world rank.
+        group: both are in it.
+        tag: tells messages between the same ranks apart.
+
+    Raises:
+        ConfigError: `op` is neither.
+    """
+
+    def __init__(self, op: Any, tensor: Tensor, peer: int, group: AnyGroup = None, tag: int = 0):
+        if op not in (isend, irecv, dist.isend, dist.irecv):
+            raise ConfigError(f"`op` must be isend or irecv of deepspeed.comm, but is {op}; choose one")
+        self.op = op.__name__
+        self.tensor, self.peer, self.group, self.tag = tensor, peer, group, tag
+
+
+@logged
+def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Any]:
+    """Start all messages of a list; returns their handles."""
+    calls = {"isend": dist.isend, "irecv": dist.irecv}
+    return dist.batch_isend_irecv(
+        [dist.P2POp(calls[m.op], m.tensor, m.peer, process_group(m.group), m.tag) for m in p2p_op_list]
+    )
+
+
+@logged
+def barrier(group: AnyGroup = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
+    """Wait until every rank is here."""
+    return dist.barrier(process_group(group), async_op, device_ids)
+
+
+@logged
+def monitored_barrier(
+    group: AnyGroup = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Wait until every rank is here; on Gloo, an error names those that are missing."""
+    dist.monitored_barrier(process_group(group), timeout, wait_all_ranks)

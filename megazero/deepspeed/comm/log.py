@@ -1,0 +1,249 @@
+"""Calls of `deepspeed.comm`, counted and timed by name and size of the message."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from megazero.deepspeed.accelerator.choose import get_accelerator
+from megazero.deepspeed.utils.logging import log_dist
+from megazero.deepspeed.utils.timer import trim_mean
+from megazero.errors import ConfigError
+from megazero.mpu.torch_group import joined_world
+
+_GATHERING = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
+_REDUCING = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
+_EXCHANGING = ("all_to_all", "all_to_all_single")
+_MESSAGES = ("tensor", "tensors", "input_list", "input_tensor_list", "p2p_op_list")
+_COLUMNS = ("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Latency(ms)")
+_RATES = ("tput_avg (Gbps)", "busbw_avg (Gbps)")
+
+
+def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[float, float]:
+    """Rates in Gbit/s of a call that moved `size` bytes in `duration` ms: the caller's, and each link's.
+
+    The second takes into account how often a collective sends each byte (NCCL's tests call it busbw).
+    """
+    ranks = world_size()
+    share = (ranks - 1) / ranks
+    factor, bus = {
+        **dict.fromkeys(_EXCHANGING, (1.0, share)),
+        **dict.fromkeys(_GATHERING, (float(ranks), ranks * share)),
+        **dict.fromkeys(_REDUCING, (2.0, 2 * share)),
+    }.get(comm_op, (1.0, 1.0))
+    rate = size * 8 / 1e6 / max(duration, 1e-6)
+    return rate * factor, rate * bus
+
+
+def convert_size(size_bytes: int) -> str:
+    """A size for people: ``1.5 KB``."""
+    if size_bytes == 0:
+        return "0B"
+    power = min((size_bytes.bit_length() - 1) // 10, 8)
+    unit = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")[power]
+    return f"{round(size_bytes / 1024**power, 2)} {unit}"
+
+
+def world_size() -> int:
+    """The number of ranks in the world; 1 if this process has joined none."""
+    joined = joined_world()
+    return 1 if joined is None else joined[1]
+
+
+class CommsLogger:
+    """Keeps, for each name and size, how often it was called and how long it took.
+
+    Attributes:
+        enabled: whether calls are timed at all.
+        prof_all: whether all are; else those whose name is in `prof_ops` or that are called with `prof`.
+        verbose: whether each call is logged as it ends.
+        debug: whether the caller's name is part of a call's name.
+    """
+
+    def __init__(self) -> None:
+        self.enabled, self.prof_all = False, True
+        self.verbose = self.debug = False
+        self.prof_ops: list[str] = []
+        self.comms_dict: dict[str, dict[int, list[Any]]] = {}
+
+    def configure(self, section: Mapping[str, Any]) -> None:
+        """Follow the section ``comms_logger`` of a DeepSpeed JSON."""
+        self.enabled = bool(section.get("enabled", False))
+        if self.enabled:
+            self.verbose, self.debug = bool(section.get("verbose")), bool(section.get("debug"))
+            self.prof_ops, self.prof_all = list(section.get("prof_ops", ())), section.get("prof_all", True)
+
+    def start_profiling_comms(self) -> None:
+        """Time all calls."""
+        self.prof_all = True
+
+    def stop_profiling_comms(self) -> None:
+        """Time only what `prof_ops` names."""
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        """Time these."""
+        self.prof_ops = sorted({*self.prof_ops, *op_name_list})
+
+    def stop_profiling_op(self, op_name_list: Iterable[str]) -> None:
+        """Time these no more."""
+        self.prof_ops = sorted(set(self.prof_ops).difference(op_name_list))
+
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
+        """Add a call of `latency` ms."""
+        rates = calc_bw_log(raw_name, msg_size, latency)
+        entry = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
+        entry[0] += 1
+        for kept, value in zip(entry[1:], (latency, *rates), strict=True):
+            kept.append(value)
+        if self.verbose:
+            log_dist(
+                f"comm op: {record_name} | time (ms): {latency:.2f} | msg size: {convert_size(msg_size)} | "
+                f"algbw (Gbps): {rates[0]:.2f} | busbw (Gbps): {rates[1]:.2f}",
+                [0],
+            )
+
+    def has_data(self) -> bool:
+        """Whether a call has been timed."""
+        return bool(self.comms_dict)
+
+    def reset_data(self) -> None:
+        """Forget all calls."""
+        self.comms_dict.clear()
+
+    def get_operation_names(self) -> list[str]:
+        """The names that were called."""
+        return list(self.comms_dict)
+
+    def get_total_operations(self) -> int:
+        """The number of calls."""
+        return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+        """Size -> count, times and rates of a name's calls; None if there was none."""
+        sizes = self.comms_dict.get(operation_name)
+        return None if sizes is None else {size: _summary(size, sizes[size]) for size in sorted(sizes)}
+
+
+def _summary(size: int, entry: Sequence[Any]) -> dict[str, Any]:
+    count, times, rates, bus_rates = entry
+    return {
+        "count": count,
+        "total_latency_ms": sum(times),
+        "avg_latency_ms": trim_mean(times, 0.1),
+        "tput_avg_gbps": trim_mean(rates, 0.1),
+        "busbw_avg_gbps": trim_mean(bus_rates, 0.1),
+        "msg_size_bytes": size,
+        "msg_size_str": convert_size(size),
+    }
+
+
+LOG = CommsLogger()
+"""The calls of this process: functions that scripts call from anywhere have no other place to count in."""
+
+
+def report(least: Callable[[list[float]], list[float]] | None, show: bool) -> dict[str, Any]:
+    """A table of all calls, printed if `show`, as a dictionary.
+
+    Args:
+        least: the least of each call's times among all ranks, to tell a slow rank from a slow network.
+        show: whether to print it.
+    """
+    rank = (joined_world() or (0, 1))[0]
+    summary = {name: LOG.get_operation_summary(name) or {} for name in LOG.get_operation_names()}
+    result: dict[str, Any] = {
+        "summary": summary,
+        "straggler_analysis": None,
+        "metadata": {"world_size": world_size(), "rank": rank, "timestamp": datetime.now().isoformat()},
+    }
+    rows: list[tuple[str, ...]] = [(*_COLUMNS, *_RATES)]
+    for name, sizes in summary.items():
+        rows.append((name,))
+        rows += [("", *_cells(entry, "total_latency_ms", "avg_latency_ms")) for entry in sizes.values()]
+    if least is not None:
+        waits = {
+            name: {size: _waits(size, LOG.comms_dict[name][size], least) for size in sizes}
+            for name, sizes in summary.items()
+        }
+        result["straggler_analysis"] = waits
+        rows.append((*_COLUMNS[:3], "Total comm lat(ms)", "Total straggler(ms)"))
+        for name, sizes in waits.items():
+            rows.append((name,))
+            rows += [
+                ("", *_cells(entry, "total_comm_lat_ms", "total_straggler_ms")) for entry in sizes.values()
+            ]
+    if show:
+        print("\n".join("".join(f"{cell:<20}" for cell in row).rstrip() for row in rows), flush=True)
+    return result
+
+
+def _waits(size: int, entry: Sequence[Any], least: Callable[[list[float]], list[float]]) -> dict[str, Any]:
+    """The times of the fastest rank's calls, and what this rank took beyond them."""
+    fastest = least(entry[1])
+    beyond = [own - other for own, other in zip(entry[1], fastest, strict=True)]
+    return {
+        "count": entry[0],
+        "total_comm_lat_ms": sum(fastest),
+        "total_straggler_ms": sum(beyond),
+        "avg_comm_lat_ms": trim_mean(fastest, 0.1),
+        "avg_straggler_ms": trim_mean(beyond, 0.1),
+        "msg_size_bytes": size,
+        "msg_size_str": convert_size(size),
+    }
+
+
+def _cells(entry: Mapping[str, Any], *times: str) -> tuple[str, ...]:
+    rates = [entry[name] for name in ("tput_avg_gbps", "busbw_avg_gbps") if name in entry]
+    numbers = [f"{entry[name]:.2f}" for name in (*times[:2],)] + [f"{rate:.2f}" for rate in rates]
+    return entry["msg_size_str"], str(entry["count"]), *numbers
+
+
+def logged(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a collective DeepSpeed's last three arguments, and time it if the log wants it.
+
+    ``prof`` times this call alone, ``log_name`` is its name in the log, and ``debug`` has no effect: the log
+    finds the caller itself.
+    """
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    name = "all_reduce" if run.__name__ in _REDUCING else run.__name__
+    defaults = {"prof": False, "log_name": name, "debug": None}
+    own = inspect.signature(run)
+    more = [inspect.Parameter(name, kind, default=value) for name, value in defaults.items()]
+    signature = own.replace(parameters=[*own.parameters.values(), *more])
+
+    @functools.wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if joined_world() is None:
+            raise ConfigError(
+                f"`{run.__name__}` must be called after the world of ranks has been joined, but it has not; "
+                "call `init_distributed` or `initialize` first"
+            )
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = bound.arguments
+        prof, name, _ = (values.pop(extra) for extra in defaults)
+        if not LOG.enabled or not (prof or LOG.prof_all or name in LOG.prof_ops):
+            return run(**values)
+        if LOG.debug:
+            name += f" | [Caller Func: {sys._getframe(1).f_code.co_name}]"
+        size = _size(values)
+        begun = time.perf_counter()
+        result = run(**values)
+        get_accelerator().synchronize()
+        LOG.append(run.__name__, name, 1000 * (time.perf_counter() - begun), size)
+        return result
+
+    call.__signature__ = signature  # type: ignore[attr-defined]  # inspect reads it
+    return call
+
+
+def _size(values: Mapping[str, Any]) -> int:
+    """The bytes of a call's message; 0 if it has none."""
+    message: Any = next((values[name] for name in _MESSAGES if name in values), [])
+    parts: list[Any] = list(message) if isinstance(message, (list, tuple)) else [message]
+    return sum(getattr(part, "tensor", part).nbytes for part in parts)

@@ -1,0 +1,201 @@
+"""`deepspeed.monitor`: a script's own values in TensorBoard, Weights & Biases and CSV files.
+
+Only the first rank writes. `get_monitor_config` reads the JSON's sections.
+"""
+
+from __future__ import annotations
+
+import csv
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from megazero.errors import ConfigError
+from megazero.mpu.torch_group import joined_world
+
+Event = tuple[str, Any, int]
+"""A tag, a value, and where it stands on the x axis."""
+
+
+class _Section(BaseModel):
+    """A section of the JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+    enabled: bool = False
+
+
+class TensorBoardConfig(_Section):
+    """Section ``tensorboard``."""
+
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class CSVConfig(TensorBoardConfig):
+    """Section ``csv_monitor``."""
+
+
+class WandbConfig(_Section):
+    """Section ``wandb``."""
+
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class CometConfig(BaseModel):
+    """Section ``comet``, which must not be enabled."""
+
+    model_config = ConfigDict(extra="allow")
+    enabled: bool = False
+
+
+class DeepSpeedMonitorConfig(BaseModel):
+    """The sections of all monitors."""
+
+    tensorboard: TensorBoardConfig = TensorBoardConfig()
+    comet: CometConfig = CometConfig()
+    wandb: WandbConfig = WandbConfig()
+    csv_monitor: CSVConfig = CSVConfig()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether one of them is."""
+        return any(part.enabled for part in (self.tensorboard, self.comet, self.wandb, self.csv_monitor))
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """The monitors' sections of a JSON."""
+    names = DeepSpeedMonitorConfig.model_fields.keys() & param_dict.keys()
+    return DeepSpeedMonitorConfig.model_validate({name: param_dict[name] for name in names})
+
+
+def _speaks() -> bool:
+    return (joined_world() or (0, 1))[0] == 0
+
+
+class Monitor(ABC):
+    """Takes a script's values.
+
+    Args:
+        monitor_config: its section.
+    """
+
+    def __init__(self, monitor_config: Any):
+        self.monitor_config = monitor_config
+        self.enabled = bool(monitor_config.enabled)
+
+    @abstractmethod
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write values, on the first rank."""
+
+
+class csvMonitor(Monitor):
+    """One CSV file for each tag, in a folder of the job's name."""
+
+    def __init__(self, csv_config: CSVConfig):
+        super().__init__(csv_config)
+        self.log_dir = Path(csv_config.output_path) / csv_config.job_name
+        self.filenames: list[str] = []
+        if self.enabled and _speaks():
+            self.log_dir.mkdir(parents=True, exist_ok=True)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        if not self.enabled or not _speaks():
+            return
+        for tag, value, x in event_list:
+            name = tag.replace("/", "_").replace(" ", "_")
+            with (self.log_dir / f"{name}.csv").open("a", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                if name not in self.filenames:
+                    self.filenames.append(name)
+                    writer.writerow(("step", tag.rpartition("/")[2]))
+                writer.writerow((x, value))
+
+
+class TensorBoardMonitor(Monitor):
+    """Scalars for TensorBoard, in a folder of the job's name.
+
+    Raises:
+        ConfigError: the tensorboard package is missing.
+    """
+
+    def __init__(self, tensorboard_config: TensorBoardConfig):
+        super().__init__(tensorboard_config)
+        self.summary_writer: Any = None
+        if self.enabled and _speaks():
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ConfigError(
+                    "`tensorboard` must not be enabled where the tensorboard package is missing, but is; run "
+                    "`pip install tensorboard` or leave the section out"
+                ) from error
+            folder = Path(tensorboard_config.output_path) / tensorboard_config.job_name
+            self.summary_writer = SummaryWriter(str(folder))
+
+    def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
+        if self.summary_writer is None:
+            return
+        for event in event_list:
+            self.summary_writer.add_scalar(*event)
+        if flush:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write out what is pending."""
+        if self.summary_writer is not None:
+            self.summary_writer.flush()
+
+
+class WandbMonitor(Monitor):
+    """Values for Weights & Biases.
+
+    Raises:
+        ConfigError: the wandb package is missing.
+    """
+
+    def __init__(self, wandb_config: WandbConfig):
+        super().__init__(wandb_config)
+        self._run: Any = None
+        if self.enabled and _speaks():
+            try:
+                import wandb
+            except ImportError as error:
+                raise ConfigError(
+                    "`wandb` must not be enabled where the wandb package is missing, but is; run "
+                    "`pip install wandb` or leave the section out"
+                ) from error
+            names = {"project": wandb_config.project, "group": wandb_config.group}
+            self._run = wandb.init(**names, entity=wandb_config.team)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        if self._run is not None:
+            for tag, value, x in event_list:
+                self._run.log({tag: value}, step=x)
+
+
+class MonitorMaster(Monitor):
+    """All monitors that a JSON enables.
+
+    Args:
+        monitor_config: what `get_monitor_config` gives.
+
+    Raises:
+        ConfigError: Comet is enabled, or a package is missing.
+    """
+
+    def __init__(self, monitor_config: DeepSpeedMonitorConfig):
+        super().__init__(monitor_config)
+        if monitor_config.comet.enabled:
+            raise ConfigError("`comet` must not be enabled, but is; use tensorboard, wandb or csv_monitor")
+        self.tb_monitor = TensorBoardMonitor(monitor_config.tensorboard)
+        self.wandb_monitor = WandbMonitor(monitor_config.wandb)
+        self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor):
+            monitor.write_events(event_list)

@@ -1,0 +1,1 @@
+"""utils: the helpers that a DeepSpeed script imports: logging, timers, tensors, modules, groups of ranks."""

@@ -1,0 +1,84 @@
+"""Helpers around modules: attributes by a dotted name, construction on a device, and marks for profilers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from megazero.deepspeed.accelerator.choose import get_accelerator
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """The attribute at a dotted name, such as ``encoder.0.weight``."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Set the attribute at a dotted name."""
+    path, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, path) if path else model, name, module)
+
+
+def instrument_w_nvtx(func: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Mark each call as a range in the profiler's picture; under `torch.compile` nothing is marked."""
+
+    @functools.wraps(func)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        device = get_accelerator()
+        device.range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            device.range_pop()
+
+    return call
+
+
+class OnDevice(TorchFunctionMode):
+    """A context in which tensors, and so modules, are made on a device and in a floating-point type.
+
+    Args:
+        dtype: the type of floating-point tensors.
+        device: the device of tensors made without one; ``meta`` gives them no memory.
+        enabled: False changes nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True):
+        super().__init__()
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            super().__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.enabled:
+            super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch does not annotate it
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.zeros, torch.ones, torch.full):
+            if kwargs.get("device") is None:
+                kwargs["device"] = self.device
+            made = func(*args, **kwargs)
+            return made.to(self.dtype) if made.is_floating_point() else made
+        return func(*args, **kwargs)

@@ -1,0 +1,339 @@
+"""`runtime.utils`: seeds, memory, tensors on devices, norms of gradients, and ways of cutting things up."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from math import inf, isfinite, prod
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from megazero.deepspeed.accelerator.choose import get_accelerator
+from megazero.deepspeed.accelerator.cpu import Accelerator
+from megazero.deepspeed.comm.collectives import all_gather_into_tensor, all_reduce
+from megazero.deepspeed.comm.world import AnyGroup, ReduceOp, get_rank, get_world_size
+from megazero.deepspeed.utils.logging import print_dist
+from megazero.errors import ConfigError
+from megazero.mpu.torch_group import joined_world
+
+_GIB = 2**30
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed the generators of Python, numpy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """With `force`, print the memory in use, on the first rank; peaks begin anew."""
+    if not force:
+        return
+    gc.collect()
+    device, host = get_accelerator(), Accelerator()
+    if (joined_world() or (0, 1))[0] == 0:
+        total, free = host.total_memory(), host.available_memory()
+        print(
+            f"{message}\n"
+            f"MA {device.memory_allocated() / _GIB:.2f} GB | "
+            f"Max_MA {device.max_memory_allocated() / _GIB:.2f} GB | "
+            f"CA {device.memory_reserved() / _GIB:.2f} GB | "
+            f"Max_CA {device.max_memory_reserved() / _GIB:.2f} GB\n"
+            f"CPU Virtual Memory: used = {(total - free) / _GIB:.2f} GB, "
+            f"percent = {100 * (total - free) / total:.1f}%",
+            flush=True,
+        )
+    device.reset_peak_memory_stats()
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Print the device's memory in use on one rank, or on all."""
+    device = get_accelerator()
+    device.synchronize()
+    if reset_max:
+        device.reset_peak_memory_stats()
+    print_dist(
+        f"{msg} device={device.current_device_name()} current alloc={device.memory_allocated() / _GIB:.4f}GB "
+        f"(max={device.max_memory_allocated() / _GIB:.4f}GB)",
+        [print_rank],
+    )
+
+
+def empty_cache() -> None:
+    """Give memory that no tensor uses back to the device, and forget its peak."""
+    get_accelerator().empty_cache()
+    get_accelerator().reset_peak_memory_stats()
+
+
+def move_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None
+) -> Any:
+    """Move tensors in nested lists, tuples and dictionaries to a device.
+
+    Args:
+        item: a tensor or a collection.
+        device: where to.
+        criterion_func: chooses what is moved in place; everything else stays. By default all tensors move,
+            as copies.
+    """
+    if criterion_func is not None and criterion_func(item):
+        item.data = item.to(device).data
+        return item
+    moved = _mapped(item, lambda part: move_to_device(part, device, criterion_func))
+    if moved is not item or criterion_func is not None or not hasattr(item, "to"):
+        return moved
+    return item.to(device)
+
+
+def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool]) -> Any:
+    """Copies of what `criterion_func` chooses on a device, in the same nesting; the rest as it is."""
+    if criterion_func(item):
+        return item.to(device)
+    return _mapped(item, lambda part: copy_to_device(part, device, criterion_func))
+
+
+def _mapped(item: Any, change: Callable[[Any], Any]) -> Any:
+    """A collection of changed parts; anything else as it is."""
+    if isinstance(item, dict):
+        return {key: change(value) for key, value in item.items()}
+    if isinstance(item, (list, tuple)):
+        return type(item)(change(part) for part in item) if type(item) is list else tuple(map(change, item))
+    return item
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """The one value that all items have.
+
+    Raises:
+        ConfigError: there are several, or none.
+    """
+    values = set(items)
+    if len(values) != 1:
+        raise ConfigError(f"`items` must be all the same, but are {sorted(map(str, values))}; check them")
+    return values.pop()
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the folder of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def is_model_parallel_parameter(p: Tensor) -> bool:
+    """Whether a parameter is a slice that other ranks have other parts of."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def is_invalid_grad_norm(norm: float | Tensor) -> bool:
+    """Whether a norm is negative or not finite."""
+    value = float(norm)
+    return not isfinite(value) or value < 0
+
+
+def has_inf_or_nan(x: Tensor) -> Tensor:
+    """Whether a tensor holds an infinity or no number at all, as a tensor on its device."""
+    values = x._values() if x.is_sparse else x
+    return ~torch.isfinite(values).all()
+
+
+def get_global_norm(norm_list: Iterable[float | Tensor]) -> float:
+    """The norm of all parts together; infinity if one is not a norm."""
+    norms = [float(norm) for norm in norm_list]
+    return inf if any(map(is_invalid_grad_norm, norms)) else sum(norm**2 for norm in norms) ** 0.5
+
+
+def get_grad_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of all gradients, over the model-parallel ranks of `mpu` too."""
+    params = [parameters] if isinstance(parameters, Tensor) else parameters
+    return float(_norm([p for p in params if p.grad is not None], lambda p: p.grad, float(norm_type), mpu))
+
+
+def get_weight_norm(parameters: Iterable[Tensor] | Tensor, norm_type: float = 2, mpu: Any = None) -> float:
+    """The norm of all parameters, over the model-parallel ranks of `mpu` too."""
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    return float(_norm(params, lambda p: p.detach(), float(norm_type), mpu))
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Sequence[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: AnyGroup = None
+) -> Tensor:
+    """The norm of all tensors, over the model-parallel ranks of `mpu` and the experts' group too."""
+    norm_type = float(norm_type)
+    total = _norm(list(input_tensors), lambda t: t.detach(), norm_type, None)
+    groups = [moe_ep_group] if moe_ep_group is not None else []
+    groups += [mpu.get_model_parallel_group()] if mpu is not None else []
+    for group in groups:
+        total = _over(total, norm_type, group)
+    return total
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """Scale gradients in place so that their norm is at most `max_norm`; returns the norm before.
+
+    With `mpu`, the norm is that of the whole model: slices are added up over its model-parallel ranks, and
+    other parameters count on its first one.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = [p for p in params if p.grad is not None]
+    total = _norm(params, lambda p: p.grad, float(norm_type), mpu)
+    share = float(max_norm) / (total + 1e-6)
+    for p in params:
+        p.grad.mul_(share.clamp(max=1.0).to(p.grad))  # type: ignore[union-attr]  # chosen above
+    return total
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Sequence[Tensor],
+    max_norm: float = 1.0,
+    global_norm: float | Tensor | None = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> float:
+    """Scale tensors in place so that their norm is at most `max_norm`; returns the norm before."""
+    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
+    excess = float(norm) / max_norm
+    if excess > 1:
+        for tensor in input_tensors:
+            tensor.detach().mul_(1.0 / (excess + eps / max_norm))
+    return float(norm)
+
+
+def _norm(params: Sequence[Tensor], values: Callable[[Tensor], Any], norm_type: float, mpu: Any) -> Tensor:
+    first = mpu is None or mpu.get_model_parallel_rank() == 0
+    counted = [values(p) for p in params if first or is_model_parallel_parameter(p)]
+    place = values(params[0]).device if params else get_accelerator().current_device_name()
+    norms = [torch.linalg.vector_norm(v, norm_type, dtype=torch.float32).to(place) for v in counted]
+    stacked = torch.stack(norms) if norms else torch.zeros(1, device=place)
+    total = torch.linalg.vector_norm(stacked, norm_type)
+    return total if mpu is None else _over(total, norm_type, mpu.get_model_parallel_group())
+
+
+def _over(norm: Tensor, norm_type: float, group: AnyGroup) -> Tensor:
+    """The norm of what all ranks of a group have together."""
+    if norm_type == inf:
+        all_reduce(norm, ReduceOp.MAX, group)
+        return norm
+    power = norm**norm_type
+    all_reduce(power, ReduceOp.SUM, group)
+    return power ** (1.0 / norm_type)
+
+
+def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
+    """The sums of the first one, two, ... weights."""
+    return list(accumulate(weights))
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Where each part begins, and the end: as equal as possible, the larger ones first.
+
+    With fewer items than parts, the last parts are empty.
+    """
+    if num_items <= num_parts:
+        return [min(part, num_items) for part in range(num_parts + 1)]
+    size, larger = divmod(num_items, num_parts)
+    return [part * size + min(part, larger) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Where each part begins, and the end: the parts' largest and smallest sum are as close as possible.
+
+    Each part's own choice is the best one for what comes before it, so that the whole may miss the best by a
+    little, as in DeepSpeed. Among equal choices the last part takes the fewest items.
+    """
+    count = len(weights)
+    if count <= num_parts:
+        return partition_uniform(count, num_parts)
+    sums = numpy.concatenate([[0.0], numpy.cumsum(weights)])
+    largest = numpy.full((count + 1, num_parts + 1), inf)
+    smallest = numpy.full_like(largest, inf)
+    begin = numpy.zeros((count + 1, num_parts + 1), dtype=int)
+    largest[0, 0] = 0.0
+    for items in range(1, count + 1):
+        for part in range(1, min(items, num_parts) + 1):
+            own = sums[items] - sums[:items]
+            most = numpy.maximum(largest[:items, part - 1], own)
+            least = numpy.minimum(smallest[:items, part - 1], own)
+            spread = most - least
+            best = items - 1 - int(numpy.argmin(spread[::-1]))  # the last one of equals
+            largest[items, part], smallest[items, part] = most[best], least[best]
+            begin[items, part] = best
+    bounds = [count]
+    for part in range(num_parts, 0, -1):
+        bounds.append(int(begin[bounds[-1], part]))
+    return bounds[::-1]
+
+
+class PartitionedTensor:
+    """A tensor of which each rank of a group keeps a piece, the first ranks the larger ones.
+
+    Args:
+        tensor: the whole; every rank of the group has it.
+        group: the ranks.
+        partition_meta: has no effect; `from_meta` makes one from another rank's description.
+    """
+
+    def __init__(self, tensor: Tensor, group: AnyGroup, partition_meta: Tensor | None = None):
+        self.group = group
+        self.num_parts, self.rank = get_world_size(group), get_rank(group)
+        self.orig_size, self.orig_device = list(tensor.size()), tensor.device
+        self.partition = partition_uniform(tensor.numel(), self.num_parts)
+        start, end = self.partition[self.rank : self.rank + 2]
+        self.local_data = tensor.detach().reshape(-1)[start:end].clone()
+
+    @classmethod
+    def from_meta(
+        cls, meta: Tensor, local_part: Tensor, group: AnyGroup, device: torch.device | str | None = None
+    ) -> PartitionedTensor:
+        """The same tensor on other ranks: `meta` is the other's `to_meta`, and `local_part` its `data`.
+
+        Raises:
+            ConfigError: the group has another number of ranks.
+        """
+        dims, *rest = meta.tolist()
+        size, (parts, rank, *bounds) = rest[:dims], rest[dims:]
+        made = cls(torch.empty(0, device=local_part.device), group)
+        if (made.num_parts, made.rank) != (parts, rank):
+            raise ConfigError(
+                f"`group` must place this rank at {rank} of {parts}, as `meta` says, but it is at "
+                f"{made.rank} of {made.num_parts}; pass the group of the same ranks"
+            )
+        made.orig_size, made.partition, made.local_data = size, bounds, local_part.detach()
+        made.orig_device = local_part.device if device is None else torch.device(device)
+        return made
+
+    def full(self, device: torch.device | str | None = None) -> Tensor:
+        """The whole tensor; all ranks of the group call this."""
+        device = self.orig_device if device is None else device
+        largest = self.partition[1]
+        own = self.local_data.new_zeros(largest)
+        own[: self.local_data.numel()] = self.local_data
+        pieces = own.new_empty(largest * self.num_parts)
+        all_gather_into_tensor(pieces, own, self.group)
+        sizes = (end - start for start, end in zip(self.partition, self.partition[1:], strict=False))
+        joined = torch.cat([row[:size] for row, size in zip(pieces.view(-1, largest), sizes, strict=True)])
+        return joined.view(self.orig_size).to(device) if prod(self.orig_size) else joined.view(self.orig_size)
+
+    def to_meta(self) -> Tensor:
+        """Its shape, this rank and the pieces' bounds as a tensor of integers."""
+        numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
+        return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
+
+    def data(self) -> Tensor:
+        """This rank's piece."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        """The shape of this rank's piece."""
+        return self.local_data.size()
+
+    def full_size(self) -> list[int]:
+        """The shape of the whole."""
+        return self.orig_size

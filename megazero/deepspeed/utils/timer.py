@@ -1,0 +1,279 @@
+"""Timers by name, which wait for the device, and the rate of samples, as DeepSpeed's scripts use them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import fmean
+from typing import Any
+
+from megazero.deepspeed.accelerator.choose import get_accelerator
+from megazero.deepspeed.accelerator.cpu import Accelerator
+from megazero.deepspeed.utils.logging import logger, print_dist
+from megazero.errors import ConfigError
+
+FORWARD_MICRO_TIMER = "fwd_microstep"
+FORWARD_GLOBAL_TIMER = "fwd"
+BACKWARD_MICRO_TIMER = "bwd_microstep"
+BACKWARD_GLOBAL_TIMER = "bwd"
+BACKWARD_INNER_MICRO_TIMER = "bwd_inner_microstep"
+BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER = "bwd_allreduce_microstep"
+BACKWARD_REDUCE_GLOBAL_TIMER = "bwd_allreduce"
+STEP_MICRO_TIMER = "step_microstep"
+STEP_GLOBAL_TIMER = "step"
+TIME_EPSILON = 1e-6
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """The mean without this share of the smallest and of the largest values; 0 of nothing."""
+    if not 0.0 <= trim_percent < 0.5:
+        raise ConfigError(f"`trim_percent` must be from 0 to below 0.5, but is {trim_percent}; lower it")
+    cut = round(len(data) * trim_percent)
+    return fmean(sorted(data)[cut : len(data) - cut]) if data else 0.0
+
+
+class Timer:
+    """Adds up the time between `start` and `stop`. Work on a device is timed by the device itself.
+
+    Args:
+        name: says in errors which one it is.
+    """
+
+    def __init__(self, name: str):
+        self.name_ = name
+        self.started_ = False
+        self._event: Callable[..., Any] | None = get_accelerator().Event
+        self._start: Any = None
+        self._spans: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        """Begin to measure.
+
+        Raises:
+            ConfigError: it is under way.
+        """
+        if self.started_:
+            raise ConfigError(f"`{self.name_}` must be stopped before it is started again; call `stop`")
+        self.started_, self._start = True, self._now()
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """Add the time since `start`, or with `reset` keep nothing but it.
+
+        Raises:
+            ConfigError: it has not been started.
+        """
+        if not self.started_:
+            raise ConfigError(f"`{self.name_}` must be started before it is stopped; call `start`")
+        if reset:
+            self._spans.clear()
+        self.started_ = False
+        self._spans.append((self._start, self._now()))
+
+    def reset(self) -> None:
+        """Forget all times."""
+        self.started_ = False
+        self._spans.clear()
+
+    def elapsed(self, reset: bool = True) -> float:
+        """The milliseconds so far; a timer that is under way goes on."""
+        under_way = self.started_
+        if under_way:
+            self.stop()
+        total = sum(self._milliseconds())
+        if reset:
+            self.reset()
+        if under_way:
+            self.start()
+        return total
+
+    def mean(self) -> float:
+        """The mean of the times in milliseconds, without the largest and the smallest tenth."""
+        return trim_mean(self._milliseconds(), 0.1)
+
+    def _now(self) -> Any:
+        if self._event is None:
+            return time.perf_counter()
+        event = self._event(enable_timing=True)
+        event.record()
+        return event
+
+    def _milliseconds(self) -> list[float]:
+        if self._event is None:
+            return [1000.0 * (end - start) for start, end in self._spans]
+        get_accelerator().synchronize()
+        return [start.elapsed_time(end) for start, end in self._spans]
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name: ``timers("step").start()``."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Timer] = {}
+
+    def get_timers(self) -> dict[str, Timer]:
+        """The timers by name."""
+        return self.timers
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, Timer(name))
+
+    @staticmethod
+    def memory_usage() -> str:
+        """A line about the device's memory."""
+        device = get_accelerator()
+        amounts = {
+            "mem_allocated": device.memory_allocated(),
+            "max_mem_allocated": device.max_memory_allocated(),
+            "cache_allocated": device.memory_reserved(),
+            "max_cache_allocated": device.max_memory_reserved(),
+        }
+        return "".join(f" | {name}: {size / 2**30:.4f} GB" for name, size in amounts.items())
+
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Print the times of these timers, divided by `normalizer`, on the first rank or on `ranks`."""
+        times = {name: self.timers[name].elapsed(reset) for name in names if name in self.timers}
+        line = "".join(f" | {name}: {spent / normalizer:.2f}" for name, spent in times.items())
+        memory = self.memory_usage() if memory_breakdown else ""
+        print_dist(f"time (ms){line}{memory}", ranks or [0])
+
+    def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """The mean times of these timers in milliseconds, divided by `normalizer`."""
+        means = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        if reset:
+            for name in means:
+                self.timers[name].reset()
+        return means
+
+
+class NoopTimer:
+    """Has a timer's methods and measures nothing."""
+
+    def __call__(self, name: str) -> NoopTimer:
+        return self
+
+    def get_timers(self) -> dict[str, Timer]:
+        """No timers."""
+        return {}
+
+    def start(self) -> None:
+        """Nothing."""
+
+    def stop(self, **kwargs: bool) -> None:
+        """Nothing."""
+
+    def reset(self) -> None:
+        """Nothing."""
+
+    def elapsed(self, **kwargs: bool) -> float:
+        """No time."""
+        return 0
+
+    def mean(self) -> float:
+        """No time."""
+        return 0
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+    def get_mean(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+SynchronizedWallClockTimer.Timer = Timer  # type: ignore[attr-defined]  # the name under which scripts know it
+
+
+class ThroughputTimer:
+    """Measures how many samples a second a loop goes through.
+
+    Args:
+        config: says whether it is ``enabled``, and whether it waits for the device (``synchronized``).
+        batch_size: the samples of a step.
+        start_step: the steps that are not counted, because they warm up.
+        steps_per_output: a line is logged after so many steps; None logs none.
+        monitor_memory: whether the line says how much memory of the host is in use.
+        logging_fn: takes the line; by default the logger at level info.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int | None,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ):
+        self.config = config
+        self.batch_size = 1 if batch_size is None else batch_size
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn or logger.info
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = self.step_elapsed_time = 0.0
+        self.started = False
+        self._counted = 0
+        self._clock: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """Say that an epoch is over."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """A micro-step begins."""
+        if self.config.enabled:
+            self.started = True
+            self._clock = self._now() if self.global_step_count >= self.start_step else None
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """A micro-step ends, and with `global_step` a step does."""
+        if not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+        if self._clock is None:
+            return
+        duration = self._now() - self._clock
+        self.total_elapsed_time += duration
+        self.step_elapsed_time += duration
+        if global_step:
+            self._counted += 1
+            boundary = self.steps_per_output and self.global_step_count % self.steps_per_output == 0
+            if report_speed and boundary:
+                self.logging(self._line())
+            self.step_elapsed_time = 0.0
+
+    def avg_samples_per_sec(self) -> float:
+        """The mean rate since the warm-up; minus infinity before there is one."""
+        if not self._counted:
+            return float("-inf")
+        return self.batch_size * self._counted / max(self.total_elapsed_time, TIME_EPSILON)
+
+    def _line(self) -> str:
+        device = get_accelerator()
+        memory = ""
+        if self.monitor_memory:
+            host = Accelerator()
+            memory = f", vm %: {100 * (1 - host.available_memory() / host.total_memory()):.1f}"
+        return (
+            f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}"
+            f", RunningAvgSamplesPerSec={self.avg_samples_per_sec()}"
+            f", CurrSamplesPerSec={self.batch_size / (self.step_elapsed_time + TIME_EPSILON)}"
+            f", MemAllocated={device.memory_allocated() / 2**30:.2f}GB"
+            f", MaxMemAllocated={device.max_memory_allocated() / 2**30:.2f}GB{memory}"
+        )
+
+    def _now(self) -> float:
+        if self.config.synchronized:
+            get_accelerator().synchronize()
+        return time.perf_counter()

@@ -1,0 +1,123 @@
+"""What the checks of ``deepspeed.comm`` cannot show: uneven pieces, groups of megazero's own, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.deepspeed.adopt import find_context, init_distributed
+from megazero.deepspeed.comm import collectives, world
+from megazero.deepspeed.comm.log import LOG, CommsLogger
+from megazero.deepspeed.sequence import DistributedAttention, shares
+from megazero.deepspeed.utils import groups
+from megazero.deepspeed.utils.tensors import PartitionedTensor
+from megazero.errors import ConfigError
+from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.thread_group import ThreadWorld
+from tests.deepspeed.checks.comm import attention
+
+
+def test_a_call_before_the_world_is_joined_says_what_to_call():
+    with pytest.raises(ConfigError, match="`all_reduce` must be called after the world"):
+        collectives.all_reduce(torch.ones(1))
+    with pytest.raises(ConfigError, match="call `init_distributed` or `initialize` first"):
+        world.get_rank()
+
+
+def test_a_group_of_threads_has_no_group_of_torch():
+    with pytest.raises(ConfigError, match="`group` must be a group of processes"):
+        world.process_group(ThreadWorld(2).group("data", 0, (0, 1)))
+    with pytest.raises(ConfigError, match="but is solo"):
+        world.process_group(SoloGroup())
+
+
+def test_a_json_says_what_is_timed():
+    init_distributed(config={"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["mine"]}})
+    try:
+        collectives.all_reduce(torch.ones(1))
+        collectives.all_reduce(torch.ones(1), log_name="mine")
+        assert world.get_logged_comm_ops() == ["mine"]
+    finally:
+        vars(LOG).update(vars(CommsLogger()))
+
+
+def test_calls_start_and_stop_to_be_timed_by_name():
+    log = CommsLogger()
+    log.stop_profiling_comms()
+    log.start_profiling_op(["a", "b"])
+    log.stop_profiling_op(["a"])
+    assert (log.prof_all, log.prof_ops) == (False, ["b"])
+    log.start_profiling_comms()
+    log.append("all_reduce", "a", 2.0, 100)
+    assert log.prof_all
+    assert log.get_operation_summary("a")[100]["total_latency_ms"] == 2.0
+    assert log.get_operation_summary("b") is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv", "ranks", "found"),
+    [(4, 4, 2, [2, 2]), (3, 3, 2, [2, 1]), (8, 2, 2, [4, 4]), (9, 3, 2, [6, 3]), (2, 2, 1, [2])],
+)
+def test_ranks_take_whole_groups_of_heads(heads, kv, ranks, found):
+    assert shares(heads, kv, ranks) == found
+
+
+@pytest.mark.parametrize(("heads", "kv", "ranks"), [(4, 1, 2), (3, 2, 2)])
+def test_heads_that_cannot_be_shared_are_refused(heads, kv, ranks):
+    with pytest.raises(ConfigError, match="`num_kv_heads` must be at least the number of ranks"):
+        shares(heads, kv, ranks)
+
+
+def test_heads_are_in_the_third_dim():
+    with pytest.raises(ConfigError, match="`scatter_idx` must be 2"):
+        DistributedAttention(torch.nn.Identity(), None, scatter_idx=1)
+
+
+class _Attention(torch.nn.Module):
+    def forward(self, *parts):
+        return attention(*parts)
+
+
+def _uneven(rank, size):
+    """DeepSpeed hangs with three heads on two Gloo ranks."""
+    torch.manual_seed(0)
+    whole = [torch.randn(4, 2, 3, 2, requires_grad=True) for _ in range(3)]
+    expected = attention(*whole)
+    expected.square().sum().backward()
+    own = [t.detach().chunk(2)[rank].clone().requires_grad_() for t in whole]
+    output = DistributedAttention(_Attention(), None)(*own, 1)
+    output.square().sum().backward()
+    torch.testing.assert_close(output, expected.chunk(2)[rank])
+    for mine, one in zip(own, whole, strict=True):
+        torch.testing.assert_close(mine.grad, one.grad.chunk(2)[rank])
+    # DeepSpeed's `from_meta` takes every tensor for an even one.
+    tensor = torch.arange(5.0)
+    piece = PartitionedTensor(tensor, None)
+    again = PartitionedTensor.from_meta(piece.to_meta(), piece.data(), None)
+    assert torch.equal(again.full(), tensor)
+    context = find_context()
+    data, alone = groups.DATA.group(), groups.SEQUENCE.group()
+    sizes = [
+        groups.DATA.size(),
+        groups.TENSOR.size(),
+        world.get_world_size(data),
+        world.get_world_size(alone),
+    ]
+    assert alone is groups.SEQUENCE.group()
+    assert world.get_rank(context.data) == rank
+    with pytest.raises(ConfigError, match="`group_name` must be ep_size_1"):
+        groups.EXPERTS.group("ep_size_2")
+    return sizes, groups.EXPERT_DATA.ranks("ep_size_1")
+
+
+def test_uneven_heads_pieces_and_groups_of_two_ranks(pool):
+    assert pool.run(_uneven, 2) == [([2, 1, 2, 1], [0, 1])] * 2
+
+
+def test_a_layout_is_forgotten_with_its_world():
+    find_context()
+    assert groups.LAYOUT.context() is not None
+    world.destroy_process_group()
+    assert groups.LAYOUT.context() is None
+    with pytest.raises(ConfigError, match="after the world of ranks has been joined"):
+        groups.DATA.size()
