@@ -12,11 +12,10 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import DataLoader, Dataset
 
 from megazero.config.deepspeed.read import read_deepspeed
-from megazero.deepspeed.adopt import TIMEOUT, find_context
+from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import Mesh, check_groups, check_local_rank, content_of, params_of, readable
 from megazero.deepspeed.choose_schedule import build_schedule
-from megazero.deepspeed.data import build_dataloader
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.loss_scale import build_deepspeed_scaler
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without

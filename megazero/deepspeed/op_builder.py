@@ -18,7 +18,7 @@ _INFERENCE = _NONE + "`init_inference` runs the model's own layers"
 BUILDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "AsyncIOBuilder": ("megazero.zero.store.disk", ""),
-        "CCLCommBuilder": ("", _NONE + "Gloo and shared memory carry messages between CPU ranks"),
+        "CCLCommBuilder": ("", _NONE + "Gloo carries messages between CPU ranks"),
         "CPUAdagradBuilder": ("megazero.optim", ""),
         "CPUAdamBuilder": ("megazero.optim", ""),
         "CPULionBuilder": ("megazero.optim", ""),
@@ -38,7 +38,7 @@ BUILDERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "RaggedOpsBuilder": ("", _INFERENCE),
         "RaggedUtilsBuilder": ("", _INFERENCE),
         "RandomLTDBuilder": ("megazero.ops.chosen_rows", ""),
-        "ShareMemCommBuilder": ("megazero.mpu.shared_group", ""),
+        "ShareMemCommBuilder": ("", _NONE + "Gloo carries messages between CPU ranks"),
         "SparseAttnBuilder": ("", _ATTENTION),
         "SpatialInferenceBuilder": ("", _INFERENCE),
         "StochasticTransformerBuilder": ("", _NONE + "the transformer layer is exact"),

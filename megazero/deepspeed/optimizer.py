@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.config.deepspeed.extras import Extras, OptimizerExtras
+from megazero.config.deepspeed.extras import Extras
 from megazero.deepspeed.choose_optimizer import of_json
-from megazero.deepspeed.fused import COMPRESSED, CompressedOptimizer, FUSED
 from megazero.deepspeed.groups import rates
 from megazero.deepspeed.loss_scale import ScaleAndRate
-from megazero.deepspeed.muon import split_by_mark
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
 from megazero.errors import ConfigError, MegazeroError

@@ -14,11 +14,16 @@ import torch
 from torch import nn
 
 from megazero.deepspeed.zero.gathered import external_parameters
-from megazero.deepspeed.zero.leaf_modules import apply_leaf_settings, chooses, get_z3_leaf_modules, z3_leaf_module
+from megazero.deepspeed.zero.leaf_modules import (
+    apply_leaf_settings,
+    chooses,
+    get_z3_leaf_modules,
+    z3_leaf_module,
+)
 from megazero.deepspeed.zero.order import GatherOrder
 from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus, mark
 from megazero.deepspeed.zero.partition import Partition, partition_of
-from megazero.errors import ConfigError, MegazeroError
+from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.mpu.matrices import Matrices

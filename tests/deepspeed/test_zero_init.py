@@ -8,10 +8,9 @@ from torch import nn
 
 import megazero
 from megazero.deepspeed.parallel import user_units
-from megazero.deepspeed.zero import GatheredParameters, Init, register_external_parameter
 from megazero.deepspeed.zero.gathered import GatheredParameters, register_external_parameter
 from megazero.deepspeed.zero.init import Init
-from megazero.errors import ConfigError, MegazeroError
+from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import (
     ADAMW,

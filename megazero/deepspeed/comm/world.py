@@ -16,7 +16,6 @@ from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.comm.log import LOG, report
 from megazero.errors import ConfigError
 from megazero.mpu.group import Group
-from megazero.mpu.shared_group import SharedGroup
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.torch_group import TorchGroup, leave_world, start_world
 from megazero.mpu.wrapping_group import WrappingGroup
@@ -36,8 +35,6 @@ def process_group(group: AnyGroup) -> ProcessGroup | None:
         return group
     if isinstance(group, WrappingGroup):
         return process_group(group.inner)
-    if isinstance(group, SharedGroup):
-        return group._base.process_group
     if isinstance(group, TorchGroup):
         return group.process_group
     if isinstance(group, SoloGroup) and is_initialized():
