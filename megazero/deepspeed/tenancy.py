@@ -11,7 +11,7 @@ from torch import nn
 from megazero.deepspeed.moe.experts import expert_layers
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.script_backward import ScriptBackward
-from megazero.deepspeed.zero import Partition
+from megazero.deepspeed.zero.partition import Partition
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.zero.bucket import ShardedState

@@ -126,7 +126,7 @@ class ZeroCalls:
     """An engine's calls about the memory that ZeRO takes."""
 
     module: nn.Module
-    optimizer: DeepSpeedOptimizer
+    states: DeepSpeedOptimizer
     _away: AwayStates | None = None
 
     def offload_states(
@@ -157,7 +157,7 @@ class ZeroCalls:
             raise ConfigError(
                 "`device` must be cpu, but is nvme; set `offload_optimizer` in the JSON for that"
             )
-        parallel = self.optimizer.parallel
+        parallel = self.states.parallel
         if getattr(getattr(parallel.store, "placement", None), "parameters", None) is not None:
             raise ConfigError(
                 "`offload_states` must be called without `offload_param` in the JSON, but that is set; the "
@@ -182,7 +182,7 @@ class ZeroCalls:
 
     def empty_partition_cache(self) -> None:
         """Free the weights that stage 3 has gathered and kept for their next use."""
-        self.optimizer.parallel.free()
+        self.states.parallel.free()
 
 
 def state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torch.device]:
@@ -191,7 +191,7 @@ def state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torch.de
     away = model._away
     if away is not None and kind in away.kinds:
         return {torch.device("cpu")}
-    parallel = model.optimizer.parallel
+    parallel = model.states.parallel
     return {
         storage.device
         for bucket in parallel.store.buckets
