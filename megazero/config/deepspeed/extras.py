@@ -64,6 +64,19 @@ class SchedulerExtras:
 
 
 @dataclass(frozen=True)
+class CheckpointExtras:
+    """The section `checkpoint`.
+
+    Attributes:
+        tag_validation: what happens if ranks save under different tags.
+        use_node_local_storage: each node has a folder of its own, which the others do not see.
+    """
+
+    tag_validation: Literal["warn", "ignore", "fail"] = "warn"
+    use_node_local_storage: bool = False
+
+
+@dataclass(frozen=True)
 class Extras:
     """Everything that the JSON says beyond the tree.
 
@@ -80,6 +93,7 @@ class Extras:
         gather_16bit_weights_on_save: write whole weights in the model's type beside a checkpoint.
         flops_profiler: report FLOPs and their rate.
         dump_state: print the configuration at start.
+        checkpoint: how checkpoints are written.
     """
 
     optimizer: OptimizerExtras | None = None
@@ -93,11 +107,12 @@ class Extras:
     gather_16bit_weights_on_save: bool = False
     flops_profiler: bool = False
     dump_state: bool = False
+    checkpoint: CheckpointExtras = CheckpointExtras()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Extras:
         """Build it from attribute paths such as `optimizer.lr`; a group without a `type` is left out."""
-        groups: dict[str, dict[str, Any]] = {"optimizer": {}, "scheduler": {}}
+        groups: dict[str, dict[str, Any]] = {"optimizer": {}, "scheduler": {}, "checkpoint": {}}
         plain: dict[str, Any] = {}
         for path, value in values.items():
             group, _, name = path.rpartition(".")
@@ -106,4 +121,4 @@ class Extras:
             plain["optimizer"] = OptimizerExtras(**groups["optimizer"])
         if "type" in groups["scheduler"]:
             plain["scheduler"] = SchedulerExtras(**groups["scheduler"])
-        return cls(**plain)
+        return cls(**plain, checkpoint=CheckpointExtras(**groups["checkpoint"]))

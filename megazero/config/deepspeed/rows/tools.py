@@ -164,16 +164,23 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
     *ignores(
         "a checkpoint is whole or invisible, and loads on any layout",
         ANYTHING,
-        "checkpoint.tag_validation",
         "checkpoint.load_universal",
         "checkpoint.parallel_write",
         "checkpoint.writer",
     ),
-    *refuses(
-        "all ranks write to one folder; give `--save` a folder that every node sees",
-        BOOL,
-        only(False),
+    KeyRow(
+        "checkpoint.tag_validation",
+        TEXT,
+        extra="checkpoint.tag_validation",
+        accepted="all ranks save under the number of the iteration",
+        only=only("Warn", "Ignore", "Fail"),
+        refused="choose Warn, Ignore or Fail",
+    ),
+    KeyRow(
         "checkpoint.use_node_local_storage",
+        BOOL,
+        extra="checkpoint.use_node_local_storage",
+        accepted="all ranks write to `--save`, which every node must see",
     ),
     *ignores("garbage collection is left to Python", BOOL, "disable_python_gc"),
     *ignores("the model determines the size of the vocabulary", SIZE, "vocabulary_size"),
