@@ -139,10 +139,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     write_shards(state, Path(output_dir), max_shard_size, safe_serialization)
 
 
-def convert_zero_checkpoint_to_torch(
+def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
-    dtype: str | torch.dtype,
+    dtype: str | torch.dtype = torch.float32,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
