@@ -1,8 +1,8 @@
 """Activation checkpointing by DeepSpeed's names (``deepspeed.checkpointing``).
 
 A checkpointed function's activations are dropped and computed again in backward (Chen et al. 2016); what it
-starts from is kept whole, split over the tensor-parallel ranks, or in host memory. The settings of `configure`
-belong to the thread of a rank, in a context variable, so that ranks that are threads do not share them.
+starts from is kept whole, split over the tensor-parallel ranks, or in host memory. What `configure` chose
+belongs to the thread of a rank, in a context variable, so that ranks that are threads do not share them.
 """
 
 from __future__ import annotations

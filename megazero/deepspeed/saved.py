@@ -95,10 +95,10 @@ def open_saved(folder: Path, groups: Groups = (), *, optimizer: bool = True) -> 
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
-    if newest := next(iter(candidates(folder).folders), None):
-        return _ours(CheckpointReader(newest), folder)
     if files := find_files(folder):
         return _foreign(files, groups, optimizer)
+    if newest := next(iter(candidates(folder).folders), None):
+        return _ours(CheckpointReader(newest), folder)
     raise CheckpointError(
         f"`{folder}` must hold a checkpoint, but has {inventory(folder)}; check the path and the tag"
     )

@@ -133,7 +133,7 @@ class ForeignFolder:
                 self.shared.setdefault(name, kept)
             elif not _is_empty(value):
                 self._put(Key(name), value)
-        if model.get("frozen_param_fragments"):
+        if any(Key(name) not in self._tensors for name in model.get("frozen_param_shapes") or ()):
             self._add_frozen(model)
 
     def _add_frozen(self, model: Mapping[str, Any]) -> None:

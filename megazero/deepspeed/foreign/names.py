@@ -1,4 +1,4 @@
-"""Names in DeepSpeed's files, and tools for tensors on their way into such files (``deepspeed.checkpoint``)."""
+"""Names in DeepSpeed's files, and copies of tensors on their way into such files (`deepspeed.checkpoint`)."""
 
 from __future__ import annotations
 
