@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import json
 import re
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -91,19 +91,12 @@ def test_one_file_and_other_types(saved, tmp_path):
         convert_zero_checkpoint_to_state_dict(folder, tmp_path, "int3")
 
 
-def test_the_scripts_beside_a_checkpoint_run(saved, tmp_path):
+def test_the_scripts_beside_a_checkpoint_run(saved, tmp_path, monkeypatch, capsys):
     folder, masters = saved
-    command = [
-        sys.executable,
-        str(folder / "zero_to_torch.py"),
-        str(folder),
-        str(tmp_path),
-        "--dtype",
-        "fp32",
-    ]
-    done = subprocess.run([*command, "-d"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "embedding.weight [11, 8]" in done.stdout
+    words = [str(folder), str(tmp_path), "--dtype", "fp32", "-d"]
+    monkeypatch.setattr(sys, "argv", ["zero_to_torch.py", *words])
+    runpy.run_path(str(folder / "zero_to_torch.py"), run_name="__main__")
+    assert "embedding.weight [11, 8]" in capsys.readouterr().out
     state = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert torch.equal(state["embedding.weight"], masters["embedding.weight"])
     text = (folder / "zero_to_fp32.py").read_text()

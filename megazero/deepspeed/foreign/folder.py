@@ -137,11 +137,15 @@ class ForeignFolder:
             self._add_frozen(model)
 
     def _add_frozen(self, model: Mapping[str, Any]) -> None:
-        """Stage 3: each rank keeps its slices of the parameters that are not trained."""
-        paths = self.files.of_model(self.files.model_ranks()[0], int(model["dp_world_size"]))
-        every = [load_states(path)["frozen_param_fragments"] for path in paths]
+        """Parameters that are not trained lie beside the module; at stage 3 each rank keeps its slices."""
+        every = [model["frozen_param_fragments"]]
+        if any(
+            every[0][name].numel() < shape.numel() for name, shape in model["frozen_param_shapes"].items()
+        ):
+            paths = self.files.of_model(self.files.model_ranks()[0], int(model["dp_world_size"]))
+            every = [load_states(path)["frozen_param_fragments"] for path in paths]
         for name, shape in model["frozen_param_shapes"].items():
-            slices = [fragments[name] for fragments in every]
+            slices = [fragments[name].reshape(-1) for fragments in every]
             for _, joined in cut_parameters(slices, {name: tuple(shape)}):
                 self._tensors[Key(name)] = joined
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megazero.deepspeed.foreign.names import clone_tensors_for_torch_save
+
 # Keys of a file of the model that are DeepSpeed's own; the script's stand among them.
 _OWN = frozenset(
     {
@@ -78,13 +80,20 @@ def read_facts(
         groups: the parameter groups of the optimizer.
         scale: see `ForeignFacts`.
     """
+    steps, samples, skipped = (
+        int(model.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
+    )
+    # Copies: tensors of a mapped file must not outlive its content.
     return ForeignFacts(
-        *(int(model.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")),
-        updates=updates,
+        steps,
+        samples,
+        skipped,
+        # Some optimizers do not count.
+        updates=(updates or steps - skipped) if updates is not None else None,
         options=[{k: v for k, v in group.items() if k not in ("params", "step")} for group in groups],
-        schedule=model.get("lr_scheduler"),
+        schedule=clone_tensors_for_torch_save(model.get("lr_scheduler")),
         scale=scale,
-        client={key: value for key, value in model.items() if key not in _OWN},
+        client={k: clone_tensors_for_torch_save(v) for k, v in model.items() if k not in _OWN},
     )
 
 

@@ -42,10 +42,7 @@ def read_universal(folder: Path) -> OptimizerStates:
                 kind = WEIGHT if path.name == "fp32.pt" else path.stem
                 tensors[name, kind] = Joined(tuple(value.shape), (value.reshape(-1),))
     saved = load_states(folder / _STATE) if (folder / _STATE).exists() else {}
-    saved = saved.get("optimizer_state_dict", saved)
-    base = saved.get("base_optimizer_state") or saved.get("optimizer_state_dict") or {}
-    base = base if isinstance(base, Mapping) else {}
-    groups = base.get("param_groups", ())
-    # Stage 3 has no step.pt; its optimizer still counts.
-    updates = count_updates(steps or base.get("state", {}), groups)
+    groups = saved.get("param_groups", ())
+    # Stage 3 has no step.pt, but the optimizer's own state, which counts.
+    updates = count_updates(steps or saved.get("optimizer_state_dict", {}).get("state", {}), groups)
     return OptimizerStates(tensors, groups, updates, Scale.of(saved))

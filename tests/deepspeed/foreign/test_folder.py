@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from megazero.checkpoint.part import Key
 from megazero.deepspeed.foreign.files import find_files, require_files
 from megazero.deepspeed.foreign.folder import ForeignFolder
+from megazero.deepspeed.foreign.names import clone_tensors_for_torch_save
+from megazero.deepspeed.foreign.pickles import load_states
 from megazero.deepspeed.zero_to_fp32 import (
     get_fp32_state_dict_from_zero_checkpoint,
     get_model_state_file,
@@ -80,7 +82,7 @@ def engine_of(context: ParallelContext, run: str, stage: int = 1):
 def whole_state(engine) -> dict[str, torch.Tensor]:
     """Masters and moments by name."""
     return {
-        spec.name + ("" if kind == "weight" else f"/{kind}"): value
+        spec.name + ("" if kind == "weight" else f"/{kind}"): value.clone()
         for spec, kinds in engine.optimizer.shards.full_state()
         for kind, value in kinds.items()
     }
@@ -133,7 +135,7 @@ def test_an_engine_goes_on_as_deepspeed_did(runs, run, ranks, stage):
     expected = load_file(runs / run / "expected.safetensors")
     steps, skipped, _, _, rate, scale = expected["facts"].tolist()
     for before, counted, after in on_ranks(ranks, work):
-        assert counted == (steps, skipped, pytest.approx(0.02 if "elastic" in run else rate), scale)
+        assert counted == (steps, skipped, pytest.approx(0.0 if "elastic" in run else rate), scale)
         for name, value in before.items():
             assert torch.equal(value.float(), expected[name]), name
         half = half_of(run)
@@ -204,7 +206,7 @@ def test_a_missing_ranks_file_is_named(runs, tmp_path):
     expected = load_file(runs / "stage2-fp32" / "expected.safetensors")
     assert torch.equal(engine.module_state_dict()["inner.weight"], expected["inner.weight"])
     with pytest.raises(
-        CheckpointError, match="must hold files such as mp_rank_00_model_states.pt, but has no"
+        CheckpointError, match="must hold files such as mp_rank_00_model_states.pt, but has a, b"
     ):
         require_files(tmp_path)
 
@@ -236,8 +238,7 @@ def test_a_class_that_is_not_known_is_refused_by_name_unless_it_is_trusted(runs,
 def test_layers_of_a_pipeline_have_their_numbers(runs, tmp_path):
     folder = copy_of(runs / "stage2-fp32" / f"global_step{STEPS}", tmp_path / "a")
     path = folder / "mp_rank_00_model_states.pt"
-    content = torch.load(path, weights_only=True, mmap=False) if False else _plain(path)
-    torch.save({**content, "module": None, "param_shapes": None, "optimizer": None}, path)
+    torch.save({**_plain(path), "module": None, "param_shapes": None, "optimizer": None}, path)
     for optimizer in folder.glob("*optim_states.pt"):
         optimizer.unlink()
     torch.save({"weight": torch.full((2,), 3.0)}, folder / "layer_04-model_states.pt")
@@ -246,9 +247,9 @@ def test_layers_of_a_pipeline_have_their_numbers(runs, tmp_path):
 
 
 def _plain(path: Path) -> dict:
-    from megazero.deepspeed.foreign.pickles import load_states
-
-    return {k: v for k, v in load_states(path).items() if k not in ("args", "ds_config")}
+    """Its content, but for what is not plain, and not mapped."""
+    content = {k: v for k, v in load_states(path).items() if k not in ("args", "ds_config")}
+    return clone_tensors_for_torch_save(content)
 
 
 def test_slices_of_tensor_parallel_ranks_are_refused_and_stages_of_a_pipeline_are_joined(runs, tmp_path):
@@ -268,33 +269,6 @@ def test_experts_are_refused(runs, tmp_path):
     torch.save({}, folder / "layer_0_expert_1_mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match="must hold no experts in files of their own"):
         ForeignFolder(require_files(folder))
-
-
-@pytest.mark.parametrize("bare", [False, True])
-def test_a_universal_checkpoint_is_loaded_with_its_step(runs, tmp_path, bare):
-    """Stage 3 writes bare tensors and no step.pt (DeepSpeed's issue 6691)."""
-    expected = load_file(runs / "stage2-fp32" / "expected.safetensors")
-    folder = copy_of(runs / "stage2-fp32" / f"global_step{STEPS}", tmp_path / "u")
-    for path in folder.glob("*optim_states.pt"):
-        path.unlink()
-    for name, value in expected.items():
-        parameter, _, kind = name.partition("/")
-        if kind != "next" and f"{parameter}/exp_avg" in expected:
-            place = folder / "zero" / parameter
-            place.mkdir(parents=True, exist_ok=True)
-            torch.save(value if bare else {"param": value}, place / f"{kind or 'fp32'}.pt")
-            if not bare:
-                torch.save(torch.tensor(5.0), place / "step.pt")
-    groups_ = [{"lr": 0.25, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": w} for w in (0.1, 0.0)]
-    state = {"state": {0: {"step": 5}}, "param_groups": groups_}
-    key = "optimizer_state_dict" if bare else "base_optimizer_state"
-    torch.save({key: state}, folder / "zero" / "optimizer_state.pt")
-    (tmp_path / "latest_universal").write_text("u")
-    engine = engine_of(solo_context(), "fp32", 3)
-    engine.load_checkpoint(tmp_path)
-    assert engine.optimizer.shards.updates == 5
-    for name, value in whole_state(engine).items():
-        assert torch.equal(value, expected[name]), name
 
 
 def test_an_optimizer_of_other_groups_is_refused(runs):
