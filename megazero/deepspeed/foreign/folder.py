@@ -107,7 +107,12 @@ class ForeignFolder:
     def _optimizer(self, rank: int, model: Mapping[str, Any], groups: Groups) -> OptimizerStates | None:
         """Masters and moments of the model-parallel rank; None if the run had no optimizer."""
         if self.files.universal:
-            return read_universal(self.files.folder / UNIVERSAL)
+            known = {
+                name: tuple(shape)
+                for group in model.get("param_shapes") or ()
+                for name, shape in group.items()
+            }
+            return read_universal(self.files.folder / UNIVERSAL, known)
         if not any(of == rank for of, _ in self.files.optimizer):
             # Stages 1 to 3 say their parameters' shapes; then there is no optimizer in this file either.
             if model.get("param_shapes") is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero.errors import DamagedCheckpointError
 
-Shapes = Mapping[str, Sequence[int]]
+Shapes = Mapping[str, tuple[int, ...]]
 """Parameter -> its shape, in the order in which they lie in a flat vector."""
 
 
@@ -30,7 +30,7 @@ class Joined:
         """The tensor."""
         count = torch.Size(self.shape).numel()
         flat = self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
-        return flat.reshape(-1)[:count].view(self.shape)
+        return flat.detach().reshape(-1)[:count].view(self.shape)
 
 
 def cut_vector(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero.checkpoint.part import WEIGHT
 from megazero.deepspeed.foreign.flat import OptimizerStates
-from megazero.deepspeed.foreign.joined import Joined
+from megazero.deepspeed.foreign.joined import Joined, Shapes
 from megazero.deepspeed.foreign.pickles import load_states
 from megazero.deepspeed.foreign.progress import Scale, count_updates
 from megazero.errors import DamagedCheckpointError
@@ -19,8 +19,12 @@ _STATE = "optimizer_state.pt"
 _STEP = "step.pt"
 
 
-def read_universal(folder: Path) -> OptimizerStates:
+def read_universal(folder: Path, shapes: Shapes) -> OptimizerStates:
     """Masters and moments in a checkpoint's folder ``zero``.
+
+    Args:
+        folder: the folder.
+        shapes: those of parameters whose tensors may be stored flat, as of stage 3.
 
     Raises:
         DamagedCheckpointError: a parameter has no fp32 weights.
@@ -40,7 +44,7 @@ def read_universal(folder: Path) -> OptimizerStates:
                 steps.append({"step": value})
             elif isinstance(value, Tensor):
                 kind = WEIGHT if path.name == "fp32.pt" else path.stem
-                tensors[name, kind] = Joined(tuple(value.shape), (value.reshape(-1),))
+                tensors[name, kind] = Joined(shapes.get(name, tuple(value.shape)), (value.reshape(-1),))
     saved = load_states(folder / _STATE) if (folder / _STATE).exists() else {}
     groups = saved.get("param_groups", ())
     # Stage 3 has no step.pt, but the optimizer's own state, which counts.

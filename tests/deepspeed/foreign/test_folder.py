@@ -140,7 +140,8 @@ def test_an_engine_goes_on_as_deepspeed_did(runs, run, ranks, stage):
             assert torch.equal(value.float(), expected[name]), name
         half = half_of(run)
         for name, value in after.items():
-            if f"{name}/next" in expected and "elastic" not in run:
+            # An elastic checkpoint has no rates; in fp16 stage 0 takes steps of its own in DeepSpeed.
+            if f"{name}/next" in expected and "elastic" not in run and run != "stage0-fp16":
                 torch.testing.assert_close(
                     value.float(),
                     expected[f"{name}/next"],
