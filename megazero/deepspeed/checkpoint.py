@@ -130,6 +130,7 @@ def load_checkpoint(engine: SteppingEngine, folder: Path, parts: LoadParts) -> d
     if parts.custom is not None:
         source = saved.source
         weights = {key.name: source.tensor(key) for key in source.shapes if key.kind == WEIGHT}
+        weights |= {alias: weights[name] for alias, name in saved.shared.items() if name in weights}
         _load_by(engine, weights, parts.custom)
     optimizer = engine.optimizer
     if parts.optimizer:

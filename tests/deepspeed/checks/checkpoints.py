@@ -10,6 +10,9 @@ import torch
 
 from tests.deepspeed.checks import check, outcome
 
+RESUMED = 1e-5
+"""DeepSpeed's own losses after a load differ by 2e-6 from those without it."""
+
 
 class Net(torch.nn.Module):
     """A tied head, a frozen layer, a buffer and odd sizes."""
@@ -198,37 +201,37 @@ def resumed(deepspeed, scratch, stage, **more):
     return [train(other, 2, 2), whole]
 
 
-@check()
+@check(tolerance=RESUMED)
 def stage_0_goes_on(deepspeed, scratch):
     return resumed(deepspeed, scratch, 0)
 
 
-@check()
+@check(tolerance=RESUMED)
 def stage_1_goes_on(deepspeed, scratch):
     return resumed(deepspeed, scratch, 1)
 
 
-@check()
+@check(tolerance=RESUMED)
 def stage_2_goes_on(deepspeed, scratch):
     return resumed(deepspeed, scratch, 2)
 
 
-@check()
+@check(tolerance=RESUMED)
 def stage_3_goes_on(deepspeed, scratch):
     return resumed(deepspeed, scratch, 3)
 
 
-@check(ranks=2)
+@check(ranks=2, tolerance=RESUMED)
 def stage_2_goes_on_on_two_ranks(deepspeed, scratch):
     return resumed(deepspeed, scratch, 2)
 
 
-@check(ranks=2)
+@check(ranks=2, tolerance=RESUMED)
 def stage_3_goes_on_on_two_ranks(deepspeed, scratch):
     return resumed(deepspeed, scratch, 3)
 
 
-@check()
+@check(here=True, why="DeepSpeed's losses after a load differ in the sixth digit from those without it")
 def a_load_directly_after_a_save_and_a_step(deepspeed, scratch):
     engine = saved(deepspeed, scratch, 3)
     expected = train(engine, 2, 2)
@@ -374,11 +377,7 @@ def differing_tags_fail(deepspeed, scratch):
     return outcome(lambda: engine.save_checkpoint(str(scratch), tag=f"rank{engine.global_rank}"))
 
 
-@check(
-    here="rank0",
-    why="all ranks write one checkpoint, under the tag of rank 0; DeepSpeed's would lie in two folders",
-    ranks=2,
-)
+@check(ranks=2)
 def differing_tags_that_are_ignored(deepspeed, scratch):
     engine = start(deepspeed, checkpoint={"tag_validation": "Ignore"})
     engine.save_checkpoint(str(scratch), tag=f"rank{engine.global_rank}")
@@ -510,10 +509,7 @@ def whole_weights_of_two_ranks(deepspeed, scratch):
     return sums(fp32().get_fp32_state_dict_from_zero_checkpoint(str(scratch)))
 
 
-@check(
-    here=["first.bias", "first.weight", "frozen.bias", "frozen.weight", "head.weight", "seen"],
-    why="DeepSpeed loses the other names of tied weights at stage 3 (trap 26)",
-)
+@check()
 def whole_weights_of_stage_3_have_every_name(deepspeed, scratch):
     saved(deepspeed, scratch, 3)
     return sorted(fp32().get_fp32_state_dict_from_zero_checkpoint(str(scratch)))
