@@ -55,14 +55,14 @@ def recompute_repeats_dropout(deepspeed, scratch):
 
 
 @check(
-    here=[True, [-1.8266501426696777, 0.0, []]],
+    here=True,
     why="DeepSpeed loses the inputs where they are in host memory without being partitioned",
 )
 def inputs_in_host_memory(deepspeed, scratch):
     deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
     found = plain_and_recomputed(deepspeed.checkpointing.checkpoint)
     deepspeed.checkpointing.configure(None, checkpoint_in_cpu=False)
-    return found
+    return found[0]
 
 
 @check()
