@@ -110,14 +110,14 @@ def save_checkpoint(
 
 def load_checkpoint(engine: SteppingEngine, folder: Path, parts: LoadParts) -> dict[str, Any]:
     """Load the checkpoint in the folder of a tag; every rank calls this. Returns the `client_state`."""
-    found: list[Saved] = []
+    result: list[Saved] = []
     groups = _groups(engine)
     together(
         engine.context,
-        lambda: found.append(open_saved(folder, groups, optimizer=parts.optimizer)),
+        lambda: result.append(open_saved(folder, groups, optimizer=parts.optimizer)),
         f"open {folder}",
     )
-    (saved,) = found
+    (saved,) = result
     clients: list[dict[str, Any]] = []
 
     def read() -> None:

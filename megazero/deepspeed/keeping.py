@@ -85,8 +85,8 @@ class KeepingEngine(SteppingEngine):
                 that is neither known nor trusted.
         """
         folder = folder_of(load_dir, "load_dir")
-        found = newest_tag(folder) if tag is None else tag
-        chosen = agree_on_tag(found or "", "load_checkpoint", self.context)
+        result = newest_tag(folder) if tag is None else tag
+        chosen = agree_on_tag(result or "", "load_checkpoint", self.context)
         if not chosen:
             if self.context.rank == 0:
                 warn_of_nothing(folder)
@@ -130,9 +130,9 @@ class KeepingEngine(SteppingEngine):
             frozen = frozen_names(self.module) if exclude_frozen_parameters else set()
             kept = self.module.state_dict(keep_vars=True)
             state = {name: value for name, value in kept.items() if name not in frozen}
-        found = {} if destination is None else destination
-        found.update({prefix + name: value for name, value in state.items()})
-        return found
+        result = {} if destination is None else destination
+        result.update({prefix + name: value for name, value in state.items()})
+        return result
 
     def load_module_state_dict(
         self,

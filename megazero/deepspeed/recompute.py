@@ -30,7 +30,7 @@ from megazero.mpu.group import Group
 
 @dataclass(frozen=True)
 class Settings:
-    """What `configure` chose.
+    """The choices of `configure`.
 
     Attributes:
         group: the tensor-parallel ranks; None without an `mpu`.
@@ -55,7 +55,7 @@ _CHOSEN: ContextVar[Settings | None] = ContextVar("activation_checkpointing", de
 
 
 def chosen_settings() -> Settings:
-    """What `configure` chose on this rank."""
+    """The choices of `configure` on this rank."""
     return _CHOSEN.get() or Settings()
 
 
@@ -209,7 +209,7 @@ class _Replay:
 
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What forward runs in, and its repetition."""
+    """The contexts of forward and of its repetition."""
     return nullcontext(), _Replay()
 
 

@@ -50,7 +50,7 @@ def agree_on_tag(tag: Any, call: str, context: ParallelContext, differing: str =
             f"`{call}` must be called by every rank, also by those that write nothing, but not all did: "
             f"{error}; take the call out of any condition on the rank"
         ) from error
-    other = next((rank for rank, each in enumerate(tags) if each != tags[0]), None)
+    other = next((rank for rank, entry in enumerate(tags) if entry != tags[0]), None)
     if other is not None and differing != "ignore":
         wrong = (
             f"`tag` must be the same on every rank, but is {tags[0]!r} on rank 0 and {tags[other]!r} on rank "

@@ -104,11 +104,12 @@ def load_state_dict_from_zero_checkpoint(
         CheckpointError: there is no checkpoint, or it cannot be read.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
-    found = model.cpu().load_state_dict(dict(state), strict=False)
-    if found.missing_keys or found.unexpected_keys:
+    result = model.cpu().load_state_dict(dict(state), strict=False)
+    lacking, more = (", ".join(names[:5]) for names in (result.missing_keys, result.unexpected_keys))
+    if lacking or more:
         warnings.warn(
-            f"{checkpoint_dir} lacks weights of the model ({', '.join(found.missing_keys[:5]) or 'none'}) or "
-            f"has others ({', '.join(found.unexpected_keys[:5]) or 'none'})",
+            f"{checkpoint_dir} lacks weights of the model ({lacking or 'none'}) or has others "
+            f"({more or 'none'})",
             stacklevel=2,
         )
     return model
@@ -197,10 +198,10 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     """
     files = find_files(Path(checkpoint_dir))
     name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
-    found = None if files is None else files.model.get((0, 0))
-    if found is None or (found.name == "mp_rank_00_model_states.pt") != (zero_stage != 3):
+    result = None if files is None else files.model.get((0, 0))
+    if result is None or (result.name == "mp_rank_00_model_states.pt") != (zero_stage != 3):
         raise _no_file(checkpoint_dir, name)
-    return str(found)
+    return str(result)
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:

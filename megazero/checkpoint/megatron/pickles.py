@@ -92,7 +92,7 @@ def load_pickle(
     try:
         with open_regular(path) as file:
             mapped = file.read(len(_ZIP)) == _ZIP  # what torch < 1.6 wrote cannot be mapped
-        with _allowing([*{_name(each): each for each in (*_allowed(inert), *known)}.values()]):
+        with _allowing([*{_name(entry): entry for entry in (*_allowed(inert), *known)}.values()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         named = _NAMED.search(str(error))

@@ -58,9 +58,9 @@ class Files:
         return self._complete(self.model, model_rank, count, "model_states.pt")
 
     def _complete(
-        self, found: Mapping[tuple[int, int], Path], model_rank: int, count: int, kind: str
+        self, result: Mapping[tuple[int, int], Path], model_rank: int, count: int, kind: str
     ) -> list[Path]:
-        missing = [rank for rank in range(count) if (model_rank, rank) not in found]
+        missing = [rank for rank in range(count) if (model_rank, rank) not in result]
         if missing:
             names = ", ".join(f"zero_pp_rank_{r}_mp_rank_{model_rank:02d}_{kind}" for r in missing[:5])
             raise DamagedCheckpointError(
@@ -68,7 +68,7 @@ class Files:
                 f"{' and more' if missing[5:] else ''} {'is' if len(missing) == 1 else 'are'} missing; copy "
                 "the files of every node into one folder"
             )
-        return [found[model_rank, rank] for rank in range(count)]
+        return [result[model_rank, rank] for rank in range(count)]
 
 
 def find_files(folder: Path) -> Files | None:
@@ -103,7 +103,7 @@ def require_files(folder: Path) -> Files:
 
 
 def inventory(folder: Path, most: int = 5) -> str:
-    """What is in a folder, in words."""
+    """The content of a folder, in words."""
     if not folder.is_dir():
         return "nothing, for it does not exist" if not folder.exists() else "nothing, for it is a file"
     names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))

@@ -22,7 +22,7 @@ Cut = Callable[[Sequence[Tensor]], Iterator[tuple[str, Joined]]]
 
 @dataclass(frozen=True)
 class OptimizerStates:
-    """What an optimizer holds.
+    """The content of an optimizer.
 
     Attributes:
         tensors: (parameter, kind) -> its master weight or a moment.
@@ -61,22 +61,22 @@ def read_sharded(files: Files, rank: int, model: Mapping[str, Any]) -> Optimizer
     tensors: dict[tuple[str, str], Joined] = {}
     if "fp32_flat_groups" in saved:
         together = {name: shape for group in shapes for name, shape in group.items()}
-        inner = [each["optimizer_state_dict"] for each in every]
+        inner = [entry["optimizer_state_dict"] for entry in every]
         _take(
             tensors,
-            [torch.cat([_flat(part) for part in each["fp32_flat_groups"]]) for each in every],
-            [_joined_states(each["state"]) for each in inner],
+            [torch.cat([_flat(part) for part in entry["fp32_flat_groups"]]) for entry in every],
+            [_joined_states(entry["state"]) for entry in inner],
             lambda slices: cut_parameters(slices, together),
         )
         base = inner[0]
     else:
-        bases = [each["base_optimizer_state"] for each in every]
+        bases = [entry["base_optimizer_state"] for entry in every]
         gaps = saved.get("param_alignment_paddings") or [()] * len(shapes)
         for number, group in enumerate(shapes):
             _take(
                 tensors,
-                [_flat(each["single_partition_of_fp32_groups"][number]) for each in every],
-                [_group_state(each, number) for each in bases],
+                [_flat(entry["single_partition_of_fp32_groups"][number]) for entry in every],
+                [_group_state(entry, number) for entry in bases],
                 lambda slices, group=group, number=number: cut_vector(slices, group, gaps[number]),  # type: ignore[misc]
             )
         base = bases[0] if isinstance(bases[0], Mapping) else {"state": _elastic_steps(bases[0])}
@@ -142,8 +142,8 @@ def _group_state(base: Any, number: int) -> Mapping[str, Tensor]:
     """The moments of a group: one vector of each kind, or (elastic checkpoints) one for each parameter."""
     if isinstance(base, Mapping):
         return _tensors_of(base["state"].get(number, {}))
-    each = base[number]
-    return _tensors_of(each) if isinstance(each, Mapping) else _joined_states(dict(enumerate(each)))
+    entry = base[number]
+    return _tensors_of(entry) if isinstance(entry, Mapping) else _joined_states(dict(enumerate(entry)))
 
 
 def _joined_states(states: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Tensor]:
@@ -153,7 +153,7 @@ def _joined_states(states: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Tens
 
 
 def _elastic_steps(base: Sequence[Any]) -> list[Any]:
-    return [state for each in base for state in (each if isinstance(each, list) else [each])]
+    return [state for entry in base for state in (entry if isinstance(entry, list) else [entry])]
 
 
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:

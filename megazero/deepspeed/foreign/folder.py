@@ -60,7 +60,7 @@ class ForeignFolder:
                 f"`{files.folder}` must hold no experts in files of their own, but has "
                 f"{files.experts[0].name}; load them into a model of DeepSpeed's and save their weights"
             )
-        found: list[OptimizerStates] = []
+        result: list[OptimizerStates] = []
         ranks = files.model_ranks()
         for rank in ranks:
             model = load_states(files.model[min(key for key in files.model if key[0] == rank)])
@@ -68,15 +68,15 @@ class ForeignFolder:
             wanted = optimizer or any(_is_empty(value) for value in (model.get("module") or {}).values())
             states = self._optimizer(rank, model, groups) if wanted else None
             if states is not None:
-                found.append(states)
+                result.append(states)
                 self._add(states)
         for number, path in files.layers.items():
             for name, value in load_states(path).items():
                 self._put(Key(f"{number}.{name}"), value)
         first = load_states(files.model[ranks[0], min(data for m, data in files.model if m == ranks[0])])
-        states = found[0] if found else OptimizerStates()
+        states = result[0] if result else OptimizerStates()
         self.facts: ForeignFacts = read_facts(
-            first, max((each.updates for each in found), default=None), states.groups, states.scale
+            first, max((entry.updates for entry in result), default=None), states.groups, states.scale
         )
         self.dp_world_size = first.get("dp_world_size")
 

@@ -54,7 +54,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, (list, tuple)):
-        cloned = [clone_tensors_for_torch_save(each, device) for each in item]
+        cloned = [clone_tensors_for_torch_save(entry, device) for entry in item]
         if hasattr(item, "_fields"):  # a named tuple
             return type(item)(*cloned)
         return type(item)(cloned)

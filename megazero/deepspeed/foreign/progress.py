@@ -1,4 +1,4 @@
-"""What DeepSpeed's checkpoint says beside tensors: counters, options, loss scale, the script's own values."""
+"""DeepSpeed's checkpoint beside its tensors: counters, options, loss scale, the script's own values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class ForeignFacts:
-    """What a checkpoint says beside tensors.
+    """The content of a checkpoint beside tensors.
 
     Attributes:
         global_steps: optimizer steps, skipped ones included.
@@ -100,8 +100,8 @@ def read_facts(
 def count_updates(states: Mapping[Any, Any] | Sequence[Any], groups: Sequence[Mapping[str, Any]]) -> int:
     """The updates that an optimizer's states counted: the most of any parameter."""
     steps = [0]
-    each = states.values() if isinstance(states, Mapping) else states
-    for holder in [*each, *groups]:
+    entry = states.values() if isinstance(states, Mapping) else states
+    for holder in [*entry, *groups]:
         step = holder.get("step") if isinstance(holder, Mapping) else None
         if step is not None:
             steps.append(int(step))
