@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
+from argparse import Namespace
 from collections import Counter
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.checkpoint import decode, encode
-from megazero.errors import CheckpointError, ConfigError
-from megazero.mpu.context import ParallelContext, solo_context
+from megazero.deepspeed.plain import decode, encode
+from megazero.deepspeed.zero import GatheredParameters
+from megazero.deepspeed.zero_to_fp32 import SCRIPTS, get_fp32_state_dict_from_zero_checkpoint
+from megazero.errors import CheckpointError, CommunicationError, ConfigError
+from megazero.mpu.context import ParallelContext, solo_context, thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
 from tests.deepspeed.user_models import (
     ADAMW,
     Encoder,
@@ -78,13 +86,19 @@ def test_any_layout_loads_it(tmp_path, saved, loaded):
 
 def test_the_latest_is_named_unless_it_is_not_to_be(tmp_path):
     engine = start(solo_context(), build(Tied), config(0))
-    assert engine.load_checkpoint(tmp_path) == (None, None)
+    with pytest.warns(UserWarning, match="nothing is loaded: .*latest` must name .* has nothing in it"):
+        assert engine.load_checkpoint(tmp_path) == (None, None)
+    (tmp_path / "global_step9").mkdir()
+    with pytest.warns(UserWarning, match="has global_step9; correct the path"):
+        engine.load_checkpoint(tmp_path)
     engine.save_checkpoint(tmp_path, tag="a")
     engine.save_checkpoint(tmp_path, tag="b", save_latest=False)
     assert (tmp_path / "latest").read_text() == "a\n"
     assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "a")
     assert engine.load_checkpoint(tmp_path, "b")[0] == str(tmp_path / "b")
-    with pytest.raises(CheckpointError, match="must hold a checkpoint, but has none"):
+    with pytest.raises(
+        CheckpointError, match="must hold a checkpoint, but has nothing, for it does not exist"
+    ):
         engine.load_checkpoint(tmp_path, "c")
 
 
@@ -178,19 +192,184 @@ def test_what_is_saved_is_plain(tmp_path):
     back = decode(encode(value, "client", tensors), tensors)
     assert back.pop("two")[1]["x"].tolist() == [1.0, 1.0]
     assert back == {1: (2.5, None), "count": {3: 4}, "big": float("inf")}
+    with pytest.raises(CheckpointError, match=r"`x.where` must be made of numbers, .* but holds a PosixPath"):
+        encode({"where": tmp_path}, "x", tensors)
+
+
+class Callback:
+    """A class that no file may make by itself."""
+
+    def __init__(self) -> None:
+        self.best = 3.5
+
+
+def test_the_scripts_own_objects_come_back_if_they_are_known_or_trusted(tmp_path, monkeypatch):
     engine = start(solo_context(), build(Tied), config(0))
-    with pytest.raises(
-        CheckpointError, match=r"`client.where` must be made of numbers, .* but holds a PosixPath"
-    ):
-        engine.save_checkpoint(tmp_path, client_state={"where": tmp_path})
-    assert list(tmp_path.iterdir()) == []
+    known = {"where": tmp_path, "args": Namespace(lr=0.5, data=["a"]), "order": np.arange(3)}
+    engine.save_checkpoint(tmp_path, "known", client_state=known)
+    back = engine.load_checkpoint(tmp_path, "known")[1]
+    assert back["order"].tolist() == [0, 1, 2]
+    assert {**back, "order": None} == {**known, "order": None}
+    engine.save_checkpoint(tmp_path, "whole", client_state=Namespace(epoch=3))
+    assert engine.load_checkpoint(tmp_path, "whole")[1] == {"epoch": 3}
+    engine.save_checkpoint(tmp_path, "other", client_state={"epoch": 3, "callback": Callback()})
+    with pytest.raises(CheckpointError, match=r"`client.callback` must .*Callback.*MEGAZERO_TRUST_PICKLE=1"):
+        engine.load_checkpoint(tmp_path, "other")
+    monkeypatch.setenv("MEGAZERO_TRUST_PICKLE", "1")
+    assert engine.load_checkpoint(tmp_path, "other")[1]["callback"].best == 3.5
+    with pytest.raises(CheckpointError, match="`client.f` must be an object that can be pickled"):
+        engine.save_checkpoint(tmp_path, "bad", client_state={"f": lambda: 0})
+    assert not (tmp_path / "bad").exists()
+
+
+def test_the_scripts_keys_are_its_own(tmp_path):
+    engine = start(solo_context(), build(Tied), config(2))
+    client = {"module": "mine", "lr_scheduler": 7, "global_steps": "x", "optimizer": None}
+    engine.save_checkpoint(tmp_path, client_state=client)
+    assert engine.load_checkpoint(tmp_path)[1] == client
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_parameters_can_stay_out_and_a_strict_load_leaves_them(tmp_path, stage):
+    def work(context: ParallelContext):
+        engine = start(context, build(Tied), config(stage))
+        train_engine(engine, context, range(2))
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        other = start(context, build(Tied, seed=7), config(stage))
+        before = other.module_state_dict()
+        other.load_checkpoint(tmp_path)
+        return engine.module_state_dict(), before, other.module_state_dict()
+
+    saved, before, after = on_ranks(2, work)[0]
+    for name, value in after.items():
+        assert torch.equal(value, (before if name.startswith("frozen") else saved)[name]), name
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert "frozen.weight" not in trained
+    assert "up.weight" in trained
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_save_a_step_and_a_load_equal_the_save(tmp_path, stage):
+    def work(context: ParallelContext):
+        engine = start(context, build(Encoder), config(stage, bf16={"enabled": True}))
+        train_engine(engine, context, range(1))
+        engine.save_checkpoint(tmp_path)
+        expected = train_engine(engine, context, range(1, 3))
+        engine.load_checkpoint(tmp_path)
+        return train_engine(engine, context, range(1, 3)).losses, expected.losses
+
+    for found, expected in on_ranks(2, work):
+        assert found == expected
+
+
+@pytest.mark.parametrize(("mode", "outcome"), [("Warn", "warns"), ("Ignore", "takes"), ("Fail", "fails")])
+def test_tags_that_differ_are_one_or_an_error(tmp_path, mode, outcome):
+    def work(context: ParallelContext):
+        engine = start(context, build(Tied), config(1, checkpoint={"tag_validation": mode}))
+        if outcome == "fails":
+            with pytest.raises(CheckpointError, match="is 'r0' on rank 0 and 'r1' on rank 1"):
+                engine.save_checkpoint(tmp_path, tag=f"r{context.rank}")
+            return True
+        return engine.save_checkpoint(tmp_path, tag=f"r{context.rank}")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert on_ranks(2, work) == [True, True]
+    assert any("is 'r0' on rank 0" in str(w.message) for w in caught) == (outcome == "warns")
+    if outcome != "fails":
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "r0", *sorted(SCRIPTS)]
+
+
+def test_a_rank_that_does_not_come_along_is_named(tmp_path):
+    world = ThreadWorld(2, timeout=0.5)
+    engines = world.run(
+        lambda rank: start(thread_context(world, ProcessGrid(dp=2), rank), build(Tied), config(1))
+    )
+    with pytest.raises(CommunicationError, match=r"`save_checkpoint` must be called by every rank.*rank"):
+        engines[0].save_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("folder", [None, "", 3])
+def test_a_folder_must_be_one(folder):
+    engine = start(solo_context(), build(Tied), config(0))
+    with pytest.raises(CheckpointError, match="`save_dir` must be the path of a folder"):
+        engine.save_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="`load_dir` must be the path of a folder"):
+        engine.load_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="`save_dir` must be the path of a folder"):
+        engine.save_16bit_model(folder)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_function_of_the_script_can_load_weights(tmp_path, stage):
+    def work(context: ParallelContext):
+        engine = start(context, build(Tied), config(stage))
+        train_engine(engine, context, range(1))
+        engine.save_checkpoint(tmp_path)
+
+        def load(src, dst):
+            own = dict(dst.named_parameters())
+            own["up.weight"].data.copy_(src["up.weight"] * 2)
+
+        other = start(context, build(Tied, seed=7), config(stage))
+        other.load_checkpoint(tmp_path, custom_load_fn=load)
+        return engine.module_state_dict(), other.module_state_dict(), build(Tied, seed=7).state_dict()
+
+    saved, found, fresh = on_ranks(2, work)[1]
+    assert torch.equal(found["up.weight"], saved["up.weight"] * 2)
+    assert torch.equal(found["down.weight"], fresh["down.weight"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_dict_goes_in_and_out(stage):
+    def work(context: ParallelContext):
+        state = build(Tied).state_dict()
+        engine = start(context, build(Tied, seed=7), config(stage))
+        engine.load_module_state_dict({"module": state})
+        out = engine.module_state_dict(prefix="m.")
+        train_engine(engine, context, range(1))  # it trains on from there
+        with pytest.raises(CheckpointError, match="up.bias is missing"):
+            engine.load_module_state_dict({"module": {k: v for k, v in state.items() if k != "up.bias"}})
+        with pytest.raises(CheckpointError, match="more is not used"):
+            engine.load_module_state_dict({"module": {**state, "more": torch.ones(1)}})
+        engine.load_module_state_dict({"module": {"up.bias": torch.ones(16)}}, strict=False)
+        assert engine.module_state_dict()["up.bias"].tolist() == [1.0] * 16
+        return state, out
+
+    for state, out in on_ranks(2, work):
+        assert {name.removeprefix("m.") for name in out} == state.keys()
+        assert all(torch.equal(out[f"m.{name}"], value) for name, value in state.items())
+
+
+def test_whole_weights_are_rank_0s_alone_and_sharded_ones_say_how_to_get_them():
+    def work(context: ParallelContext):
+        engine = start(context, build(Encoder), config(3))
+        with pytest.raises(ConfigError, match=r"`state_dict` must be called where weights are whole"):
+            engine.module.state_dict()
+        with GatheredParameters(engine.module.parameters()):
+            gathered = {name: value.clone() for name, value in engine.module.state_dict().items()}
+        state = engine._zero3_consolidated_16bit_state_dict()
+        assert engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True) is None or state
+        with pytest.raises(ConfigError, match="`keep_vars` must be False at stage 3"):
+            engine.module_state_dict(keep_vars=True)
+        lower = start(context, build(Tied), config(2))
+        with pytest.raises(ConfigError, match="`stage` must be 3"):
+            lower._zero3_consolidated_16bit_state_dict()
+        assert "frozen.bias" not in lower.module_state_dict(keep_vars=True, exclude_frozen_parameters=True)
+        return gathered, state
+
+    (gathered, first), (_, second) = on_ranks(2, work)
+    assert second is None
+    assert all(torch.equal(first[name], value) for name, value in gathered.items())
+    assert first["head.weight"] is first["embedding.weight"]
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
 def test_weights_for_use_elsewhere(tmp_path, name):
     def work(context: ParallelContext):
         refused = start(context, build(Encoder), config(3, bf16={"enabled": True}))
-        assert refused.save_16bit_model(tmp_path / "none") is False
+        with pytest.warns(UserWarning, match="is not written") if context.rank == 0 else nullcontext():
+            assert refused.save_16bit_model(tmp_path / "none") is False
         more = {"bf16": {"enabled": True}}
         settings_ = config(3, **more)
         settings_["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

@@ -71,12 +71,19 @@ class PositionEmbedding(Enum):
     alibi = 3
 
 
-def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
+def load_pickle(
+    path: Path,
+    inert: Iterable[str] = (),
+    known: Iterable[SafeGlobal] = (),
+    remedy: str = "if it is a class whose objects are not needed, add `--inert-class {}`",
+) -> Any:
     """Return the contents of a file of `torch.save`; tensors are mapped until they are used, if they can be.
 
     Args:
         path: the file.
         inert: further classes, by full name, whose objects are not wanted.
+        known: further functions and classes to call; they take precedence.
+        remedy: what the message says to do about others.
 
     Raises:
         CheckpointError: it names a class or function that is not allowed, which was not called.
@@ -85,7 +92,7 @@ def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
     try:
         with open_regular(path) as file:
             mapped = file.read(len(_ZIP)) == _ZIP  # what torch < 1.6 wrote cannot be mapped
-        with _allowing(_allowed(inert)):
+        with _allowing([*{_name(entry): entry for entry in (*_allowed(inert), *known)}.values()]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         named = _NAMED.search(str(error))
@@ -93,8 +100,8 @@ def load_pickle(path: Path, inert: Iterable[str] = ()) -> Any:
             raise _damaged(path, _REASON.split(str(error))[-1].partition("\n")[0]) from error
         name = named[1] if "." in named[1] else f"builtins.{named[1]}"
         raise CheckpointError(
-            f"`{path}` must hold only tensors and plain values, but names {name}, which was not called; if "
-            f"it is a class whose objects are not needed, add `--inert-class {name}`"
+            f"`{path}` must hold only tensors and plain values, but names {name}, which was not called; "
+            + remedy.format(name)
         ) from error
     except Exception as error:  # a damaged pickle can fail in any way
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
@@ -111,6 +118,11 @@ def _allowing(allowed: list[SafeGlobal]) -> Iterator[None]:
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(others)
+
+
+def _name(allowed: SafeGlobal) -> str:
+    """The name by which a pickle asks for it."""
+    return allowed[1] if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"
 
 
 def _damaged(path: Path, reason: str) -> DamagedCheckpointError:

@@ -1,0 +1,112 @@
+"""Which files DeepSpeed's checkpoint of one tag consists of, by their names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megazero.errors import CheckpointError, DamagedCheckpointError
+
+UNIVERSAL = "zero"
+"""The folder that DeepSpeed's universal checkpoints have beside the model's files."""
+_MODEL = re.compile(r"(?:(?:bf16_)?zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
+# Old releases wrote no underline before the last part.
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of one tag.
+
+    Attributes:
+        folder: the folder of the tag.
+        model: the model's files by (model-parallel rank, data-parallel rank).
+        optimizer: the optimizer's, likewise.
+        layers: the files of a pipeline's layers by the layer's number.
+        experts: the files of experts.
+    """
+
+    folder: Path
+    model: Mapping[tuple[int, int], Path]
+    optimizer: Mapping[tuple[int, int], Path]
+    layers: Mapping[int, Path]
+    experts: Sequence[Path]
+
+    @property
+    def universal(self) -> bool:
+        """Whether it is a universal checkpoint."""
+        return (self.folder / UNIVERSAL).is_dir()
+
+    def model_ranks(self) -> list[int]:
+        """The model-parallel ranks that there are files of."""
+        return sorted({rank for rank, _ in self.model})
+
+    def of_optimizer(self, model_rank: int, count: int) -> list[Path]:
+        """The optimizer's files of a model-parallel rank, by data-parallel rank.
+
+        Raises:
+            DamagedCheckpointError: one of `count` is missing.
+        """
+        return self._complete(self.optimizer, model_rank, count, "optim_states.pt")
+
+    def of_model(self, model_rank: int, count: int) -> list[Path]:
+        """The model's files of a model-parallel rank, by data-parallel rank; see `of_optimizer`."""
+        return self._complete(self.model, model_rank, count, "model_states.pt")
+
+    def _complete(
+        self, result: Mapping[tuple[int, int], Path], model_rank: int, count: int, kind: str
+    ) -> list[Path]:
+        missing = [rank for rank in range(count) if (model_rank, rank) not in result]
+        if missing:
+            names = ", ".join(f"zero_pp_rank_{r}_mp_rank_{model_rank:02d}_{kind}" for r in missing[:5])
+            raise DamagedCheckpointError(
+                f"`{self.folder}` must hold the files of {count} ranks, but {names}"
+                f"{' and more' if missing[5:] else ''} {'is' if len(missing) == 1 else 'are'} missing; copy "
+                "the files of every node into one folder"
+            )
+        return [result[model_rank, rank] for rank in range(count)]
+
+
+def find_files(folder: Path) -> Files | None:
+    """DeepSpeed's files in the folder of a tag; None if there are none."""
+    names = sorted(path for path in folder.glob("*.pt")) if folder.is_dir() else []
+    experts = [path for path in names if _EXPERT.fullmatch(path.name)]
+    layers = {int(m["layer"]): path for path, m in _matches(_LAYER, names)}
+    model = {(int(m["model"]), int(m["data"] or 0)): path for path, m in _matches(_MODEL, names)}
+    optimizer = {(int(m["model"]), int(m["data"])): path for path, m in _matches(_OPTIMIZER, names)}
+    if not (model or optimizer or layers):
+        return None
+    return Files(folder, model, optimizer, layers, experts)
+
+
+def _matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> Iterable[tuple[Path, re.Match[str]]]:
+    return ((path, match) for path in paths if (match := pattern.fullmatch(path.name)))
+
+
+def require_files(folder: Path) -> Files:
+    """DeepSpeed's files in the folder of a tag.
+
+    Raises:
+        CheckpointError: it is none of DeepSpeed's, or holds no file of the model.
+    """
+    files = find_files(folder)
+    if files is None or not files.model:
+        raise CheckpointError(
+            f"`{folder}` must hold files such as mp_rank_00_model_states.pt, but has "
+            f"{inventory(folder)}; give the folder of a tag"
+        )
+    return files
+
+
+def inventory(folder: Path, most: int = 5) -> str:
+    """The content of a folder, in words."""
+    if not folder.is_dir():
+        return "nothing, for it does not exist" if not folder.exists() else "nothing, for it is a file"
+    names = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if not names:
+        return "nothing in it"
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if names[most:] else "")

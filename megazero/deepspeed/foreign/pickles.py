@@ -1,0 +1,119 @@
+"""Pickles that a DeepSpeed user's checkpoints hold, read without running what they name.
+
+Tensors, plain values and the classes below are read by torch's restricted unpickler. A file that names
+anything else is refused by that name, unless the environment says ``MEGAZERO_TRUST_PICKLE=1``: whoever wrote
+such a file can run any code in the process that loads it. It is the environment's word so that it reaches a
+load inside of other libraries and in scripts alike.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megazero.checkpoint.megatron.pickles import SafeGlobal, load_pickle
+from megazero.errors import CheckpointError
+
+TRUST = "MEGAZERO_TRUST_PICKLE"
+REMEDY = f"if you trust who wrote it, set {TRUST}=1 in the environment, which lets it run any code"
+
+
+class Kept:
+    """Stands in for an object of a class that need not be installed, and keeps its state as attributes."""
+
+    def __new__(cls, *arguments: Any) -> Kept:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, Mapping):
+            self.__dict__.update(state)
+
+
+_SCALERS = ("LossScalerBase", "LossScaler", "DynamicLossScaler")
+_KEPT = (
+    *(f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in _SCALERS),
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
+)
+
+
+def trusts_pickle() -> bool:
+    """Whether the environment lets pickles run what they name."""
+    return os.environ.get(TRUST, "") not in ("", "0")
+
+
+def load_states(path: Path) -> Any:
+    """The contents of one of DeepSpeed's files.
+
+    Raises:
+        CheckpointError: it names a class that is not known, which was not called.
+        DamagedCheckpointError: it cannot be read.
+    """
+    if trusts_pickle():
+        return torch.load(path, map_location="cpu", weights_only=False)
+    return load_pickle(path, known=_known(), remedy=REMEDY)
+
+
+def dump_object(value: Any, name: str) -> torch.Tensor:
+    """An object of any class as bytes.
+
+    Raises:
+        CheckpointError: it cannot be pickled.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+    except Exception as error:  # an object's own code runs here, and may raise anything
+        raise CheckpointError(
+            f"`{name}` must be an object that can be pickled to be saved, but is a {type(value).__name__}: "
+            f"{error}; convert or leave it out"
+        ) from error
+    return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+
+def load_object(content: torch.Tensor, name: str) -> Any:
+    """The object that `dump_object` was given.
+
+    Raises:
+        CheckpointError: it is of a class that is not known, and the environment does not trust it.
+    """
+    file = io.BytesIO(content.numpy().tobytes())
+    if trusts_pickle():
+        return torch.load(file, map_location="cpu", weights_only=False)
+    try:
+        with torch.serialization.safe_globals(_known()):
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        named = str(error).partition("GLOBAL ")[2].partition(" ")[0] or "unknown"
+        raise CheckpointError(
+            f"`{name}` must hold only plain values and tensors, but holds an object of another class "
+            f"({named}), which was not made; {REMEDY}"
+        ) from error
+
+
+def _known() -> list[SafeGlobal]:
+    """Classes whose making runs nothing that a file could choose."""
+    arrays = (np.ndarray, np.dtype, *(kind for kind in vars(np.dtypes).values() if isinstance(kind, type)))
+    rebuild = np._core if hasattr(np, "_core") else np.core
+    return [
+        *arrays,
+        rebuild.multiarray._reconstruct,
+        rebuild.multiarray.scalar,
+        (rebuild.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
+        (rebuild.multiarray.scalar, "numpy.core.multiarray.scalar"),
+        pathlib.PosixPath,
+        (pathlib.PosixPath, "pathlib._local.PosixPath"),
+        *((Kept, name) for name in _KEPT),
+    ]

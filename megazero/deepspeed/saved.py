@@ -1,0 +1,161 @@
+"""A saved state of an engine, in our format or in DeepSpeed's: tensors, and what stands beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megazero.checkpoint.folder import candidates
+from megazero.checkpoint.part import WEIGHT, Key, Part, Source
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.deepspeed.foreign.files import Files, find_files, inventory
+from megazero.deepspeed.foreign.folder import ForeignFolder, Groups
+from megazero.deepspeed.foreign.progress import Scale
+from megazero.deepspeed.plain import decode
+from megazero.deepspeed.stepping import EngineCounters
+from megazero.errors import CheckpointError
+from megazero.optim.loss_scaler import LossScaler, ScalerState
+
+STATE = "state"
+"""Kind of tensors that belong to options, schedules and the script."""
+
+
+class Tensors(Source, Protocol):
+    """A source that also gives whole tensors."""
+
+    def tensor(self, key: Key) -> Tensor:
+        """A whole logical tensor."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A saved state.
+
+    Attributes:
+        where: its folder, for messages.
+        source: its tensors.
+        progress: the counters; given the micro-batches of a step.
+        updates: updates so far; None if no optimizer was saved.
+        options: the options of each parameter group.
+        scaler: the loss scale for a scaler; None if nothing fits it.
+        schedule: the state of the learning rate schedule; None if there was none.
+        client: the script's own values.
+        frozen: names of the parameters that were not trained.
+        buffers: names of the buffers.
+        shared: other name of a parameter -> the name that its tensors have.
+        left_out: parameters that were left out on purpose.
+        sparse: whether a parameter without moments is one that had no gradients yet.
+    """
+
+    where: Path
+    source: Tensors
+    progress: Callable[[int], EngineCounters]
+    updates: int | None
+    options: Callable[[], Sequence[Mapping[str, Any]]]
+    scaler: Callable[[LossScaler], ScalerState | None]
+    schedule: Callable[[], Mapping[str, Any] | None]
+    client: Callable[[], dict[str, Any]]
+    frozen: Collection[str] = ()
+    buffers: Collection[str] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
+    left_out: Collection[str] = ()
+    sparse: bool = False
+
+    def weight_names(self) -> set[str]:
+        """The names of all parameters and buffers, but for other names of tied ones."""
+        return {key.name for key in self.source.shapes if key.kind == WEIGHT} - set(self.shared)
+
+    def fill_missing_moments(self, wanted: Sequence[Part]) -> list[Part]:
+        """Zero the moments that no gradient has made yet; return the parts that are still to be read."""
+        if not self.sparse:
+            return list(wanted)
+        kinds = {key.kind for key in self.source.shapes}
+        left = []
+        for part in wanted:
+            if part.key.kind in kinds and part.key.kind != WEIGHT and part.key not in self.source.shapes:
+                part.tensor.zero_()
+            else:
+                left.append(part)
+        return left
+
+
+def open_saved(folder: Path, groups: Groups = (), *, optimizer: bool = True) -> Saved:
+    """The saved state in the folder of a tag.
+
+    Args:
+        folder: the folder.
+        groups: the parameters of the optimizer's groups; see `ForeignFolder`.
+        optimizer: whether more than weights is wanted.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    if files := find_files(folder):
+        return _foreign(files, groups, optimizer)
+    if newest := next(iter(candidates(folder).folders), None):
+        return _ours(CheckpointReader(newest), folder)
+    raise CheckpointError(
+        f"`{folder}` must hold a checkpoint, but has {inventory(folder)}; check the path and the tag"
+    )
+
+
+def _ours(reader: CheckpointReader, folder: Path) -> Saved:
+    facts = reader.facts
+    if facts.get("kind") != "module":
+        raise CheckpointError(
+            f"`{reader.folder}` must be of a module, but is of {facts.get('kind')}; load it with `--load`"
+        )
+    states = {key.name: reader.tensor(key) for key in reader.shapes if key.kind == STATE}
+    return Saved(
+        folder,
+        reader,
+        lambda accumulation: EngineCounters(**facts["progress"]),
+        facts["updates"],
+        partial(decode, facts["options"], states),
+        lambda scaler: ScalerState(**facts["scaler"]),
+        partial(decode, facts["schedule"], states),
+        partial(decode, facts["client"], states),
+        *(facts.get(name, ()) for name in ("frozen", "buffers")),
+        facts.get("shared", {}),
+        facts.get("left_out", ()),
+    )
+
+
+def _foreign(files: Files, groups: Groups, optimizer: bool) -> Saved:
+    source = ForeignFolder(files, groups, optimizer=optimizer)
+    facts = source.facts
+
+    def progress(accumulation: int) -> EngineCounters:
+        done = facts.global_steps
+        return EngineCounters(done, facts.global_samples, done * accumulation, facts.skipped_steps)
+
+    return Saved(
+        files.folder,
+        source,
+        progress,
+        facts.updates,
+        lambda: facts.options,
+        lambda scaler: None if facts.scale is None else _scaler_state(facts.scale, scaler),
+        lambda: facts.schedule,
+        lambda: dict(facts.client),
+        source.frozen,
+        source.buffers,
+        source.shared,
+        sparse=True,
+    )
+
+
+def _scaler_state(scale: Scale, scaler: LossScaler) -> ScalerState | None:
+    """DeepSpeed's loss scale as a scaler here holds it; it counts good steps since the last overflow."""
+    if not scaler.searches:
+        return None
+    window = getattr(scaler, "window", 1)
+    good = scale.good_steps
+    since = good if good <= window else (good - 1) % window
+    left = scaler.initial().hysteresis_left if scale.hysteresis is None else int(scale.hysteresis)
+    return ScalerState(scale.scale, since, left)

@@ -1,0 +1,147 @@
+"""Whole weights of an engine's module: taken out for use elsewhere, and put in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from megazero.checkpoint.part import Key, Part, Source
+from megazero.checkpoint.saver import together
+from megazero.deepspeed.moe.experts import with_all_experts
+from megazero.deepspeed.stepping import SteppingEngine
+from megazero.deepspeed.zero import GatheredParameters
+from megazero.errors import CheckpointError, ConfigError
+
+
+def module_state(
+    engine: SteppingEngine, exclude_frozen: bool = False, *, keep: bool = True
+) -> dict[str, Tensor]:
+    """The module's `state_dict`, whole, on the CPU, one parameter after another; every rank calls this.
+
+    Args:
+        engine: the module's engine.
+        exclude_frozen: leave out parameters that are not trained.
+        keep: whether this rank wants it; the others only take part, and get an empty one.
+    """
+    state: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    frozen = frozen_names(engine.module) if exclude_frozen else set()
+    shared = bool(_expert_layers_are_split(engine))
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or name in frozen:
+            continue
+        if id(value) not in copies:  # tied weights stay one tensor
+            with GatheredParameters(value):
+                copies[id(value)] = value.detach().clone().cpu() if keep or shared else value.new_empty(0)
+        state[name] = copies[id(value)]
+    state = with_all_experts(state, engine.module, engine.context)
+    return state if keep else {}
+
+
+def _expert_layers_are_split(engine: SteppingEngine) -> bool:
+    return engine.context.groups["ep"].size > 1
+
+
+def frozen_names(module: nn.Module) -> set[str]:
+    """The names of the parameters that are not trained, each of a tied one's too."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, param in named if not param.requires_grad}
+
+
+def shared_names(module: nn.Module) -> dict[str, str]:
+    """Other name of a tied parameter -> its first name."""
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: kept for name, param in named if (kept := first.setdefault(id(param), name)) != name}
+
+
+def save_module(engine: SteppingEngine, path: Path, exclude_frozen: bool) -> None:
+    """Write `module_state` to a file; every rank calls this.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    first = engine.context.rank == 0
+    state = module_state(engine, exclude_frozen, keep=first)
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_state(state, path)
+
+    together(engine.context, write if first else None, f"write {path}")
+
+
+def write_state(state: Mapping[str, Tensor], path: Path) -> None:
+    """Write whole tensors to a file, in the format that its name asks for.
+
+    Raises:
+        CheckpointError: the format does not take them.
+    """
+    if path.suffix == ".safetensors":
+        # This format has no tied weights: each name gets a copy of its own.
+        try:
+            save_file({name: value.clone().contiguous() for name, value in state.items()}, path)
+        except SafetensorError as error:
+            raise CheckpointError(f"`{path}` cannot be written: {error}") from error
+    else:
+        torch.save(dict(state), path)
+
+
+class StateSource:
+    """A `state_dict` as a `Source`.
+
+    Args:
+        state: whole tensors by name.
+
+    Attributes:
+        shapes: their shapes.
+    """
+
+    def __init__(self, state: Mapping[str, Any]):
+        self._state = {Key(name): value for name, value in state.items() if isinstance(value, Tensor)}
+        self.shapes = {key: tuple(value.shape) for key, value in self._state.items()}
+
+    def tensor(self, key: Key) -> Tensor:
+        """A whole tensor."""
+        return self._state[key]
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill the memory of parts; see `Source`."""
+        for part in parts:
+            part.tensor.copy_(self._state[part.key][part.box.slices])
+
+
+_: type[Source] = StateSource
+
+
+def guard_state_dict(module: nn.Module) -> None:
+    """Let `state_dict` of sharded weights say how to get them, where it would return empty tensors.
+
+    Every rank must take part in gathering, so it cannot do that by itself. Weights within
+    `GatheredParameters` are whole, and those that `keep_vars` asks for are the parameters themselves.
+    """
+
+    def check(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if keep_vars:
+            return
+        for name, param in part._parameters.items():
+            if param is not None and _is_absent(param):
+                raise ConfigError(
+                    f"`state_dict` must be called where weights are whole, but `{prefix}{name}` is sharded "
+                    "over the ranks; call `engine.module_state_dict()` on every rank, or enter "
+                    "`zero.GatheredParameters(module.parameters())` first"
+                )
+
+    for part in module.modules():
+        part.register_state_dict_pre_hook(check)
+
+
+def _is_absent(param: nn.Parameter) -> bool:
+    """Whether a parameter only has its shape: all its elements are one."""
+    return param.dim() > 0 and param.numel() > 0 and not any(param.stride())

@@ -1,0 +1,302 @@
+"""Whole fp32 weights out of a checkpoint, in one file or several: DeepSpeed's ``zero_to_fp32``.
+
+Reads the checkpoints of `DeepSpeedEngine.save_checkpoint` and those that DeepSpeed wrote. The scripts beside
+a checkpoint call `main`; so does ``python -m megazero.deepspeed.zero_to_fp32``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero.checkpoint.part import Key
+from megazero.deepspeed.foreign.files import find_files, inventory
+from megazero.deepspeed.saved import Saved, open_saved
+from megazero.deepspeed.tags import newest_tag
+from megazero.deepspeed.weights import write_state
+from megazero.errors import CheckpointError, ConfigError, exit_status
+
+SCRIPTS = {"zero_to_fp32.py": "main", "zero_to_torch.py": "main_of_torch"}
+DTYPES = {
+    **dict.fromkeys(("fp32", "float32"), torch.float32),
+    **dict.fromkeys(("fp16", "float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+}
+
+
+class LazyState(Mapping[str, Tensor]):
+    """A state dict whose tensors are made when they are looked up, each time anew.
+
+    Args:
+        saved: the checkpoint.
+        exclude_frozen: leave out parameters that were not trained.
+        dtype: the type of floating-point weights; buffers are fp32.
+    """
+
+    def __init__(self, saved: Saved, exclude_frozen: bool, dtype: torch.dtype = torch.float32):
+        self._saved, self._dtype = saved, dtype
+        frozen = set(saved.frozen) if exclude_frozen else set()
+        names = saved.weight_names() - frozen
+        aliases = {alias for alias, name in saved.shared.items() if name in names}
+        self._names = sorted(names | aliases)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        value = self._saved.source.tensor(Key(self._saved.shared.get(name, name))).detach()
+        if not value.is_floating_point():
+            return value
+        return value.to(torch.float32 if name in self._saved.buffers else self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def whole(self) -> dict[str, Tensor]:
+        """All tensors; names of one parameter have one tensor."""
+        made: dict[str, Tensor] = {}
+        for name in self._names:
+            kept = self._saved.shared.get(name, name)
+            made[name] = made[kept] if kept in made else self[name]
+            made.setdefault(kept, made[name])
+        return {name: made[name] for name in self._names}
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> Mapping[str, Tensor]:
+    """The whole fp32 weights of a checkpoint, on the CPU.
+
+    Args:
+        checkpoint_dir: the folder given to `save_checkpoint`.
+        tag: by default the one that ``latest`` names.
+        exclude_frozen_parameters: leave out parameters that were not trained.
+        lazy_mode: make each tensor when it is looked up, so that they need not all fit into memory.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    state = LazyState(_open(checkpoint_dir, tag), exclude_frozen_parameters)
+    return state if lazy_mode else state.whole()
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Load a checkpoint's fp32 weights into a model that is whole, moved to the CPU; returns the model.
+
+    Names that either side lacks are left, as in DeepSpeed, but a warning tells them.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    result = model.cpu().load_state_dict(dict(state), strict=False)
+    lacking, more = (", ".join(names[:5]) for names in (result.missing_keys, result.unexpected_keys))
+    if lacking or more:
+        warnings.warn(
+            f"{checkpoint_dir} lacks weights of the model ({lacking or 'none'}) or has others "
+            f"({more or 'none'})",
+            stacklevel=2,
+        )
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write a checkpoint's whole fp32 weights to a folder: one file, or several and an index of them.
+
+    Args:
+        checkpoint_dir: the folder given to `save_checkpoint`.
+        output_dir: the folder for ``pytorch_model.bin`` or ``model.safetensors``.
+        max_shard_size: the largest size of a file, such as ``5GB``; None writes one.
+        safe_serialization: write safetensors.
+        tag: by default the one that ``latest`` names.
+        exclude_frozen_parameters: leave out parameters that were not trained.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+    """
+    state = LazyState(_open(checkpoint_dir, tag), exclude_frozen_parameters)
+    write_shards(state, Path(output_dir), max_shard_size, safe_serialization)
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    dtype: str | torch.dtype = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """As `convert_zero_checkpoint_to_fp32_state_dict`, with weights in another type.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it cannot be read.
+        ConfigError: `dtype` is no type of weights.
+    """
+    chosen = dtype if isinstance(dtype, torch.dtype) else DTYPES.get(dtype)
+    if chosen is None:
+        raise ConfigError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {dtype}")
+    state = LazyState(_open(checkpoint_dir, tag), exclude_frozen_parameters, chosen)
+    write_shards(state, Path(output_dir), max_shard_size, safe_serialization)
+
+
+def write_shards(
+    state: LazyState, folder: Path, largest: str | int | None, safe_serialization: bool = False
+) -> None:
+    """Write a state dict to files of at most `largest` bytes each, unless a tensor alone is larger."""
+    limit = None if largest is None else parse_size(largest)
+    stem, suffix = ("model", ".safetensors") if safe_serialization else ("pytorch_model", ".bin")
+    shards: list[list[str]] = [[]]
+    total = size = 0
+    for name in state:
+        count = state[name].nbytes
+        if limit is not None and shards[-1] and size + count > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size, total = size + count, total + count
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(shards) == 1:
+        write_state(state.whole(), folder / f"{stem}{suffix}")
+        return
+    files = {}
+    for number, names in enumerate(shards, 1):
+        path = folder / f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
+        write_state({name: state[name].clone() for name in names}, path)
+        files |= dict.fromkeys(names, path.name)
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """The first file of the model in the folder of a tag that DeepSpeed wrote.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    files = find_files(Path(checkpoint_dir))
+    name = "zero_pp_rank_0_mp_rank_00_model_states.pt" if zero_stage == 3 else "mp_rank_00_model_states.pt"
+    result = None if files is None else files.model.get((0, 0))
+    if result is None or (result.name == "mp_rank_00_model_states.pt") != (zero_stage != 3):
+        raise _no_file(checkpoint_dir, name)
+    return str(result)
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """The optimizer's files in the folder of a tag that DeepSpeed wrote, by rank.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    files = find_files(Path(checkpoint_dir))
+    if files is None or not files.optimizer:
+        raise _no_file(checkpoint_dir, "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return [str(files.optimizer[key]) for key in sorted(files.optimizer, key=lambda key: (key[1], key[0]))]
+
+
+def _no_file(folder: str | Path, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"`{folder}` must hold {name}, which DeepSpeed writes, but has {inventory(Path(folder))}; megazero's "
+        "own checkpoints are read with get_fp32_state_dict_from_zero_checkpoint"
+    )
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes, of text such as ``5GB`` (decimal) or ``5GiB``.
+
+    Raises:
+        ConfigError: it is neither a number nor such text.
+    """
+    text = str(size).strip().upper()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text)
+    if match is None or not float(match[1]):
+        raise ConfigError(f"`max_shard_size` must be a size such as 5GB, but is {size!r}")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))
+
+
+def write_scripts(folder: Path) -> None:
+    """Put the scripts that DeepSpeed's users look for beside a checkpoint."""
+    for name, function in SCRIPTS.items():
+        (folder / name).write_text(
+            f'"""Whole weights from the checkpoint beside this file: python {name} FOLDER OUTPUT"""\n'
+            f"from megazero.deepspeed.zero_to_fp32 import {function}\n\n{function}()\n"
+        )
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """The command line of ``zero_to_fp32.py``."""
+    _run(_parser("zero_to_fp32.py").parse_args(words), "fp32")
+
+
+def main_of_torch(words: Sequence[str] | None = None) -> None:
+    """The command line of ``zero_to_torch.py``."""
+    parser = _parser("zero_to_torch.py")
+    parser.add_argument("--dtype", required=True, choices=sorted(DTYPES), help="the type of the weights")
+    arguments = parser.parse_args(words)
+    _run(arguments, arguments.dtype)
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=name, description="Whole weights from a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the folder given to save_checkpoint")
+    parser.add_argument("output_dir", help="the folder for the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="the largest size of a file (5GB)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="the checkpoint; default: the one that `latest` names")
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="leave out parameters that were not trained"
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="print the name and shape of each tensor")
+    return parser
+
+
+def _run(arguments: argparse.Namespace, dtype: str) -> None:
+    def work() -> None:
+        saved = _open(arguments.checkpoint_dir, arguments.tag)
+        state = LazyState(saved, arguments.exclude_frozen_parameters, DTYPES[dtype])
+        for name in state if arguments.debug else ():
+            print(f"{name} {list(state[name].shape)}")
+        write_shards(
+            state, Path(arguments.output_dir), arguments.max_shard_size, arguments.safe_serialization
+        )
+        print(f"{len(state)} tensors in {arguments.output_dir}")
+
+    if status := exit_status(work):
+        raise SystemExit(status)
+
+
+def _open(checkpoint_dir: str | Path, tag: Any) -> Saved:
+    folder = Path(checkpoint_dir)
+    chosen = newest_tag(folder) if tag is None else str(tag)
+    if chosen is None:
+        raise CheckpointError(
+            f"`{folder / 'latest'}` must name the checkpoint, but is missing; {folder} has "
+            f"{inventory(folder)}; correct the path or give a tag"
+        )
+    return open_saved(folder / chosen)
+
+
+if __name__ == "__main__":
+    main()
