@@ -92,10 +92,11 @@ class KeepingEngine(SteppingEngine):
                 warn_of_nothing(folder)
             return None, None
         whole = not load_module_only
+        trains = whole and not self.states.idle
         parts = LoadParts(
             load_module_strict,
-            load_optimizer_states and whole,
-            load_lr_scheduler_states and whole,
+            load_optimizer_states and trains,
+            load_lr_scheduler_states and trains,
             whole,
             custom_load_fn,
         )
