@@ -39,7 +39,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.deepspeed.adam.DeepSpeedCPUAdam": 9,
     "megazero.deepspeed.adam.FusedAdam": 9,
     "megazero.deepspeed.fused.FusedLamb": 12,
-    "megazero.deepspeed.one_cycle.OneCycle": 15,
+    "megazero.deepspeed.one_cycle.OneCycle": 14,
     "megazero.deepspeed.report.StepFacts": 8,
     "megazero.deepspeed.settings.UserSettings": 9,
     "megazero.env.facts.Environment": 14,
