@@ -39,7 +39,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.deepspeed.adam.DeepSpeedCPUAdam": 9,
     "megazero.deepspeed.adam.FusedAdam": 9,
     "megazero.deepspeed.fused.FusedLamb": 12,
-    "megazero.deepspeed.one_cycle.OneCycle": 15,
+    "megazero.deepspeed.one_cycle.OneCycle": 14,
     "megazero.deepspeed.linear.OptimizedLinear": 8,
     "megazero.deepspeed.report.StepFacts": 8,
     "megazero.deepspeed.transformer.DeepSpeedTransformerConfig": 20,

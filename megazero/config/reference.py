@@ -37,17 +37,17 @@ reasons), or is refused with what to do instead. Unknown keys of a section that 
 twice and values of the wrong type are refused. `null` leaves a key out. An integer may be written as `5e8`,
 `"500"` or `true`, and a switch as `1` or `"yes"`, as DeepSpeed takes them. Nothing below a key of type object
 is read. Keys that DeepSpeed does not know and leaves alone are named in one warning by
-`megazero.initialize`, with the keys that they resemble, and refused by a training script; remarks (`_comment`,
-`//`) and `cuda_visible_devices` are passed over by both.
+`megazero.initialize`, with the keys that they resemble, and refused by a training script. Remarks
+(`_comment`, `//`) and `cuda_visible_devices` are passed over by both.
 
-The file may have comments, keys without quotes, texts in single quotes, and commas before a closing bracket or
-missing at the end of a line, as DeepSpeed's reader takes them. A word such as `True` or `.5` is refused with
-its place: DeepSpeed reads it as text, and text is true.
+The file may have comments, keys without quotes, texts in single quotes, and commas before a closing bracket
+or missing at the end of a line, as DeepSpeed's reader takes them. A word such as `True` or `.5` is refused
+with its place: DeepSpeed reads it as text, and text is true.
 
 Of an optimizer, the table says what a training script does. `megazero.initialize` passes `optimizer.params`
 and `scheduler.params` to the class of that name, which takes or refuses them: see
-[Optimizers and schedules](deepspeed/json.md). Where `gradient_clipping` is absent, it clips at 1.0 as DeepSpeed
-does, and a script at the value of `--clip-grad`, which is 1.0 too unless it is given.
+[Optimizers and schedules](deepspeed/json.md). Where `gradient_clipping` is absent, it clips at 1.0 as
+DeepSpeed does, and a script at the value of `--clip-grad`, which is 1.0 too unless it is given.
 
 A key that counts only beside another one, such as `fp16.loss_scale` beside `fp16.enabled`, has no effect
 without it and is named in the same warning. `--loss-scale` has no effect beside a JSON whose `fp16` scales

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from megazero.config.deepspeed.extras import Named
 from megazero.config.deepspeed.row import AUTO
 from megazero.deepspeed.one_cycle import OneCycle
-from megazero.deepspeed.schedules import LRRangeTest, Schedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from megazero.deepspeed.schedules import LRRangeTest, RateSchedule, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from megazero.errors import ConfigError
 
-SCHEDULES: Mapping[str, type[Schedule]] = MappingProxyType(
+SCHEDULES: Mapping[str, type[RateSchedule]] = MappingProxyType(
     {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 )
 """DeepSpeed's schedules by name."""

@@ -6,21 +6,21 @@ import math
 import warnings
 from typing import Any
 
-from megazero.deepspeed.schedules import PerGroup, Schedule
+from megazero.deepspeed.schedules import PerGroup, RateSchedule
 from megazero.errors import ConfigError
 
 HIGHEST_MOMENTUM = 0.9999
 """What a growing momentum stops at: at 1, an average never learns of a new gradient."""
 
 
-class OneCycle(Schedule):
+class OneCycle(RateSchedule):
     """The rate goes up to `cycle_max_lr` and back while the momentum goes down and back; then both decay.
 
     The momentum is the first of an optimizer's `betas`; the second is left as it is. An optimizer without
     `betas` keeps its momentum, with a warning.
 
     Args:
-        optimizer, last_batch_iteration: see `Schedule`.
+        optimizer, last_batch_iteration: see `RateSchedule`.
         cycle_min_lr, cycle_max_lr: the bounds of the rate; one, or one for each group.
         decay_lr_rate: in `decay_step_size` steps after the cycle, 1 / rate grows by this share of its value.
         cycle_first_step_size: steps of the way up.

@@ -22,7 +22,7 @@ PerGroup = float | Sequence[float]
 """One value for all parameter groups, or a list with one for each."""
 
 
-class Schedule(ABC):
+class RateSchedule(ABC):
     """Moves the `lr` of an optimizer's parameter groups from step to step.
 
     Attributes:
@@ -92,16 +92,16 @@ class Schedule(ABC):
         return list(value)
 
 
-class WarmupLR(Schedule):
+class WarmupLR(RateSchedule):
     """From the lowest to the highest rate along a logarithm or a line, then constant.
 
     Args:
-        optimizer: see `Schedule`.
+        optimizer: see `RateSchedule`.
         warmup_min_lr: the rate at the start; one, or one for each group.
         warmup_max_lr: the rate after the warmup; by default each group's own.
         warmup_num_steps: the length of the warmup in steps, at least 2.
         warmup_type: ``log`` or ``linear``; anything else is ``log``, with a warning.
-        last_batch_iteration: see `Schedule`.
+        last_batch_iteration: see `RateSchedule`.
 
     Raises:
         ConfigError: `warmup_num_steps` is no positive integer, or a list has the wrong length.
@@ -166,16 +166,16 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / max(1.0, self.total_num_steps - self.warmup.steps))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(RateSchedule):
     """From a share of each group's rate up to it, then along a cosine down to another share.
 
     Args:
-        optimizer: see `Schedule`.
+        optimizer: see `RateSchedule`.
         total_num_steps: the step at which the lowest rate is reached.
         warmup_min_ratio: the share at the start of the warmup.
         warmup_num_steps, warmup_type: see `WarmupLR`.
         cos_min_ratio: the share at the end.
-        last_batch_iteration: see `Schedule`.
+        last_batch_iteration: see `RateSchedule`.
 
     Raises:
         ConfigError: `warmup_num_steps` is no positive integer.
@@ -218,17 +218,17 @@ class WarmupCosineLR(Schedule):
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
 
 
-class LRRangeTest(Schedule):
+class LRRangeTest(RateSchedule):
     """A rate that only grows, to find the one at which training diverges (Smith 2018).
 
     Args:
-        optimizer: see `Schedule`.
+        optimizer: see `RateSchedule`.
         lr_range_test_min_lr: the first rate; one, or one for each group.
         lr_range_test_step_size: the number of steps in which the rate grows by `lr_range_test_step_rate`
             times the first one.
         lr_range_test_step_rate: see there.
         lr_range_test_staircase: grow at the end of each such number of steps, not all along.
-        last_batch_iteration: see `Schedule`.
+        last_batch_iteration: see `RateSchedule`.
 
     Raises:
         ConfigError: the step size is no positive integer, or a list has the wrong length.
