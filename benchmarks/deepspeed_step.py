@@ -2,7 +2,7 @@
 
     python benchmarks/deepspeed_step.py [--rounds 30] [--stage 0]
 
-Both train a model of 23 million parameters on the same batch, in turns, one step each; the figure is the ratio
+Both train 23 million parameters on the same batch, in turns, one step each; the figure is the ratio
 of the medians. `--site FOLDER` adds DeepSpeed itself from there.
 """
 

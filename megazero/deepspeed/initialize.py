@@ -101,23 +101,10 @@ def initialize(
             print(f"warning: {note}", file=sys.stderr, flush=True)
     traffic = TrafficLog() if settings.logging.comms_logger else None
     counted = context if traffic is None else count_traffic(context, traffic)
-    end_tenancies(model)
-    tenancy = Tenancy(model)
-    named = settings.extras.optimizer
-    if named is not None and named.type.lower() == MUON_OPTIMIZER:
-        mark_matrices(model)
-    client = build_torch_optimizer(optimizer, params_of(model, model_parameters), settings.extras)
-    client = idle_optimizer() if client is None else client
-    check_groups(client)
-    if not client.param_groups:
-        tenancy.freeze()
-    states = _shard(model, client, settings, counted, given)
-    if states.idle:
-        tenancy.thaw()
-    tenancy.begin(states.parallel, context)
+    tenancy, states = _occupy(model, model_parameters, settings, counted, given)
     schedule = None
     if not states.idle:
-        schedule = build_schedule(lr_scheduler, settings.extras.scheduler, states, client)
+        schedule = build_schedule(lr_scheduler, settings.extras.scheduler, states, states.optimizer)
     reporter = Reporter(settings, context, traffic)
     engine = DeepSpeedEngine(model, states, settings, context, schedule, reporter, given)
     engine.stay(tenancy)
@@ -141,6 +128,31 @@ def _check(settings: UserSettings, context: ParallelContext) -> None:
             f"`zero_hpz_partition_size` must be the size of the group of replicas on a node "
             f"({context.node.size}), but is {hpz}; build the context with that `node_size`"
         )
+
+
+def _occupy(
+    model: nn.Module,
+    model_parameters: Iterable[Any] | None,
+    settings: UserSettings,
+    context: ParallelContext,
+    given: Given,
+) -> tuple[Tenancy, DeepSpeedOptimizer]:
+    """Take the model from its earlier engines, and put the optimizer that the script wants over it."""
+    end_tenancies(model)
+    tenancy = Tenancy(model)
+    named = settings.extras.optimizer
+    if named is not None and named.type.lower() == MUON_OPTIMIZER:
+        mark_matrices(model)
+    client = build_torch_optimizer(given.optimizer, params_of(model, model_parameters), settings.extras)
+    client = idle_optimizer() if client is None else client
+    check_groups(client)
+    if not client.param_groups:
+        tenancy.freeze()
+    states = _shard(model, client, settings, context, given)
+    if states.idle:
+        tenancy.thaw()
+    tenancy.begin(states.parallel, context)
+    return tenancy, states
 
 
 def _shard(

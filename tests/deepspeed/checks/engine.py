@@ -268,7 +268,7 @@ def two_losses_of_one_forward(deepspeed, scratch):
 @check(
     tolerance=5e-6,
     here=[0.371342, -0.44173, 0.460505, 0.35942, 0.475094, -0.45266, -0.377527, 0.264726],
-    why="gradients of several backwards add up, as in torch; DeepSpeed's stage 2 keeps those of the last alone",
+    why="gradients of several backwards add up, as in torch; DeepSpeed's stage 2 keeps the last alone",
 )
 def two_forwards_before_a_step(deepspeed, scratch):
     engine = engine_of(deepspeed, stage=2)
