@@ -120,7 +120,7 @@ def gradients_at_stage_3(deepspeed, scratch):
     return gradients(deepspeed, 3)
 
 
-@check()
+@check(here="accepted", why="it gives None; DeepSpeed fails on a dictionary that is not there yet")
 def gradients_before_a_backward(deepspeed, scratch):
     engine = engine_of(deepspeed, 1)
     return outcome(lambda: plain(deepspeed.utils.safe_get_full_grad(engine.module.first.bias)))
