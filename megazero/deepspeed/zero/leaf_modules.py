@@ -143,10 +143,8 @@ def _flag_classes(
     leaves = []
     for module in _in_order_of_apply(model):
         kind = type(module)
-        names = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-        if isinstance(module, kinds) or not names.isdisjoint(
-            kind for kind in classes if isinstance(kind, str)
-        ):
+        named = kind.__name__ in classes or f"{kind.__module__}.{kind.__qualname__}" in classes
+        if isinstance(module, kinds) or named:
             set_z3_leaf_module(module, flag)
             leaves.append(module)
     if raises and not leaves:

@@ -65,7 +65,8 @@ class GatherOrder:
             ranks.setdefault(layer, []).append(rank)
         layers = ", ".join(f"{layer} on {name_ranks(where)}" for layer, where in ranks.items())
         return (
-            f"all ranks must run the same layers in the same order at ZeRO stage 3, but gathered {layers}, so "
-            "the results since the last step are wrong; call `set_z3_leaf_modules(model, [TheirClass])` "
+            "all ranks must run the same layers in the same order at ZeRO stage 3, but gathered "
+            f"{layers}, so the results since the last step are wrong; call "
+            "`set_z3_leaf_modules(model, [TheirClass])` "
             "before `initialize` for the module that chooses among them, or use stage 2"
         )
