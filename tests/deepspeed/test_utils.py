@@ -89,7 +89,7 @@ def test_a_transformer_layer_takes_weights_and_returns_a_tuple():
     weights = [torch.full(shape, 0.5) for shape in [(4, 4)] * 4 + [(4,), (16, 4), (4, 16), (4,)]]
     biases = [torch.full((size,), 0.25) for size in (4, 4, 4, 4, 4, 16, 4, 4)]
     layer = DeepSpeedTransformerLayer(config, weights, biases)
-    assert {float(p.mean()) for p in layer.parameters()} == {0.5, 0.25}
+    assert {float(p.detach().mean()) for p in layer.parameters()} == {0.5, 0.25}
     (output,) = layer(torch.ones(1, 3, 4), None, None, output_attentions=False)
     assert output.shape == (1, 3, 4)
     with pytest.raises(ConfigError, match="hidden states and a mask alone"):
@@ -150,6 +150,7 @@ def test_scalars_for_tensorboard(tmp_path):
     section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     monitor = TensorBoardMonitor(get_monitor_config({"tensorboard": section}).tensorboard)
     monitor.write_events([("Train/loss", 1.0, 3)])
+    monitor.summary_writer.close()
     assert len(list((tmp_path / "job").iterdir())) == 1
 
 

@@ -327,7 +327,7 @@ def a_layer_without_adapters(deepspeed, scratch):
     return [list(layer(torch.ones(2, 6)).shape), sorted(name for name, _ in layer.named_parameters())]
 
 
-@check()
+@check(here=[True, True, False], why="the heading of the table has words of its own")
 def estimates_of_memory(deepspeed, scratch):
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_cold
     from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold
