@@ -76,9 +76,11 @@ def save_checkpoint(
         "client": encode(client_state, "client", states),
     }
     parts = parts_to_write(optimizer.shards, context)
-    if context.rank == 0:
-        whole = {Key(name): buffer.detach() for name, buffer in _buffers(engine).items()}
-        whole |= {Key(name, STATE): tensor for name, tensor in states.items()}
+    if context.groups["stage"].rank == 0:
+        copied = getattr(engine.module, "copied_buffers", ())
+        whole = {Key(name): b.detach() for name, b in _buffers(engine).items() if name not in copied}
+        if context.rank == 0:
+            whole |= {Key(name, STATE): tensor for name, tensor in states.items()}
         parts += [Part.whole(key, tensor) for key, tensor in whole.items()]
     saver = Saver(save_dir / tag, context)
     try:

@@ -61,7 +61,9 @@ def make_engine(
         ConfigError: names everything that is wrong with the configuration or an argument.
     """
     if mpu is not None and mpu is not module.mpu():
-        raise ConfigError("`mpu` must be left out for a PipelineModule, which knows its topology; leave it out")
+        raise ConfigError(
+            "`mpu` must be left out for a PipelineModule, which knows its topology; leave it out"
+        )
     source, interval, notes = _pipeline_section(choose_source(args, config, config_params))
     context = without_ends(module.context)
     settings = read_settings(source, context.data.size, module)
@@ -100,9 +102,13 @@ def _pipeline_section(source: JsonSource) -> tuple[JsonSource, int, list[str]]:
         return source, 0, []
     interval = section.get(_INTERVAL, 0)
     if not isinstance(interval, int) or interval < 0:
-        raise ConfigError(f"`pipeline.{_INTERVAL}` must be a number of layers, but is {interval!r}; 0 is none")
+        raise ConfigError(
+            f"`pipeline.{_INTERVAL}` must be a number of layers, but is {interval!r}; 0 is none"
+        )
     rest = [f"pipeline.{key}" for key in section if key != _INTERVAL]
-    notes = [f"keys without effect here: {', '.join(rest)} (arguments of PipelineModule say it)."] if rest else []
+    notes = (
+        [f"keys without effect here: {', '.join(rest)} (arguments of PipelineModule say it)."] if rest else []
+    )
     return {key: value for key, value in document.items() if key != "pipeline"}, interval, notes
 
 
@@ -153,4 +159,6 @@ def _shard(
     parallel.tie(module.ties)
     divisor = float(context.replica.size) if extras.prescale_gradients else extras.gradient_predivide_factor
     shards = Optimizer(store, rule, context, settings.clip_grad)
-    return DeepSpeedOptimizer(client, rule_of, parallel, shards, build_loss_scaler(settings.precision), divisor)
+    return DeepSpeedOptimizer(
+        client, rule_of, parallel, shards, build_loss_scaler(settings.precision), divisor
+    )

@@ -199,7 +199,11 @@ class PipelineParallelGrid(_Stages, _Replicas, _Slices):
         self.dp_groups, self.dp_group = topo.get_axis_comm_lists("data"), list(context.replica.ranks)
         self.pipe_groups, self.pp_group = topo.get_axis_comm_lists("pipe"), list(context.pp.ranks)
         self.slice_group = list(context.tp.ranks)
-        self.dp_proc_group, self.pp_proc_group, self.slice_proc_group = context.replica, context.pp, context.tp
+        self.dp_proc_group, self.pp_proc_group, self.slice_proc_group = (
+            context.replica,
+            context.pp,
+            context.tp,
+        )
         line = {rank: ranks for ranks in self.pipe_groups for rank in ranks}
         self.p2p_groups = [
             [rank, line[rank][(line[rank].index(rank) + 1) % len(line[rank])]] for rank in sorted(line)

@@ -43,6 +43,16 @@ class TiedWeights:
             for key, group in sorted(self.ties.items())
         }
 
+    @property
+    def copied_buffers(self) -> set[str]:
+        """The names of buffers that a stage before this one has, too, and writes to checkpoints."""
+        return {
+            f"tied_modules.{key}.{name}"
+            for key, group in self.ties.items()
+            if group.rank
+            for name, _ in self.tied_modules[key].named_buffers()
+        }
+
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, TieGroup]]:
         """Each weight that a `tied_weight_attr` names and another stage has too, with the stages' group."""
         return [
