@@ -77,18 +77,10 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__}")
-    if hasattr(model, "make_engine"):
-        return model.make_engine(
-            args,
-            optimizer,
-            model_parameters,
-            training_data,
-            lr_scheduler,
-            mpu=mpu,
-            collate_fn=collate_fn,
-            config=config,
-            config_params=config_params,
-        )
+    if (make := getattr(model, "make_engine", None)) is not None:  # it is cut into the stages of a pipeline
+        given = (args, optimizer, model_parameters, training_data, lr_scheduler, mpu, collate_fn)
+        made: tuple[DeepSpeedEngine, DeepSpeedOptimizer, Any, Any] = make(*given, config, config_params)
+        return made
     source = choose_source(args, config, config_params)
     hpz = read_deepspeed(source).values.get("zero.hpz_partition_size", 1)
     context = find_context(

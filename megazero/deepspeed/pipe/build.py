@@ -26,8 +26,8 @@ from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source,
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.param_spec import spec_of
 from megazero.mpu.matrices import Matrices
+from megazero.mpu.param_spec import spec_of
 from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.optim.loss_scaler import build_loss_scaler
 from megazero.train.parts.chunks import DTYPES
@@ -46,7 +46,6 @@ def make_engine(
     model_parameters: Any = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
-    *,
     mpu: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: JsonSource | None = None,
@@ -54,8 +53,9 @@ def make_engine(
 ) -> tuple[PipelineEngine, DeepSpeedOptimizer, Any, Any]:
     """The engine of a pipeline, its optimizer, the loader of `training_data` and the schedule.
 
-    See `megazero.initialize`. The stages are the module's: `mpu` must not be given. `training_data` is read in
-    its order. The JSON's ``pipeline.activation_checkpoint_interval`` overrides the module's if it is above 0.
+    See `megazero.initialize`. The stages are those of the module, so `mpu` is left out. `training_data` is
+    read in its order. The JSON's ``pipeline.activation_checkpoint_interval`` overrides the module's if it is
+    above 0.
 
     Raises:
         ConfigError: names everything that is wrong with the configuration or an argument.

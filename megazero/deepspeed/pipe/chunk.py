@@ -14,6 +14,7 @@ from megazero.deepspeed.pipe.messages import DescribingGroup, Form, Forms, Pack,
 from megazero.deepspeed.pipe.module import PipelineModule
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.loss import LossTerm
+from megazero.ops.autograd import apply
 from megazero.pipeline.chunk import Boundary, ChunkResult, Deferred
 
 LOSS = "loss"
@@ -90,14 +91,14 @@ class StageChunk:
             token = torch.zeros((), device=self.module.context.device, requires_grad=torch.is_grad_enabled())
         else:
             form = self.forms.incoming[batch.number]
-            token, *tensors = Unpack.apply(hidden, form)
+            token, *tensors = apply(Unpack, hidden, form)
             inputs = tensors[0] if form.single else tuple(tensors)
         output = self.compute(inputs)
         if self.module.is_last_stage:
             return self._end(output, self._own(batch.labels), token)
         form = self._form(output, batch.number)
         tensors = [output] if form.single else list(output)
-        return ChunkResult(Pack.apply(token, form, *tensors))
+        return ChunkResult(apply(Pack, token, form, *tensors))
 
     def _own(self, value: Any) -> Any:
         """A copy on the device: layers and losses may change what they are given in place."""
@@ -128,12 +129,10 @@ class StageChunk:
             self.outputs.logits = output
             return ChunkResult(None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shown = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            shown = f"tensor of {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             what = "`loss_fn`" if self.module.loss_fn is not None else "the last layer, without a `loss_fn`,"
             raise PipelineError(
-                f"{what} must give a scalar to train on, but gives a tensor {shown}; take the mean"
-                if isinstance(loss, Tensor)
-                else f"{what} must give a scalar tensor to train on, but gives a {shown}; return the loss alone"
+                f"{what} must give a scalar to train on, but gives a {shown}; return the mean alone"
             )
         return ChunkResult(None, {LOSS: loss.float().reshape(()) + 0 * token.float()}, self._additional())
 

@@ -18,6 +18,7 @@ from megazero.deepspeed.pipe.feed import PipelineFeed
 from megazero.deepspeed.pipe.module import PipelineModule
 from megazero.deepspeed.pipe.runner import StageRunner
 from megazero.deepspeed.pipe.specs import PipelineError
+from megazero.deepspeed.pipe.ties import PipelineParallel
 from megazero.deepspeed.pipe.whole import whole_state
 from megazero.errors import ConfigError
 from megazero.mpu.messages import gather_values
@@ -27,7 +28,7 @@ from megazero.pipeline.actions import Op
 class PipelinePlace:
     """The place of an engine's rank in the pipeline."""
 
-    module: PipelineModule
+    module: Any
 
     @property
     def grid(self) -> Any:
@@ -37,12 +38,12 @@ class PipelinePlace:
     @property
     def num_stages(self) -> int:
         """The number of stages."""
-        return self.module.num_stages
+        return int(self.module.num_stages)
 
     @property
     def stage_id(self) -> int:
         """This rank's stage."""
-        return self.module.stage_id
+        return int(self.module.stage_id)
 
     def is_first_stage(self) -> bool:
         """Whether this rank holds the first layers."""
@@ -50,7 +51,7 @@ class PipelinePlace:
 
     def is_last_stage(self) -> bool:
         """Whether this rank holds the last layers, and computes the loss."""
-        return self.module.is_last_stage
+        return bool(self.module.is_last_stage)
 
     def get_pipeline_parallel_rank(self) -> int:
         """This rank's stage."""
@@ -104,7 +105,9 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
         self.agg_additional_losses: dict[str, Tensor] | None = None
         loader, self.training_dataloader = self.training_dataloader, None
         self.set_dataloader(loader)
-        self._runner = StageRunner(self.module, self.optimizer.parallel, self.settings.zero, self._compute)
+        parallel = self.optimizer.parallel
+        assert isinstance(parallel, PipelineParallel), "`make_engine` lays a stage out"
+        self._runner = StageRunner(self.module, parallel, self.settings.zero, self._compute)
 
     @property
     def micro_batches(self) -> int:
@@ -116,7 +119,7 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
         """Samples per micro-batch."""
         return self.train_micro_batch_size_per_gpu()
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:  # type: ignore[override]
         """Forward, backward and update for the next `micro_batches` micro-batches; every rank calls this.
 
         Args:
@@ -168,7 +171,7 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Forward of the next micro-batches, without training; every rank calls this. Leaves the module in eval.
+        """Forward of the next micro-batches; every rank calls this. It leaves the module in eval mode.
 
         Args:
             data_iter: as in `train_batch`; micro-batches may have other sizes than there.

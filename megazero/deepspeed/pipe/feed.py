@@ -114,7 +114,8 @@ def repeating_loader(
     context: ParallelContext,
 ) -> RepeatingLoader:
     """Micro-batches of this pipeline, in the order of the dataset, again and again."""
-    data, sampler = context.data, None
+    data = context.data
+    sampler: DistributedSampler[Any] | None = None
     if not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank, shuffle=False)
     loader: DataLoader[Any] = DataLoader(

@@ -51,7 +51,7 @@ class LayerFiles:
             exclude_frozen_params: leave these out.
         """
         Path(save_dir).mkdir(parents=True, exist_ok=True)
-        for place, layer in self._modules():
+        for place, layer in self._files():
             state = {}
             with GatheredParameters(layer.parameters()):
                 frozen = {name for name, param in layer.named_parameters() if not param.requires_grad}
@@ -80,11 +80,11 @@ class LayerFiles:
         Raises:
             CheckpointError: a file is missing, damaged, or does not fit.
         """
-        for place, layer in self._modules():
+        for place, layer in self._files():
             path = Path(self.ckpt_layer_path(load_dir, place))
             if not path.exists():
                 raise CheckpointError(
-                    f"`{path}` must hold layer {self._local_start + place}, but is not there; check the folder"
+                    f"`{path}` must hold layer {self._local_start + place}, but is not there; check it"
                 )
             try:
                 state = torch.load(path, map_location="cpu", weights_only=True)
@@ -103,6 +103,6 @@ class LayerFiles:
         """Bring tied weights of the first stage that has them to the others."""
         raise NotImplementedError("the module knows what is tied")
 
-    def _modules(self) -> list[tuple[int, nn.Module]]:
+    def _files(self) -> list[tuple[int, nn.Module]]:
         """This stage's layers that are modules, with their places."""
         return [(i, func) for i, func in enumerate(self.forward_funcs) if isinstance(func, nn.Module)]

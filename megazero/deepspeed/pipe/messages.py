@@ -7,6 +7,7 @@ they were, and its gradient carries the gradients in the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,9 +43,14 @@ class Item:
     differentiable: bool
 
     @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of the contiguous tensor."""
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+
+    @property
     def nbytes(self) -> int:
         """Its size in a carrier."""
-        size = torch.Size(self.shape).numel() * self.dtype.itemsize
+        size = math.prod(self.shape) * self.dtype.itemsize
         return -(-size // _ALIGNED) * _ALIGNED
 
 
@@ -101,7 +107,7 @@ class Form:
         at = carrier.storage_offset() * carrier.element_size()
         for item in self.items:
             piece = torch.empty(0, dtype=item.dtype, device=carrier.device)
-            yield piece.set_(carrier.untyped_storage(), at // item.dtype.itemsize, item.shape)
+            yield piece.set_(carrier.untyped_storage(), at // item.dtype.itemsize, item.shape, item.strides)
             at += item.nbytes
 
     def encode(self) -> list[int]:
@@ -131,7 +137,7 @@ class Unpack(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, carrier: Tensor, form: Form) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, carrier: Tensor, form: Form) -> tuple[Tensor, ...]:
         ctx.form, ctx.carrier = form, (carrier.shape, carrier.dtype, carrier.device)
         ctx.set_materialize_grads(False)
         # `data`: layers may change their input in place, which is forbidden for views of a leaf.
@@ -141,7 +147,7 @@ class Unpack(torch.autograd.Function):
         return carrier.new_zeros(()), *tensors
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, token: Tensor | None, *grads: Tensor | None) -> tuple[Tensor, None]:
         form: Form = ctx.form
         shape, dtype, device = ctx.carrier
         if form.plain and grads[0] is not None:
@@ -157,7 +163,7 @@ class Pack(torch.autograd.Function):
     """From the token and what a stage gives to the tensor that is sent."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, form: Form, *tensors: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, token: Tensor, form: Form, *tensors: Tensor) -> Tensor:
         ctx.form, ctx.token = form, (token.dtype, token.device)
         if form.plain:
             return tensors[0].contiguous().data
@@ -168,7 +174,7 @@ class Pack(torch.autograd.Function):
         return carrier
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         form: Form = ctx.form
         dtype, device = ctx.token
         grads = [grad] if form.plain else list(form.views(grad))

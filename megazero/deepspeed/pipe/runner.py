@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.config.tree.zero import ZeroConfig
 from megazero.deepspeed.pipe.chunk import MicroBatch, Outputs, StageChunk
 from megazero.deepspeed.pipe.feed import DataEnded
 from megazero.deepspeed.pipe.messages import DescribingGroup, Forms
 from megazero.deepspeed.pipe.module import PipelineModule
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.deepspeed.pipe.ties import PipelineParallel
-from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import DataError
 from megazero.pipeline.actions import Program
 from megazero.pipeline.executor import Executor, StepSums

@@ -119,7 +119,7 @@ class PipeSchedule:
         return self.steps()
 
     def _at(self, step: int, first: int, stride: int) -> int | None:
-        """The micro-batch whose turn is at this step, if one's is; the first one's turn is at step `first`."""
+        """The micro-batch whose turn this step is, if it is one's; the first one's is step `first`."""
         micro, between = divmod(step - first, stride)
         return micro if not between and 0 <= micro < self.micro_batches else None
 
@@ -140,7 +140,7 @@ class TrainSchedule(PipeSchedule):
             yield instructions
 
     def num_pipe_buffers(self) -> int:
-        """The most micro-batches between forward and backward, but at least 2, to receive beside computing."""
+        """The most micro-batches that await their backward; at least 2, one of which may be on its way."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _forward(self, step: int) -> int | None:

@@ -19,7 +19,8 @@ class LayerSpec:
 
     Args:
         typename: the class.
-        *module_args, **module_kwargs: its arguments.
+        *module_args: its arguments.
+        **module_kwargs: its arguments by name.
 
     Raises:
         ConfigError: `typename` is no class of modules.
@@ -28,7 +29,7 @@ class LayerSpec:
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any):
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
             raise ConfigError(
-                f"`typename` must be a class of torch.nn.Module, but is {typename!r}; pass the class, and its "
+                f"`typename` must be a class of torch.nn.Module, but is {typename!r}; pass the class and its "
                 "arguments after it, or put a function into `layers` as it is"
             )
         self.typename = typename
@@ -54,7 +55,8 @@ class TiedLayerSpec(LayerSpec):
     Args:
         key: names the weights: ``tied_modules.KEY``.
         typename: the class.
-        *module_args, **module_kwargs: its arguments; those of the stage's first layer with this key count.
+        *module_args: its arguments; those of the stage's first layer with this key count.
+        **module_kwargs: its arguments by name.
         forward_fn: called with the module and the input instead of the module's forward.
         tied_weight_attr: the module's weights that scripts ask for, such as ``weight`` or ``norm.weight``.
             All its weights are tied.

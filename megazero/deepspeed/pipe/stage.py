@@ -26,7 +26,7 @@ _GPT_LAYER = "ParallelTransformerLayerPipe"
 def seed_everything(seed: int) -> None:
     """Seed Python's, numpy's and torch's generators."""
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002  # user's layers draw from it
+    np.random.seed(seed % 2**32)  # user's layers draw from it
     torch.manual_seed(seed % 2**63)
 
 

@@ -41,7 +41,7 @@ class TieGroup:
         return len(self.stages)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum `tensor` over the stages in place, in the order of the stages, so that all get the same bits."""
+        """Sum `tensor` over the stages in place, in their order, so that all get the same bits."""
         theirs = {stage: torch.empty_like(tensor) for stage in self.stages if stage != self.pp.rank}
         sends = [Transfer("send", tensor, stage) for stage in theirs]
         receives = [Transfer("recv", other, stage) for stage, other in theirs.items()]

@@ -21,7 +21,7 @@ class ProcessTopology:
     def __init__(self, axes: Sequence[str], dims: Sequence[int]):
         self.axes = list(axes)
         self.dims = list(dims)
-        self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # noqa: PYI024  # its fields are given
+        self.ProcessCoord = _place_type(self.axes)
         places = product(*(range(size) for size in self.dims))
         self.mapping: dict[Any, int] = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
 
@@ -117,6 +117,11 @@ class ProcessTopology:
 
     def __str__(self) -> str:
         return str(self.mapping)
+
+
+def _place_type(axes: list[str]) -> Any:
+    made: Any = namedtuple("ProcessCoord", axes)  # type: ignore[misc]  # the caller names the fields
+    return made
 
 
 class PipeDataParallelTopology(ProcessTopology):
