@@ -29,9 +29,9 @@ def test_our_grid_places_ranks_as_the_topology_does():
     for rank, grid in enumerate(grids):
         place = topology.get_coord(rank)
         assert grid.topology().mapping == topology.mapping
-        assert (grid.context.pp.rank, grid.context.data.rank, grid.context.tp.rank) == tuple(
-            (place.pipe, place.data, place.model)
-        )
+        mine = grid.context
+        ranks = (mine.pp.rank, mine.data.rank, mine.tp.rank)
+        assert ranks == (place.pipe, place.data, place.model)
         assert grid.get_pipe_parallel_group().ranks == tuple(grid.pp_group)
         assert grid.pp_group in topology.get_axis_comm_lists("pipe")
         assert grid.dp_group in topology.get_axis_comm_lists("data")
