@@ -27,6 +27,7 @@ from megazero.checkpoint.saver import Saver, together
 from megazero.checkpoint.shards import parts_to_read, parts_to_write
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.deepspeed.moe.experts import with_all_experts
+from megazero.deepspeed.pipe.whole import whole_state
 from megazero.deepspeed.stepping import EngineCounters, SteppingEngine
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError
@@ -170,7 +171,7 @@ def module_state(engine: SteppingEngine, exclude_frozen: bool) -> dict[str, Tens
             with GatheredParameters(value):
                 copies[id(value)] = value.detach().clone().cpu()
         state[name] = copies[id(value)]
-    return with_all_experts(state, engine.module, engine.context)
+    return whole_state(with_all_experts(state, engine.module, engine.context), engine.context)
 
 
 def save_module(engine: SteppingEngine, path: Path, exclude_frozen: bool) -> None:

@@ -87,7 +87,7 @@ class StageChunk:
         """Compute the stage for a micro-batch."""
         assert deferred is None, "layers of others do not defer weight gradients"
         if hidden is None:
-            inputs = self._own(batch.inputs)
+            inputs = self._first(batch.inputs)
             token = torch.zeros((), device=self.module.context.device, requires_grad=torch.is_grad_enabled())
         else:
             form = self.forms.incoming[batch.number]
@@ -99,6 +99,13 @@ class StageChunk:
         form = self._form(output, batch.number)
         tensors = [output] if form.single else list(output)
         return ChunkResult(apply(Pack, token, form, *tensors))
+
+    def _first(self, value: Any) -> Any:
+        inputs = self._own(value)
+        if self.module.activation_checkpoint_interval and torch.is_grad_enabled():
+            # A reentrant function computes no gradients unless some input needs one.
+            return map_tensors(inputs, lambda t: t.requires_grad_(t.is_floating_point()))
+        return inputs
 
     def _own(self, value: Any) -> Any:
         """A copy on the device: layers and losses may change what they are given in place."""

@@ -19,7 +19,6 @@ from megazero.deepspeed.pipe.module import PipelineModule
 from megazero.deepspeed.pipe.runner import StageRunner
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.deepspeed.pipe.ties import PipelineParallel
-from megazero.deepspeed.pipe.whole import whole_state
 from megazero.errors import ConfigError
 from megazero.mpu.messages import gather_values
 from megazero.pipeline.actions import Op
@@ -244,10 +243,6 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
     def get_additional_losses(self) -> dict[str, Tensor] | None:
         """The means of what the module's `get_additional_losses` gave in the last batch."""
         return self.agg_additional_losses
-
-    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
-        """The weights and buffers of all stages, whole, on the CPU; every rank calls this."""
-        return whole_state(super().module_state_dict(exclude_frozen_parameters), self.context)
 
     def _compute(self, inputs: Any) -> Any:
         if self.settings.extras.auto_cast:
