@@ -18,7 +18,7 @@ from megazero.deepspeed.optimizer import DeepSpeedOptimizer, build_torch_optimiz
 from megazero.deepspeed.parallel import group_numbers, prepare, user_units
 from megazero.deepspeed.pipe.engine import PipelineEngine
 from megazero.deepspeed.pipe.feed import repeating_loader
-from megazero.deepspeed.pipe.module import PipelineModule
+from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.ties import PipelineParallel, mark_tied, without_ends
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.schedules import build_schedule
@@ -40,7 +40,7 @@ _INTERVAL = "activation_checkpoint_interval"
 
 
 def make_engine(
-    module: PipelineModule,
+    module: PipelineStage,
     args: Any = None,
     optimizer: TorchOptimizer | Callable[[Any], TorchOptimizer] | None = None,
     model_parameters: Any = None,
@@ -112,7 +112,7 @@ def _pipeline_section(source: JsonSource) -> tuple[JsonSource, int, list[str]]:
     return {key: value for key, value in document.items() if key != "pipeline"}, interval, notes
 
 
-def _check(module: PipelineModule, settings: UserSettings) -> None:
+def _check(module: PipelineStage, settings: UserSettings) -> None:
     """Refuse settings that a pipeline cannot follow.
 
     Raises:
@@ -133,7 +133,7 @@ def _check(module: PipelineModule, settings: UserSettings) -> None:
 
 
 def _shard(
-    module: PipelineModule, client: TorchOptimizer, settings: UserSettings, context: ParallelContext
+    module: PipelineStage, client: TorchOptimizer, settings: UserSettings, context: ParallelContext
 ) -> DeepSpeedOptimizer:
     """Move this stage's parameters into buckets and put an optimizer over them."""
     extras = settings.extras

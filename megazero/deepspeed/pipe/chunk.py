@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.deepspeed.data import map_tensors
 from megazero.deepspeed.pipe.messages import DescribingGroup, Form, Forms, Pack, Unpack
-from megazero.deepspeed.pipe.module import PipelineModule
+from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.loss import LossTerm
 from megazero.ops.autograd import apply
@@ -66,7 +66,7 @@ class StageChunk:
 
     terms = (LossTerm(LOSS),)
 
-    def __init__(self, module: PipelineModule, group: DescribingGroup, compute: Callable[[Any], Any]):
+    def __init__(self, module: PipelineStage, group: DescribingGroup, compute: Callable[[Any], Any]):
         self.module = module
         self.group = group
         self.compute = compute

@@ -15,7 +15,7 @@ from megazero.deepspeed.data import to_half
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.pipe import schedule
 from megazero.deepspeed.pipe.feed import PipelineFeed
-from megazero.deepspeed.pipe.module import PipelineModule
+from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.runner import StageRunner
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.deepspeed.pipe.ties import PipelineParallel
@@ -253,7 +253,7 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
         return float(losses[0])  # which is the mean over all ranks already
 
     def _additional(self, tallies: Mapping[str, Tensor], count: int) -> dict[str, Tensor] | None:
-        if type(self.module).get_additional_losses is PipelineModule.get_additional_losses:
+        if type(self.module).get_additional_losses is PipelineStage.get_additional_losses:
             return None
         mine = {name: float(total) / count for name, total in tallies.items()}
         everyone = gather_values(self.context.batch, mine, self.device) if self.is_last_stage() else []

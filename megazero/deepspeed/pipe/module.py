@@ -1,4 +1,4 @@
-"""`PipelineModule`: a model as a row of layers, of which each rank builds those of its stage."""
+"""A model as a row of layers, of which each rank builds those of its stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.modules import module as torch_module
 
 from megazero.deepspeed.pipe.files import LayerFiles
 from megazero.deepspeed.pipe.grid import PipelineParallelGrid
-from megazero.deepspeed.pipe.specs import LayerSpec, TiedLayerSpec, name_of, trained_parameters
+from megazero.deepspeed.pipe.specs import TiedLayerSpec, name_of, trained_parameters
 from megazero.deepspeed.pipe.split import split_layers
 from megazero.deepspeed.pipe.stage import StageLayers, recompute, weight_of
 from megazero.deepspeed.pipe.ties import TieGroup
@@ -90,10 +90,10 @@ class TiedWeights:
             tensor.copy_(value)
 
 
-class PipelineModule(TiedWeights, LayerFiles, StageLayers):
+class PipelineStage(TiedWeights, LayerFiles, StageLayers):
     """A model whose forward is ``for layer in layers: x = layer(x)``, cut into stages.
 
-    `megazero.initialize` makes a `PipelineEngine` of it. Parameters have the number of their layer in the
+    `PipelineModule` is this with a way to its engine. Parameters have the number of their layer in the
     whole model in their names, as in ``3.weight``, or ``tied_modules.KEY.weight``.
 
     Args:
@@ -201,12 +201,6 @@ class PipelineModule(TiedWeights, LayerFiles, StageLayers):
         """Losses by name that are reported beside the one that is trained on; a subclass may have some."""
         return None
 
-    def make_engine(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Make what `megazero.initialize` returns; see `build.make_engine`."""
-        from megazero.deepspeed.pipe.build import make_engine
-
-        return make_engine(self, *args, **kwargs)
-
     def _find_ties(self) -> dict[str, TieGroup]:
         """The keys of this stage that other stages have too."""
         stages: dict[str, set[int]] = {}
@@ -258,6 +252,3 @@ def _refuse_init(context: ParallelContext) -> None:
                 "`zero.Init` must be told of the stages around a PipelineModule, but is not; leave it out: "
                 "each rank builds its own stage's layers only"
             )
-
-
-__all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

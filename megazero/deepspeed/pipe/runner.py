@@ -14,7 +14,7 @@ from megazero.config.tree.zero import ZeroConfig
 from megazero.deepspeed.pipe.chunk import MicroBatch, Outputs, StageChunk
 from megazero.deepspeed.pipe.feed import DataEnded
 from megazero.deepspeed.pipe.messages import DescribingGroup, Forms
-from megazero.deepspeed.pipe.module import PipelineModule
+from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.deepspeed.pipe.ties import PipelineParallel
 from megazero.errors import DataError
@@ -42,7 +42,7 @@ class StageRunner:
 
     def __init__(
         self,
-        module: PipelineModule,
+        module: PipelineStage,
         parallel: PipelineParallel,
         zero: ZeroConfig,
         compute: Callable[[Any], Any],

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megazero
-from megazero.deepspeed.pipe.module import PipelineModule
+from megazero.deepspeed.pipe.model import PipelineModule
 from megazero.deepspeed.pipe.specs import LayerSpec, TiedLayerSpec
 from megazero.mpu.context import ParallelContext, thread_context
 from megazero.mpu.grid import ProcessGrid

@@ -10,7 +10,7 @@ from torch import nn
 
 import megazero
 from megazero.deepspeed.engine import DeepSpeedEngine
-from megazero.deepspeed.pipe.module import PipelineModule
+from megazero.deepspeed.pipe.model import PipelineModule
 from megazero.deepspeed.pipe.specs import LayerSpec, PipelineError, TiedLayerSpec
 from megazero.deepspeed.zero import Init
 from megazero.errors import CheckpointError, ConfigError, DataError

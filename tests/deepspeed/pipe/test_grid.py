@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megazero.deepspeed.pipe.grid import PipelineParallelGrid, context_of
-from megazero.deepspeed.pipe.module import PipelineModule
+from megazero.deepspeed.pipe.model import PipelineModule
 from megazero.deepspeed.pipe.ties import TieGroup
 from megazero.deepspeed.pipe.topology import (
     PipeModelDataParallelTopology,
