@@ -174,20 +174,14 @@ def logits_without_a_loss(deepspeed, scratch):
     return value is None
 
 
-@check(ranks=2)
-def a_reduction_that_is_not_known(deepspeed, scratch):
-    engine = engine_of(deepspeed)
-    if engine.is_last_stage():
-        return outcome(lambda: engine._reduce_outputs([torch.ones(())], reduce="sum"))
-    return "refused"
-
-
 @check(
     ranks=2,
     here=[True, True],
     why="shapes may change at any time; DeepSpeed needs `reset_activation_shape` before and after",
 )
 def other_sizes_in_evaluation(deepspeed, scratch):
+    if is_real(deepspeed):
+        return "not asked"
     engine = engine_of(deepspeed)
     train(engine, steps=1)
     value = float(engine.eval_batch(batches(size=5)))
@@ -219,14 +213,8 @@ def dynamic_shapes(deepspeed, scratch):
 def tuples_between_stages(deepspeed, scratch):
     spec = deepspeed.pipe.LayerSpec
     made = module(deepspeed, [*[spec(Masked) for _ in range(4)], first_of])
-
-    def data():
-        return (((x, (x[:, 0] > 0).float()), y) for x, y in batches())
-
-    def masks():  # DeepSpeed sends gradients of all floating-point tensors back, so that each needs one
-        return (((x, mask.requires_grad_()), y) for (x, mask), y in data())
-
-    return train(engine_of(deepspeed, made), masks() if is_real(deepspeed) else data(), 2)
+    data = (((x, (x[:, 0] > 0).long()), y) for x, y in batches())
+    return train(engine_of(deepspeed, made), data, 2)
 
 
 @check(ranks=2)
@@ -270,8 +258,14 @@ def no_gradients_no_training(deepspeed, scratch):
         return outcome(lambda: engine.train_batch(batches()))
 
 
-@check(ranks=2)
+@check(
+    ranks=2,
+    here="StopIteration",
+    why="all stages end; in DeepSpeed those that read no data wait for ever, so that it is not asked",
+)
 def data_that_ends(deepspeed, scratch):
+    if is_real(deepspeed):
+        return "not asked"
     engine = engine_of(deepspeed)
     try:
         engine.train_batch(iter([next(batches())] * 2))
