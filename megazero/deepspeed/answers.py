@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import torch
 
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
@@ -10,10 +13,37 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
 
 
+@dataclass(frozen=True)
+class Given:
+    """What a script gave to `initialize`; an engine shows it under DeepSpeed's names.
+
+    Attributes:
+        config: the JSON's content.
+        optimizer: the optimizer, a function that makes one, or None.
+        lr_scheduler: the schedule, a function that makes one, or None.
+        mpu: the object that knows the layout, or None.
+        training_data: the dataset, or None.
+        collate_fn: collates its samples, or None.
+    """
+
+    config: dict[str, Any] = field(default_factory=dict)
+    optimizer: Any = None
+    lr_scheduler: Any = None
+    mpu: Any = None
+    training_data: Any = None
+    collate_fn: Any = None
+
+
 class SettingsAnswers:
     """The settings that an engine was given at its start."""
 
     settings: UserSettings
+    given: Given
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The JSON's content, as it was given."""
+        return self.given.config
 
     def train_batch_size(self) -> int:
         """Samples per update over all ranks."""
@@ -51,30 +81,56 @@ class SettingsAnswers:
 class OptimizerAnswers:
     """The state of an engine's optimizer."""
 
-    optimizer: DeepSpeedOptimizer
+    states: DeepSpeedOptimizer
+    given: Given
+
+    @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer whose groups and options are used."""
+        return None if self.states.idle else self.states.optimizer
+
+    @property
+    def client_optimizer(self) -> Any:
+        """The `optimizer` that `initialize` was given."""
+        return self.given.optimizer
+
+    @property
+    def client_lr_scheduler(self) -> Any:
+        """The `lr_scheduler` that `initialize` was given."""
+        return self.given.lr_scheduler
 
     def get_global_grad_norm(self) -> float | None:
         """Gradient norm of the last update over all ranks, before clipping."""
-        return None if self.optimizer.report is None else self.optimizer.report.grad_norm
+        return None if self.states.report is None else self.states.report.grad_norm
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.states.param_groups]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of each parameter group: `momentum` if it has one, or else `betas`."""
+        return [group.get("momentum", group.get("betas", 0.0)) for group in self.states.param_groups]
+
+    def get_type(self) -> list[Any]:
+        """The `type` of each parameter group; 0 where the script gave it none."""
+        return [group.get("type", 0.0) for group in self.states.param_groups]
 
     @property
     def cur_scale(self) -> float:
         """The loss scale."""
-        return self.optimizer.cur_scale
-
-    def loss_scale(self) -> float:
-        """The loss scale."""
-        return self.optimizer.cur_scale
+        return self.states.cur_scale
 
 
 class PlaceAnswers:
     """The place of an engine's rank among the others."""
 
     context: ParallelContext
+    given: Given
+
+    @property
+    def mpu(self) -> Any:
+        """The `mpu` that `initialize` was given."""
+        return self.given.mpu
 
     @property
     def device(self) -> torch.device:
@@ -100,3 +156,52 @@ class PlaceAnswers:
     def dp_world_size(self) -> int:
         """The number of ranks that samples are split over."""
         return self.context.data.size
+
+
+class LayoutAnswers:
+    """The groups of ranks around an engine's rank."""
+
+    context: ParallelContext
+
+    @property
+    def mp_world_size(self) -> int:
+        """The number of ranks that each layer is sliced over."""
+        return self.context.tp.size
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """The number of ranks that hold the same parameters."""
+        return self.context.replica.size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """torch's process group of the ranks that samples are split over; None for a world of one."""
+        return process_group(self.context.data)
+
+    @property
+    def dist_backend(self) -> str:
+        """The library that the ranks talk through."""
+        return "nccl" if self.context.device.type == "cuda" else "gloo"
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank's number among those that samples are split over."""
+        return self.context.data.rank
+
+    def get_model_parallel_rank(self) -> int:
+        """This rank's number among those that each layer is sliced over."""
+        return self.context.tp.rank
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def get_sequence_parallel_group(self) -> Any:
+        """torch's process group of the ranks that a sequence is split over; None for one rank."""
+        return process_group(self.context.groups["cp"])
+
+
+def process_group(group: Any) -> Any:
+    """torch's process group under a group of ours; None if there is none."""
+    while not hasattr(group, "process_group"):
+        group = getattr(group, "_base", None) or getattr(group, "inner", None)
+        if group is None:
+            return None
+    return group.process_group

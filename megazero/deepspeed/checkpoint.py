@@ -64,7 +64,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: it cannot be written, or a state holds something other than plain values and tensors.
     """
-    optimizer, context = engine.optimizer, engine.context
+    optimizer, context = engine.states, engine.context
     states: dict[str, Tensor] = {}
     schedule: dict[str, Any] = getattr(engine.lr_scheduler, "state_dict", dict)()
     facts = {
@@ -126,13 +126,13 @@ def load_checkpoint(
         wanted = _wanted(engine, parts)
         if not parts.strict:
             wanted = [part for part in wanted if part.key in reader.shapes]
-        source = ReplicaRows(reader, wanted, engine.optimizer.shards.private_kinds)
+        source = ReplicaRows(reader, wanted, engine.states.shards.private_kinds)
         check_tensors(source, wanted, reader.folder)
         source.read(wanted)
         states.update({key.name: reader.tensor(key) for key in reader.shapes if key.kind == STATE})
 
     together(engine.context, read, f"load {reader.folder}")
-    facts, optimizer = reader.facts, engine.optimizer
+    facts, optimizer = reader.facts, engine.states
     if parts.optimizer:
         optimizer.set_options(decode(facts["options"], states))
         optimizer.shards.updates = facts["updates"]
@@ -149,7 +149,7 @@ def load_checkpoint(
 
 def _wanted(engine: SteppingEngine, parts: LoadParts) -> list[Part]:
     """All tensors that the engine should load from a checkpoint."""
-    wanted = parts_to_read(engine.optimizer.shards, engine.context, moments=parts.optimizer)
+    wanted = parts_to_read(engine.states.shards, engine.context, moments=parts.optimizer)
     return wanted + [Part.whole(Key(name), buffer.detach()) for name, buffer in _buffers(engine).items()]
 
 

@@ -4,32 +4,60 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from megazero.mpu.context import ParallelContext
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a loader makes batches.
+
+    Attributes:
+        batch_size: samples per batch.
+        drop_last: leave out the last batch if it is short.
+        shuffle: shuffle the samples.
+        sampler: chooses this rank's samples; None for torch's `DistributedSampler`.
+        pin_memory: copy batches to pinned memory, where there is a CUDA device.
+        workers: processes that load; 0 for this one.
+    """
+
+    batch_size: int
+    drop_last: bool = False
+    shuffle: bool = True
+    sampler: Sampler[Any] | None = None
+    pin_memory: bool = False
+    workers: int = 0
 
 
 def build_dataloader(
     dataset: Dataset[Any],
     collate_fn: Callable[[list[Any]], Any] | None,
-    micro_batch_size: int,
-    drop_last: bool,
+    options: LoaderOptions,
     context: ParallelContext,
 ) -> DataLoader[Any]:
-    """Micro-batches of this data-parallel rank, in the order in which DeepSpeed distributes samples.
+    """Batches of this data-parallel rank, in the order in which DeepSpeed distributes samples.
 
     Samples are shuffled with torch's `DistributedSampler`, seed 0, the same order in every epoch unless
     ``dataloader.sampler.set_epoch`` is called; an iterable dataset is used as it comes.
     """
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=context.data.size, rank=context.data.rank)
+    sampler = options.sampler
+    if sampler is None and not isinstance(dataset, IterableDataset):
+        data = context.data
+        sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank, shuffle=options.shuffle)
     return DataLoader(
-        dataset, batch_size=micro_batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last
+        dataset,
+        batch_size=options.batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=options.drop_last,
+        pin_memory=options.pin_memory and context.device.type == "cuda",
+        num_workers=options.workers,
     )
 
 
@@ -70,6 +98,19 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changed = {f.name: map_tensors(getattr(value, f.name), change) for f in dataclasses.fields(value)}
         return dataclasses.replace(value, **changed)
     return value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """All tensors in `value`, as `map_tensors` finds them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        value = tuple(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = tuple(getattr(value, f.name) for f in dataclasses.fields(value))
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_of(item)
 
 
 def to_half(value: Any) -> Any:

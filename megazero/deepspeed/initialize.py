@@ -14,20 +14,27 @@ from torch.utils.data import DataLoader, Dataset
 
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import TIMEOUT, find_context
-from megazero.deepspeed.data import build_dataloader
+from megazero.deepspeed.answers import Given
+from megazero.deepspeed.arguments import Mesh, check_groups, check_local_rank, content_of, params_of, readable
 from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.loss_scale import build_deepspeed_scaler
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
 from megazero.deepspeed.muon import matrix_groups
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer, build_torch_optimizer
+from megazero.deepspeed.optimizer import (
+    DeepSpeedOptimizer,
+    build_torch_optimizer,
+    idle_optimizer,
+    idle_rule,
+)
 from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.schedules import build_schedule
 from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
+from megazero.deepspeed.tenancy import Tenancy, end_tenancies
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.traffic import TrafficLog, count_traffic
-from megazero.optim.loss_scaler import build_loss_scaler
 from megazero.train.parts.chunks import DTYPES
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.policy import ZeroPolicy
@@ -41,35 +48,40 @@ def initialize(
     model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any | Callable[[TorchOptimizer], Any] | None = None,
-    *,
+    distributed_port: int = 29500,
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     config: JsonSource | None = None,
+    mesh_param: tuple[int, int] | None = None,
     config_params: JsonSource | None = None,
-) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer, DataLoader[Any] | None, Any]:
+) -> tuple[Any, DeepSpeedOptimizer | None, DataLoader[Any] | None, Any]:
     """Wrap a model for training as a DeepSpeed JSON says; every rank calls this.
 
     Initial weights are those of the first data-parallel rank. A learning rate schedule that was built on
-    `optimizer` before keeps working: both share their parameter groups.
+    `optimizer` before keeps working: both share their parameter groups. An earlier engine of the same model
+    lets go of it and can no longer train.
 
     Args:
-        args: its `deepspeed_config` is the configuration if `config` is not given.
+        args: its `deepspeed_config` is the configuration if `config` is not given; its `local_rank`, if not
+            negative, must be that of the launcher, which it is set to.
         model: any module, built as usual or within `zero.Init`.
         optimizer: a torch optimizer of its parameters, or a function that makes one from `model_parameters`;
-            takes precedence over the JSON's.
+            takes precedence over the JSON's. Without either, the engine only evaluates.
         model_parameters: parameters or parameter groups for the JSON's optimizer; default: all trained ones.
         training_data: a dataset, which is split over the ranks in micro-batches.
-        lr_scheduler: a schedule, or a function that makes one from the optimizer; takes precedence over the
-            JSON's.
+        lr_scheduler: a schedule, or a function that makes one from the torch optimizer; takes precedence over
+            the JSON's.
+        distributed_port: without effect; the launcher chooses the port.
         mpu: see `find_context`.
         dist_init_required: False refuses to join the world of ranks here.
         collate_fn: collates samples for the dataloader.
-        config: path of the JSON, or its content.
+        config: path of the JSON, its content, that as base64, or a `DeepSpeedConfig`.
+        mesh_param: the number of replicas, and of ranks that share a sequence.
         config_params: another name for `config`.
 
     Returns:
-        The engine, its optimizer, the dataloader of `training_data` or None, and the schedule or None.
+        The engine, its optimizer, the dataloader of `training_data`, and the schedule; each may be None.
 
     Raises:
         ConfigError: names everything that is wrong with the configuration or an argument.
@@ -77,11 +89,12 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__}")
-    if (make := getattr(model, "make_engine", None)) is not None:  # it is cut into the stages of a pipeline
-        given = (args, optimizer, model_parameters, training_data, lr_scheduler, mpu, collate_fn)
-        made: tuple[DeepSpeedEngine, DeepSpeedOptimizer, Any, Any] = make(*given, config, config_params)
-        return made
-    source = choose_source(args, config, config_params)
+    source = readable(choose_source(args, config, config_params))
+    check_local_rank(args)
+    mpu = mpu if mpu is not None or mesh_param is None else Mesh(*mesh_param)
+    given = Given(content_of(source), optimizer, lr_scheduler, mpu, training_data, collate_fn)
+    if (make_engine := getattr(model, "make_engine", None)) is not None:  # the model is a pipeline
+        return make_engine(source, given, model_parameters)  # type: ignore[no-any-return]
     hpz = read_deepspeed(source).values.get("zero.hpz_partition_size", 1)
     context = find_context(
         mpu, node_size=hpz, ep_size=agreed_ep_size(model), may_start=dist_init_required is not False
@@ -94,20 +107,22 @@ def initialize(
             print(f"warning: {note}", file=sys.stderr, flush=True)
     traffic = TrafficLog() if settings.logging.comms_logger else None
     counted = context if traffic is None else count_traffic(context, traffic)
-    if model_parameters is None:
-        model_parameters = (param for param in model.parameters() if param.requires_grad)
-    params: list[Any] = list(model_parameters)
-    client = build_torch_optimizer(optimizer, params, settings.extras)
-    client.param_groups[:] = [group for group in client.param_groups if group["params"]]
-    wrapped = _shard(model, client, settings, counted)
-    schedule = build_schedule(lr_scheduler, settings.extras.scheduler, wrapped)
-    loader = None
-    if training_data is not None:
-        drop_last = settings.extras.dataloader_drop_last
-        loader = build_dataloader(training_data, collate_fn, settings.batch.micro, drop_last, context)
+    end_tenancies(model)
+    tenancy = Tenancy(model)
+    client = build_torch_optimizer(optimizer, params_of(model, model_parameters), settings.extras)
+    client = idle_optimizer() if client is None else client
+    check_groups(client)
+    if not client.param_groups:
+        tenancy.freeze()
+    states = _shard(model, client, settings, counted, given)
+    if states.idle:
+        tenancy.thaw()
+    tenancy.begin(states.parallel, context)
+    schedule = None if states.idle else build_schedule(lr_scheduler, settings.extras.scheduler, client)
     reporter = Reporter(settings, context, traffic)
-    engine = DeepSpeedEngine(model, wrapped, settings, context, schedule, reporter, loader)
-    return engine, wrapped, loader, schedule
+    engine = DeepSpeedEngine(model, states, settings, context, schedule, reporter, given)
+    engine.stay(tenancy)
+    return engine, engine.optimizer, engine.training_dataloader, schedule
 
 
 def _check(settings: UserSettings, context: ParallelContext) -> None:
@@ -130,11 +145,12 @@ def _check(settings: UserSettings, context: ParallelContext) -> None:
 
 
 def _shard(
-    model: nn.Module, client: TorchOptimizer, settings: UserSettings, context: ParallelContext
+    model: nn.Module, client: TorchOptimizer, settings: UserSettings, context: ParallelContext, given: Given
 ) -> DeepSpeedOptimizer:
     """Move the model's parameters into buckets and put an optimizer over them."""
     extras = settings.extras
-    rule_of = choose_rule(client, allow_untested=extras.zero_allow_untested_optimizer)
+    untested = extras.zero_allow_untested_optimizer
+    rule_of = choose_rule(client, allow_untested=untested) if client.param_groups else idle_rule
     rule = rule_of(client.param_groups)
     whole = matrix_groups(client)
     policy = ZeroPolicy.of(settings.zero, settings.offload, rule.needs)
@@ -146,13 +162,15 @@ def _shard(
     kind = store_kind(settings.offload, context.device)
     parallel = build_parallel(model, policy, context, homes, numbers, kind, whole)
     shards = Optimizer(parallel.store, rule, context, settings.clip_grad)
+    replicas = float(context.replica.size)
+    shown = settings.zero.stage == 0 and settings.precision.dtype == "fp32"  # then gradients are means
     return DeepSpeedOptimizer(
         client,
         rule_of,
         parallel,
         shards,
-        build_loss_scaler(settings.precision),
-        float(context.replica.size) if extras.prescale_gradients else extras.gradient_predivide_factor,
+        build_deepspeed_scaler(settings.precision, given.config.get("fp16") or {}),
+        replicas if extras.prescale_gradients or shown else extras.gradient_predivide_factor,
     )
 
 

@@ -12,11 +12,14 @@ from torch import nn
 
 from megazero.config.deepspeed.extras import Extras, OptimizerExtras
 from megazero.deepspeed.fused import COMPRESSED, FUSED, CompressedOptimizer
+from megazero.deepspeed.loss_scale import ScaleAndRate
 from megazero.deepspeed.muon import split_by_mark
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
 from megazero.errors import ConfigError, MegazeroError
+from megazero.optim.elementwise import Adam
 from megazero.optim.loss_scaler import LossScaler, ScalerState
+from megazero.optim.rule import UpdateRule
 from megazero.zero.optimizer import Optimizer, StepReport
 
 _MOMENTS = ("betas", "eps")
@@ -43,8 +46,8 @@ def build_torch_optimizer(
     given: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None,
     params: ParamGroups,
     extras: Extras,
-) -> torch.optim.Optimizer:
-    """The optimizer whose groups and options are used; it never updates anything itself.
+) -> torch.optim.Optimizer | None:
+    """The optimizer whose groups and options are used, without its `step`; None if none is told.
 
     Args:
         given: the caller's optimizer, or a function that makes it from `params`; takes precedence over the
@@ -53,7 +56,7 @@ def build_torch_optimizer(
         extras: describes the JSON's optimizer.
 
     Raises:
-        ConfigError: there is no optimizer, or the JSON leaves its learning rate open.
+        ConfigError: it is none, or the JSON leaves its learning rate open.
     """
     if isinstance(given, torch.optim.Optimizer):
         return given
@@ -71,9 +74,11 @@ def build_torch_optimizer(
             f"{type(given).__name__}"
         )
     if extras.optimizer is None:
+        return None
+    if not params:
         raise ConfigError(
-            "`optimizer` must be given in the configuration or as an argument, but is in neither; add the "
-            'section "optimizer" or pass a torch optimizer'
+            "`model_parameters` must hold parameters for the configuration's optimizer, but holds none; pass "
+            "the model's, or leave the optimizer out to evaluate"
         )
     return _of_json(extras.optimizer, params)
 
@@ -101,12 +106,23 @@ def _given(extras: OptimizerExtras, names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(extras, name)) is not None}
 
 
-class DeepSpeedOptimizer(torch.optim.Optimizer):
+def idle_optimizer() -> torch.optim.Optimizer:
+    """An optimizer of nothing, for an engine that only evaluates."""
+    return torch.optim.SGD([{"params": []}], lr=0.0)
+
+
+def idle_rule(groups: Any) -> UpdateRule:
+    """The rule of an optimizer of nothing."""
+    return Adam(0.9, 0.999, 1e-8)
+
+
+class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
     """A torch optimizer whose step sums gradients, unscales, clips and updates this rank's shards.
 
     `param_groups` are those of the optimizer that it replaces: a schedule's changes to them take effect.
 
     Attributes:
+        optimizer: the torch optimizer that gives groups and options; its own `step` is not used.
         parallel: gathers parameters and reduces gradients.
         shards: this rank's master weights and moments.
         scaler_state: the loss scale.
@@ -131,12 +147,12 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         scaler: LossScaler,
         divisor: float,
     ):
-        super().__init__(client.param_groups, dict(client.defaults))
+        torch.optim.Optimizer.__init__(self, client.param_groups or [{"params": []}], dict(client.defaults))
         self.param_groups = client.param_groups
+        self.optimizer = client
         self.parallel, self.shards = parallel, shards
         self.scaler, self.scaler_state = scaler, scaler.initial()
         self.report: StepReport | None = None
-        self._client = client
         self._rule_of = rule_of
         self._divisor = divisor
         self._pending = False
@@ -147,16 +163,21 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         return self.scaler_state.scale / self._divisor
 
     @property
-    def cur_scale(self) -> float:
-        """The loss scale."""
-        return self.scaler_state.scale
-
-    loss_scale = cur_scale
+    def idle(self) -> bool:
+        """Whether there is nothing to train, because the script gave no optimizer."""
+        return not self.param_groups
 
     @property
-    def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite on some rank."""
-        return self.report is not None and not self.report.applied
+    def shows_gradients(self) -> bool:
+        """Whether gradients lie whole on each rank, in the parameters' own type, as means."""
+        store = self.parallel.store
+        trained = [bucket for bucket in store.buckets if bucket.key.trainable]
+        return (
+            not store.tiers
+            and self._divisor == self.parallel.group.size
+            and not any(bucket.layout.row.shard_grads or bucket.layout.row.shard_state for bucket in trained)
+            and all(store.sums(bucket).dtype == bucket.key.dtype for bucket in trained)
+        )
 
     def begin(self) -> None:
         """Prepare for a backward; the first one of a step drops the previous step's gradients."""
@@ -185,13 +206,22 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         )
         self.scaler_state = self.scaler.update(self.scaler_state, self.overflow)
         # A schedule that the caller made for its own optimizer would otherwise warn that this never steps.
-        self._client.__dict__["_opt_called"] = True
+        self.optimizer.__dict__["_opt_called"] = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients so far; every rank calls this."""
         if self._pending:
             self.parallel.finish()
             self._pending = False
+
+    def drop(self) -> None:
+        """Forget the gradients of a backward that has failed; the next one begins anew."""
+        self._pending = False
+
+    def refresh_fp32_params(self) -> None:
+        """Take over the module's present weights as masters, after the script has changed them."""
+        with self.parallel.gathered(write_back=True):
+            pass
 
     def options(self) -> list[dict[str, Any]]:
         """The groups without their parameters."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from megazero.deepspeed.zero import Home, Partition, external_parameters, partition_of
-from megazero.errors import ConfigError, MegazeroError
+from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.mpu.matrices import Matrices
@@ -189,6 +189,11 @@ class UserParallel(DataParallel, Home):
     If weights are sharded, each read of a module's parameter is noticed. A read outside of the forward of the
     parameter's unit gathers it then and there, and from then on at the start of each backward (DeepSpeed's
     "external parameters").
+
+    Attributes:
+        uninvited: called when a gradient arrives that no `begin_backward` announced, to call it.
+        factor: each gradient that arrives is multiplied by it.
+        arrived: the parameters with a gradient since `arrived` was last emptied, by ``id``.
     """
 
     def __init__(
@@ -203,6 +208,9 @@ class UserParallel(DataParallel, Home):
         self.group = context.replica
         self._running: Counter[int] = Counter()
         self._forwards = 0
+        self.uninvited: Callable[[], None] | None = None
+        self.factor = 1.0
+        self.arrived: dict[int, nn.Parameter] = {}
         self._in_backward = False
         self._external: dict[int, nn.Parameter] = {}
         experts = ExpertHome(self, context.groups["expert_replica"])
@@ -211,27 +219,37 @@ class UserParallel(DataParallel, Home):
         if any(bucket.layout.row.shard_params for bucket in store.buckets):
             self._watch(model, units)
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward has begun and has not ended."""
+        return self._in_backward
+
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
         super().begin_backward(chunk, reduce=reduce, ends=ends)
         self._in_backward = True
+        self.need(self._external.values())
+
+    def approach(self) -> None:
+        """Gather what the very first step of a backward may read, which begins when a gradient arrives."""
         self.need(self._external.values())
 
     def end_backward(self) -> None:
         super().end_backward()
         self._in_backward = False
 
-    def collect(self, param: nn.Parameter) -> None:
-        """Take `param.grad`.
+    def interrupted(self) -> None:
+        """Note that the backward has failed: `start` will drop what it has brought."""
+        self._in_backward = False
 
-        Raises:
-            MegazeroError: the script called `loss.backward` itself.
-        """
-        if not self._in_backward:
-            raise MegazeroError(
-                "`loss.backward()` must be left to the engine, which sums the gradients, but was called by "
-                "the script; call `engine.backward(loss)`"
-            )
+    def collect(self, param: nn.Parameter) -> None:
+        """Take `param.grad`."""
+        if not self._in_backward and self.uninvited is not None:
+            self.uninvited()
+        if self.factor != 1.0 and param.grad is not None:
+            with torch.no_grad():
+                param.grad.mul_(self.factor)
         super().collect(param)
+        self.arrived[id(param)] = param
 
     def _watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
         def enter(module: nn.Module, args: Any) -> None:

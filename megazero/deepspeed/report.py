@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -30,7 +32,7 @@ class StepFacts:
     Attributes:
         step: its number, from 1.
         samples: the samples consumed so far.
-        loss: the mean over the step's samples.
+        loss: the mean over the step's samples; None if the script ran each backward itself.
         grad_norm: the gradient norm before clipping.
         rates: the learning rate of each parameter group.
         loss_scale: the loss scale that the step used.
@@ -40,7 +42,7 @@ class StepFacts:
 
     step: int
     samples: int
-    loss: float
+    loss: float | None
     grad_norm: float
     rates: tuple[float, ...]
     loss_scale: float
@@ -55,6 +57,9 @@ class Reporter:
 
     Attributes:
         timers: time the phases forward, backward and step.
+        settings: the settings, which say what to report.
+        monitor: takes a script's own values.
+        throughput: the speed so far.
 
     Args:
         settings: the settings, which say what to report.
@@ -64,12 +69,14 @@ class Reporter:
 
     def __init__(self, settings: UserSettings, context: ParallelContext, traffic: TrafficLog | None):
         self.timers = Timers(context.device, synchronize=settings.logging.wall_clock_breakdown)
-        self._settings = settings
+        self.settings = settings
         self._speaks = context.rank == 0
         self._traffic = traffic
         self._monitor = CompositeMonitor(_monitors(settings) if self._speaks else ())
+        self.throughput = Throughput(settings)
         logging = settings.logging
         self._records = any((logging.tensorboard_dir, logging.csv_dir, logging.wandb_project))
+        self.monitor = EventMonitor(self._monitor, enabled=self._records)
         self._flops = 0
         self._counted = not settings.extras.flops_profiler
         self.restart(0)
@@ -78,7 +85,11 @@ class Reporter:
 
     def wants(self, step: int) -> bool:
         """Whether `step` will be reported; the same on every rank."""
-        return self._records or step % self._settings.extras.steps_per_print == 0
+        return self._records or self._prints(step)
+
+    def _prints(self, step: int) -> bool:
+        every: float | None = self.settings.extras.steps_per_print
+        return every is not None and step % every == 0
 
     def step(self, facts: StepFacts) -> None:
         """Report a step for which `wants` was true; only the first rank prints."""
@@ -89,8 +100,8 @@ class Reporter:
         self._counted = True
         if not self._speaks:
             return
-        self._monitor.step(_metrics(facts, self._settings, phases, seconds, self._flops))
-        if facts.step % self._settings.extras.steps_per_print == 0:
+        self._monitor.step(_metrics(facts, self.settings, phases, seconds, self._flops))
+        if self._prints(facts.step):
             self._say(self._line(facts, phases, seconds))
 
     def restart(self, step: int) -> None:
@@ -107,23 +118,19 @@ class Reporter:
         if isinstance(counter, FlopCounterMode):
             self._flops += counter.get_total_flops()
 
-    def close(self) -> None:
-        """Write out all buffered records."""
-        self._monitor.close()
-
     def _line(self, facts: StepFacts, phases: Mapping[str, float], seconds: float) -> str:
-        batch = self._settings.batch.train
+        batch = self.settings.batch.train
         parts = [
             f"step {facts.step}",
             f"samples {facts.samples}",
-            f"loss {facts.loss:.6g}",
+            "" if facts.loss is None else f"loss {facts.loss:.6g}",
             f"grad norm {facts.grad_norm:.4g}",
             f"learning rate {', '.join(f'{rate:.4g}' for rate in facts.rates)}",
             f"loss scale {facts.loss_scale:g}",
             f"skipped {facts.skipped}",
             f"{batch / seconds:.1f} samples/s" if seconds > 0 else "",
         ]
-        if self._settings.logging.wall_clock_breakdown:
+        if self.settings.logging.wall_clock_breakdown:
             parts += [f"{name} {1000 * spent:.1f} ms" for name, spent in phases.items()]
         if self._flops:
             parts.append(f"{self._flops:.3e} FLOPs per step and rank")
@@ -137,6 +144,80 @@ class Reporter:
 
     def _say(self, text: str) -> None:
         print(text, flush=True)
+
+
+class Throughput:
+    """Samples per second since the second step, under the names of DeepSpeed's `tput_timer`.
+
+    Args:
+        settings: say how many samples a step has.
+    """
+
+    def __init__(self, settings: UserSettings):
+        self.batch_size = settings.batch.train
+        self.epoch_count = 0
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._clock: float | None = None
+
+    def stepped(self) -> None:
+        """Note the end of a step; the first one, which warms up, does not count."""
+        now = time.perf_counter()
+        if self._clock is not None:
+            self.total_elapsed_time += now - self._clock
+            self.global_step_count += 1
+        self._clock = now
+
+    def update_epoch_count(self) -> None:
+        """Note the end of an epoch."""
+        self.epoch_count += 1
+
+    def avg_samples_per_sec(self) -> float:
+        """The mean speed; -1 before the second step."""
+        samples = self.global_step_count * self.batch_size
+        return samples / self.total_elapsed_time if self.total_elapsed_time > 0 else -1.0
+
+
+class EventMonitor:
+    """The engine's `monitor`, to which a script writes values of its own.
+
+    Args:
+        monitor: the monitors of the JSON.
+        enabled: whether there is any, on some rank.
+    """
+
+    def __init__(self, monitor: Monitor, *, enabled: bool):
+        self.enabled = enabled
+        self._monitor = monitor
+        self._close = weakref.finalize(self, monitor.close)
+
+    def close(self) -> None:
+        """Write out what is pending and end the records; otherwise the end of the process does."""
+        self._close()
+
+    def write_events(self, event_list: Iterable[tuple[str, float, int]], flush: bool = True) -> None:
+        """Record ``(tag, value, step)`` each; only the first rank does.
+
+        Args:
+            event_list: the values.
+            flush: without effect; the monitors decide when they write.
+        """
+        for tag, value, step in event_list:
+            self._monitor.step(_Event(tag, float(value), int(step)))
+
+
+class _Event(StepMetrics):
+    """One value of a script, in place of a step's metrics."""
+
+    def __init__(self, tag: str, value: float, step: int):
+        super().__init__(iteration=step, consumed_samples=0, consumed_tokens=0)
+        self._chart = {tag: value}
+
+    def charts(self, *, with_timers: bool) -> dict[str, float]:
+        return self._chart
+
+    def tags_over_samples(self) -> set[str]:
+        return set()
 
 
 def _monitors(settings: UserSettings) -> Iterator[Monitor]:
@@ -158,7 +239,7 @@ def _metrics(
         iteration=facts.step,
         consumed_samples=facts.samples,
         consumed_tokens=0,
-        losses=Losses((LossTerm("lm"),), (facts.loss,)),
+        losses=Losses((LossTerm("lm"),), (math.nan if facts.loss is None else facts.loss,)),
         grad_norm=facts.grad_norm,
         learning_rate=facts.rates[0],
         loss_scale=facts.loss_scale,

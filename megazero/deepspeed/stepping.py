@@ -1,23 +1,20 @@
-"""An engine's training step: forward, backward and step over the micro-batches of an accumulation."""
+"""An engine's training step: the update after the micro-batches of an accumulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from megazero.deepspeed.answers import OptimizerAnswers, PlaceAnswers, SettingsAnswers
-from megazero.deepspeed.data import RepeatingLoader, as_arguments, loss_of, to_half
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer
-from megazero.deepspeed.report import Reporter, StepFacts
-from megazero.deepspeed.settings import UserSettings
-from megazero.errors import DataError, MegazeroError
-from megazero.mpu.context import ParallelContext
+from megazero.config.deepspeed.batch import BatchTriangle
+from megazero.deepspeed.backward import BackwardEngine
+from megazero.deepspeed.data import LoaderOptions, RepeatingLoader, as_arguments, build_dataloader, loss_of
+from megazero.deepspeed.report import StepFacts
+from megazero.errors import ConfigError, DataError, MegazeroError
 
 
 @dataclass(frozen=True)
@@ -30,115 +27,34 @@ class EngineCounters:
     skipped_steps: int
 
 
-class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module):
+class SteppingEngine(BackwardEngine):
     """A module of any kind that takes optimizer steps; `DeepSpeedEngine` adds checkpoints.
 
-    Each `backward` adds to the gradients, and `step` updates at the last micro-batch of an accumulation. The
-    gradients of a step are the mean over micro-batches and data-parallel ranks of those of each `loss`.
-
-    Attributes of the module can be read through the engine.
+    `step` updates at the last micro-batch of an accumulation. Arguments are those of `BackwardEngine`.
 
     Attributes:
-        module: the model.
-        optimizer: see `DeepSpeedOptimizer`.
-        lr_scheduler: stepped after each update; may be None.
         global_steps: optimizer steps so far, skipped ones included.
         global_samples: samples so far, over all ranks.
         micro_steps: calls of `step` so far.
         skipped_steps: steps without an update, because a gradient was not finite.
-
-    Args:
-        model: the model, its parameters already in the optimizer's buckets.
-        optimizer: the model's optimizer.
-        settings: batch sizes and what is reported.
-        context: this rank's place in the job.
-        lr_scheduler: anything with `step`.
-        reporter: reports each step.
-        dataloader: the loader of `training_data`, or None.
+        training_dataloader: the loader of `training_data`, or None.
+        monitor: takes a script's own values.
+        tput_timer: the samples per second so far.
+        loaded_checkpoint_dp_world_size: the number of replicas that wrote the loaded checkpoint, if known.
+        loaded_checkpoint_mp_world_size: the number of slices of each layer there, if known.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: DeepSpeedOptimizer,
-        settings: UserSettings,
-        context: ParallelContext,
-        lr_scheduler: Any,
-        reporter: Reporter,
-        dataloader: DataLoader[Any] | None,
-    ):
-        super().__init__()
-        self.module = model
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.settings, self.context = settings, context
-        self.training_dataloader = dataloader
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
-        self._reporter = reporter
-        self._boundary: bool | None = None
-        self._sync = True
-        self._backwards = 0
-        self._losses: list[Tensor] = []
-        self._applied = False
+        self.monitor, self.tput_timer = self._reporter.monitor, self._reporter.throughput
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loaded_checkpoint_mp_world_size: int | None = None
+        self.training_dataloader: DataLoader[Any] | None = None
+        if self.given.training_data is not None:
+            self.training_dataloader = self.deepspeed_io(self.given.training_data)
+        self._applied = self._compiled = False
         self._batches: Iterator[Any] | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward; with `fp16.auto_cast`, inputs are cast to fp16.
-
-        With a curriculum, the module is told in training how many tokens of its batch to use, as
-        ``curriculum_seqlen``; the number is that of the step in progress, counted from 1.
-        """
-        if self.settings.seqlen is not None and self.module.training:
-            kwargs = {**kwargs, "curriculum_seqlen": self.settings.seqlen.at(self.global_steps + 1)}
-        if self.settings.extras.auto_cast:
-            args, kwargs = to_half(args), to_half(kwargs)
-        with self._reporter.timers("forward"), self._reporter.counting():
-            return self.module(*args, **kwargs)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Add the gradients of a mean loss to the step's; every rank calls this.
-
-        Args:
-            loss: the scalar loss of this rank's micro-batch.
-            retain_graph: as in torch.
-            scale_wrt_gas: divide by the accumulation steps.
-
-        Returns:
-            The loss as it counts: divided by the accumulation steps.
-
-        Raises:
-            MegazeroError: `loss` is not a scalar that gradients can be taken of.
-        """
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            shown = type(loss).__name__
-            if isinstance(loss, Tensor):
-                shown = (
-                    f"of shape {tuple(loss.shape)}, {'with' if loss.requires_grad else 'without'} gradients"
-                )
-            raise MegazeroError(
-                f"`loss` must be a scalar tensor that requires gradients, but is {shown}; pass what the "
-                "model's forward computed"
-            )
-        parallel = self.optimizer.parallel
-        self.optimizer.begin()
-        counted = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        # If gradients are sharded, there is no room for whole sums, so each backward reduces.
-        reduce = self._sync and (self.is_gradient_accumulation_boundary() or self.settings.zero.stage >= 2)
-        overlap = self.settings.zero.overlap_grad_reduce
-        with self._reporter.timers("backward"), self._reporter.counting():
-            parallel.begin_backward(0, reduce=reduce and overlap)
-            (counted.float() * self.optimizer.loss_factor).backward(retain_graph=retain_graph)
-            parallel.end_backward()
-            if reduce and not overlap:
-                parallel.reduce(0)
-        self._backwards += 1
-        self._losses.append(loss.detach().float().reshape(()))
-        return counted
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; at the last one of an accumulation, update. Every rank calls this.
@@ -149,6 +65,7 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         Raises:
             MegazeroError: there has been no backward since the last call, or this is within `no_sync`.
         """
+        self._must_train("step")
         if not self._sync:
             raise MegazeroError("`step` must be called outside of `no_sync`, but is within; leave it first")
         if self._backwards == 0:
@@ -160,22 +77,26 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        scale, rates = self.optimizer.cur_scale, tuple(self.get_lr())
+        scale, rates = self.states.cur_scale, tuple(self.get_lr())
         with self._reporter.timers("step"):
-            self.optimizer.step()
-        self._applied = not self.optimizer.overflow
+            self.states.step()
+        if self._shown is not None:
+            self._shown.hide()
+        self.states.parallel.arrived.clear()
+        self._applied = not self.states.overflow
         self.skipped_steps += not self._applied
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.train_batch_size()
+        self.tput_timer.stepped()
         if self._reporter.wants(self.global_steps):
-            report = self.optimizer.report
+            report = self.states.report
             assert report is not None, "there has been a step"
             facts = StepFacts(
                 self.global_steps,
                 self.global_samples,
-                self._mean_loss(self._losses),
+                self._mean_loss(self._losses) if self._losses else None,
                 report.grad_norm,
                 rates,
                 scale,
@@ -249,29 +170,6 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         self.context.batch.all_reduce(total).wait()
         return float(total) / self.context.batch.size
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Context in which no gradients are reduced; a later backward or step reduces them."""
-        self._sync = False
-        try:
-            yield
-        finally:
-            self._sync = True
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last one before an update."""
-        if self._boundary is not None:
-            return self._boundary
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide by hand, from now on, whether a micro-batch is the last one before an update."""
-        self._boundary = is_boundary
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients so far; every rank calls this."""
-        self.optimizer.zero_grad()
-
     def was_step_applied(self) -> bool:
         """Whether the last `step` updated the weights."""
         return self._applied
@@ -286,3 +184,105 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         self.micro_steps, self.skipped_steps = progress.micro_steps, progress.skipped_steps
         self._backwards, self._losses = 0, []
         self._reporter.restart(self.global_steps)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per update, samples per forward and rank, and forwards per update."""
+        batch = self.settings.batch
+        return batch.train, batch.micro, batch.accumulation
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the module's forward with torch, when it first runs.
+
+        Args:
+            backend: as in `torch.compile`.
+            compile_kwargs: further arguments of `torch.compile`.
+            schedule: refused, with `compiled_autograd_enabled`: both belong to DeepCompile.
+
+        Raises:
+            ConfigError: one of these is given.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ConfigError(
+                "`schedule` and `compiled_autograd_enabled` must be left out: they rewrite DeepSpeed's own "
+                "gathers, which are not here, but are given; pass `backend` alone"
+            )
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` has been called."""
+        return self._compiled
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per update, by another number of accumulation steps.
+
+        Raises:
+            ConfigError: it is not a multiple of the micro-batches of all ranks.
+        """
+        batch, ranks = self.settings.batch, self.context.data.size
+        steps, rest = divmod(train_batch_size, batch.micro * ranks)
+        if rest or steps < 1:
+            raise ConfigError(
+                f"`train_batch_size` must be a multiple of {batch.micro} samples x {ranks} ranks, but is "
+                f"{train_batch_size}; choose a multiple of {batch.micro * ranks}"
+            )
+        self._set_batch(BatchTriangle(train_batch_size, batch.micro, steps))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per forward and rank; the samples per update change with them.
+
+        Raises:
+            ConfigError: it is not positive.
+        """
+        if micro_batch_size < 1:
+            raise ConfigError(f"`micro_batch_size` must be at least 1, but is {micro_batch_size}; raise it")
+        steps = self.settings.batch.accumulation
+        train = micro_batch_size * steps * self.context.data.size
+        self._set_batch(BatchTriangle(train, micro_batch_size, steps))
+
+    def _set_batch(self, batch: BatchTriangle) -> None:
+        self.settings = replace(self.settings, batch=batch)
+        self._reporter.settings = self.settings
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's micro-batches.
+
+        Args:
+            dataset: the samples of all ranks.
+            batch_size: samples per batch; by default the micro-batch.
+            route: ``train`` shuffles; ``eval`` and ``predict`` keep the order.
+            pin_memory: copy batches to pinned memory, where there is a CUDA device.
+            data_sampler: chooses this rank's samples.
+            collate_fn: collates samples; by default the one given to `initialize`.
+            num_local_io_workers: processes that load; by default this one does.
+
+        Raises:
+            ConfigError: there is no such `route`.
+        """
+        if route not in ("train", "eval", "predict"):
+            raise ConfigError(f"`route` must be train, eval or predict, but is {route!r}; choose one")
+        options = LoaderOptions(
+            batch_size or self.settings.batch.micro,
+            drop_last=self.settings.extras.dataloader_drop_last,
+            shuffle=route == "train",
+            sampler=data_sampler,
+            pin_memory=pin_memory,
+            workers=num_local_io_workers or 0,
+        )
+        return build_dataloader(dataset, collate_fn or self.given.collate_fn, options, self.context)

@@ -58,7 +58,6 @@ TRAINED = {**BATCH, "optimizer": ADAMW}
         ),
         ({"optimizer": ADAMW}, "`train_batch_size` or `train_micro_batch_size_per_gpu` must be given"),
         ({"train_batch_size": "auto", "optimizer": ADAMW}, "`train_batch_size` or"),
-        (BATCH, "`optimizer` must be given in the configuration or as an argument"),
         (
             {**BATCH, "optimizer": {"type": "MuAdam", "params": {"lr": 0.1}}},
             "`optimizer.type` is not accepted as",

@@ -68,7 +68,7 @@ def test_monitors_of_the_json_get_every_step(tmp_path):
         }
         engine = start(context, build(Tied), settings(1, 2, optimizer=ADAMW, **sections))
         losses = train_engine(engine, context, range(3)).losses
-        engine.destroy()
+        engine.monitor.close()
         return losses
 
     losses = on_ranks(2, work)[0]
@@ -97,9 +97,13 @@ def test_wandb_gets_the_settings_and_every_step(monkeypatch):
     engine = start(solo_context(), build(Tied), config)
     losses = train_engine(engine, engine.context, range(2)).losses
     engine.destroy()
+    assert len(calls) == 3, "an engine's end is not the monitors'"
+    engine.monitor.write_events([("lm loss", 0.5, 7)])
+    engine.monitor.close()
+    engine.monitor.close()
     assert calls[0] == 2
     assert calls[1:3] == [(1, pytest.approx(losses[0])), (2, pytest.approx(losses[1]))]
-    assert calls[3] == "end"
+    assert calls[3:] == [(7, 0.5), "end"]
 
 
 class TestCsv:

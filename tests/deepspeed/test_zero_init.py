@@ -9,7 +9,7 @@ from torch import nn
 import megazero
 from megazero.deepspeed.parallel import user_units
 from megazero.deepspeed.zero import GatheredParameters, Init, register_external_parameter
-from megazero.errors import ConfigError, MegazeroError
+from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import (
     ADAMW,
@@ -207,12 +207,6 @@ def test_a_model_on_the_meta_device_has_no_values():
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="`weight` must have values, but is on the meta device"):
         megazero.initialize(model=model, config=settings(3, optimizer=ADAMW), mpu=solo_context())
-
-
-def test_backward_by_hand_is_refused():
-    engine = start(solo_context(), build(Tied), settings(1, optimizer=ADAMW))
-    with pytest.raises(MegazeroError, match=r"call `engine.backward\(loss\)`"):
-        engine(*batch(0, 0, 0)).backward()
 
 
 def test_attention_of_torch_is_gathered_together():

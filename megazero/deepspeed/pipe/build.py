@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,31 @@ from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 
 from megazero.config.deepspeed.load import load_json
+from megazero.deepspeed.answers import Given
+from megazero.deepspeed.arguments import params_of
+from megazero.deepspeed.loss_scale import build_deepspeed_scaler
 from megazero.deepspeed.moe.experts import agreed_ep_size
 from megazero.deepspeed.muon import matrix_groups
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer, build_torch_optimizer
+from megazero.deepspeed.optimizer import (
+    DeepSpeedOptimizer,
+    build_torch_optimizer,
+    idle_optimizer,
+    idle_rule,
+)
 from megazero.deepspeed.parallel import group_numbers, prepare, user_units
 from megazero.deepspeed.pipe.engine import PipelineEngine
-from megazero.deepspeed.pipe.feed import repeating_loader
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.ties import PipelineParallel, mark_tied, without_ends
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.schedules import build_schedule
-from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
+from megazero.deepspeed.settings import JsonSource, UserSettings, read_settings
+from megazero.deepspeed.tenancy import Tenancy, end_tenancies
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.traffic import TrafficLog, count_traffic
-from megazero.optim.loss_scaler import build_loss_scaler
 from megazero.train.parts.chunks import DTYPES
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
@@ -40,17 +47,8 @@ _INTERVAL = "activation_checkpoint_interval"
 
 
 def make_engine(
-    module: PipelineStage,
-    args: Any = None,
-    optimizer: TorchOptimizer | Callable[[Any], TorchOptimizer] | None = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    mpu: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: JsonSource | None = None,
-    config_params: JsonSource | None = None,
-) -> tuple[PipelineEngine, DeepSpeedOptimizer, Any, Any]:
+    module: PipelineStage, source: JsonSource, given: Given, model_parameters: Any
+) -> tuple[PipelineEngine, DeepSpeedOptimizer | None, Any, Any]:
     """The engine of a pipeline, its optimizer, the loader of `training_data` and the schedule.
 
     See `megazero.initialize`. The stages are those of the module, so `mpu` is left out. `training_data` is
@@ -60,11 +58,11 @@ def make_engine(
     Raises:
         ConfigError: names everything that is wrong with the configuration or an argument.
     """
-    if mpu is not None and mpu is not module.mpu():
+    if given.mpu is not None and given.mpu is not module.mpu():
         raise ConfigError(
-            "`mpu` must be left out for a PipelineModule, which knows its topology; leave it out"
+            "`mpu` must be left out for a PipelineModule, which knows its topology, but is given"
         )
-    source, interval, notes = _pipeline_section(choose_source(args, config, config_params))
+    source, interval, notes = _pipeline_section(source)
     context = without_ends(module.context)
     settings = read_settings(source, context.data.size, module)
     _check(module, settings)
@@ -75,19 +73,23 @@ def make_engine(
             print(f"warning: {note}", file=sys.stderr, flush=True)
     traffic = TrafficLog() if settings.logging.comms_logger else None
     counted = context if traffic is None else count_traffic(context, traffic)
-    if model_parameters is None:
-        model_parameters = (param for param in module.parameters() if param.requires_grad)
-    params = list(model_parameters) or [{"params": []}]  # a stage may have none
-    client = build_torch_optimizer(optimizer, params, settings.extras)
-    wrapped = _shard(module, client, settings, counted)
-    schedule = build_schedule(lr_scheduler, settings.extras.scheduler, wrapped)
-    loader = None
-    if training_data is not None:
-        drop_last = settings.extras.dataloader_drop_last
-        loader = repeating_loader(training_data, collate_fn, settings.batch.micro, drop_last, context)
+    end_tenancies(module)
+    tenancy = Tenancy(module)
+    params = params_of(module, model_parameters) or [{"params": []}]  # a stage may have none
+    client = build_torch_optimizer(given.optimizer, params, settings.extras)
+    if client is None:
+        tenancy.freeze()
+    states = _shard(module, client or idle_optimizer(), settings, counted, given)
+    if states.idle:
+        tenancy.thaw()
+    tenancy.begin(states.parallel, context)
+    schedule = None
+    if client is not None:
+        schedule = build_schedule(given.lr_scheduler, settings.extras.scheduler, client)
     reporter = Reporter(settings, context, traffic)
-    engine = PipelineEngine(module, wrapped, settings, counted, schedule, reporter, loader)
-    return engine, wrapped, loader, schedule
+    engine = PipelineEngine(module, states, settings, counted, schedule, reporter, given)
+    engine.stay(tenancy)
+    return engine, engine.optimizer, engine.training_dataloader, schedule
 
 
 def _pipeline_section(source: JsonSource) -> tuple[JsonSource, int, list[str]]:
@@ -133,11 +135,16 @@ def _check(module: PipelineStage, settings: UserSettings) -> None:
 
 
 def _shard(
-    module: PipelineStage, client: TorchOptimizer, settings: UserSettings, context: ParallelContext
+    module: PipelineStage,
+    client: TorchOptimizer,
+    settings: UserSettings,
+    context: ParallelContext,
+    given: Given,
 ) -> DeepSpeedOptimizer:
     """Move this stage's parameters into buckets and put an optimizer over them."""
     extras = settings.extras
-    rule_of = choose_rule(client, allow_untested=extras.zero_allow_untested_optimizer)
+    untested = extras.zero_allow_untested_optimizer
+    rule_of = choose_rule(client, allow_untested=untested) if client.param_groups else idle_rule
     rule = rule_of(client.param_groups)
     policy = ZeroPolicy.of(settings.zero, settings.offload, rule.needs)
     numbers, whole = group_numbers(module, client.param_groups), matrix_groups(client)
@@ -159,6 +166,5 @@ def _shard(
     parallel.tie(module.ties)
     divisor = float(context.replica.size) if extras.prescale_gradients else extras.gradient_predivide_factor
     shards = Optimizer(store, rule, context, settings.clip_grad)
-    return DeepSpeedOptimizer(
-        client, rule_of, parallel, shards, build_loss_scaler(settings.precision), divisor
-    )
+    scaler = build_deepspeed_scaler(settings.precision, given.config.get("fp16") or {})
+    return DeepSpeedOptimizer(client, rule_of, parallel, shards, scaler, divisor)

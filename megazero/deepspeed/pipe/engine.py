@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megazero.config.deepspeed.batch import BatchTriangle
-from megazero.deepspeed.data import to_half
+from megazero.deepspeed.data import RepeatingLoader, to_half
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.pipe import schedule
 from megazero.deepspeed.pipe.feed import PipelineFeed
@@ -102,9 +100,11 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
         self.has_attention_mask = False
         self.agg_train_loss: Tensor | None = None
         self.agg_additional_losses: dict[str, Tensor] | None = None
-        loader, self.training_dataloader = self.training_dataloader, None
-        self.set_dataloader(loader)
-        parallel = self.optimizer.parallel
+        self.training_dataloader = None
+        if self.given.training_data is not None:
+            in_order = self.deepspeed_io(self.given.training_data, route="eval")
+            self.set_dataloader(RepeatingLoader(in_order))
+        parallel = self.states.parallel
         assert isinstance(parallel, PipelineParallel), "`make_engine` lays a stage out"
         self._runner = StageRunner(self.module, parallel, self.settings.zero, self._compute)
 
@@ -137,18 +137,19 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
                 "`train_batch` must be called with gradients enabled, but they are off; call `eval_batch` to "
                 "compute losses only"
             )
+        self._must_train("train_batch")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
-        count, optimizer = self.micro_batches, self.optimizer
-        optimizer.begin()
-        with self._reporter.timers("forward-backward"), self._reporter.counting():
-            sums = self._runner.train(
-                lambda: self.take(self.data_iterator, count),
-                count,
-                optimizer.loss_factor / count,
-                optimizer.shards.updates,
-            )
+        count, states = self.micro_batches, self.states
+        states.begin()
+        factor, step = states.loss_factor / count, states.shards.updates
+        try:
+            with self._reporter.timers("forward-backward"), self._reporter.counting():
+                sums = self._runner.train(lambda: self.take(self.data_iterator, count), count, factor, step)
+        except BaseException:
+            self._drop()
+            raise
         total = sums.terms / count
         self.context.pp.all_reduce(total).wait()  # zero on all stages but the last
         self.context.batch.all_reduce(total).wait()
@@ -213,21 +214,6 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Refused. Raises PipelineError."""
         raise PipelineError(_WHOLE_BATCHES.format("step"))
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches, so that a batch has so many samples over all ranks.
-
-        Raises:
-            ConfigError: it is not a multiple of the samples that all pipelines compute at a time.
-        """
-        at_a_time = self.micro_batch_size * self.context.data.size
-        if train_batch_size < 1 or train_batch_size % at_a_time:
-            raise ConfigError(
-                f"`train_batch_size` must be a multiple of the micro-batch size times the pipelines "
-                f"({at_a_time}), but is {train_batch_size}; choose one"
-            )
-        batch = BatchTriangle(train_batch_size, self.micro_batch_size, train_batch_size // at_a_time)
-        self.settings = replace(self.settings, batch=batch)
 
     def reset_activation_shape(self) -> None:
         """Forget the forms of messages between stages; every rank calls this.

@@ -6,12 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from megazero.deepspeed.data import RepeatingLoader
 from megazero.deepspeed.pipe.chunk import MicroBatch
 from megazero.errors import DataError
-from megazero.mpu.context import ParallelContext
 
 
 class DataEnded(DataError, StopIteration):
@@ -104,21 +101,3 @@ def _inputs(value: Any) -> Any:
         f"the inputs of a micro-batch must be a tensor or a tuple of tensors, but are a "
         f"{type(value).__name__}; convert them with `engine.set_batch_fn`"
     )
-
-
-def repeating_loader(
-    dataset: Dataset[Any],
-    collate_fn: Callable[[list[Any]], Any] | None,
-    micro_batch_size: int,
-    drop_last: bool,
-    context: ParallelContext,
-) -> RepeatingLoader:
-    """Micro-batches of this pipeline, in the order of the dataset, again and again."""
-    data = context.data
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, num_replicas=data.size, rank=data.rank, shuffle=False)
-    loader: DataLoader[Any] = DataLoader(
-        dataset, batch_size=micro_batch_size, sampler=sampler, collate_fn=collate_fn, drop_last=drop_last
-    )
-    return RepeatingLoader(loader)

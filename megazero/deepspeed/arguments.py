@@ -1,0 +1,123 @@
+"""The arguments of `initialize` in all the forms that scripts give them in."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from megazero.config.deepspeed.load import load_json
+from megazero.deepspeed.settings import JsonSource
+from megazero.errors import ConfigError
+
+
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+"""Makes an optimizer from parameters or groups."""
+
+DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+"""Makes a schedule from the torch optimizer."""
+
+
+def readable(source: Any) -> JsonSource:
+    """A configuration as a path or as the JSON's content.
+
+    Args:
+        source: a path, the content, a `DeepSpeedConfig`, or JSON as URL-safe base64 (accelerate's launcher).
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    content = getattr(source, "_param_dict", source)
+    if isinstance(content, Mapping):
+        return content
+    if not isinstance(content, (str, Path)):
+        raise ConfigError(
+            "`config` must be a path, a dictionary or a DeepSpeedConfig, but is a "
+            f"{type(source).__name__}; pass one of these"
+        )
+    if isinstance(content, Path) or os.path.exists(content):
+        return content
+    return _decoded(content) or content
+
+
+def _decoded(text: str) -> Mapping[str, Any] | None:
+    try:
+        found = json.loads(base64.urlsafe_b64decode(text))
+    except (binascii.Error, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def content_of(source: JsonSource) -> dict[str, Any]:
+    """The content of a configuration; empty if it cannot be read, which `read_settings` reports."""
+    return dict(source if isinstance(source, Mapping) else load_json(Path(source))[0])
+
+
+def check_local_rank(args: Any) -> None:
+    """Hold `args.local_rank` against the launcher's, and set it.
+
+    Raises:
+        ConfigError: it is another rank's.
+    """
+    told, local = getattr(args, "local_rank", None), os.environ.get("LOCAL_RANK")
+    if told is None or local is None or not local.isdigit():
+        return
+    if isinstance(told, int) and told >= 0 and told != int(local):
+        raise ConfigError(
+            f"`args.local_rank` must be the launcher's LOCAL_RANK ({local}), but is {told}; leave it to the "
+            "launcher"
+        )
+    args.local_rank = int(local)
+
+
+def params_of(model: nn.Module, given: Iterable[Any] | None) -> list[Any]:
+    """The parameters or groups for an optimizer: those that were given, or all that are trained."""
+    if given is None:
+        return [param for param in model.parameters() if param.requires_grad]
+    return list(given)
+
+
+def check_groups(client: Optimizer) -> None:
+    """Drop empty parameter groups.
+
+    Raises:
+        ConfigError: a parameter is in two places.
+    """
+    client.param_groups[:] = [group for group in client.param_groups if group["params"]]
+    places = Counter(id(param) for group in client.param_groups for param in group["params"])
+    twice = sum(count > 1 for count in places.values())
+    if twice:
+        raise ConfigError(
+            f"`optimizer` must hold each parameter once, but holds {twice} of {len(places)} several times; "
+            "leave them out of all groups but one"
+        )
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The layout that `mesh_param` asks for, as an `mpu` tells it.
+
+    Attributes:
+        replicas: ranks with samples of their own.
+        sequence: ranks that share a sequence.
+    """
+
+    replicas: int
+    sequence: int
+
+    def get_data_parallel_world_size(self) -> int:
+        """The number of ranks with samples of their own."""
+        return self.replicas
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """The number of ranks that share a sequence."""
+        return self.sequence

@@ -1,0 +1,138 @@
+"""DeepSpeed's dynamic loss scale, and what its optimizers let a script ask and set of a scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from megazero.config.tree.precision import PrecisionConfig
+from megazero.errors import ConfigError
+from megazero.optim.loss_scaler import (
+    LARGEST_SCALE,
+    DynamicLossScaler,
+    LossScaler,
+    ScalerState,
+    StaticLossScaler,
+    build_loss_scaler,
+)
+from megazero.zero.optimizer import StepReport
+
+
+@dataclass(frozen=True)
+class DeepSpeedLossScaler(DynamicLossScaler):
+    """Doubles the scale after `window` + 1 good steps since the start or an overflow, then each `window`.
+
+    An overflow halves it once `hysteresis` has been used up. A doubling restores the hysteresis, and so does
+    every good step if that is `consecutive`.
+    """
+
+    consecutive: bool = False
+
+    def _after_overflow(self, state: ScalerState) -> ScalerState:
+        if state.hysteresis_left > 1:
+            return replace(state, growth_tracker=0, hysteresis_left=state.hysteresis_left - 1)
+        return replace(super()._after_overflow(state), hysteresis_left=1)
+
+    def _after_good_step(self, state: ScalerState) -> ScalerState:
+        earlier = state.growth_tracker  # good steps since the start or the last overflow
+        grows = earlier > 0 and earlier % self.window == 0
+        return ScalerState(
+            min(state.scale * self.growth, LARGEST_SCALE) if grows else state.scale,
+            earlier + 1,
+            self.hysteresis if grows or self.consecutive else state.hysteresis_left,
+        )
+
+
+def build_deepspeed_scaler(precision: PrecisionConfig, fp16: Mapping[str, Any]) -> LossScaler:
+    """The scaler of an engine.
+
+    Args:
+        precision: the type of the weights, and the scale.
+        fp16: the JSON's section.
+    """
+    scaler = build_loss_scaler(precision)
+    if not isinstance(scaler, DynamicLossScaler):
+        return scaler
+    return DeepSpeedLossScaler(**vars(scaler), consecutive=fp16.get("consecutive_hysteresis") is True)
+
+
+@dataclass(frozen=True)
+class LossScalerFacts:
+    """The loss scale as DeepSpeed's `optimizer.loss_scaler` shows it."""
+
+    cur_scale: float
+    dynamic: bool
+    scale_window: int | None
+    min_scale: float | None
+    cur_hysteresis: int
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale."""
+        return self.cur_scale
+
+
+class ScaleAndRate:
+    """The loss scale and the learning rates of a `DeepSpeedOptimizer`, as its users ask for them."""
+
+    scaler: LossScaler
+    scaler_state: ScalerState
+    report: StepReport | None
+    param_groups: list[dict[str, Any]]
+    custom_loss_scaler: ClassVar[bool] = False
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale; setting it changes the present one, which may grow or halve from there."""
+        return self.scaler_state.scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self.scaler_state = replace(self.scaler_state, scale=_positive(scale))
+
+    loss_scale = cur_scale
+
+    @property
+    def loss_scaler(self) -> LossScalerFacts:
+        """The state of the loss scale."""
+        return LossScalerFacts(
+            self.cur_scale,
+            self.scaler.searches,
+            getattr(self.scaler, "window", None),
+            getattr(self.scaler, "min_scale", None),
+            self.scaler_state.hysteresis_left,
+        )
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale is searched for."""
+        return self.scaler.searches
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use this loss scale from now on; it no longer changes by itself."""
+        self.scaler = StaticLossScaler(_positive(loss_scale))
+        self.scaler_state = self.scaler.initial()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step was skipped because a gradient was not finite on some rank."""
+        return self.report is not None and not self.report.applied
+
+    def set_lr(self, lr: float) -> None:
+        """Give every parameter group this learning rate."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_lr(self) -> float:
+        """The learning rate of the first parameter group."""
+        return float(self.param_groups[0]["lr"])
+
+
+def _positive(scale: float) -> float:
+    number = float(scale.item() if isinstance(scale, torch.Tensor) else scale)
+    if not 0 < number <= LARGEST_SCALE:
+        raise ConfigError(f"`loss_scale` must be positive and finite, but is {number}; choose another")
+    return number
