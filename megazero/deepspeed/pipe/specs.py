@@ -36,9 +36,7 @@ class LayerSpec:
         self.module_args, self.module_kwargs = module_args, module_kwargs
 
     def __repr__(self) -> str:
-        given = [repr(value) for value in self.module_args]
-        given += [f"{name}={value!r}" for name, value in self.module_kwargs.items()]
-        return f"{self.typename.__name__}({', '.join(given)})"
+        return f"{self.typename.__name__}({self.module_args!r}, {self.module_kwargs!r})"
 
     def build(self, log: bool = False) -> nn.Module:
         """Build the module; `log` prints what is built."""
