@@ -25,7 +25,7 @@ from megazero.deepspeed.saved import STATE, Saved, Tensors, open_saved
 from megazero.deepspeed.stepping import SteppingEngine
 from megazero.deepspeed.tags import LATEST
 from megazero.deepspeed.weights import StateSource, frozen_names, shared_names
-from megazero.deepspeed.zero import GatheredParameters
+from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.deepspeed.zero_to_fp32 import write_scripts
 from megazero.train.resume.fit import check_tensors
 
@@ -89,9 +89,11 @@ def save_checkpoint(
         "left_out": sorted(left_out),
     }
     parts = [p for p in parts_to_write(optimizer.shards, context) if p.key.name not in left_out]
-    if context.rank == 0:
-        whole = {Key(name): buffer.detach() for name, buffer in _buffers(engine).items()}
-        whole |= {Key(name, STATE): tensor for name, tensor in states.items()}
+    if context.groups["stage"].rank == 0:
+        copied = getattr(module, "copied_buffers", ())
+        whole = {Key(name): b.detach() for name, b in _buffers(engine).items() if name not in copied}
+        if context.rank == 0:
+            whole |= {Key(name, STATE): tensor for name, tensor in states.items()}
         parts += [Part.whole(key, tensor) for key, tensor in whole.items()]
     saver = Saver(save_dir / tag, context)
     try:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from megazero.checkpoint.part import Key, Part, Source
 from megazero.checkpoint.saver import together
 from megazero.deepspeed.moe.experts import with_all_experts
+from megazero.deepspeed.pipe.whole import whole_state
 from megazero.deepspeed.stepping import SteppingEngine
-from megazero.deepspeed.zero import GatheredParameters
+from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import CheckpointError, ConfigError
 
 
@@ -32,20 +33,17 @@ def module_state(
     state: dict[str, Tensor] = {}
     copies: dict[int, Tensor] = {}
     frozen = frozen_names(engine.module) if exclude_frozen else set()
-    shared = bool(_expert_layers_are_split(engine))
+    groups = engine.context.groups
+    passed_on = groups["ep"].size > 1 or groups["pp"].size > 1
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or name in frozen:
             continue
         if id(value) not in copies:  # tied weights stay one tensor
             with GatheredParameters(value):
-                copies[id(value)] = value.detach().clone().cpu() if keep or shared else value.new_empty(0)
+                copies[id(value)] = value.detach().clone().cpu() if keep or passed_on else value.new_empty(0)
         state[name] = copies[id(value)]
-    state = with_all_experts(state, engine.module, engine.context)
+    state = whole_state(with_all_experts(state, engine.module, engine.context), engine.context)
     return state if keep else {}
-
-
-def _expert_layers_are_split(engine: SteppingEngine) -> bool:
-    return engine.context.groups["ep"].size > 1
 
 
 def frozen_names(module: nn.Module) -> set[str]:

@@ -1,0 +1,103 @@
+"""A pipeline's micro-batches: the first stage reads inputs, the last one labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megazero.deepspeed.pipe.chunk import MicroBatch
+from megazero.errors import DataError
+
+
+class DataEnded(DataError, StopIteration):
+    """The data iterator ended within a batch; scripts may catch it as `StopIteration`."""
+
+
+class PipelineFeed:
+    """What `train_batch` reads from.
+
+    Attributes:
+        data_iterator: gives the micro-batches; None on stages between the first and the last.
+        batch_fn: called with each of them first; None leaves them as they are.
+        training_dataloader: what `data_iterator` iterates over, or None.
+    """
+
+    data_iterator: Iterator[Any] | None = None
+    batch_fn: Callable[[Any], Any] | None = None
+    training_dataloader: Any = None
+    with_labels: bool
+    reads: tuple[bool, bool]
+
+    def set_dataloader(self, loader: Iterable[Any] | None) -> None:
+        """Read from a loader, from its beginning, until it ends; `RepeatingLoader` never does."""
+        if any(self.reads):
+            self.training_dataloader = loader
+            self.data_iterator = None if loader is None else iter(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Read from an iterator."""
+        if any(self.reads):
+            self.training_dataloader = None
+            self.data_iterator = iterator
+
+    def set_batch_fn(self, fn: Callable[[Any], Any] | None) -> None:
+        """Call a function with each micro-batch; it returns inputs and labels."""
+        self.batch_fn = fn
+
+    def take(self, iterator: Iterator[Any] | None, count: int) -> list[MicroBatch]:
+        """The next micro-batches.
+
+        Raises:
+            DataEnded: the iterator ended.
+            DataError: a micro-batch is not a pair of inputs and labels.
+        """
+        if not any(self.reads):
+            return [MicroBatch(number) for number in range(count)]
+        return [self._split(self._next(iterator, number, count), number) for number in range(count)]
+
+    def _next(self, iterator: Iterator[Any] | None, number: int, count: int) -> Any:
+        batch = None
+        if iterator is not None:  # a `batch_fn` may bring it from another rank
+            if not hasattr(iterator, "__next__"):
+                raise DataError(
+                    f"`data_iter` must be an iterator, but is a {type(iterator).__name__}; pass "
+                    "`iter(RepeatingLoader(...))`, made once before the training"
+                )
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                raise DataEnded(
+                    f"`data_iter` must give {count} micro-batches, but ended after {number}; wrap the loader "
+                    "in `RepeatingLoader` or give it more data"
+                ) from None
+        elif self.batch_fn is None:
+            raise DataError(
+                "`data_iter` must be given if `initialize` was given no `training_data`, but is None"
+            )
+        return batch if self.batch_fn is None else self.batch_fn(batch)
+
+    def _split(self, batch: Any, number: int) -> MicroBatch:
+        sizes = (2,) if self.with_labels else (1, 2)
+        if not isinstance(batch, (tuple, list)) or len(batch) not in sizes:
+            many = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+            raise DataError(
+                f"a micro-batch must be a pair (inputs, labels), but is a {type(batch).__name__}{many}; put "
+                "several inputs into a tuple, or convert it with `engine.set_batch_fn`"
+            )
+        first, last = self.reads
+        labels = batch[1] if len(batch) == 2 else None
+        return MicroBatch(number, _inputs(batch[0]) if first else None, labels if last else None)
+
+
+def _inputs(value: Any) -> Any:
+    """A tensor or a tuple of tensors."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, (tuple, list)) and all(isinstance(item, Tensor) for item in value):
+        return tuple(value)
+    raise DataError(
+        f"the inputs of a micro-batch must be a tensor or a tuple of tensors, but are a "
+        f"{type(value).__name__}; convert them with `engine.set_batch_fn`"
+    )

@@ -1,0 +1,108 @@
+"""One file for each layer, in DeepSpeed's names and format, which any number of stages can load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megazero.deepspeed.pipe.grid import PipelineParallelGrid
+from megazero.deepspeed.zero import GatheredParameters
+from megazero.errors import CheckpointError
+
+
+class LayerFiles:
+    """A stage's layers as files."""
+
+    forward_funcs: list[Callable[[Any], Any]]
+    _local_start: int
+    _grid: PipelineParallelGrid
+
+    def ckpt_prefix(self, checkpoints_path: str | Path, tag: str) -> str:
+        """The path that this rank's further files begin with, such as ``PATH/TAG/module-pipe_00``."""
+        topology = self._grid.topology()
+        place = topology.get_rank_repr(self._grid.global_rank, omit_axes=("data",))
+        return str(Path(checkpoints_path, str(tag), f"module-{place}"))
+
+    def ckpt_layer_path(self, ckpt_dir: str | Path, local_layer_idx: int) -> str:
+        """The file of one of this stage's layers, which has its number in the whole model."""
+        name = f"layer_{self._local_start + local_layer_idx:02d}"
+        slices = self._grid.topology().get_rank_repr(self._grid.global_rank)
+        return str(Path(ckpt_dir, "-".join(part for part in (name, slices, "model_states.pt") if part)))
+
+    def ckpt_layer_path_list(self, ckpt_dir: str | Path, local_layer_idx: int) -> list[str]:
+        """The files of this layer that are there, one for each of its slices."""
+        name = f"layer_{self._local_start + local_layer_idx:02d}-*model_states.pt"
+        return sorted(str(path) for path in Path(ckpt_dir).glob(name))
+
+    def save_state_dict(
+        self, save_dir: str | Path, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write the weights and buffers of each layer to its file; every rank calls this.
+
+        A function has no file, and neither has a tied layer with a `forward_fn`.
+
+        Args:
+            save_dir: a folder that every rank sees.
+            checkpoint_engine: writes the files; by default `torch.save` does.
+            exclude_frozen_params: leave these out.
+        """
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        for place, layer in self._files():
+            state = {}
+            with GatheredParameters(layer.parameters()):
+                frozen = {name for name, param in layer.named_parameters() if not param.requires_grad}
+                for name, value in layer.state_dict().items():
+                    if not (exclude_frozen_params and name in frozen):
+                        # A clone: a view would be written with all of the memory that it is a part of.
+                        state[name] = value.detach().clone().cpu() if isinstance(value, Tensor) else value
+            if self._grid.data_parallel_id == 0:
+                path = self.ckpt_layer_path(save_dir, place)
+                if checkpoint_engine is None:
+                    torch.save(state, path)
+                else:
+                    checkpoint_engine.save(state_dict=state, path=path)
+        self._grid.context.world.barrier()
+
+    def load_state_dir(
+        self, load_dir: str | Path, checkpoint_engine: Any = None, strict: bool = True
+    ) -> None:
+        """Read the weights and buffers of each layer from its file; every rank calls this.
+
+        Args:
+            load_dir: the folder of `save_state_dict`, or of a checkpoint that DeepSpeed wrote.
+            checkpoint_engine: as in DeepSpeed, without effect.
+            strict: refuse a file that does not fit its layer exactly.
+
+        Raises:
+            CheckpointError: a file is missing, damaged, or does not fit.
+        """
+        for place, layer in self._files():
+            path = Path(self.ckpt_layer_path(load_dir, place))
+            if not path.exists():
+                raise CheckpointError(
+                    f"`{path}` must hold layer {self._local_start + place}, but is not there; check it"
+                )
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+            except (RuntimeError, EOFError, OSError, ValueError) as error:
+                raise CheckpointError(f"`{path}` cannot be read: {error}") from error
+            params: Sequence[nn.Parameter] = list(layer.parameters())
+            source = self._grid.context.replica.ranks[0]
+            with GatheredParameters(params, modifier_rank=source):
+                try:
+                    layer.load_state_dict(state, strict=strict)
+                except RuntimeError as error:
+                    raise CheckpointError(f"`{path}` must fit its layer, but does not: {error}") from error
+        self._copy_ties()
+
+    def _copy_ties(self) -> None:
+        """Bring tied weights of the first stage that has them to the others."""
+        raise NotImplementedError("the module knows what is tied")
+
+    def _files(self) -> list[tuple[int, nn.Module]]:
+        """This stage's layers that are modules, with their places."""
+        return [(i, func) for i, func in enumerate(self.forward_funcs) if isinstance(func, nn.Module)]

@@ -1,0 +1,212 @@
+"""DeepSpeed's names of schedules and instructions, as descriptions of what our executor runs.
+
+The engine does not execute them: it runs a `Program` of `megazero.pipeline`, whose forwards and backwards
+come in the order that is described here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+class PipeInstruction:
+    """Something that a stage does; its keyword arguments are attributes."""
+
+    def __init__(self, **kwargs: Any):
+        self.name = type(self).__name__
+        self.kwargs = kwargs
+        self.__dict__.update(kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.kwargs.items())})"
+
+
+class BufferOpInstruction(PipeInstruction):
+    """An instruction on the micro-batch in one of the stage's buffers."""
+
+    def __init__(self, buffer_id: int, **kwargs: Any):
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """Take the next micro-batch from the data iterator."""
+
+
+class ForwardPass(BufferOpInstruction):
+    """Compute the stage's layers."""
+
+
+class BackwardPass(BufferOpInstruction):
+    """Compute the gradients of the stage's layers."""
+
+
+class SendActivation(BufferOpInstruction):
+    """Send a result to the next stage."""
+
+
+class RecvActivation(BufferOpInstruction):
+    """Receive the result of the stage before."""
+
+
+class SendGrad(BufferOpInstruction):
+    """Send a gradient to the stage before."""
+
+
+class RecvGrad(BufferOpInstruction):
+    """Receive a gradient from the next stage."""
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """Sum the gradients of tied weights over the stages that hold them."""
+
+
+class ReduceGrads(PipeInstruction):
+    """Sum gradients over the replicas."""
+
+
+class OptimizerStep(PipeInstruction):
+    """Update the weights."""
+
+
+class PipeSchedule:
+    """The instructions of one stage, step by step.
+
+    Args:
+        micro_batches: the number of micro-batches.
+        stages: the number of stages.
+        stage_id: the stage.
+    """
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int):
+        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
+        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """The instructions of each step."""
+        raise NotImplementedError("a schedule says what its steps are")
+
+    def num_pipe_buffers(self) -> int:
+        """The most micro-batches that the stage holds at a time."""
+        return self.micro_batches
+
+    @property
+    def stage(self) -> int:
+        """The stage."""
+        return self.stage_id
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return self.stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number of micro-batches."""
+        return self.micro_batches
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether there is no stage before."""
+        return self.stage_id == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether there is no stage after."""
+        return self.stage_id == self.stages - 1
+
+    def __iter__(self) -> Iterator[list[PipeInstruction]]:
+        return self.steps()
+
+    def _at(self, step: int, first: int, stride: int) -> int | None:
+        """The micro-batch whose turn this step is, if it is one's; the first one's is step `first`."""
+        micro, between = divmod(step - first, stride)
+        return micro if not between and 0 <= micro < self.micro_batches else None
+
+    def _buffer(self, micro: int) -> int:
+        return micro % self.num_pipe_buffers()
+
+
+class TrainSchedule(PipeSchedule):
+    """One forward, one backward: what `train_batch` runs."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """The instructions of each step; a forward or a backward takes one step."""
+        total = 2 * (self.micro_batches + self.stages - 1)
+        for step in range(total):
+            instructions = [*self._transfers(step), *self._work(step)]
+            if step == total - 1:
+                instructions += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            yield instructions
+
+    def num_pipe_buffers(self) -> int:
+        """The most micro-batches that await their backward; at least 2, one of which may be on its way."""
+        return max(2, min(self.stages - self.stage_id, self.micro_batches))
+
+    def _forward(self, step: int) -> int | None:
+        return self._at(step, self.stage_id, 2)
+
+    def _backward(self, step: int) -> int | None:
+        return self._at(step, 2 * self.stages - 1 - self.stage_id, 2)
+
+    def _transfers(self, step: int) -> Iterator[PipeInstruction]:
+        """What goes to and comes from the one neighbour that this step's work has to do with."""
+        forward, backward = self._forward(step), self._backward(step)
+        if (step - self.stage_id) % 2 == 0:
+            before = self._backward(step - 1)
+            if before is not None and not self.is_first_stage:
+                yield SendGrad(self._buffer(before))
+            if forward is not None and not self.is_first_stage:
+                yield RecvActivation(self._buffer(forward))
+        else:
+            before = self._forward(step - 1)
+            if backward is not None and not self.is_last_stage:
+                yield RecvGrad(self._buffer(backward))
+            if before is not None and not self.is_last_stage:
+                yield SendActivation(self._buffer(before))
+
+    def _work(self, step: int) -> Iterator[PipeInstruction]:
+        if (forward := self._forward(step)) is not None:
+            if self.is_first_stage or self.is_last_stage:
+                yield LoadMicroBatch(self._buffer(forward))
+            yield ForwardPass(self._buffer(forward))
+        if (backward := self._backward(step)) is not None:
+            yield BackwardPass(self._buffer(backward))
+
+
+class InferenceSchedule(PipeSchedule):
+    """Forwards alone: what `eval_batch` runs."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """The instructions of each step; a forward takes one step."""
+        odd = self.stage_id % 2
+        for step in range(self.micro_batches + self.stages - 1):
+            mine, done = self._at(step, self.stage_id, 1), self._at(step - 1, self.stage_id, 1)
+            here, there = (step + odd) % 2, (step + 1 + odd) % 2
+            loads = mine is not None and (self.is_first_stage or self.is_last_stage)
+            send = [SendActivation(there)] if done is not None and not self.is_last_stage else []
+            receive = [RecvActivation(here)] if mine is not None and not self.is_first_stage else []
+            yield [
+                *([LoadMicroBatch(here)] if loads else []),
+                # Neighbours must not both send first.
+                *([*receive, *send] if odd else [*send, *receive]),
+                *([ForwardPass(here)] if mine is not None else []),
+            ]
+
+    def num_pipe_buffers(self) -> int:
+        """Two: one to receive into beside the one that is computed."""
+        return 2
+
+
+class DataParallelSchedule(PipeSchedule):
+    """Accumulation on one stage."""
+
+    def steps(self) -> Iterator[list[PipeInstruction]]:
+        """The instructions of each step; a micro-batch takes one step."""
+        for micro in range(self.micro_batches):
+            last = [ReduceGrads(), OptimizerStep()] if micro == self.micro_batches - 1 else []
+            yield [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0), *last]
+
+    def num_pipe_buffers(self) -> int:
+        """One."""
+        return 1

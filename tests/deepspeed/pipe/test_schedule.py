@@ -1,0 +1,22 @@
+"""DeepSpeed's schedules describe what our executor runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.deepspeed.pipe.schedule import BackwardPass, ForwardPass, InferenceSchedule, TrainSchedule
+from megazero.pipeline.actions import Op
+from megazero.pipeline.schedules import build_schedule
+
+OPS = {ForwardPass: Op.FORWARD, BackwardPass: Op.BACKWARD}
+
+
+@pytest.mark.parametrize(("kind", "described"), [("1f1b", TrainSchedule), ("forward", InferenceSchedule)])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])
+def test_forwards_and_backwards_come_in_the_order_of_our_program(kind, described, stages, micro_batches):
+    ours = build_schedule(kind, stages, micro_batches)
+    for stage in range(stages):
+        steps = described(micro_batches, stages, stage)
+        work = [OPS[type(each)] for step in steps for each in step if type(each) in OPS]
+        assert work == [action.op for action in ours.actions[stage]]
