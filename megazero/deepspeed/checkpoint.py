@@ -28,6 +28,7 @@ from megazero.checkpoint.shards import parts_to_read, parts_to_write
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.deepspeed.moe.experts import with_all_experts
 from megazero.deepspeed.stepping import EngineCounters, SteppingEngine
+from megazero.deepspeed.tensor_parallel.whole import whole_value
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError
 from megazero.optim.loss_scaler import ScalerState
@@ -166,7 +167,7 @@ def module_state(engine: SteppingEngine, exclude_frozen: bool) -> dict[str, Tens
             continue
         if id(value) not in copies:  # tied weights stay one tensor
             with GatheredParameters(value):
-                copies[id(value)] = value.detach().clone().cpu()
+                copies[id(value)] = whole_value(value, engine.context.tp).clone().cpu()
         state[name] = copies[id(value)]
     return with_all_experts(state, engine.module, engine.context)
 

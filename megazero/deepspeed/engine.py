@@ -87,6 +87,12 @@ class DeepSpeedEngine(SteppingEngine):
         """The module's weights and buffers, whole, on the CPU; every rank calls this."""
         return module_state(self, exclude_frozen_parameters)
 
+    _consolidated_16bit_state_dict = module_state_dict
+
+    def autotp_size(self) -> int:
+        """The number of ranks that the model's layers are sliced over."""
+        return self.context.tp.size
+
     def save_16bit_model(
         self,
         save_dir: str | Path,

@@ -23,6 +23,7 @@ from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.schedules import build_schedule
 from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
+from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest, take_section
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
@@ -77,14 +78,18 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__}")
-    source = choose_source(args, config, config_params)
-    hpz = read_deepspeed(source).values.get("zero.hpz_partition_size", 1)
+    section, source = take_section(choose_source(args, config, config_params))
+    request = TensorParallelRequest.read(section)
+    read = read_deepspeed(source).values
+    hpz = read.get("zero.hpz_partition_size", 1)
+    request = request.within(model, DTYPES[read.get("precision.dtype", "fp32")])
     context = find_context(
-        mpu, node_size=hpz, ep_size=agreed_ep_size(model), may_start=dist_init_required is not False
+        request.layout(mpu), node_size=hpz, ep_size=agreed_ep_size(model), may_start=dist_init_required is not False
     )
     check_ep_size(model, context)
     settings = read_settings(source, context.data.size, model)
     _check(settings, context)
+    request.apply(model, context)
     if context.rank == 0:
         for note in settings.notes:
             print(f"warning: {note}", file=sys.stderr, flush=True)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
+from megazero.deepspeed.tensor_parallel.by_rules import slice_by_rules
 from megazero.deepspeed.tensor_parallel.cutter import Cutter
 from megazero.deepspeed.tensor_parallel.families import Family
 from megazero.deepspeed.tensor_parallel.heads import Heads, heads_of
 from megazero.deepspeed.tensor_parallel.layers import HeadRows, is_linear
+from megazero.deepspeed.tensor_parallel.rules import Rule
 from megazero.deepspeed.tensor_parallel.slices import Piece
 from megazero.errors import ConfigError
 
@@ -26,8 +29,18 @@ def blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{path}.{name}", block) for name, block in module.named_children())
 
 
-def slice_family(cutter: Cutter, family: Family) -> None:
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {"query": "column", "key_value": "column", "up": "column", "output": "row", "down": "row", "fused": "column"}
+)
+
+
+def slice_family(cutter: Cutter, family: Family, rules: Mapping[str, Rule] = MappingProxyType({})) -> None:
     """Slice the blocks and the output layer of a model.
+
+    Args:
+        cutter: slices modules of the model.
+        family: its row.
+        rules: the script's own rules for some of its modules, which come first.
 
     Raises:
         ConfigError: a layer is not named by the family's row, or does not have the layout that it says.
@@ -48,11 +61,16 @@ def slice_family(cutter: Cutter, family: Family) -> None:
             f"`model` must have the layers of {family.family}, but {type(model).__name__} has none of them; "
             "give `partition_config`"
         )
+    own = {path: rule for path, rule in rules.items() if not plan.agrees(path, rule)}
     for path, role in plan.roles.items():
-        getattr(plan, role)(path)
+        if path not in own:
+            getattr(plan, role)(path)
     plan.adjust()
-    if hasattr(model, "get_output_embeddings"):
-        cutter.head(model.get_input_embeddings(), model.get_output_embeddings())
+    slice_by_rules(cutter, own, divide=False)
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    named = any(model.get_submodule(path) is head for path in rules)
+    if isinstance(head, nn.Linear) and not named:
+        cutter.head(model.get_input_embeddings(), head)
 
 
 class FamilyPlan:
@@ -90,6 +108,11 @@ class FamilyPlan:
                 )
             if role is not None and not (role == "shared" and not owns):
                 self.roles[f"{path}.{name}"] = role
+
+    def agrees(self, path: str, rule: Rule) -> bool:
+        """Whether a rule of the script's own says no more than the family's row does."""
+        plain = rule.pieces == 1 and not rule.gather
+        return plain and _KINDS.get(self.roles.get(path, ""), "whole") == rule.kind
 
     def query(self, path: str) -> None:
         """Queries: whole groups of heads."""

@@ -39,7 +39,15 @@ class Cutter:
             path: of the layer.
             pieces: its outputs.
             gather: whether the outputs of all ranks are put together again.
+
+        Raises:
+            ConfigError: outputs of several pieces are to be put together.
         """
+        if gather and len(pieces) > 1:
+            raise ConfigError(
+                f"`gather_output` must be false for `{path}`, which holds {len(pieces)} weights, but is true; "
+                "skip the layer to keep it whole"
+            )
         linear = self.model.get_submodule(path)
         inputs_first = not isinstance(linear, nn.Linear)
         whole = self.trained and len(pieces) == 1 and pieces[0].used is not None
@@ -98,9 +106,9 @@ class Cutter:
             piece = Piece(param.shape[0], 1, (0, param.shape[0]))
             self.parameter(f"{path}.{name}", param, 0, (piece,), whole=True)
 
-    def head(self, embeddings: nn.Module | None, head: nn.Module | None) -> None:
+    def head(self, embeddings: nn.Module | None, head: nn.Linear) -> None:
         """Slice the vocabulary of the output layer, and gather its outputs, unless it is tied."""
-        if not isinstance(head, nn.Linear) or getattr(embeddings, "weight", None) is head.weight:
+        if getattr(embeddings, "weight", None) is head.weight:
             return
         path = next(name for name, module in self.model.named_modules() if module is head)
         self.column(path, (Piece(head.out_features, head.out_features),), gather=True)
