@@ -127,14 +127,18 @@ class TensorParallelRequest:
         """
         if self.size == 1:
             return
-        if self.group is not None and (self.group.size(), self.group.rank()) != (self.size, context.tp.rank):
-            raise ConfigError(
-                f"`tp_group` must hold {self.size} adjacent ranks in their order, but does not; leave it out"
-            )
+        self.check_group(context)
         slice_model(Cutter(model, context.tp, trained=True), self.policy)
         synchronise(context.tp, context.device)
         check = BatchCheck(context.tp, context.device)
         check.hook = model.register_forward_pre_hook(check, with_kwargs=True)
+
+    def check_group(self, context: ParallelContext) -> None:
+        """Raise ConfigError if the script's own process group is not of this rank's neighbours."""
+        if self.group is not None and (self.group.size(), self.group.rank()) != (self.size, context.tp.rank):
+            raise ConfigError(
+                f"`tp_group` must hold {self.size} adjacent ranks in their order, but does not; leave it out"
+            )
 
 
 class _Ranks:
