@@ -16,6 +16,8 @@ from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import TIMEOUT, find_context
 from megazero.deepspeed.data import build_dataloader
 from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
+from megazero.deepspeed.inference.hybrid import DeepSpeedHybridEngine, hybrid_tokens
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
 from megazero.deepspeed.muon import matrix_groups
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer, build_torch_optimizer
@@ -80,6 +82,8 @@ def initialize(
         raise ConfigError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__}")
     section, source = take_section(choose_source(args, config, config_params))
     request = TensorParallelRequest.read(section)
+    section, source = take_section(source, HYBRID)
+    longest = hybrid_tokens(section)
     read = read_deepspeed(source).values
     hpz = read.get("zero.hpz_partition_size", 1)
     request = request.within(model, DTYPES[read.get("precision.dtype", "fp32")])
@@ -107,7 +111,10 @@ def initialize(
         drop_last = settings.extras.dataloader_drop_last
         loader = build_dataloader(training_data, collate_fn, settings.batch.micro, drop_last, context)
     reporter = Reporter(settings, context, traffic)
-    engine = DeepSpeedEngine(model, wrapped, settings, context, schedule, reporter, loader)
+    kind = DeepSpeedEngine if longest is None else DeepSpeedHybridEngine
+    engine = kind(model, wrapped, settings, context, schedule, reporter, loader)
+    if isinstance(engine, DeepSpeedHybridEngine):
+        engine.max_out_tokens = longest or engine.max_out_tokens
     return engine, wrapped, loader, schedule
 
 

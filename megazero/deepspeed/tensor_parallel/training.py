@@ -193,17 +193,18 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
-def take_section(source: Any) -> tuple[dict[str, Any], Any]:
-    """The `tensor_parallel` section of a JSON, and the JSON without it.
+def take_section(source: Any, name: str = SECTION) -> tuple[dict[str, Any], Any]:
+    """A section of a JSON, and the JSON without it.
 
     Args:
         source: path or content.
+        name: of the section.
     """
     document = source if isinstance(source, Mapping) else load_json(Path(source))[0]
-    section = document.get(SECTION)
+    section = document.get(name)
     if not isinstance(section, Mapping):
         return {}, source
-    return dict(section), {key: value for key, value in document.items() if key != SECTION}
+    return dict(section), {key: value for key, value in document.items() if key != name}
 
 
 def tp_model_init(
