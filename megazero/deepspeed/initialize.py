@@ -88,7 +88,10 @@ def initialize(
     hpz = read.get("zero.hpz_partition_size", 1)
     request = request.within(model, DTYPES[read.get("precision.dtype", "fp32")])
     context = find_context(
-        request.layout(mpu), node_size=hpz, ep_size=agreed_ep_size(model), may_start=dist_init_required is not False
+        request.layout(mpu),
+        node_size=hpz,
+        ep_size=agreed_ep_size(model),
+        may_start=dist_init_required is not False,
     )
     check_ep_size(model, context)
     settings = read_settings(source, context.data.size, model)

@@ -37,7 +37,9 @@ def checkpoint_files(checkpoint: str | Mapping[str, Any], base_dir: str = "") ->
         if path.is_dir():
             return _in_folder(path)
         if not path.is_file():
-            raise CheckpointError(f"`checkpoint` must be a folder or a file, but {path} is none; correct the path")
+            raise CheckpointError(
+                f"`checkpoint` must be a folder or a file, but {path} is none; correct the path"
+            )
         if path.suffix != ".json":
             return [path]
         folder = folder if base_dir else path.parent
@@ -46,7 +48,8 @@ def checkpoint_files(checkpoint: str | Mapping[str, Any], base_dir: str = "") ->
             return sorted({path.parent / name for name in checkpoint["weight_map"].values()})
     if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get("checkpoints"), list):
         raise CheckpointError(
-            "`checkpoint` must list the files of whole weights as `checkpoints`, but does not; give a list, or "
+            "`checkpoint` must list the files of whole weights as `checkpoints`, but does not; give a "
+            "list, or "
             "the folder that `save_pretrained` wrote"
         )
     if checkpoint.get("parallelization", "pp") == "tp" or checkpoint.get("tp_size", 1) not in (None, 1):
@@ -84,7 +87,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
-                yield from ((name, file.get_tensor(name)) for name in file.keys())
+                yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118  # no dict
         else:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             yield from state.get("module", state).items()
@@ -116,7 +119,8 @@ def load_weights(model: nn.Module, files: list[Path], group: Group) -> None:
     missing = [name for name, value in state.items() if isinstance(value, Tensor) and id(value) not in done]
     if missing:
         raise CheckpointError(
-            f"`checkpoint` must hold all weights of the model, but lacks {len(missing)}, such as {missing[0]}; "
+            f"`checkpoint` must hold all weights of the model, but lacks {len(missing)}, such as "
+            f"{missing[0]}; "
             "if it is of an older layout, load it with `from_pretrained` and leave `checkpoint` out"
         )
 
@@ -150,7 +154,7 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
         )
     ]
     for module in model.modules():  # only what is on the meta device: the rest has values
-        for name, param in module.named_parameters(recurse=False):
+        for param in module.parameters(recurse=False):
             if param.is_meta:
                 value = torch.empty_like(param, device=device)
                 twin = nn.Parameter(value, param.requires_grad)
@@ -166,6 +170,7 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if f"{path}.{name}".lstrip(".") not in kept and buffer.isnan().any():
                 raise CheckpointError(
-                    f"`{path}.{name}` must have values, but is on the meta device and in no checkpoint; build the "
+                    f"`{path}.{name}` must have values, but is on the meta device and in no checkpoint; "
+                    "build the "
                     "model on the CPU"
                 )

@@ -201,14 +201,15 @@ def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         inner = {} if inner is None or isinstance(inner, bool) else dict(inner)
         if new in inner:
             raise ValueError(
-                f"`{section}.{new}` must be given once, but `{old}`, its old name, is given too; leave that out"
+                f"`{section}.{new}` must be given once, but `{old}`, its old name, is given too; leave "
+                "that out"
             )
         result[place] = {**inner, new: value}
     return result
 
 
 def read_config(config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConfig:
-    """The configuration from a dict or the path of a JSON, and keyword arguments, which are added to the dict.
+    """The configuration from a dict or the path of a JSON; keyword arguments are added to the dict.
 
     Raises:
         ConfigError: a key is given twice with different values, is not known, or has a wrong value.
@@ -220,11 +221,14 @@ def read_config(config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConf
     if isinstance(config, DeepSpeedInferenceConfig):
         config = config.model_dump(exclude_unset=True)
     if not isinstance(config, dict):
-        raise ConfigError(f"`config` must be a dictionary or the path of a JSON, but is {type(config).__name__}")
+        raise ConfigError(
+            f"`config` must be a dictionary or the path of a JSON, but is {type(config).__name__}"
+        )
     for key in config.keys() & given.keys():
         if config[key] != given[key]:
             raise ConfigError(
-                f"`{key}` must have one value, but is {config[key]} in `config` and {given[key]} as an argument; "
+                f"`{key}` must have one value, but is {config[key]} in `config` and {given[key]} as an "
+                "argument; "
                 "leave one of them out"
             )
     config.update(given)
@@ -252,11 +256,13 @@ def _refuse(config: DeepSpeedInferenceConfig) -> None:
     moe = config.moe
     if isinstance(moe, DeepSpeedMoEConfig) and moe.ep_size > 1:
         raise ConfigError(
-            f"`moe.ep_size` must be 1 here, but is {moe.ep_size}; slice the experts with `tensor_parallel.tp_size`"
+            f"`moe.ep_size` must be 1 here, but is {moe.ep_size}; slice the experts with "
+            "`tensor_parallel.tp_size`"
         )
     if config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path:
         raise ConfigError(
-            "`save_mp_checkpoint_path` must be left out here: slices need no checkpoint of their own, because a "
+            "`save_mp_checkpoint_path` must be left out here: slices need no checkpoint of their own, "
+            "because a "
             "whole one is sliced while it is read"
         )
     if config.injection_policy and config.replace_with_kernel_inject:
@@ -264,7 +270,9 @@ def _refuse(config: DeepSpeedInferenceConfig) -> None:
             "`injection_policy` must be left out with `replace_with_kernel_inject`; choose one of them"
         )
     if config.enable_cuda_graph and config.tensor_parallel.tp_size > 1:
-        raise ConfigError("`enable_cuda_graph` must be false with tensor parallelism, but is true; leave it out")
+        raise ConfigError(
+            "`enable_cuda_graph` must be false with tensor parallelism, but is true; leave it out"
+        )
     weight = config.quant.weight
     if config.dtype == torch.int8 and (weight.num_bits != 8 or weight.q_type != "symmetric"):
         raise ConfigError(

@@ -62,9 +62,8 @@ class InferenceEngine(nn.Module):
         return 1 if self._context is None else self._context.tp.size
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's forward, without gradients."""
-        with torch.no_grad():
-            return self.module(*inputs, **kwargs)
+        """The module's forward."""
+        return self.module(*inputs, **kwargs)
 
     def _generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's `generate`; all ranks that it is sliced over call this with the same prompts.
@@ -75,7 +74,8 @@ class InferenceEngine(nn.Module):
         prompts = kwargs.get("input_ids", inputs[0] if inputs else None)
         if isinstance(prompts, Tensor) and prompts.shape[-1] > self._config.max_out_tokens:
             raise DataError(
-                f"a prompt must have at most `max_out_tokens` ({self._config.max_out_tokens}) tokens, but has "
+                f"a prompt must have at most `max_out_tokens` ({self._config.max_out_tokens}) tokens, but "
+                "has "
                 f"{prompts.shape[-1]}; give a larger `max_out_tokens`"
             )
         assert self._inner_generate is not None, "`generate` is only there if the module can"

@@ -83,10 +83,16 @@ def _candidates(module: nn.Module) -> Iterator[nn.Module]:
         yield FusedGelu(True)
 
 
-def _same(one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], width: int, like: Tensor) -> bool:
+def _same(
+    one: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], width: int, like: Tensor
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     # In half precision two kinds of GELU look alike.
-    dtype = like.dtype if isinstance(one, nn.Module) and next(one.parameters(), None) is not None else torch.float32
+    dtype = (
+        like.dtype
+        if isinstance(one, nn.Module) and next(one.parameters(), None) is not None
+        else torch.float32
+    )
     x = torch.randn(3, width, generator=generator).to(like.device, dtype)
     tolerance = 8 * torch.finfo(dtype).eps
     return torch.allclose(one(x), other(x), rtol=tolerance, atol=tolerance)

@@ -36,7 +36,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         prompts = kwargs.get("input_ids", inputs[0] if inputs else None)
         if isinstance(prompts, Tensor) and prompts.shape[-1] > self.max_out_tokens:
             raise DataError(
-                f"a prompt must have at most `hybrid_engine.max_out_tokens` ({self.max_out_tokens}) tokens, but "
+                f"a prompt must have at most `hybrid_engine.max_out_tokens` ({self.max_out_tokens}) "
+                "tokens, but "
                 f"has {prompts.shape[-1]}; give a larger one"
             )
         was_training = self.module.training

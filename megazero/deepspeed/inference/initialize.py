@@ -46,14 +46,15 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> Infer
         slice_model(Cutter(model, context.tp, trained=False), _policy(read))
     elif context.tp.size > 1:
         raise ConfigError(
-            "`tensor_parallel.tp_size` must be 1 for a model of megazero's, which is sliced when it is built, but "
+            "`tensor_parallel.tp_size` must be 1 for a model of megazero's, which is sliced when it is "
+            "built, but "
             f"is {context.tp.size}; leave it out"
         )
     device = torch.device("cpu") if read.keep_module_on_host else context.device
     _fill(model, read, context, device)
-    dtype = _convert(model, read)
+    dtype = _convert(model, read) if own is None else own.check(read)
     injected = inject(model) if read.replace_with_kernel_inject and own is None else {}
-    if read.dtype == torch.int8 and read.quant.enabled and read.quant.weight.enabled:
+    if own is None and read.dtype == torch.int8 and read.quant.enabled and read.quant.weight.enabled:
         quantize(model, dtype, read.quant.weight.q_groups)
     model.to(device).eval()
     synchronise(context.tp, context.device)
@@ -82,7 +83,8 @@ def _policy(config: DeepSpeedInferenceConfig) -> SlicingPolicy:
     injection = config.injection_policy
     if config.injection_policy_tuple is not None:
         raise ConfigError(
-            "`injection_policy_tuple` must be left out here; give `injection_policy` with the class of the layers"
+            "`injection_policy_tuple` must be left out here; give `injection_policy` with the class of the "
+            "layers"
         )
     return SlicingPolicy(injection=injection)
 
@@ -99,7 +101,8 @@ def _fill(
     if checkpoint is None:
         if any(param.is_meta for param in model.parameters()):
             raise ConfigError(
-                "`checkpoint` must be given for a model on the meta device, but is not; give the folder of its "
+                "`checkpoint` must be given for a model on the meta device, but is not; give the folder of "
+                "its "
                 "weights"
             )
         return
@@ -110,7 +113,7 @@ def _fill(
 
 
 def _convert(model: nn.Module, config: DeepSpeedInferenceConfig) -> torch.dtype:
-    """Convert weights, and buffers that a checkpoint holds; others, such as rotary tables, keep their type."""
+    """Convert weights, and buffers that a checkpoint holds; others (rotary tables) keep their type."""
     dtype: torch.dtype = config.dtype
     if dtype == torch.int8:  # products need a floating type: the model's own if it is half
         own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.inference.config import DeepSpeedInferenceConfig
 from megazero.errors import ConfigError
 from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling
@@ -19,6 +19,20 @@ class OwnModel:
 
     def __init__(self, model: LanguageModel):
         self.model = model
+
+    def check(self, config: DeepSpeedInferenceConfig) -> torch.dtype:
+        """The type of the weights, which stays.
+
+        Raises:
+            ConfigError: the configuration says another.
+        """
+        dtype = next(self.model.parameters()).dtype
+        if "dtype" in config.model_fields_set and config.dtype != dtype:
+            raise ConfigError(
+                f"`dtype` must be that of the model ({dtype}), which is built for it, but is {config.dtype}; "
+                "leave it out, or build the model in that type"
+            )
+        return dtype
 
     def generate(
         self,
@@ -56,7 +70,7 @@ class OwnModel:
         return torch.tensor([row + [end] * (width - len(row)) for row in rows], device=device)
 
 
-def own_model(model: nn.Module) -> Any:
+def own_model(model: nn.Module) -> OwnModel | None:
     """A model of megazero's that can generate; None for any other module.
 
     Raises:

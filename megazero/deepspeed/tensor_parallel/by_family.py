@@ -30,7 +30,14 @@ def blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 _KINDS: Mapping[str, str] = MappingProxyType(
-    {"query": "column", "key_value": "column", "up": "column", "output": "row", "down": "row", "fused": "column"}
+    {
+        "query": "column",
+        "key_value": "column",
+        "up": "column",
+        "output": "row",
+        "down": "row",
+        "fused": "column",
+    }
 )
 
 
@@ -103,7 +110,8 @@ class FamilyPlan:
             beside = self._parent(name) in attentions and owns
             if role is None and (is_linear(module) or beside):
                 raise ConfigError(
-                    f"`{path}.{name}` must be a layer of {self.family.family} ({', '.join(self.family.types)}), "
+                    f"`{path}.{name}` must be a layer of {self.family.family} "
+                    f"({', '.join(self.family.types)}), "
                     f"but no rule names this {type(module).__name__}; name it in `partition_config`"
                 )
             if role is not None and not (role == "shared" and not owns):
@@ -213,6 +221,7 @@ def _check_activation(config: Any, path: str) -> None:
         value = getattr(config, name, None)
         if isinstance(value, str) and ("sigmoid" in value or "softplus" in value):
             raise ConfigError(
-                f"the features of `{path}` must be a multiple of the tensor-parallel ranks, because `{name}` is "
+                f"the features of `{path}` must be a multiple of the tensor-parallel ranks, because "
+                f"`{name}` is "
                 f"{value}, which is not zero at zero; choose another number of ranks"
             )

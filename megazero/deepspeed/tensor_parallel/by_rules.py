@@ -82,7 +82,8 @@ def _width(module: nn.Module, outputs: bool) -> int:
 def _check_width(path: str, width: int, ranks: int) -> None:
     if width % ranks:
         raise ConfigError(
-            f"`{path}` must have a width that divides by the tensor-parallel ranks ({ranks}), but has {width}; "
+            f"`{path}` must have a width that divides by the tensor-parallel ranks ({ranks}), but has "
+            f"{width}; "
             "choose another number of ranks or skip the layer"
         )
 
@@ -94,8 +95,10 @@ def _check_heads(config: Any, ranks: int) -> None:
     heads = heads_of(config, ranks, 0)
     if heads.query % ranks or heads.key_value % ranks:
         raise ConfigError(
-            f"`num_key_value_heads` ({heads.key_value}) and `num_attention_heads` ({heads.query}) must divide by "
-            f"the tensor-parallel ranks ({ranks}) for a model of no known family; choose another number of ranks"
+            f"`num_key_value_heads` ({heads.key_value}) and `num_attention_heads` ({heads.query}) must "
+            "divide by "
+            f"the tensor-parallel ranks ({ranks}) for a model of no known family; choose another number of "
+            "ranks"
         )
 
 
@@ -105,7 +108,8 @@ def _divide_sizes(path: str, module: nn.Module, ranks: int) -> None:
         if isinstance(value, int) and not isinstance(value, bool):
             if value % ranks:
                 raise ConfigError(
-                    f"`{path}.{name}` must divide by the tensor-parallel ranks ({ranks}), but is {value}; choose "
+                    f"`{path}.{name}` must divide by the tensor-parallel ranks ({ranks}), but is {value}; "
+                    "choose "
                     "another number of ranks"
                 )
             setattr(module, name, value // ranks)

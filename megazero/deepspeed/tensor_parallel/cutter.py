@@ -14,7 +14,6 @@ from megazero.deepspeed.zero import partition_of
 from megazero.errors import ConfigError
 from megazero.mpu.group import Group
 
-
 _EXPERT_FEATURES = 8  # torch's grouped product wants rows of 16 bytes
 
 
@@ -45,7 +44,8 @@ class Cutter:
         """
         if gather and len(pieces) > 1:
             raise ConfigError(
-                f"`gather_output` must be false for `{path}`, which holds {len(pieces)} weights, but is true; "
+                f"`gather_output` must be false for `{path}`, which holds {len(pieces)} weights, but is "
+                "true; "
                 "skip the layer to keep it whole"
             )
         linear = self.model.get_submodule(path)
@@ -78,7 +78,8 @@ class Cutter:
         if shapes != {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}:
             raise ConfigError(
                 f"`{path}` must hold `gate_up_proj` [experts, 2 f, h] and `down_proj` [experts, h, f], but "
-                f"holds {shapes}; its layout is not known here, so train or run it on one tensor-parallel rank"
+                f"holds {shapes}; its layout is not known here, so train or run it on one tensor-parallel "
+                "rank"
             )
         half = Piece(width, width, align=_EXPERT_FEATURES)
         for name, dim, pieces in (("gate_up_proj", 1, (half, half)), ("down_proj", 2, (half,))):

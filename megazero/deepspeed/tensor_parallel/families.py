@@ -73,7 +73,9 @@ class Family:
         layout = next(layout for name, layout in layouts.items() if f".{path}".endswith(f".{name}"))
         if layout != "by_config":
             return layout
-        multi = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+        multi = getattr(config, "multi_query", False) and not getattr(
+            config, "new_decoder_architecture", False
+        )
         return "thirds" if multi else "heads"
 
 

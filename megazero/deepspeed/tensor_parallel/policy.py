@@ -29,7 +29,7 @@ class SlicingPolicy:
 
     Attributes:
         specs: entries of ``partition_config.layer_specs``.
-        defaults: whether layers that no entry names follow the model's family or plan; if not, they are whole.
+        defaults: whether layers that no entry names follow the model's family; if not, they are whole.
         strict: whether a linear layer of a block that no entry names is an error.
         preset: the `model_type` whose row of the table is used instead of the model's own.
         injection: ``{LayerClass: names of layers whose products are summed}``.
@@ -52,7 +52,8 @@ class SlicingPolicy:
         known = {"use_default_specs", "strict_mode", "layer_specs"}
         if unknown := sorted(set(config) - known):
             raise ConfigError(
-                f"`partition_config` must have the keys {', '.join(sorted(known))}, but has {unknown[0]}; leave "
+                f"`partition_config` must have the keys {', '.join(sorted(known))}, but has {unknown[0]}; "
+                "leave "
                 "it out"
             )
         preset = section.get("preset_model")
@@ -88,7 +89,8 @@ def slice_model(cutter: Cutter, policy: SlicingPolicy) -> None:
     rules: dict[str, Rule] = dict(spec_rules(model, policy.specs, kind))
     if policy.specs and not rules:
         raise ConfigError(
-            "`layer_specs` must match weights of `model`, but match none; their patterns are matched from the "
+            "`layer_specs` must match weights of `model`, but match none; their patterns are matched from "
+            "the "
             "start of names such as " + next(f"{p}.weight" for p, m in model.named_modules() if is_linear(m))
         )
     if policy.specs and policy.strict:

@@ -54,7 +54,8 @@ class LayerSpec:
         known |= {"gather_output", "grad_allreduce"}
         if unknown := sorted(set(entry) - known):
             raise ConfigError(
-                f"`layer_specs` must have the keys {', '.join(sorted(known))}, but has {unknown[0]}; leave it out"
+                f"`layer_specs` must have the keys {', '.join(sorted(known))}, but has {unknown[0]}; leave "
+                "it out"
             )
         patterns = entry.get("patterns") or ()
         patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
@@ -62,7 +63,8 @@ class LayerSpec:
         kind = kinds.get(str(entry.get("partition_type", "column")).lower())
         if not patterns or kind is None:
             raise ConfigError(
-                "`layer_specs` must have `patterns` and a `partition_type` of column, row or skip, but an entry "
+                "`layer_specs` must have `patterns` and a `partition_type` of column, row or skip, but an "
+                "entry "
                 f"is {dict(entry)}"
             )
         if kind == "whole" and entry.get("grad_allreduce"):
@@ -146,7 +148,8 @@ def injected_rules(model: nn.Module, policy: Mapping[Any, Any]) -> dict[str, Rul
         names = (names,) if isinstance(names, str) else names
         if not isinstance(kind, (type, str)) or not isinstance(names, Sequence):
             raise ConfigError(
-                "`injection_policy` must map a class of layers to the names of those whose products are summed, "
+                "`injection_policy` must map a class of layers to the names of those whose products are "
+                "summed, "
                 f"but holds {kind}: {names}"
             )
         blocks = [(path, m) for path, m in model.named_modules() if _is_a(m, kind)]
@@ -163,7 +166,8 @@ def injected_rules(model: nn.Module, policy: Mapping[Any, Any]) -> dict[str, Rul
                     rules[path] = Rule("column")
         if not any(rule.kind == "row" for rule in rules.values()):
             raise ConfigError(
-                f"`injection_policy` must name layers of `model`, but {kind} with {', '.join(names)} fits none"
+                f"`injection_policy` must name layers of `model`, but {kind} with {', '.join(names)} fits "
+                "none"
             )
     return rules
 

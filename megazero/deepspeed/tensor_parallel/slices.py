@@ -73,7 +73,8 @@ class Sliced:
         width = sum(piece.width for piece in self.pieces)
         if width != self.shape[self.dim]:
             raise ConfigError(
-                f"`{self.name}` must have the layout of its family, {' + '.join(str(p.width) for p in self.pieces)} "
+                f"`{self.name}` must have the layout of its family, "
+                f"{' + '.join(str(p.width) for p in self.pieces)} "
                 f"features, but has {self.shape[self.dim]}; its layout is not known here, so name it in "
                 "`partition_config`"
             )
@@ -125,7 +126,8 @@ class Sliced:
         if any(piece.used or piece.units % ranks for piece in self.pieces):
             raise ConfigError(
                 f"`{self.name}` must have as many key-value heads as a multiple of the tensor-parallel ranks "
-                f"({ranks}) to be trained, because it holds queries, keys and values of unequal widths, but has "
+                f"({ranks}) to be trained, because it holds queries, keys and values of unequal widths, "
+                "but has "
                 f"{min(piece.units for piece in self.pieces)}; choose fewer ranks"
             )
         shape = list(self.shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class TensorParallelRequest:
     """
 
     size: int = 1
-    policy: SlicingPolicy = SlicingPolicy()
+    policy: SlicingPolicy = field(default_factory=SlicingPolicy)
     dtype: torch.dtype | None = None
     group: Any = None
 
@@ -60,7 +60,8 @@ class TensorParallelRequest:
                 raise ConfigError(f"`{SECTION}.{key}` must be left out here; {_REFUSED[key]}")
             if key not in _EFFECT | _NO_EFFECT:
                 raise ConfigError(
-                    f"`{SECTION}` must have the keys {', '.join(sorted(_EFFECT | _NO_EFFECT))}, but has {key}; "
+                    f"`{SECTION}` must have the keys {', '.join(sorted(_EFFECT | _NO_EFFECT))}, but has "
+                    f"{key}; "
                     "leave it out"
                 )
         inner = section.get("tp") or section.get(SECTION) or {}
@@ -114,7 +115,8 @@ class TensorParallelRequest:
             size = (ask or mpu.get_model_parallel_world_size)()
         if size != self.size:
             raise ConfigError(
-                f"`mpu` must have as many tensor-parallel ranks as `{SECTION}.autotp_size` ({self.size}), but "
+                f"`mpu` must have as many tensor-parallel ranks as `{SECTION}.autotp_size` ({self.size}), "
+                "but "
                 f"has {size}; leave one of them out"
             )
         return mpu
@@ -180,7 +182,8 @@ class BatchCheck:
         self.group.all_gather(all_digests, mine).wait()
         if (all_digests != all_digests[0]).any():
             raise DataError(
-                f"the tensor-parallel ranks {list(self.group.ranks)} must read the same batch, but their first "
+                f"the tensor-parallel ranks {list(self.group.ranks)} must read the same batch, but their "
+                "first "
                 "ones differ; give them one sampler rank (`data_parallel_rank`) and one seed"
             )
 
@@ -235,7 +238,8 @@ def tp_model_init(
     request = replace(read, size=tp_size, dtype=_DTYPES.get(str(dtype), dtype), group=group or read.group)
     if read.size not in (1, tp_size):
         raise ConfigError(
-            f"`tp_size` must be the `autotp_size` of `config` ({read.size}), but is {tp_size}; give one of them"
+            f"`tp_size` must be the `autotp_size` of `config` ({read.size}), but is {tp_size}; give one of "
+            "them"
         )
     if model.__dict__.get("tensor_parallel_request", request) != request:
         raise ConfigError("`tp_model_init` must be called once for a model, or with the same arguments")
