@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from megazero.deepspeed.surface import Surface, SurfaceModule, read_names
 from megazero.deepspeed.tensor_parallel.families import read_families
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/deepspeed/inference.md"
@@ -45,7 +46,8 @@ def test_the_table_is_that_of_the_rows():
 
 
 def test_its_examples_run():
-    names: dict[str, object] = {}
+    surface = Surface(read_names())
+    names: dict[str, object] = {"deepspeed": SurfaceModule("deepspeed", surface.modules[""], frozenset())}
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) == 3
     for example in examples:

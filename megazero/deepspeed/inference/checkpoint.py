@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ def _in_folder(folder: Path) -> list[Path]:
     return found
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: Path) -> Generator[tuple[str, Tensor], None, None]:
     """Name and value of each tensor in a file; nothing is unpickled but tensors.
 
     Raises:
@@ -164,9 +164,10 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
             if buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device).fill_(float("nan"))
     for path, module in empty:
-        if hasattr(model, "_init_weights"):
+        initialize: Any = getattr(model, "_init_weights", None)
+        if initialize is not None:
             with torch.no_grad():
-                model._init_weights(module)
+                initialize(module)
         for name, buffer in module.named_buffers(recurse=False):
             if f"{path}.{name}".lstrip(".") not in kept and buffer.isnan().any():
                 raise CheckpointError(

@@ -31,19 +31,21 @@ _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 
-_NO_EFFECT = {
-    "use_triton": "there are no Triton kernels for a given model",
-    "triton_autotune": "there are no Triton kernels for a given model",
-    "triangular_masking": "the model masks as it was written to",
-    "return_tuple": "layers return what they did",
-    "transposed_mode": "layers keep their orientation",
-    "min_out_tokens": "there is no workspace to reserve",
-    "training_mp_size": "a checkpoint is read whole",
-    "replace_method": "only auto exists",
-    "zero": "weights are sliced, not sharded",
-    "enable_cuda_graph": "forward is not captured",
-    "moe_type": "experts are kept as the model has them",
-}
+_NO_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "use_triton": "there are no Triton kernels for a given model",
+        "triton_autotune": "there are no Triton kernels for a given model",
+        "triangular_masking": "the model masks as it was written to",
+        "return_tuple": "layers return what they did",
+        "transposed_mode": "layers keep their orientation",
+        "min_out_tokens": "there is no workspace to reserve",
+        "training_mp_size": "a checkpoint is read whole",
+        "replace_method": "only auto exists",
+        "zero": "weights are sliced, not sharded",
+        "enable_cuda_graph": "forward is not captured",
+        "moe_type": "experts are kept as the model has them",
+    }
+)
 
 
 def _dtype(value: Any) -> Any:
@@ -59,7 +61,7 @@ Dtype = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(str)]
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
 
-    def dict(self, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def dict(self, **kwargs: Any) -> dict[str, Any]:
         """The values by key."""
         return self.model_dump(**kwargs)
 
@@ -68,7 +70,7 @@ class DeepSpeedTPConfig(_Section):
     """`tensor_parallel`: the ranks that the layers are sliced over."""
 
     enabled: bool = True
-    tp_size: int = Field(1, ge=1)
+    tp_size: int = Field(default=1, ge=1)
     tp_grain_size: int = 64
     mpu: Any = None
     tp_group: Any = None
@@ -91,7 +93,7 @@ class BaseQuantConfig(_Section):
     enabled: bool = True
     num_bits: int = 8
     q_type: Literal["symmetric", "asymmetric"] = "symmetric"
-    q_groups: int = Field(1, ge=1)
+    q_groups: int = Field(default=1, ge=1)
 
 
 class WeightQuantConfig(BaseQuantConfig):

@@ -62,8 +62,9 @@ def inject(model: nn.Module) -> Counter[str]:
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             for candidate in _candidates(module):
-                width = candidate.weight.shape[-1] if hasattr(candidate, "weight") else _WIDTH
-                if _same(module, candidate, int(width), next(model.parameters())):
+                own = next(candidate.parameters(), None)
+                width = _WIDTH if own is None else own.shape[-1]
+                if _same(module, candidate, width, next(model.parameters())):
                     parent._modules[name] = candidate.train(module.training)
                     found[type(candidate).__name__] += 1
                     break

@@ -14,8 +14,17 @@ from megazero.errors import ConfigError, DataError
 
 SECTION = "hybrid_engine"
 _LONGEST = 512
-_KEYS = {"enabled", "max_out_tokens", "inference_tp_size", "release_inference_cache", "pin_parameters"}
-_KEYS |= {"tp_gather_partition_size", "enable_cuda_graph"}
+_KEYS = frozenset(
+    {
+        "enabled",
+        "max_out_tokens",
+        "inference_tp_size",
+        "release_inference_cache",
+        "pin_parameters",
+        "tp_gather_partition_size",
+        "enable_cuda_graph",
+    }
+)
 
 
 class DeepSpeedHybridEngine(DeepSpeedEngine):
@@ -40,11 +49,12 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
                 "tokens, but "
                 f"has {prompts.shape[-1]}; give a larger one"
             )
+        generate: Any = self.module.generate
         was_training = self.module.training
         self.module.eval()
         try:
             with GatheredParameters(self.module.parameters()), torch.no_grad():
-                return self.module.generate(*inputs, **kwargs)
+                return generate(*inputs, **kwargs)
         finally:
             self.module.train(was_training)
 

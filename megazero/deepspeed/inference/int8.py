@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
@@ -41,7 +43,8 @@ class Int8Rows(nn.Module):
 def quantize(model: nn.Module, dtype: torch.dtype, groups: int) -> int:
     """Round the weights of all linear layers but the output layer, and return how many layers that are."""
     model.requires_grad_(False)
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head: Any = getattr(model, "get_output_embeddings", lambda: None)
+    head = find_head()
     layers = [
         module
         for module in model.modules()

@@ -52,7 +52,7 @@ def slice_family(cutter: Cutter, family: Family, rules: Mapping[str, Rule] = Map
     Raises:
         ConfigError: a layer is not named by the family's row, or does not have the layout that it says.
     """
-    model = cutter.model
+    model: Any = cutter.model
     config: Any = model.config
     if getattr(config, "slow_but_exact", False):
         raise ConfigError("`slow_but_exact` must be false for sliced layers, but is true; leave it out")
@@ -134,7 +134,7 @@ class FamilyPlan:
         """Queries, keys and values in one."""
         heads = self.heads
         if self.family.layout(path, self.config) == "thirds":
-            pieces = (self._queries(), self._keys(), self._keys())
+            pieces: tuple[Piece, ...] = (self._queries(), self._keys(), self._keys())
         else:
             pieces = (Piece((heads.query + 2 * heads.key_value) * heads.width, heads.key_value),)
         self.cutter.column(path, pieces)

@@ -42,8 +42,9 @@ def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = 
         ConfigError: something is sliced that does not divide by the ranks, or is no linear layer.
     """
     model, ranks = cutter.model, cutter.group.size
+    config: Any = getattr(model, "config", None)
     if divide:
-        _check_heads(getattr(model, "config", None), ranks)
+        _check_heads(config, ranks)
     owners = {path.rpartition(".")[0] for path, r in rules.items() if r.kind == "column" and not r.gather}
     for path, rule in rules.items():
         module = model.get_submodule(path)
@@ -58,7 +59,7 @@ def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = 
             _check_width(path, width, ranks)
             cutter.row(path, Piece(width, width))
         elif rule.kind == "experts":
-            cutter.experts(path, model.config.hidden_size)  # type: ignore[union-attr]
+            cutter.experts(path, config.hidden_size)
         elif rule.kind == "shared":
             cutter.shared(path)
     for path in owners if divide else ():

@@ -27,8 +27,8 @@ class SlicedLinear(nn.Module):
 
     def __init__(self, linear: nn.Module, group: Group):
         super().__init__()
-        self.weight: nn.Parameter = linear.weight  # type: ignore[assignment]
-        self.bias: nn.Parameter | None = linear.bias  # type: ignore[assignment]
+        self.weight = linear.get_parameter("weight")
+        self.bias = dict(linear.named_parameters()).get("bias")
         self.group = group
         self.inputs_first = not isinstance(linear, nn.Linear)
 

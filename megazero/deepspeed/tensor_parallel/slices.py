@@ -130,9 +130,7 @@ class Sliced:
                 "but has "
                 f"{min(piece.units for piece in self.pieces)}; choose fewer ranks"
             )
-        shape = list(self.shape)
-        shape[dim] = ranks * sum(piece.local(ranks) for piece in self.pieces)
-        return ParamSpec(f"{self.name}@tp{ranks}", tuple(shape), zeros, (Cut(dim, "tp"),))
+        return ParamSpec(f"{self.name}@tp{ranks}", self.shape, zeros, (Cut(dim, "tp"),))
 
 
 def sliced_of(param: Tensor) -> Sliced | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,16 +22,21 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 
 SECTION = "tensor_parallel"
-_EFFECT = {"autotp_size", "partition_config", "preset_model", "dtype", "tp", SECTION}
-_NO_EFFECT = {
-    "tp_overlap_comm",
-    "vocab_parallel_lm_head",
-    "vocab_parallel_ce_backend",
-    "keep_module_on_host",
-    "replace_with_kernel_inject",
-}
-_REFUSED = {"injection_policy_tuple": "give `partition_config`"}
-_DTYPES = {"fp16": torch.float16, "half": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_EFFECT = frozenset({"autotp_size", "partition_config", "preset_model", "tp", SECTION})
+_NO_EFFECT = frozenset(
+    {
+        "dtype",
+        "tp_overlap_comm",
+        "vocab_parallel_lm_head",
+        "vocab_parallel_ce_backend",
+        "keep_module_on_host",
+        "replace_with_kernel_inject",
+    }
+)
+_REFUSED = MappingProxyType({"injection_policy_tuple": "give `partition_config`"})
+_DTYPES = MappingProxyType(
+    {"fp16": torch.float16, "half": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,8 @@ class TensorParallelRequest:
                     f"{key}; "
                     "leave it out"
                 )
+        if without := sorted(key for key in _NO_EFFECT if section.get(key)):
+            warnings.warn(f"keys of `{SECTION}` without effect here: {', '.join(without)}", stacklevel=3)
         inner = section.get("tp") or section.get(SECTION) or {}
         sizes = {section.get("autotp_size") or 0, inner.get("tp_size") or 0} - {0, 1}
         if len(sizes) > 1 or any(not isinstance(size, int) or size < 0 for size in sizes):

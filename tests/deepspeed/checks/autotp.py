@@ -98,12 +98,12 @@ def gpt_neo(deepspeed, scratch):
     return error(deepspeed, "gpt_neo")
 
 
-@check(ranks=2)
+@check(ranks=2, here="right", why="it takes its layout for another")
 def falcon_of_many_queries(deepspeed, scratch):
     return error(deepspeed, "falcon", multi_query=True)
 
 
-@check(ranks=2)
+@check(ranks=2, here="right", why="it leaves the bias of all heads")
 def falcon_with_alibi(deepspeed, scratch):
     return error(deepspeed, "falcon", multi_query=False, alibi=True)
 
@@ -113,7 +113,7 @@ def phi(deepspeed, scratch):
     return error(deepspeed, "phi")
 
 
-@check(ranks=2)
+@check(ranks=2, here="right", why="it slices the halves and not the sizes")
 def phi3(deepspeed, scratch):
     return error(deepspeed, "phi3")
 
@@ -206,7 +206,7 @@ def a_graph_of_slices(deepspeed, scratch):
     return outcome(lambda: deepspeed.init_inference(tiny("llama"), **keys)(input_ids=prompts()))
 
 
-@check(ranks=2)
+@check(ranks=2, here="refused", why="two ranks cannot hold four slices")
 def more_slices_than_ranks(deepspeed, scratch):
     keys = {"dtype": torch.float32, "tensor_parallel": {"tp_size": 4}}
     return outcome(lambda: deepspeed.init_inference(tiny("llama"), **keys))
@@ -262,7 +262,7 @@ def losses_with_a_preset(deepspeed, scratch):
     return train(engine_of(deepspeed, tiny("llama"), **keys))
 
 
-@check(ranks=2)
+@check(ranks=2, here="refused", why="it takes its default rules instead, without a word")
 def a_preset_that_is_none(deepspeed, scratch):
     keys = {"tensor_parallel": {"autotp_size": 2, "preset_model": "lama"}}
     return outcome(lambda: engine_of(deepspeed, tiny("llama"), **keys))
