@@ -282,7 +282,7 @@ def test_a_layer_that_no_rule_names_is_refused():
 def test_a_weight_of_another_layout_is_refused():
     model = tiny("phi3")
     model.model.layers[0].self_attn.qkv_proj = nn.Linear(32, 96, bias=False)
-    assert "64 features, but has 96" in refused(model)
+    assert "32 + 16 + 16 features, but has 96" in refused(model)
 
 
 def test_queries_of_one_fused_key_are_not_trained():

@@ -38,7 +38,7 @@ class Family:
         shared: modules whose weights are used for each head, so that each rank has a part of the gradient.
         attributes: numbers of an attention module that depend on its heads, ``name=meaning``, see
             `Heads.value`.
-        bias: an argument of the attention's forward with a row for each head.
+        bias: arguments of the attention's forward with a row for each head.
     """
 
     family: str

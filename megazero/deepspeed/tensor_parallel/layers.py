@@ -27,8 +27,8 @@ class SlicedLinear(nn.Module):
 
     def __init__(self, linear: nn.Module, group: Group):
         super().__init__()
-        self.weight = linear.get_parameter("weight")
-        self.bias = dict(linear.named_parameters()).get("bias")
+        self.weight: nn.Parameter = linear.get_parameter("weight")
+        self.bias: nn.Parameter | None = dict(linear.named_parameters()).get("bias")
         self.group = group
         self.inputs_first = not isinstance(linear, nn.Linear)
 
@@ -108,7 +108,7 @@ class HeadRows:
     """A hook before an attention's forward, which leaves of one argument the rows of this rank's heads.
 
     Args:
-        name: the argument, [heads, ...] or [batch * heads, ...].
+        name: the argument, [heads, ...], [batch * heads, ...] or [batch, heads, q, k].
         heads: heads of the whole model.
         start: the first one of this rank.
         count: how many it has; those beyond the last are zeros.
@@ -122,10 +122,13 @@ class HeadRows:
         rows = kwargs.get(self.name)
         if rows is None:
             return None
-        by_head = rows.view(-1, self.heads, *rows.shape[1:])
+        by_head = rows if rows.ndim == 4 else rows.view(-1, self.heads, *rows.shape[1:])
+        if by_head.shape[1] != self.heads:  # one row for all heads
+            return None
         start = min(self.start, self.heads)
         own = by_head[:, start : start + self.count]
         if own.shape[1] < self.count:
             missing = own.new_zeros(own.shape[0], self.count - own.shape[1], *own.shape[2:])
             own = torch.cat([own, missing], 1)
-        return args, {**kwargs, self.name: own.reshape(-1, *rows.shape[1:])}
+        own = own if rows.ndim == 4 else own.reshape(-1, *rows.shape[1:])
+        return args, {**kwargs, self.name: own}
