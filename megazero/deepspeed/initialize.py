@@ -94,7 +94,7 @@ def initialize(
         may_start=dist_init_required is not False,
     )
     check_ep_size(model, context)
-    settings = read_settings(source, context.data.size, model)
+    settings = read_settings(source, request.shares(mpu, context), model)
     _check(settings, context)
     request.apply(model, context)
     if context.rank == 0:

@@ -16,7 +16,7 @@ from megazero.deepspeed.tensor_parallel.families import read_families
 from megazero.deepspeed.tensor_parallel.heads import Heads
 from megazero.deepspeed.tensor_parallel.policy import SlicingPolicy, slice_model
 from megazero.deepspeed.tensor_parallel.slices import Piece, Sliced
-from megazero.deepspeed.tensor_parallel.training import tp_model_init
+from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest, tp_model_init
 from megazero.deepspeed.zero import Init
 from megazero.errors import ConfigError, DataError
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
@@ -417,3 +417,12 @@ def test_tp_model_init_and_the_json_must_agree():
         initialize(model=model, config=settings(0, 4))
     with pytest.raises(ConfigError, match=r"torch.bfloat16"):
         initialize(model=model, config={**settings(), "bf16": {"enabled": True}})
+
+
+def test_a_batch_counts_all_ranks_unless_mpu_says_otherwise():
+    """So does DeepSpeed, and a JSON of transformers' Trainer counts on it."""
+    world = ThreadWorld(4)
+    context = thread_context(world, ProcessGrid(tp=2, dp=2), 0)
+    assert TensorParallelRequest(2).shares(None, context) == 4
+    assert TensorParallelRequest(2).shares(context, context) == 2
+    assert TensorParallelRequest(0).shares(None, context) == 2

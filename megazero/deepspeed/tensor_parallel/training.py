@@ -44,13 +44,13 @@ class TensorParallelRequest:
     """How many ranks a model is to be sliced over for training, and by which rules.
 
     Attributes:
-        size: tensor-parallel ranks; 1 slices nothing.
+        size: tensor-parallel ranks; 1 slices nothing, and 0 says nothing.
         policy: the rules.
         dtype: the type that `tp_model_init` was given; None if it was not called.
         group: a process group of the script's own for these ranks, which must be the same ones.
     """
 
-    size: int = 1
+    size: int = 0
     policy: SlicingPolicy = field(default_factory=SlicingPolicy)
     dtype: torch.dtype | None = None
     group: Any = None
@@ -74,7 +74,7 @@ class TensorParallelRequest:
         if without := sorted(key for key in _NO_EFFECT if section.get(key)):
             warnings.warn(f"keys of `{SECTION}` without effect here: {', '.join(without)}", stacklevel=3)
         inner = section.get("tp") or section.get(SECTION) or {}
-        sizes = {section.get("autotp_size") or 0, inner.get("tp_size") or 0} - {0, 1}
+        sizes = {section.get("autotp_size") or 0, inner.get("tp_size") or 0} - {0}
         if len(sizes) > 1 or any(not isinstance(size, int) or size < 0 for size in sizes):
             raise ConfigError(
                 f"`{SECTION}.autotp_size` must be the number of ranks, as `tp_size` is, but they are "
@@ -82,7 +82,7 @@ class TensorParallelRequest:
             )
         if inner.get("mpu") is not None:
             raise ConfigError(f"`{SECTION}.tp.mpu` must be left out here; pass `mpu` to `initialize`")
-        return cls(sizes.pop() if sizes else 1, SlicingPolicy.read(section), group=inner.get("tp_group"))
+        return cls(sizes.pop() if sizes else 0, SlicingPolicy.read(section), group=inner.get("tp_group"))
 
     def within(self, model: nn.Module, weights: torch.dtype) -> TensorParallelRequest:
         """This request of the JSON, completed by what `tp_model_init` recorded on the model.
@@ -93,7 +93,7 @@ class TensorParallelRequest:
         recorded = model.__dict__.get("tensor_parallel_request")
         if not isinstance(recorded, TensorParallelRequest):
             return self
-        if self.size not in (1, recorded.size):
+        if self.size not in (0, recorded.size):
             raise ConfigError(
                 f"`{SECTION}.autotp_size` must be the `tp_size` of `tp_model_init` ({recorded.size}), but is "
                 f"{self.size}; give one of them"
@@ -112,7 +112,7 @@ class TensorParallelRequest:
         Raises:
             ConfigError: `mpu` says another number.
         """
-        if self.size == 1:
+        if self.size <= 1:
             return mpu
         if mpu is None:
             return _Ranks(self.size)
@@ -130,13 +130,21 @@ class TensorParallelRequest:
             )
         return mpu
 
+    def shares(self, mpu: Any, context: ParallelContext) -> int:
+        """The number of ranks that the samples of a batch are counted over.
+
+        As in DeepSpeed, `train_batch_size` counts all ranks of a sliced model, although they read the same
+        samples, unless `mpu` says how many replicas there are.
+        """
+        return context.world_size if self.size > 1 and mpu is None else context.data.size
+
     def apply(self, model: nn.Module, context: ParallelContext) -> None:
         """Slice the model; its parameters stay the same objects. All ranks take the first one's random state.
 
         Raises:
             ConfigError: the model cannot be sliced so.
         """
-        if self.size == 1:
+        if self.size <= 1:
             return
         self.check_group(context)
         slice_model(Cutter(model, context.tp, trained=True), self.policy)
@@ -245,7 +253,7 @@ def tp_model_init(
         raise ConfigError(f"`tp_size` must be at least 1, but is {tp_size}")
     read = TensorParallelRequest.read({**section, "autotp_size": section.get("autotp_size") or tp_size})
     request = replace(read, size=tp_size, dtype=_DTYPES.get(str(dtype), dtype), group=group or read.group)
-    if read.size not in (1, tp_size):
+    if read.size not in (0, tp_size):
         raise ConfigError(
             f"`tp_size` must be the `autotp_size` of `config` ({read.size}), but is {tp_size}; give one of "
             "them"
