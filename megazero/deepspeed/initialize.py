@@ -17,7 +17,7 @@ from megazero.deepspeed.adopt import TIMEOUT, find_context
 from megazero.deepspeed.data import build_dataloader
 from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
-from megazero.deepspeed.inference.hybrid import DeepSpeedHybridEngine, hybrid_tokens
+from megazero.deepspeed.inference.hybrid import engine_kind
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
 from megazero.deepspeed.muon import matrix_groups
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer, build_torch_optimizer
@@ -83,16 +83,11 @@ def initialize(
     section, source = take_section(choose_source(args, config, config_params))
     request = TensorParallelRequest.read(section)
     section, source = take_section(source, HYBRID)
-    longest = hybrid_tokens(section)
+    kind = engine_kind(section)
     read = read_deepspeed(source).values
-    hpz = read.get("zero.hpz_partition_size", 1)
     request = request.within(model, DTYPES[read.get("precision.dtype", "fp32")])
-    context = find_context(
-        request.layout(mpu),
-        node_size=hpz,
-        ep_size=agreed_ep_size(model),
-        may_start=dist_init_required is not False,
-    )
+    sizes = {"node_size": read.get("zero.hpz_partition_size", 1), "ep_size": agreed_ep_size(model)}
+    context = find_context(request.layout(mpu), **sizes, may_start=dist_init_required is not False)
     check_ep_size(model, context)
     settings = read_settings(source, request.shares(mpu, context), model)
     _check(settings, context)
@@ -114,10 +109,7 @@ def initialize(
         drop_last = settings.extras.dataloader_drop_last
         loader = build_dataloader(training_data, collate_fn, settings.batch.micro, drop_last, context)
     reporter = Reporter(settings, context, traffic)
-    kind = DeepSpeedEngine if longest is None else DeepSpeedHybridEngine
     engine = kind(model, wrapped, settings, context, schedule, reporter, loader)
-    if isinstance(engine, DeepSpeedHybridEngine):
-        engine.max_out_tokens = longest or engine.max_out_tokens
     return engine, wrapped, loader, schedule
 
 

@@ -24,11 +24,15 @@ def family_table() -> str:
     for row in read_families():
         columns = [
             row.types,
-            (*row.query, *row.key_value, *row.up, *row.tables),
-            (*row.output, *row.down, *(f"{name}.down_proj" for name in row.experts)),
-            (*row.fused, *(f"{name}=halves" for name in row.halves)),
+            (*row.names["query"], *row.names["key_value"], *row.names["up"], *row.names["tables"]),
+            (
+                *row.names["output"],
+                *row.names["down"],
+                *(f"{name}.down_proj" for name in row.names["experts"]),
+            ),
+            (*row.names["fused"], *(f"{name}=halves" for name in row.names["halves"])),
         ]
-        columns[1] += tuple(f"{name}.gate_up_proj" for name in row.experts)
+        columns[1] += tuple(f"{name}.gate_up_proj" for name in row.names["experts"])
         cells = [", ".join(f"`{name}`" for name in names) for names in columns]
         lines.append(f"| {row.family} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

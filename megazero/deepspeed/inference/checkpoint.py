@@ -69,13 +69,13 @@ def _in_folder(folder: Path) -> list[Path]:
     for name in _WHOLE:
         if (folder / name).is_file():
             return [folder / name]
-    found = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt")])
-    if not found:
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.pt")])
+    if not files:
         raise CheckpointError(
             f"`{folder}` must hold weights (.safetensors, .bin or .pt), but has none; give the folder that "
             "`save_pretrained` wrote"
         )
-    return found
+    return files
 
 
 def _tensors(path: Path) -> Generator[tuple[str, Tensor], None, None]:
@@ -128,7 +128,7 @@ def load_weights(model: nn.Module, files: list[Path], group: Group) -> None:
 def _known(name: str, state: Mapping[str, Any], prefix: str) -> str | None:
     """The model's name of a weight, which may lack or have the name of the model without a head."""
     names = (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}."))
-    return next((each for each in names if each in state), None)
+    return next((known for known in names if known in state), None)
 
 
 def _fill(model: nn.Module, name: str, value: Tensor, group: Group, path: Path) -> None:

@@ -49,10 +49,10 @@ _NO_EFFECT: Mapping[str, str] = MappingProxyType(
 
 
 def _dtype(value: Any) -> Any:
-    found = _DTYPES.get(str(value).removeprefix("torch."))
-    if found is None:
+    dtype = _DTYPES.get(str(value).removeprefix("torch."))
+    if dtype is None:
         raise ValueError(f"must be one of {', '.join(_DTYPES)} or a torch.dtype of that kind")
-    return found
+    return dtype
 
 
 Dtype = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(str)]

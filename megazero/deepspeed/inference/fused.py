@@ -58,7 +58,7 @@ def inject(model: nn.Module) -> Counter[str]:
     A module is replaced if the operator's result on a random vector is the module's, so a norm that only
     bears the name stays.
     """
-    found: Counter[str] = Counter()
+    replaced: Counter[str] = Counter()
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
             for candidate in _candidates(module):
@@ -66,9 +66,9 @@ def inject(model: nn.Module) -> Counter[str]:
                 width = _WIDTH if own is None else own.shape[-1]
                 if _same(module, candidate, width, next(model.parameters())):
                     parent._modules[name] = candidate.train(module.training)
-                    found[type(candidate).__name__] += 1
+                    replaced[type(candidate).__name__] += 1
                     break
-    return found
+    return replaced
 
 
 def _candidates(module: nn.Module) -> Iterator[nn.Module]:

@@ -31,7 +31,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     """A `DeepSpeedEngine` with `generate`: the weights are whole on every rank while it runs, at any stage.
 
     Attributes:
-        max_out_tokens: the longest sequence of a prompt and its continuation.
+        max_out_tokens: the longest prompt, see `hybrid_engine.max_out_tokens`.
     """
 
     max_out_tokens: int = _LONGEST
@@ -59,8 +59,8 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
             self.module.train(was_training)
 
 
-def hybrid_tokens(section: Mapping[str, Any]) -> int | None:
-    """`max_out_tokens` of a JSON's `hybrid_engine`; None if it is not enabled.
+def engine_kind(section: Mapping[str, Any]) -> type[DeepSpeedEngine]:
+    """The class of the engine that a JSON's `hybrid_engine` asks for.
 
     Raises:
         ConfigError: a key of it is not known, or the model would be sliced for generation.
@@ -70,10 +70,11 @@ def hybrid_tokens(section: Mapping[str, Any]) -> int | None:
             f"`{SECTION}` must have the keys {', '.join(sorted(_KEYS))}, but has {unknown[0]}; leave it out"
         )
     if not section.get("enabled", False):
-        return None
+        return DeepSpeedEngine
     if section.get("inference_tp_size", 1) != 1:
         raise ConfigError(
             f"`{SECTION}.inference_tp_size` must be 1 here, but is {section['inference_tp_size']}; slice the "
             "model for training and generation alike with `tensor_parallel.autotp_size`"
         )
-    return int(section.get("max_out_tokens", _LONGEST))
+    longest = int(section.get("max_out_tokens", _LONGEST))
+    return type("DeepSpeedHybridEngine", (DeepSpeedHybridEngine,), {"max_out_tokens": longest})

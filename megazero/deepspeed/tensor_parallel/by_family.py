@@ -60,8 +60,7 @@ def slice_family(cutter: Cutter, family: Family, rules: Mapping[str, Rule] = Map
     if not any(entry.endswith(("=groups", "=key_value")) for entry in family.attributes):
         heads = replace(heads, key_value=heads.query)
     plan = FamilyPlan(cutter, family, heads, config)
-    found = [(path, block) for path, block in blocks(model)]
-    for path, block in found:
+    for path, block in list(blocks(model)):
         plan.check(path, block)
     if not plan.roles:
         raise ConfigError(
@@ -80,47 +79,23 @@ def slice_family(cutter: Cutter, family: Family, rules: Mapping[str, Rule] = Map
         cutter.head(model.get_input_embeddings(), head)
 
 
-class FamilyPlan:
-    """The roles of a model's modules; a method for each role slices a module.
+class FamilyCuts:
+    """A method for each role, which slices a module.
 
     Args:
         cutter: slices modules of the model.
-        family: its row.
-        heads: its heads.
+        family: the row of the model's family.
+        heads: the model's heads.
         config: its configuration.
     """
 
     def __init__(self, cutter: Cutter, family: Family, heads: Heads, config: Any):
         self.cutter, self.family, self.config = cutter, family, config
         self.roles: dict[str, str] = {}
-        between = any(family.layout(entry.partition("=")[0], config) == "heads" for entry in family.fused)
+        between = any(
+            family.layout(entry.partition("=")[0], config) == "heads" for entry in family.names["fused"]
+        )
         self.heads = replace(heads, may_share=not between)
-
-    def check(self, path: str, block: nn.Module) -> None:
-        """Find the roles of a block's modules.
-
-        Raises:
-            ConfigError: a linear layer, or a neighbour of the queries that has weights, has no role.
-        """
-        roles = {name: self.family.role(name) for name, _ in block.named_modules() if name}
-        attentions = {self._parent(name) for name, role in roles.items() if role in ("query", "fused")}
-        for name, module in block.named_modules():
-            role = roles.get(name)
-            owns = next(module.parameters(recurse=False), None) is not None
-            beside = self._parent(name) in attentions and owns
-            if role is None and (is_linear(module) or beside):
-                raise ConfigError(
-                    f"`{path}.{name}` must be a layer of {self.family.family} "
-                    f"({', '.join(self.family.types)}), "
-                    f"but no rule names this {type(module).__name__}; name it in `partition_config`"
-                )
-            if role is not None and not (role == "shared" and not owns):
-                self.roles[f"{path}.{name}"] = role
-
-    def agrees(self, path: str, rule: Rule) -> bool:
-        """Whether a rule of the script's own says no more than the family's row does."""
-        plain = rule.pieces == 1 and not rule.gather
-        return plain and _KINDS.get(self.roles.get(path, ""), "whole") == rule.kind
 
     def query(self, path: str) -> None:
         """Queries: whole groups of heads."""
@@ -174,6 +149,51 @@ class FamilyPlan:
         """Weights that are used for each head."""
         self.cutter.shared(path)
 
+    def _queries(self) -> Piece:
+        return Piece(self.heads.query * self.heads.width, self.heads.units)
+
+    def _keys(self) -> Piece:
+        heads = self.heads
+        return Piece(heads.key_value * heads.width, heads.key_value, heads.used if heads.shared else None)
+
+    def _features(self, path: str, outputs: bool) -> Piece:
+        linear = self.cutter.model.get_submodule(path)
+        shape = linear.get_parameter("weight").shape
+        width = shape[0 if outputs == isinstance(linear, nn.Linear) else 1]
+        if width % self.cutter.group.size:
+            _check_activation(self.config, path)
+        return Piece(width, width)
+
+
+class FamilyPlan(FamilyCuts):
+    """The roles of a model's modules. Arguments are those of `FamilyCuts`."""
+
+    def check(self, path: str, block: nn.Module) -> None:
+        """Find the roles of a block's modules.
+
+        Raises:
+            ConfigError: a linear layer, or a neighbour of the queries that has weights, has no role.
+        """
+        roles = {name: self.family.role(name) for name, _ in block.named_modules() if name}
+        attentions = {self._parent(name) for name, role in roles.items() if role in ("query", "fused")}
+        for name, module in block.named_modules():
+            role = roles.get(name)
+            owns = next(module.parameters(recurse=False), None) is not None
+            beside = self._parent(name) in attentions and owns
+            if role is None and (is_linear(module) or beside):
+                raise ConfigError(
+                    f"`{path}.{name}` must be a layer of {self.family.family} "
+                    f"({', '.join(self.family.types)}), "
+                    f"but no rule names this {type(module).__name__}; name it in `partition_config`"
+                )
+            if role is not None and not (role == "shared" and not owns):
+                self.roles[f"{path}.{name}"] = role
+
+    def agrees(self, path: str, rule: Rule) -> bool:
+        """Whether a rule of the script's own says no more than the family's row does."""
+        plain = rule.pieces == 1 and not rule.gather
+        return plain and _KINDS.get(self.roles.get(path, ""), "whole") == rule.kind
+
     def adjust(self) -> None:
         """Tell the attention modules how many heads they have, and give them the rows of these heads."""
         paths = {self._parent(path) for path, role in self.roles.items() if role in ("query", "fused")}
@@ -194,21 +214,6 @@ class FamilyPlan:
 
     def _parent(self, path: str) -> str:
         return path.rpartition(".")[0]
-
-    def _queries(self) -> Piece:
-        return Piece(self.heads.query * self.heads.width, self.heads.units)
-
-    def _keys(self) -> Piece:
-        heads = self.heads
-        return Piece(heads.key_value * heads.width, heads.key_value, heads.used if heads.shared else None)
-
-    def _features(self, path: str, outputs: bool) -> Piece:
-        linear = self.cutter.model.get_submodule(path)
-        shape = linear.get_parameter("weight").shape
-        width = shape[0 if outputs == isinstance(linear, nn.Linear) else 1]
-        if width % self.cutter.group.size:
-            _check_activation(self.config, path)
-        return Piece(width, width)
 
 
 def _check_activation(config: Any, path: str) -> None:

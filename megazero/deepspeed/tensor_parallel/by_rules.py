@@ -69,10 +69,10 @@ def slice_by_rules(cutter: Cutter, rules: Mapping[str, Rule], *, divide: bool = 
 def _pieces(path: str, rule: Rule, module: nn.Module, ranks: int) -> tuple[Piece, ...]:
     width = _width(module, outputs=True)
     widths = (width // rule.pieces,) * rule.pieces if isinstance(rule.pieces, int) else rule.pieces
-    for each in widths:
+    for part in widths:
         if not rule.gather:
-            _check_width(path, each, ranks)
-    return tuple(Piece(each, each) for each in widths)
+            _check_width(path, part, ranks)
+    return tuple(Piece(part, part) for part in widths)
 
 
 def _width(module: nn.Module, outputs: bool) -> int:

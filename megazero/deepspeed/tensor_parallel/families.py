@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from megazero.errors import ConfigError
 
@@ -14,6 +15,22 @@ TABLE = Path(__file__).with_name("families.csv")
 Role = Literal[
     "query", "key_value", "output", "up", "down", "fused", "halves", "experts", "tables", "whole", "shared"
 ]
+"""The part of a module in its block.
+
+- query: a linear layer whose outputs are query heads.
+- key_value: one whose outputs are key-value heads.
+- output: one whose inputs are query heads; its products are summed.
+- up: one whose outputs are features of an MLP.
+- down: one whose inputs are features of an MLP; its products are summed.
+- fused: one of queries, keys and values, ``name=layout``. Layouts: ``thirds`` (all queries, all keys, all
+  values), ``heads`` (each group's queries, keys and values together), ``by_config`` (thirds with multi-query
+  attention, else heads).
+- halves: one of two of an MLP's weights, one after the other.
+- experts: a module of stacked experts, `gate_up_proj` [e, 2f, h] and `down_proj` [e, h, f].
+- tables: an embedding with a column for each head.
+- whole: a linear layer that each rank keeps whole.
+- shared: a module whose weights are used for each head, so that each rank has a part of the gradient.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,19 +40,7 @@ class Family:
     Attributes:
         family: its name.
         types: the `model_type` of its configurations.
-        query: linear layers whose outputs are query heads.
-        key_value: those whose outputs are key-value heads.
-        output: those whose inputs are query heads; their products are summed.
-        up: those whose outputs are features of an MLP.
-        down: those whose inputs are features of an MLP; their products are summed.
-        fused: layers of queries, keys and values, ``name=layout``. Layouts: ``thirds`` (all queries, all
-            keys, all values), ``heads`` (each group's queries, keys and values together), ``by_config``
-            (thirds with multi-query attention, else heads).
-        halves: layers of two of an MLP's weights, one after the other.
-        experts: modules of stacked experts, `gate_up_proj` [e, 2f, h] and `down_proj` [e, h, f].
-        tables: embeddings with a column for each head.
-        whole: linear layers that each rank keeps whole.
-        shared: modules whose weights are used for each head, so that each rank has a part of the gradient.
+        names: the modules by role, see `Role`.
         attributes: numbers of an attention module that depend on its heads, ``name=meaning``, see
             `Heads.value`.
         bias: arguments of the attention's forward with a row for each head.
@@ -43,33 +48,23 @@ class Family:
 
     family: str
     types: tuple[str, ...]
-    query: tuple[str, ...]
-    key_value: tuple[str, ...]
-    output: tuple[str, ...]
-    up: tuple[str, ...]
-    down: tuple[str, ...]
-    fused: tuple[str, ...]
-    halves: tuple[str, ...]
-    experts: tuple[str, ...]
-    tables: tuple[str, ...]
-    whole: tuple[str, ...]
-    shared: tuple[str, ...]
+    names: Mapping[Role, tuple[str, ...]]
     attributes: tuple[str, ...]
     bias: tuple[str, ...]
 
     def role(self, path: str) -> Role | None:
-        """What a module of a block is; None if the row does not name it. The longest name decides."""
-        found: tuple[int, Role | None] = (0, None)
-        for role in Role.__args__:  # type: ignore[attr-defined]
-            for entry in getattr(self, role):
+        """The part of a module of a block; None if the row does not name it. The longest name decides."""
+        best: tuple[int, Role | None] = (0, None)
+        for role, entries in self.names.items():
+            for entry in entries:
                 name = entry.partition("=")[0]
-                if (path == name or path.endswith(f".{name}")) and len(name) > found[0]:
-                    found = len(name), role
-        return found[1]
+                if (path == name or path.endswith(f".{name}")) and len(name) > best[0]:
+                    best = len(name), role
+        return best[1]
 
     def layout(self, path: str, config: Any) -> str:
         """How a fused layer lies: ``thirds`` or ``heads``."""
-        layouts = dict(entry.split("=") for entry in self.fused)
+        layouts = dict(entry.split("=") for entry in self.names["fused"])
         layout = next(layout for name, layout in layouts.items() if f".{path}".endswith(f".{name}"))
         if layout != "by_config":
             return layout
@@ -81,10 +76,19 @@ class Family:
 
 def read_families() -> tuple[Family, ...]:
     """The rows of the table."""
-    names = [field.name for field in fields(Family)][1:]
     with TABLE.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    return tuple(Family(row["family"], *(tuple(row[name].split()) for name in names)) for row in rows)
+    roles: tuple[Role, ...] = get_args(Role)
+    return tuple(
+        Family(
+            row["family"],
+            tuple(row["types"].split()),
+            {role: tuple(row[role].split()) for role in roles},
+            tuple(row["attributes"].split()),
+            tuple(row["bias"].split()),
+        )
+        for row in rows
+    )
 
 
 def family_of(config: Any) -> Family | None:

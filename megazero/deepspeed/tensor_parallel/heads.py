@@ -59,7 +59,7 @@ class Heads:
         return self.rank * self.key_value // self.ranks * self.width, self.width
 
     def value(self, name: str) -> int:
-        """What an attribute of an attention module must be on one rank."""
+        """The number that an attribute of an attention module must be on one rank."""
         values = {
             "query": self.local_query,
             "key_value": self.local_key_value,
@@ -94,5 +94,5 @@ def heads_of(config: Any, ranks: int, rank: int) -> Heads:
 
 
 def _first(config: Any, *names: str) -> int | None:
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int)), None)
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)

@@ -52,7 +52,7 @@ class ColumnLinear(SlicedLinear):
 
     Args:
         used: start and width of the outputs that this rank uses, where it holds all of them.
-        gathered: the number of outputs of all ranks, if they are to be gathered; None leaves them sliced.
+        outputs: the number of outputs of all ranks, if they are to be gathered; None leaves them sliced.
     """
 
     def __init__(
@@ -60,19 +60,20 @@ class ColumnLinear(SlicedLinear):
         linear: nn.Module,
         group: Group,
         used: tuple[int, int] | None = None,
-        gathered: int | None = None,
+        outputs: int | None = None,
     ):
         super().__init__(linear, group)
-        self.used, self.gathered = used, gathered
+        self.used, self.outputs = used, outputs
 
     def forward(self, x: Tensor) -> Tensor:
         """The product plus the bias."""
-        weight, bias = self.weight, self.bias
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self.used is not None:
             weight = weight.narrow(1 if self.inputs_first else 0, *self.used)
             bias = None if bias is None else bias.narrow(0, *self.used)
         y = self.product(share_for_parts(x, self.group), weight, bias)
-        return y if self.gathered is None else gather_features(y, self.group)[..., : self.gathered]
+        return y if self.outputs is None else gather_features(y, self.group)[..., : self.outputs]
 
 
 class RowLinear(SlicedLinear):

@@ -25,7 +25,7 @@ from megazero.errors import ConfigError
 
 @dataclass(frozen=True)
 class SlicingPolicy:
-    """What a script says on how its model is to be sliced.
+    """The wishes of a script on how its model is sliced.
 
     Attributes:
         specs: entries of ``partition_config.layer_specs``.

@@ -102,7 +102,7 @@ class Sliced:
         return torch.cat(parts, self.dim)
 
     def spec(self, ranks: int) -> ParamSpec:
-        """What ZeRO, norms and checkpoints must know of the parameter.
+        """The spec that ZeRO, norms and checkpoints read.
 
         Equal pieces are a dim of their own, so that a checkpoint holds the weight in an order that depends on
         no layout. Unequal ones do not fit that; the name then carries the number of ranks.
@@ -135,8 +135,8 @@ class Sliced:
 
 def sliced_of(param: Tensor) -> Sliced | None:
     """How the parameter was sliced; None if it is whole."""
-    found = param.__dict__.get("sliced")
-    return found if isinstance(found, Sliced) else None
+    sliced = param.__dict__.get("sliced")
+    return sliced if isinstance(sliced, Sliced) else None
 
 
 def slice_parameter(param: nn.Parameter, sliced: Sliced, group: Group, *, trained: bool) -> None:

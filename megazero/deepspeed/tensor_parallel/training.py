@@ -107,7 +107,7 @@ class TensorParallelRequest:
         return replace(self, size=recorded.size, policy=own, group=self.group or recorded.group)
 
     def layout(self, mpu: Any) -> Any:
-        """What tells `find_context` that so many adjacent ranks are tensor-parallel.
+        """An `mpu` that tells `find_context` that so many adjacent ranks are tensor-parallel.
 
         Raises:
             ConfigError: `mpu` says another number.
@@ -167,7 +167,7 @@ class _Ranks:
         self.size = size
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """That number."""
+        """The number of tensor-parallel ranks."""
         return self.size
 
 
