@@ -37,7 +37,7 @@ LEVELS = {
     "cli": 7,
 }
 FACADE = 8  # megazero itself, whose names are those of a DeepSpeed script; nothing below may use them.
-SAME_LEVEL = {("moe", "layers"), ("zero", "optim")}
+SAME_LEVEL = {("moe", "layers"), ("zero", "optim"), ("deepspeed", "inference")}
 # A module of the core -> the module of an annex whose names it shows, and imports when one is asked for.
 DOORS = {
     "megazero.moe.layer": "megazero.deepspeed.moe.layer",

@@ -30,6 +30,10 @@ class DeepSpeedEngine(ZeroCalls, KeepingEngine):
         self._tenancy = tenancy
         tenancy.serve(self._script)
 
+    def autotp_size(self) -> int:
+        """The number of ranks that the model's layers are sliced over."""
+        return self.context.tp.size
+
     def destroy(self) -> None:
         """Let go of the module; every rank calls this. It can no longer be trained by this engine.
 

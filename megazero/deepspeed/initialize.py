@@ -17,6 +17,8 @@ from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import Mesh, check_groups, check_local_rank, content_of, params_of, readable
 from megazero.deepspeed.choose_schedule import build_schedule
 from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
+from megazero.deepspeed.inference.hybrid import engine_kind
 from megazero.deepspeed.loss_scale import build_deepspeed_scaler
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
 from megazero.deepspeed.muon import MUON_OPTIMIZER, mark_matrices, matrix_groups
@@ -25,6 +27,7 @@ from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
 from megazero.deepspeed.tenancy import Tenancy, end_tenancies
+from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest, take_section
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
@@ -89,13 +92,18 @@ def initialize(
     given = Given(content_of(source), optimizer, lr_scheduler, mpu, training_data, collate_fn)
     if (make_engine := getattr(model, "make_engine", None)) is not None:  # the model is a pipeline
         return make_engine(source, given, model_parameters)  # type: ignore[no-any-return]
-    hpz = read_deepspeed(source).values.get("zero.hpz_partition_size", 1)
-    context = find_context(
-        mpu, node_size=hpz, ep_size=agreed_ep_size(model), may_start=dist_init_required is not False
-    )
+    section, source = take_section(source)
+    request = TensorParallelRequest.read(section)
+    section, source = take_section(source, HYBRID)
+    kind = engine_kind(section)
+    read = read_deepspeed(source).values
+    request = request.within(model, DTYPES[read.get("precision.dtype", "fp32")])
+    sizes = {"node_size": read.get("zero.hpz_partition_size", 1), "ep_size": agreed_ep_size(model)}
+    context = find_context(request.layout(mpu), **sizes, may_start=dist_init_required is not False)
     check_ep_size(model, context)
-    settings = read_settings(source, context.data.size, model)
+    settings = read_settings(source, request.shares(mpu, context), model)
     _check(settings, context)
+    request.apply(model, context)
     if context.rank == 0:
         for note in settings.notes:
             print(f"warning: {note}", file=sys.stderr, flush=True)
@@ -106,7 +114,7 @@ def initialize(
     if not states.idle:
         schedule = build_schedule(lr_scheduler, settings.extras.scheduler, states, states.optimizer)
     reporter = Reporter(settings, context, traffic)
-    engine = DeepSpeedEngine(model, states, settings, context, schedule, reporter, given)
+    engine = kind(model, states, settings, context, schedule, reporter, given)
     engine.stay(tenancy)
     return engine, engine.optimizer, engine.training_dataloader, schedule
 

@@ -15,6 +15,7 @@ from megazero.checkpoint.part import Key, Part, Source
 from megazero.checkpoint.saver import together
 from megazero.deepspeed.moe.experts import with_all_experts
 from megazero.deepspeed.pipe.whole import whole_state
+from megazero.deepspeed.tensor_parallel.whole import whole_value
 from megazero.deepspeed.stepping import SteppingEngine
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import CheckpointError, ConfigError
@@ -40,7 +41,8 @@ def module_state(
             continue
         if id(value) not in copies:  # tied weights stay one tensor
             with GatheredParameters(value):
-                copies[id(value)] = value.detach().clone().cpu() if keep or passed_on else value.new_empty(0)
+                whole = whole_value(value, engine.context.tp)
+                copies[id(value)] = whole.clone().cpu() if keep or passed_on else whole.new_empty(0)
         state[name] = copies[id(value)]
     state = whole_state(with_all_experts(state, engine.module, engine.context), engine.context)
     return state if keep else {}

@@ -16,6 +16,7 @@ from tests.forks import run_ranks
 
 FOLDER = Path(__file__).with_name("checks")
 AREAS = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
+SLOW = {"autotp"}  # areas that build dozens of models
 ALL = [
     (area, name, check)
     for area in AREAS
@@ -58,7 +59,13 @@ def assert_close(here: Any, there: Any, tolerance: float, place: str) -> None:
         assert here == there, place
 
 
-@pytest.mark.parametrize(("area", "name", "check"), ALL, ids=[f"{area}-{name}" for area, name, _ in ALL])
+@pytest.mark.parametrize(
+    ("area", "name", "check"),
+    [
+        pytest.param(*each, id="-".join(each[:2]), marks=[pytest.mark.slow] if each[0] in SLOW else [])
+        for each in ALL
+    ],
+)
 def test_a_script_sees_what_deepspeed_shows(area: str, name: str, check: Check):
     found = values_here(area, check.ranks).get(name, {"error": "the process ended before it"})
     assert "error" not in found, found["error"]

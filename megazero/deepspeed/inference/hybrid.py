@@ -1,0 +1,80 @@
+"""An engine that trains a model and, between steps, generates with it (DeepSpeed-Chat's hybrid engine)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.deepspeed.engine import DeepSpeedEngine
+from megazero.deepspeed.zero import GatheredParameters
+from megazero.errors import ConfigError, DataError
+
+SECTION = "hybrid_engine"
+_LONGEST = 512
+_KEYS = frozenset(
+    {
+        "enabled",
+        "max_out_tokens",
+        "inference_tp_size",
+        "release_inference_cache",
+        "pin_parameters",
+        "tp_gather_partition_size",
+        "enable_cuda_graph",
+    }
+)
+
+
+class DeepSpeedHybridEngine(DeepSpeedEngine):
+    """A `DeepSpeedEngine` with `generate`: the weights are whole on every rank while it runs, at any stage.
+
+    Attributes:
+        max_out_tokens: the longest prompt, see `hybrid_engine.max_out_tokens`.
+    """
+
+    max_out_tokens: int = _LONGEST
+
+    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's `generate`, without dropout and gradients; every rank calls this.
+
+        Raises:
+            DataError: a prompt is longer than `max_out_tokens`.
+        """
+        prompts = kwargs.get("input_ids", inputs[0] if inputs else None)
+        if isinstance(prompts, Tensor) and prompts.shape[-1] > self.max_out_tokens:
+            raise DataError(
+                f"a prompt must have at most `hybrid_engine.max_out_tokens` ({self.max_out_tokens}) "
+                "tokens, but "
+                f"has {prompts.shape[-1]}; give a larger one"
+            )
+        generate: Any = self.module.generate
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with GatheredParameters(self.module.parameters()), torch.no_grad():
+                return generate(*inputs, **kwargs)
+        finally:
+            self.module.train(was_training)
+
+
+def engine_kind(section: Mapping[str, Any]) -> type[DeepSpeedEngine]:
+    """The class of the engine that a JSON's `hybrid_engine` asks for.
+
+    Raises:
+        ConfigError: a key of it is not known, or the model would be sliced for generation.
+    """
+    if unknown := sorted(set(section) - _KEYS):
+        raise ConfigError(
+            f"`{SECTION}` must have the keys {', '.join(sorted(_KEYS))}, but has {unknown[0]}; leave it out"
+        )
+    if not section.get("enabled", False):
+        return DeepSpeedEngine
+    if section.get("inference_tp_size", 1) != 1:
+        raise ConfigError(
+            f"`{SECTION}.inference_tp_size` must be 1 here, but is {section['inference_tp_size']}; slice the "
+            "model for training and generation alike with `tensor_parallel.autotp_size`"
+        )
+    longest = int(section.get("max_out_tokens", _LONGEST))
+    return type("DeepSpeedHybridEngine", (DeepSpeedHybridEngine,), {"max_out_tokens": longest})

@@ -1,0 +1,135 @@
+"""Replacing modules of a given model by slices of themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from megazero.deepspeed.tensor_parallel.layers import ColumnLinear, Parts, RowLinear
+from megazero.deepspeed.tensor_parallel.slices import Piece, Sliced, slice_parameter
+from megazero.deepspeed.zero import partition_of
+from megazero.errors import ConfigError
+from megazero.mpu.group import Group
+
+_EXPERT_FEATURES = 8  # torch's grouped product wants rows of 16 bytes
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """Slices modules of one model.
+
+    Attributes:
+        model: the model, whole; afterwards this rank's slice of it.
+        group: the ranks that divide it.
+        trained: whether it will be trained; if not, no rank keeps more than it uses.
+    """
+
+    model: nn.Module
+    group: Group
+    trained: bool
+
+    def column(self, path: str, pieces: Sequence[Piece], *, gather: bool = False) -> None:
+        """Slice the outputs of a linear layer, which are these pieces.
+
+        Args:
+            path: of the layer.
+            pieces: its outputs.
+            gather: whether the outputs of all ranks are put together again.
+
+        Raises:
+            ConfigError: outputs of several pieces are to be put together.
+        """
+        if gather and len(pieces) > 1:
+            raise ConfigError(
+                f"`gather_output` must be false for `{path}`, which holds {len(pieces)} weights, but is "
+                "true; "
+                "skip the layer to keep it whole"
+            )
+        linear = self.model.get_submodule(path)
+        inputs_first = not isinstance(linear, nn.Linear)
+        whole = self.trained and len(pieces) == 1 and pieces[0].used is not None
+        used = pieces[0].used if whole else None
+        width = sum(piece.width for piece in pieces)
+        for name, param in linear.named_parameters():
+            dim = 1 if inputs_first and name == "weight" else 0
+            self.parameter(f"{path}.{name}", param, dim, pieces, whole)
+        self._replace(path, ColumnLinear(linear, self.group, used, width if gather else None))
+
+    def row(self, path: str, piece: Piece) -> None:
+        """Slice the inputs of a linear layer."""
+        linear = self.model.get_submodule(path)
+        weight: nn.Parameter = linear.weight  # type: ignore[assignment]
+        dim = 1 if isinstance(linear, nn.Linear) else 0
+        self.parameter(f"{path}.weight", weight, dim, (piece,))
+        self._replace(path, RowLinear(linear, self.group))
+
+    def experts(self, path: str, hidden: int) -> None:
+        """Slice the hidden features of stacked experts, `gate_up_proj` [e, 2f, h] and `down_proj` [e, h, f].
+
+        Raises:
+            ConfigError: the module holds something else.
+        """
+        module = self.model.get_submodule(path)
+        shapes = {name: tuple(param.shape) for name, param in module.named_parameters()}
+        count, _, width = shapes.get("down_proj", (0, 0, 0))
+        if shapes != {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}:
+            raise ConfigError(
+                f"`{path}` must hold `gate_up_proj` [experts, 2 f, h] and `down_proj` [experts, h, f], but "
+                f"holds {shapes}; its layout is not known here, so train or run it on one tensor-parallel "
+                "rank"
+            )
+        half = Piece(width, width, align=_EXPERT_FEATURES)
+        for name, dim, pieces in (("gate_up_proj", 1, (half, half)), ("down_proj", 2, (half,))):
+            self.parameter(f"{path}.{name}", module.get_parameter(name), dim, pieces)
+        parts = Parts(self.group)
+        module.register_forward_pre_hook(parts.share, with_kwargs=True)
+        module.register_forward_hook(parts.total)
+
+    def parameter(
+        self, name: str, param: nn.Parameter, dim: int, pieces: Sequence[Piece], whole: bool = False
+    ) -> None:
+        """Slice one parameter; one that has been sliced already is left alone, because it is tied."""
+        if "sliced" in param.__dict__:
+            return
+        home = partition_of(param)
+        if home is not None:  # cut by `zero.Init` over ranks that now hold different slices
+            param.data = home.whole()
+            del param.__dict__["zero_home"], param.__dict__["__deepcopy__"]
+        sliced = Sliced(name, tuple(param.shape), dim, tuple(pieces), whole)
+        slice_parameter(param, sliced, self.group, trained=self.trained)
+
+    def shared(self, path: str) -> None:
+        """Note that each rank has only a part of the gradients of a module's parameters."""
+        for name, param in self.model.get_submodule(path).named_parameters():
+            piece = Piece(param.shape[0], 1, (0, param.shape[0]))
+            self.parameter(f"{path}.{name}", param, 0, (piece,), whole=True)
+
+    def head(self, embeddings: nn.Module | None, head: nn.Linear) -> None:
+        """Slice the vocabulary of the output layer, and gather its outputs, unless it is tied."""
+        if getattr(embeddings, "weight", None) is head.weight:
+            return
+        path = next(name for name, module in self.model.named_modules() if module is head)
+        self.column(path, (Piece(head.out_features, head.out_features),), gather=True)
+
+    def _replace(self, path: str, module: nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
+        old = self.model.get_submodule(path)
+        module.train(old.training)
+        owner = self.model.get_submodule(parent)
+        owner._modules[name] = module
+
+
+def synchronise(group: Group, device: torch.device) -> None:
+    """Give all ranks the first one's random state, so that they draw the same samples."""
+    if group.size == 1:
+        return
+    state = torch.get_rng_state().to(device)
+    group.broadcast(state, 0).wait()
+    torch.set_rng_state(state.cpu())
+    if device.type == "cuda":
+        state = torch.cuda.get_rng_state(device).to(device)
+        group.broadcast(state, 0).wait()
+        torch.cuda.set_rng_state(state.cpu(), device)

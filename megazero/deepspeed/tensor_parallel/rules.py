@@ -1,0 +1,199 @@
+"""Rules that a script or a model brings along for its linear layers, instead of a row of the table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from torch import nn
+
+from megazero.deepspeed.tensor_parallel.layers import is_linear
+from megazero.errors import ConfigError
+
+FUSED_NAMES = ("qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "qkv", "gate_up_proj", "in_proj")
+"""Layers of several weights, whose order a name alone does not tell."""
+
+Kind = Literal["column", "row", "whole", "shared", "experts"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one module is sliced.
+
+    Attributes:
+        kind: its outputs, its inputs, nothing, nothing although each rank has a part of the gradients, or the
+            features of stacked experts.
+        pieces: the number of equal pieces of its outputs, or the width of each.
+        gather: whether the outputs of all ranks are put together again.
+    """
+
+    kind: Kind
+    pieces: int | tuple[int, ...] = 1
+    gather: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """An entry of ``partition_config.layer_specs``."""
+
+    patterns: tuple[str, ...]
+    rule: Rule
+    model_types: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, entry: Mapping[str, Any]) -> LayerSpec:
+        """Check an entry.
+
+        Raises:
+            ConfigError: it has unknown keys or values.
+        """
+        known = {"patterns", "partition_type", "shape", "partition_dim", "model_types"}
+        known |= {"gather_output", "grad_allreduce"}
+        if unknown := sorted(set(entry) - known):
+            raise ConfigError(
+                f"`layer_specs` must have the keys {', '.join(sorted(known))}, but has {unknown[0]}; leave "
+                "it out"
+            )
+        patterns = entry.get("patterns") or ()
+        patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+        kinds: dict[str, Kind] = {"column": "column", "row": "row", "skip": "whole"}
+        kind = kinds.get(str(entry.get("partition_type", "column")).lower())
+        if not patterns or kind is None:
+            raise ConfigError(
+                "`layer_specs` must have `patterns` and a `partition_type` of column, row or skip, but an "
+                "entry "
+                f"is {dict(entry)}"
+            )
+        if kind == "whole" and entry.get("grad_allreduce"):
+            kind = "shared"
+        pieces = _pieces(entry.get("shape"), entry.get("partition_dim"), kind)
+        types = tuple(entry.get("model_types") or ())
+        return cls(patterns, Rule(kind, pieces, bool(entry.get("gather_output"))), types)
+
+    def matches(self, path: str, model_type: str | None) -> bool:
+        """Whether the entry is for the weight of a module."""
+        if self.model_types and model_type not in self.model_types:
+            return False
+        return any(re.match(pattern, f"{path}.weight") for pattern in self.patterns)
+
+
+def _pieces(shape: Any, dim: Any, kind: Kind) -> int | tuple[int, ...]:
+    """How many pieces a weight viewed as `shape` and cut along `dim` has, or their widths."""
+    if shape is None:
+        return 1
+    sizes = [tuple(size) if isinstance(size, (list, tuple)) else size for size in shape]
+    if kind != "column" or dim not in (None, 0, 1) or (dim == 1 and len(sizes) < 3):
+        raise ConfigError(
+            "`shape` must be of a column-parallel layer that is cut along `partition_dim` 0 (or 1 of three "
+            f"dims), but is {shape} with `partition_dim` {dim}; leave it out"
+        )
+    first = sizes[0]
+    if isinstance(first, tuple):
+        return first
+    return first if isinstance(first, int) and first > 0 else 1
+
+
+_STYLES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "colwise": Rule("column"),
+        "packed_colwise": Rule("column", 2),
+        "colwise_rep": Rule("column", gather=True),
+        "colwise_gather_output": Rule("column", gather=True),
+        "rowwise": Rule("row"),
+        "rowwise_split_input": Rule("whole"),  # its inputs are whole
+        "replicated_with_grad_allreduce": Rule("shared"),
+        "embedding_rowwise": Rule("whole"),
+        "moe_tp_experts": Rule("experts"),
+    }
+)
+
+
+def plan_rules(model: nn.Module, plan: Mapping[str, str]) -> dict[str, Rule]:
+    """The rules of a model's own `tp_plan`, ``{"layers.*.self_attn.q_proj": "colwise", ...}``.
+
+    Raises:
+        ConfigError: it has a style that is not known here.
+    """
+    rules: dict[str, Rule] = {}
+    patterns = {re.compile(re.escape(name).replace(r"\*", r"[^.]+")): style for name, style in plan.items()}
+    for path, module in model.named_modules():
+        styles = [style for pattern, style in patterns.items() if pattern.fullmatch(path)]
+        if not styles:
+            continue
+        if styles[0] not in _STYLES:
+            raise ConfigError(
+                f"`tp_plan` must have styles among {', '.join(_STYLES)}, but `{path}` has {styles[0]}; give "
+                "`partition_config`"
+            )
+        rule = _STYLES[styles[0]]
+        if rule.kind == "column" and not rule.gather and rule.pieces == 1 and _is_fused(path):
+            raise _fused(path, module)
+        rules[path] = rule
+    return rules
+
+
+def injected_rules(model: nn.Module, policy: Mapping[Any, Any]) -> dict[str, Rule]:
+    """The rules of ``{LayerClass: ("attn.out_proj", "mlp.fc2")}``: products that are summed.
+
+    The other linear layers within a module of that class are column-parallel.
+
+    Raises:
+        ConfigError: the policy is not of this form, fits no module, or a layer is fused.
+    """
+    rules: dict[str, Rule] = {}
+    for kind, names in policy.items():
+        names = (names,) if isinstance(names, str) else names
+        if not isinstance(kind, (type, str)) or not isinstance(names, Sequence):
+            raise ConfigError(
+                "`injection_policy` must map a class of layers to the names of those whose products are "
+                "summed, "
+                f"but holds {kind}: {names}"
+            )
+        blocks = [(path, m) for path, m in model.named_modules() if _is_a(m, kind)]
+        for block_path, block in blocks:
+            for name, module in block.named_modules():
+                path = f"{block_path}.{name}" if block_path else name
+                if not name or not is_linear(module):
+                    continue
+                if any(f".{name}".endswith(f".{row}") for row in names):
+                    rules[path] = Rule("row")
+                elif _is_fused(path):
+                    raise _fused(path, module)
+                else:
+                    rules[path] = Rule("column")
+        if not any(rule.kind == "row" for rule in rules.values()):
+            raise ConfigError(
+                f"`injection_policy` must name layers of `model`, but {kind} with {', '.join(names)} fits "
+                "none"
+            )
+    return rules
+
+
+def spec_rules(
+    model: nn.Module, specs: Sequence[LayerSpec], model_type: str | None
+) -> Iterator[tuple[str, Rule]]:
+    """The rule of each module that an entry of ``layer_specs`` is for; the first entry decides."""
+    for path, module in model.named_modules():
+        if not hasattr(module, "weight"):
+            continue
+        rule = next((spec.rule for spec in specs if spec.matches(path, model_type)), None)
+        if rule is not None:
+            yield path, rule
+
+
+def _is_a(module: nn.Module, kind: type | str) -> bool:
+    return type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind)
+
+
+def _is_fused(path: str) -> bool:
+    return path.rpartition(".")[2] in FUSED_NAMES
+
+
+def _fused(path: str, module: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"`{path}` must be a layer of one weight, but by its name it holds several, in an order that no rule "
+        f"for {type(module).__name__} tells; describe it in `partition_config` with a `shape`"
+    )
