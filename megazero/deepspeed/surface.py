@@ -60,13 +60,29 @@ class Name:
         return found
 
 
-def refused(name: str, remedy: str) -> type:
-    """A class that cannot be made or called: scripts import many names that they never use."""
+class Refused(type):
+    """The class of what is refused: neither it nor a class derived from it can be made or called.
 
-    def stop(*args: Any, **kwargs: Any) -> None:
+    Attributes:
+        refusal: the sentence that says so.
+    """
+
+    refusal: tuple[str, str]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> None:
+        """Say what to do instead."""
+        name, remedy = cls.refusal
         raise ConfigError(f"`{name}` must not be used here; {remedy}")
 
-    return type(name.rpartition(".")[2], (), {"__new__": stop, "__doc__": f"Refused: {remedy}"})
+    def __getattr__(cls, name: str) -> Refused:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return refused(f"{cls.refusal[0]}.{name}", cls.refusal[1])
+
+
+def refused(name: str, remedy: str) -> Refused:
+    """What is in the place of a name that is refused: scripts import many that they never use."""
+    return Refused(name.rpartition(".")[2], (), {"refusal": (name, remedy), "__doc__": f"Refused: {remedy}"})
 
 
 def read_names(folder: Path = TABLES) -> tuple[Name, ...]:
