@@ -1,4 +1,4 @@
-"""Tensor slices of a model from transformers by its family's rules: a `tensor_parallel` section, at ZeRO 1."""
+"""Tensor slices of a model from transformers, by its family's rules, at ZeRO 1."""
 
 import deepspeed
 import torch

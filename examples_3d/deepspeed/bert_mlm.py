@@ -1,4 +1,4 @@
-"""Masked language modelling in the style of HelloDeepSpeed: a JSON dictionary, checkpoints, and going on from one."""
+"""Masked language modelling in the style of HelloDeepSpeed, which goes on from a checkpoint."""
 
 import pathlib
 import tempfile

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of a causal model from transformers, in the style of DeepSpeed-Chat's first step, at ZeRO 3."""
+"""Supervised fine-tuning of a causal model, in the style of DeepSpeed-Chat's first step, at ZeRO 3."""
 
 import tempfile
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A CNN on images, as DeepSpeed's CIFAR tutorial trains it: arguments, a dataset for `initialize`, evaluation."""
+"""A CNN on images, in the style of DeepSpeed's CIFAR tutorial: arguments, a dataset, evaluation."""
 
 import argparse
 

@@ -14,7 +14,13 @@ class Net(nn.Module):
         super().__init__()
         self.first = nn.Linear(12, 16)
         self.experts = MoE(
-            hidden_size=16, expert=nn.Linear(16, 16), num_experts=4, ep_size=1, k=1, min_capacity=0, use_rts=False
+            hidden_size=16,
+            expert=nn.Linear(16, 16),
+            num_experts=4,
+            ep_size=1,
+            k=1,
+            min_capacity=0,
+            use_rts=False,
         )
         self.last = nn.Linear(16, 4)
 

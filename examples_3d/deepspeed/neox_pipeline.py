@@ -37,7 +37,9 @@ class Block(nn.Module):
         super().__init__()
         self.number, self.norm = number, nn.LayerNorm(HIDDEN)
         self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 32), nn.GELU(), nn.Linear(32, HIDDEN))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 32), nn.GELU(), nn.Linear(32, HIDDEN)
+        )
 
     def forward(self, x):
         mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device=x.device).triu(1)

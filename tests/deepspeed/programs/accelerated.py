@@ -110,22 +110,22 @@ def cases() -> dict[str, Callable[[], Any]]:
         found[f"stage{stage}-saved"] = lambda stage=stage: train(
             DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=2), save_and_load
         )
-        if stage:
-            found[f"stage{stage}-offload"] = lambda stage=stage: train(
-                DeepSpeedPlugin(
-                    zero_stage=stage,
-                    gradient_accumulation_steps=2,
-                    offload_optimizer_device="cpu",
-                    offload_param_device="cpu" if stage == 3 else "none",
-                    gradient_clipping=0.5,
-                )
-            )
     found["stage3-gathered"] = lambda: train(
         DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=2, zero3_save_16bit_model=True), state_sum
     )
     found["stage3-auto"] = lambda: train(
         DeepSpeedPlugin(hf_ds_config=json.loads(json.dumps(AUTO)), zero3_init_flag=False), state_sum
     )
+    for stage in (1, 2, 3):
+        found[f"stage{stage}-offload"] = lambda stage=stage: train(
+            DeepSpeedPlugin(
+                zero_stage=stage,
+                gradient_accumulation_steps=2,
+                offload_optimizer_device="cpu",
+                offload_param_device="cpu" if stage == 3 else "none",
+                gradient_clipping=0.5,
+            )
+        )
     return found
 
 
