@@ -1,7 +1,7 @@
 """megazero: 3D-parallel pretraining of GPT and BERT, with the same numbers on any layout.
 
-The names that a DeepSpeed script uses are here too, from `initialize` to `zero.Init`, so that such a script may
-say ``import megazero as deepspeed``. They are imported when they are first used.
+The names that a DeepSpeed script uses are here too, from `initialize` to `zero.Init`: such a script may say
+``import megazero as deepspeed``. They are imported when they are first used.
 """
 
 from __future__ import annotations

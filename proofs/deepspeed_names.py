@@ -2,21 +2,17 @@
 
     python proofs/deepspeed_names.py [--all] SCRIPT_OR_FOLDER...
 
-A script is read, not run: its imports of `deepspeed`, and what it asks those for. Each script that uses it gets a
-line: the names that do not exist here, and those that are refused; with `--all` all others too. The end says how
-many need only names that exist.
+A script is read, not run: its imports of `deepspeed`, and what it asks those for. Each script that uses it
+gets a line: the names that do not exist here, and those that are refused; with `--all` all others too. The
+end says how many need only names that exist.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 from megazero.deepspeed.surface import Surface, read_names
 

@@ -1,4 +1,4 @@
-"""A classifier with a mixture of experts, in the style of DeepSpeed's CIFAR tutorial for experts, at ZeRO 2."""
+"""A classifier with experts, in the style of DeepSpeed's CIFAR tutorial for them, at ZeRO 2."""
 
 import deepspeed
 import torch

@@ -1,4 +1,4 @@
-"""A transformer as a pipeline with tied embeddings, in the style of gpt-neox: layer specs, micro-batches, checkpoints."""
+"""A transformer as a pipeline with tied embeddings and checkpoints, in the style of gpt-neox."""
 
 import argparse
 import tempfile

@@ -1,4 +1,4 @@
-"""Seconds of a step at ZeRO 3 with weights and states on the host, in the style of DeepSpeed's offload benchmarks."""
+"""Seconds of a step at ZeRO 3 with weights and states on the host, as offload benchmarks take them."""
 
 import argparse
 import time

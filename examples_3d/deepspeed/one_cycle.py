@@ -1,4 +1,4 @@
-"""A one-cycle schedule from the JSON, torch's Adam by name, events in CSV files, the profiler of operations."""
+"""A one-cycle schedule, an optimizer of torch's by name, events in CSV files, the profiler."""
 
 import pathlib
 import tempfile

@@ -1,4 +1,4 @@
-"""Plain torch's loop around an engine: `loss.backward()` by the script, two losses, autocast, a schedule of torch's."""
+"""Plain torch's loop around an engine: `loss.backward()` by the script, autocast, torch's schedule."""
 
 import argparse
 

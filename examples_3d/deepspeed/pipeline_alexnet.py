@@ -1,4 +1,4 @@
-"""A CNN as a pipeline, in the style of DeepSpeed's pipeline tutorial: `PipelineModule` over a list of layers."""
+"""A CNN as a pipeline of plain layers, in the style of DeepSpeed's pipeline tutorial."""
 
 import argparse
 

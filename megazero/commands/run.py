@@ -1,4 +1,4 @@
-"""The command `megazero run`: a script that imports `deepspeed`, as it stands, with megazero behind that name."""
+"""The command `megazero run`: runs a script that imports `deepspeed`, with megazero behind that name."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ _INTRODUCTION = f"""\
 
 <!-- Written by `python -m megazero.deepspeed.names_page docs`; do not edit. -->
 
-Every name that a script may import from `deepspeed` {VERSION} and finds here, when it runs under `megazero run` or has
-called `megazero.deepspeed.install()`. [Coming from DeepSpeed](guides/coming_from_deepspeed.md) says how to start, and what
-changes for whom.
+Every name that a script may import from `deepspeed` {VERSION} and finds here, when it runs under `megazero run`
+or has called `megazero.deepspeed.install()`. [Coming from DeepSpeed](guides/coming_from_deepspeed.md) says how to
+start, and what changes for whom.
 
 | State | What it means |
 |---|---|
@@ -26,8 +26,8 @@ changes for whom.
 | no effect | may be called or set, and changes nothing, for the reason in the note |
 | refused | can be imported; an error says when it is called what to do instead |
 
-A name that is found in several modules is listed with the first of them. A module that has rows here can be imported, and
-so can those above it."""
+A name that is found in several modules is listed with the first of them. A module that has rows here can be
+imported, and so can those above it."""
 
 
 def names_page(rows: Sequence[Name]) -> str:

@@ -214,7 +214,7 @@ class SurfaceModule(ModuleType):
 
 @cache
 def top(name: str = "megazero") -> ModuleType:
-    """The names of `deepspeed` itself as a module of that name, in a process where `deepspeed` may be another."""
+    """The names right in `deepspeed`, as a module of that name; `deepspeed` itself may be another's."""
     return Surface(read_names()).as_module(name)
 
 

@@ -1,4 +1,4 @@
-"""trl's SFT and DPO under a DeepSpeed JSON: ``preferences.py FOLDER sft|dpo STAGE`` writes ``FOLDER/found.json``."""
+"""trl's SFT and DPO under a DeepSpeed JSON: ``preferences.py FOLDER sft|dpo STAGE``."""
 
 from __future__ import annotations
 
