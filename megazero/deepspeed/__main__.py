@@ -1,4 +1,4 @@
-"""``python -m megazero.deepspeed [--local_rank] [-m] SCRIPT ...``: one rank of a script, with our `deepspeed`.
+"""``python -m megazero.deepspeed [--local_rank] [-m] SCRIPT ...``: a rank of a script, with our `deepspeed`.
 
 `--local_rank` gives the script that argument with the number in the environment's `LOCAL_RANK`, as
 DeepSpeed's launcher does. The process is as if ``python SCRIPT ...`` had started it.

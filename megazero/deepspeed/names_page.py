@@ -15,9 +15,9 @@ _INTRODUCTION = f"""\
 
 <!-- Written by `python -m megazero.deepspeed.names_page docs`; do not edit. -->
 
-Every name that a script may import from `deepspeed` {VERSION} and finds here, when it runs under `megazero run`
-or has called `megazero.deepspeed.install()`. [Coming from DeepSpeed](guides/coming_from_deepspeed.md) says how to
-start, and what changes for whom.
+Every name that a script may import from `deepspeed` {VERSION} and finds here, when it runs under
+`megazero run` or has called `megazero.deepspeed.install()`. How to start, and what changes for whom:
+[Coming from DeepSpeed](guides/coming_from_deepspeed.md).
 
 | State | What it means |
 |---|---|

@@ -211,6 +211,9 @@ class SurfaceModule(ModuleType):
     def __dir__(self) -> list[str]:
         return self.__all__
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)
+
 
 @cache
 def top(name: str = "megazero") -> ModuleType:

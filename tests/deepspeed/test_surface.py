@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -87,6 +88,10 @@ def test_modules_and_their_parents_exist_and_others_do_not():
         AttributeError, match="module 'deepspeed.a' has no attribute 'c': megazero knows no such"
     ):
         _ = found.a.c
+
+
+def test_a_module_is_pickled_by_its_name():
+    assert surface.top("json").__reduce__() == (importlib.import_module, ("json",))
 
 
 def test_the_version_that_installers_see_is_that_of_the_names():
