@@ -17,8 +17,7 @@ from tests.forks import ROOT
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 PROGRAMS = Path(__file__).with_name("programs")
-ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-ONE_RANK["MASTER_PORT"] = "29517"
+ONE_RANK = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
