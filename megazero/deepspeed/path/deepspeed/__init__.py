@@ -9,5 +9,6 @@ if HOME not in sys.path:  # a child has the path of its parent's script, not of 
 
 from megazero.deepspeed.surface import install  # noqa: E402
 
-del sys.modules[__name__]
-install()
+if __name__ == "deepspeed":
+    del sys.modules[__name__]
+    install()
