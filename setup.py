@@ -115,7 +115,7 @@ setup(
     package_data={
         "megazero": [
             *("py.typed", "ops/_native.pyi", "config/tables/*.txt", "config/tables/*.csv"),
-            "deepspeed/names/*.csv",
+            *("deepspeed/names/*.csv", "deepspeed/path/deepspeed/*.py", "deepspeed/path/*.dist-info/*"),
         ]
     },
     python_requires=">=3.10",

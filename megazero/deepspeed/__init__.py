@@ -4,7 +4,8 @@ Start with `initialize.py` and `engine.py` (`stepping.py` holds its training ste
 may query). `settings.py` reads the JSON; `optimizer.py`, `torch_rule.py`, `fused.py`, `muon.py` and
 `schedules.py` connect torch's optimizers to ours; `parallel.py` lays a foreign module out in buckets;
 `checkpoint.py` and `data.py` save and feed it; `report.py` reports progress; `estimates.py` says how much
-memory states take. `adopt.py` finds a rank's place, `zero.py` has `Init`, and `moe` the layer of experts.
+memory states take. `surface.py` makes modules of the table of names, and `path/` leads ``import deepspeed``
+to them. `adopt.py` finds a rank's place, `zero.py` has `Init`, and `moe` the layer of experts.
 """
 
 from megazero.deepspeed.adopt import init_distributed
@@ -22,6 +23,7 @@ from megazero.deepspeed.fused import FusedLamb, FusedLion
 from megazero.deepspeed.initialize import add_config_arguments, initialize
 from megazero.deepspeed.muon import MuonWithAuxAdam
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
+from megazero.deepspeed.surface import install
 
 __all__ = [
     "DeepSpeedEngine",
@@ -39,4 +41,5 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_live",
     "init_distributed",
     "initialize",
+    "install",
 ]

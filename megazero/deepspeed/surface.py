@@ -7,10 +7,11 @@ documented there. `Surface` makes modules of the rows; nothing is imported befor
 from __future__ import annotations
 
 import csv
+import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -21,6 +22,8 @@ from typing import Any, Literal, get_args
 from megazero.errors import ConfigError
 
 TABLES = Path(__file__).with_name("names")
+PATH = Path(__file__).with_name("path")
+"""A folder for `sys.path` that holds `deepspeed`, which leads here, and what tells installers its version."""
 PACKAGE = "deepspeed"
 VERSION = "0.19.8"
 """The release of DeepSpeed whose documentation the names follow."""
@@ -57,13 +60,29 @@ class Name:
         return value
 
 
-def refused(name: str, remedy: str) -> type:
-    """A class that cannot be made or called: scripts import many names that they never use."""
+class Refused(type):
+    """The class of what is refused: neither it nor a class derived from it can be made or called.
 
-    def stop(*args: Any, **kwargs: Any) -> None:
+    Attributes:
+        refusal: the sentence that says so.
+    """
+
+    refusal: tuple[str, str]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> None:
+        """Say what to do instead."""
+        name, remedy = cls.refusal
         raise ConfigError(f"`{name}` must not be used here; {remedy}")
 
-    return type(name.rpartition(".")[2], (), {"__new__": stop, "__doc__": f"Refused: {remedy}"})
+    def __getattr__(cls, name: str) -> Refused:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return refused(f"{cls.refusal[0]}.{name}", cls.refusal[1])
+
+
+def refused(name: str, remedy: str) -> Refused:
+    """What is in the place of a name that is refused: scripts import many that they never use."""
+    return Refused(name.rpartition(".")[2], (), {"refusal": (name, remedy), "__doc__": f"Refused: {remedy}"})
 
 
 def read_names(folder: Path = TABLES) -> tuple[Name, ...]:
@@ -116,12 +135,24 @@ class Surface(MetaPathFinder, Loader):
         head, _, below = fullname.partition(".")
         if head != PACKAGE or below not in self.modules:
             return None
-        return ModuleSpec(fullname, self, origin=str(TABLES), is_package=True)
+        spec = ModuleSpec(fullname, self, origin=str(PATH / PACKAGE / "__init__.py"), is_package=True)
+        spec.has_location = not below  # scripts ask for `deepspeed.__file__`
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """A module whose names are looked up in the table."""
         below = spec.name.partition(".")[2]
-        return SurfaceModule(spec.name, self.modules[below], self._children(below))
+        return SurfaceModule(spec.name, self.modules[below], self._children(below), import_module)
+
+    def as_module(self, name: str, below: str = "") -> ModuleType:
+        """The same module under another name, which no import statement finds, nor those below it."""
+        children = self._children(below)
+        start = f"{below}." if below else ""
+
+        def child(fullname: str) -> ModuleType:
+            return self.as_module(fullname, start + fullname.rpartition(".")[2])
+
+        return SurfaceModule(name, self.modules[below], children, child)
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing: its names are looked up when they are asked for."""
@@ -146,12 +177,19 @@ class SurfaceModule(ModuleType):
     Args:
         name: its full name.
         names: its names.
-        children: the modules below it, which are imported when they are asked for as attributes.
+        children: the modules below it.
+        child: gives one of them by its full name, when it is asked for as an attribute.
     """
 
-    def __init__(self, name: str, names: Mapping[str, Name], children: frozenset[str]):
+    def __init__(
+        self,
+        name: str,
+        names: Mapping[str, Name],
+        children: frozenset[str],
+        child: Callable[[str], ModuleType],
+    ):
         super().__init__(name, f"`{name}` as megazero has it.")
-        self._names, self._children = names, children
+        self._names, self._children, self._child = names, children, child
         self.__all__ = sorted({*names, *children})
 
     def __getattr__(self, name: str) -> Any:
@@ -162,7 +200,9 @@ class SurfaceModule(ModuleType):
             setattr(self, name, value)
             return value
         if name in self._children:
-            return import_module(f"{self.__name__}.{name}")
+            value = self._child(f"{self.__name__}.{name}")
+            setattr(self, name, value)
+            return value
         raise AttributeError(
             f"module {self.__name__!r} has no attribute {name!r}: megazero knows no such name of DeepSpeed "
             f"{VERSION}; docs/initialize.md lists those that it has"
@@ -171,9 +211,21 @@ class SurfaceModule(ModuleType):
     def __dir__(self) -> list[str]:
         return self.__all__
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)
+
+
+@cache
+def top(name: str = "megazero") -> ModuleType:
+    """The names right in `deepspeed`, as a module of that name; `deepspeed` itself may be another's."""
+    return Surface(read_names()).as_module(name)
+
 
 def install() -> ModuleType:
-    """Make ``import deepspeed`` mean megazero in this process; calling it again changes nothing.
+    """Make ``import deepspeed`` mean megazero in this process and in those that it starts.
+
+    Its modules and its version are found as if it were installed; a DeepSpeed that is installed stays unseen.
+    Calling it again changes nothing.
 
     Returns:
         The module `deepspeed`.
@@ -189,4 +241,9 @@ def install() -> ModuleType:
         )
     if not any(isinstance(finder, Surface) for finder in sys.meta_path):
         sys.meta_path.insert(0, Surface(read_names()))
+    if str(PATH) not in sys.path:
+        sys.path.insert(1, str(PATH))  # the first is the script's own folder
+    inherited = [word for word in os.environ.get("PYTHONPATH", "").split(os.pathsep) if word]
+    if str(PATH) not in inherited:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(PATH), *inherited])
     return import_module(PACKAGE)

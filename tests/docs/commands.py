@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -150,10 +150,7 @@ def problems(words: tuple[str, ...]) -> Iterator[str]:
     elif program in ("python", "bash") and arguments:
         program, *arguments = arguments
     if program in STARTERS:
-        start = next((i for i, word in enumerate(arguments) if word == "-m" or word.endswith(".py")), None)
-        yield from unknown(arguments[:start], starter_flags(), "torchrun")
-        if start is not None:
-            yield from problems(("python", *arguments[start:]))
+        yield from problems_of_starter(arguments, starter_flags(), "torchrun")
     elif program in ("megazero", "megazero.cli"):
         yield from problems_of_verb(tuple(arguments))
     elif program in TRAINERS:
@@ -169,6 +166,14 @@ def problems(words: tuple[str, ...]) -> Iterator[str]:
         yield from unknown(arguments, flags_in_sources(source / "__main__.py"), program)
 
 
+def problems_of_starter(arguments: Sequence[str], known: frozenset[str], program: str) -> Iterator[str]:
+    """The same for a program that starts another one, whose flags follow."""
+    start = next((i for i, word in enumerate(arguments) if word == "-m" or word.endswith(".py")), None)
+    yield from unknown(arguments[:start], known, program)
+    if start is not None:
+        yield from problems(("python", *arguments[start:]))
+
+
 def problems_of_verb(words: tuple[str, ...]) -> Iterator[str]:
     """The same for `megazero` and its verbs."""
     names = [verb.name for verb in VERBS]
@@ -176,6 +181,9 @@ def problems_of_verb(words: tuple[str, ...]) -> Iterator[str]:
         return
     if words[0] not in names:
         yield f"`megazero {words[0]}` must be one of {', '.join(names)}"
+        return
+    if words[0] == "run":
+        yield from problems_of_starter(words[1:], flags_of_verb(words[:1]), "megazero run")
         return
     place = words.index("--") if "--" in words else len(words)
     own, passed_on = words[:place], words[place:]
@@ -188,7 +196,7 @@ def problems_of_verb(words: tuple[str, ...]) -> Iterator[str]:
     yield from unknown(own, known, f"megazero {' '.join(own[:size])}")
 
 
-def unknown(arguments: tuple[str, ...] | list[str], known: frozenset[str], program: str) -> Iterator[str]:
+def unknown(arguments: Sequence[str], known: frozenset[str], program: str) -> Iterator[str]:
     """The flags among the arguments that a program does not know."""
     for word in arguments:
         flag = word.partition("=")[0]

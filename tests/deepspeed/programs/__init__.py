@@ -1,0 +1,1 @@
+"""Programs that drive `deepspeed` through libraries of others; each runs on DeepSpeed itself, too."""

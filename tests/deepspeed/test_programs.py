@@ -1,0 +1,143 @@
+"""Libraries and programs that drive `deepspeed`, unpatched; DeepSpeed's own answers beside ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import forks
+from tests.forks import ROOT
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+PROGRAMS = Path(__file__).with_name("programs")
+ONE_RANK = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29517",
+}
+
+
+def answers(name: str) -> dict[str, Any]:
+    """What DeepSpeed answered."""
+    return json.loads((PROGRAMS / f"answers/{name}.json").read_text())
+
+
+def run(ranks: int, script: str, *arguments: object) -> None:
+    """A program on so many ranks, as `megazero run` starts it."""
+    launch = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
+    words = ["-m", "megazero.cli", "run", *launch, str(PROGRAMS / script), *map(str, arguments)]
+    environment = {**os.environ, **(ONE_RANK if ranks == 1 else {}), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, *words], env={**environment, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trainer_trains_as_under_deepspeed(ranks, tmp_path):
+    """Stages 0 to 3, fp32 and bf16, the JSON's optimizer and schedule or the Trainer's own."""
+    run(ranks, "trainer.py", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    there = answers(f"trainer-{ranks}")
+    assert found.keys() == there.keys()
+    for case, wanted in there.items():
+        assert "error" not in found[case], (case, found[case])
+        tolerance = 1e-6 if case.endswith("fp32") else 1e-3
+        assert found[case]["losses"] == pytest.approx(wanted["losses"], rel=tolerance), case
+        assert found[case]["evaluated"] == pytest.approx(wanted["evaluated"], rel=tolerance), case
+        assert found[case]["rates"] == pytest.approx(wanted["rates"]), case
+        if wanted["norms"]:  # at stage 0 in fp32 DeepSpeed has none
+            assert found[case]["norms"] == pytest.approx(wanted["norms"], rel=max(tolerance, 2e-6)), case
+
+
+@pytest.mark.slow
+def test_trainer_saves_resumes_takes_the_best_and_generates(tmp_path):
+    """The whole model and LoRA, at every stage; a new process resumes."""
+    pytest.importorskip("peft")
+    for phase in ("first", "again"):
+        run(1, "trainer_life.py", tmp_path, phase, 0, 1, 2, 3)
+    first, again = (json.loads((tmp_path / f"{phase}.json").read_text()) for phase in ("first", "again"))
+    for case, wanted in answers("trainer_life").items():
+        here = first[case]
+        assert "error" not in here, (case, here)
+        assert here["losses"] == pytest.approx(wanted["losses"], rel=1e-6), case
+        assert here["text"] == wanted["text"], case
+        assert here.get("reloaded") == wanted.get("reloaded"), case
+        assert here["best"] == pytest.approx(wanted["best"], rel=1e-6)
+        assert {"global_step2", "latest"} <= set(here["files"])
+        assert "error" not in again[case], (case, again[case])
+        resumed = again[case]["losses"]  # after the second step and its evaluation
+        assert resumed == pytest.approx(here["losses"][5 : 5 + len(resumed)], rel=1e-6), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accelerate_trains_as_under_deepspeed(ranks, tmp_path):
+    """Each plugin's own JSON, offload, dummies, `accumulate`, clipping, `get_state_dict`, `save_state`."""
+    run(ranks, "accelerated.py", tmp_path / "found.json")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert not [(case, value) for case, value in found.items() if "error" in value]
+    plain = found["stage0"]
+    for case, value in found.items():
+        if case != "stage3-auto" and not case.endswith("offload"):
+            assert value["losses"] == pytest.approx(plain["losses"], rel=1e-6), case
+        if case.endswith("saved"):
+            assert value["after"][0] == pytest.approx(value["after"][1], rel=1e-6), case
+    refused = "Cannot get 16bit model weights because `stage3_gather_16bit_"
+    assert found["stage3"]["after"] == found["stage3-auto"]["after"] == {"refused": refused}
+    assert found["stage3-gathered"]["after"] == pytest.approx(plain["after"], rel=1e-6)
+    for case, wanted in answers("accelerate").items() if ranks == 1 else ():
+        assert found[case]["losses"] == pytest.approx(wanted["losses"], rel=1e-6), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_trl_trains(task, stage, tmp_path):
+    pytest.importorskip("trl")
+    run(1, "preferences.py", tmp_path, task, stage)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found["losses"]) == 6
+    assert found["losses"][-1] < found["losses"][0]
+    assert {"checkpoint-3", "checkpoint-6"} <= set(found["saved"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_llama_factory_trains(stage, tmp_path):
+    """By its own command, which starts torchrun, whose rank finds our `deepspeed` through the environment."""
+    pytest.importorskip("llamafactory")
+    run(1, "factory.py", tmp_path, stage)
+    lines = (tmp_path / "out/trainer_log.jsonl").read_text().splitlines()
+    losses = [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "out/checkpoint-6/global_step6").is_dir()
+
+
+def test_a_configuration_must_be_kept_for_models_to_be_sharded():
+    """transformers holds it weakly: of a temporary one nothing is left when the model is built."""
+    code = """
+from megazero.deepspeed import install; install()
+from transformers.integrations import HfDeepSpeedConfig
+from tests.deepspeed.programs.tiny import llama
+config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}}
+def sharded():
+    model = type(llama())._from_config(llama().config)
+    return all(hasattr(param, "ds_id") for param in model.parameters())
+HfDeepSpeedConfig(config); print(sharded())
+keep = HfDeepSpeedConfig(config); print(sharded())
+"""
+    done = forks.run("-c", code, environment=ONE_RANK)
+    assert done.stdout.split()[-2:] == ["False", "True"], done.stderr
