@@ -168,6 +168,8 @@ class SteppingEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, nn.Module)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
+        if (compression := self.module.__dict__.get("compression_scheduler")) is not None:
+            compression.step(self.global_steps)
         self.global_samples += self.train_batch_size()
         if self._reporter.wants(self.global_steps):
             report = self.optimizer.report
