@@ -126,7 +126,8 @@ def release_layer(module: nn.Module) -> None:
     assert isinstance(module, _COMPRESSED)
     if module.treatment.is_empty:
         del module.treatment
-        module.__class__ = _PLAIN[_COMPRESSED.index(type(module))]
+        layer: nn.Module = module
+        layer.__class__ = _PLAIN[_COMPRESSED.index(type(module))]
 
 
 @torch.no_grad()
