@@ -88,6 +88,8 @@ class SteppingEngine(BackwardEngine):
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
+        if (compression := self.module.__dict__.get("compression_scheduler")) is not None:
+            compression.step(self.global_steps)
         self.global_samples += self.train_batch_size()
         self.tput_timer.stepped()
         if self._reporter.wants(self.global_steps):
