@@ -16,7 +16,6 @@ from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import Mesh, check_groups, check_local_rank, content_of, params_of, readable
 from megazero.deepspeed.choose_schedule import build_schedule
-from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
 from megazero.deepspeed.inference.hybrid import engine_kind
 from megazero.deepspeed.loss_scale import build_deepspeed_scaler

@@ -15,8 +15,8 @@ from megazero.checkpoint.part import Key, Part, Source
 from megazero.checkpoint.saver import together
 from megazero.deepspeed.moe.experts import with_all_experts
 from megazero.deepspeed.pipe.whole import whole_state
-from megazero.deepspeed.tensor_parallel.whole import whole_value
 from megazero.deepspeed.stepping import SteppingEngine
+from megazero.deepspeed.tensor_parallel.whole import whole_value
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import CheckpointError, ConfigError
 
