@@ -59,9 +59,9 @@ def of_json(named: Named, optimizer: Optimizer) -> Any:
     Raises:
         ConfigError: there is no such schedule, or it takes other arguments.
     """
-    kind: Any = SCHEDULES.get(named.type)
-    kind = kind or getattr(torch.optim.lr_scheduler, named.type, None)
-    if not inspect.isclass(kind) or not callable(getattr(kind, "step", None)):
+    known = SCHEDULES.get(named.type) or getattr(torch.optim.lr_scheduler, named.type, None)
+    kind: Any = known
+    if not inspect.isclass(known) or not callable(getattr(kind, "step", None)):
         raise ConfigError(
             f"`scheduler.type` must be {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler, but is "
             f"{named.type}"

@@ -1,7 +1,7 @@
 """The engine that `megazero.initialize` returns: a module whose backward and step are ours.
 
-Members have DeepSpeed's names and do what they do there. `backward.py` has losses and gradients, `stepping.py`
-updates, `keeping.py` checkpoints, `answers.py` the queries of a script.
+Members have DeepSpeed's names and do what they do there. `backward.py` has losses and gradients,
+`stepping.py` updates, `keeping.py` checkpoints, `answers.py` the queries of a script.
 """
 
 from __future__ import annotations

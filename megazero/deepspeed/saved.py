@@ -120,7 +120,8 @@ def _ours(reader: CheckpointReader, folder: Path) -> Saved:
         lambda scaler: ScalerState(**facts["scaler"]),
         partial(decode, facts["schedule"], states),
         partial(decode, facts["client"], states),
-        *(facts.get(name, ()) for name in ("frozen", "buffers")),
+        facts.get("frozen", ()),
+        facts.get("buffers", ()),
         facts.get("shared", {}),
         facts.get("left_out", ()),
     )

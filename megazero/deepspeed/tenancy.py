@@ -11,7 +11,7 @@ from torch import nn
 from megazero.deepspeed.moe.experts import expert_layers
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.script_backward import ScriptBackward
-from megazero.deepspeed.zero.partition import Partition
+from megazero.deepspeed.zero.partition import Partition, Shelf
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.zero.bucket import ShardedState
@@ -105,7 +105,7 @@ class Tenancy:
             if spec is not None:
                 param.__dict__["spec"] = spec
             if id(param) in sharded and not whole:
-                Partition(param, context, None)
+                Partition(param, Shelf(context.replica, context.device, context.device))
 
 
 def _hooks_of_module(module: nn.Module) -> list[Any]:

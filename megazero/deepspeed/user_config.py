@@ -118,9 +118,9 @@ class DeepSpeedConfig:
             setattr(self, name, given.get(name, default))
         for kind in ("optimizer", "scheduler"):
             named = _section(given, kind)
-            name = named.get("type")
-            own = kind == "optimizer" and isinstance(name, str) and name.lower() in _OWN_NAMES
-            setattr(self, f"{kind}_name", name.lower() if own and name else name)
+            kind_name = named.get("type")
+            own = kind == "optimizer" and isinstance(kind_name, str) and kind_name.lower() in _OWN_NAMES
+            setattr(self, f"{kind}_name", kind_name.lower() if own and kind_name else kind_name)
             setattr(self, f"{kind}_params", named.get("params"))
 
     def print_user_config(self) -> None:

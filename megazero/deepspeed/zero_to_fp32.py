@@ -181,7 +181,7 @@ def write_shards(
     if len(shards) == 1:
         write_state(state.whole(), folder / f"{stem}{suffix}")
         return
-    files = {}
+    files: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         path = folder / f"{stem}-{number:05d}-of-{len(shards):05d}{suffix}"
         write_state({name: state[name].clone() for name in names}, path)

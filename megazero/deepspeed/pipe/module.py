@@ -16,7 +16,9 @@ from megazero.deepspeed.pipe.split import split_layers
 from megazero.deepspeed.pipe.stage import StageLayers, recompute, weight_of
 from megazero.deepspeed.pipe.ties import TieGroup
 from megazero.deepspeed.pipe.topology import PipeDataParallelTopology, ProcessTopology
-from megazero.deepspeed.zero import GatheredParameters, Init, partition_of
+from megazero.deepspeed.zero.gathered import GatheredParameters
+from megazero.deepspeed.zero.init import Init
+from megazero.deepspeed.zero.partition import partition_of
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch

@@ -10,7 +10,7 @@ from torch import nn
 
 from megazero.deepspeed.tensor_parallel.layers import ColumnLinear, Parts, RowLinear
 from megazero.deepspeed.tensor_parallel.slices import Piece, Sliced, slice_parameter
-from megazero.deepspeed.zero import partition_of
+from megazero.deepspeed.zero.partition import partition_of
 from megazero.errors import ConfigError
 from megazero.mpu.group import Group
 
