@@ -40,7 +40,8 @@ START = """
 import runpy, sys
 from megazero.deepspeed.surface import install
 install()
-runpy.run_path(sys.argv[1], run_name="__main__")
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
