@@ -216,7 +216,7 @@ class SurfaceModule(ModuleType):
 
 
 TOP = Surface(read_names()).as_module("megazero")
-"""The names right in `deepspeed`, for ``import megazero as deepspeed``; `deepspeed` itself may be another's."""
+"""The names right in `deepspeed`, for ``import megazero as deepspeed``; there may be another `deepspeed`."""
 
 
 def install() -> ModuleType:
