@@ -28,4 +28,4 @@ def __dir__() -> list[str]:
 
 
 def _names() -> Any:
-    return import_module("megazero.deepspeed.surface").top()
+    return import_module("megazero.deepspeed.surface").TOP

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -215,10 +215,8 @@ class SurfaceModule(ModuleType):
         return import_module, (self.__name__,)
 
 
-@cache
-def top(name: str = "megazero") -> ModuleType:
-    """The names right in `deepspeed`, as a module of that name; `deepspeed` itself may be another's."""
-    return Surface(read_names()).as_module(name)
+TOP = Surface(read_names()).as_module("megazero")
+"""The names right in `deepspeed`, for ``import megazero as deepspeed``; there may be another `deepspeed`."""
 
 
 def install() -> ModuleType:

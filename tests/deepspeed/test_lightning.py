@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megazero.deepspeed.surface import top
+from megazero.deepspeed.surface import Surface, read_names
 
-deepspeed = top("deepspeed")
+deepspeed = Surface(read_names()).as_module("deepspeed")
 TIMEOUT = timedelta(minutes=30)
 CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
     "init_distributed": [(("gloo",), {"distributed_port": 29500, "timeout": TIMEOUT})],

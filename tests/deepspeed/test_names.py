@@ -91,7 +91,7 @@ def test_modules_and_their_parents_exist_and_others_do_not():
 
 
 def test_a_module_is_pickled_by_its_name():
-    assert surface.top("json").__reduce__() == (importlib.import_module, ("json",))
+    assert Surface([]).as_module("json").__reduce__() == (importlib.import_module, ("json",))
 
 
 def test_the_version_that_installers_see_is_that_of_the_names():
@@ -133,7 +133,7 @@ def test_a_deepspeed_that_is_imported_already_is_named(monkeypatch):
 
 
 def test_megazero_has_the_top_names_itself():
-    assert megazero.initialize is surface.top().initialize
+    assert megazero.initialize is surface.TOP.initialize
     assert {"initialize", "init_distributed", "zero", "moe"} <= set(dir(megazero))
     assert megazero.runtime.engine.DeepSpeedEngine.__module__ == "megazero.deepspeed.engine"
     assert "deepspeed" not in sys.modules or isinstance(sys.modules["deepspeed"], surface.SurfaceModule)
