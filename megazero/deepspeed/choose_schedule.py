@@ -87,11 +87,17 @@ def fit(kind: Any, params: Mapping[str, Any], section: str, name: str) -> None:
         ConfigError: names them all.
     """
     signature = inspect.signature(kind).parameters.values()
-    takes = {each.name: each for each in list(signature)[1:] if each.kind is not each.VAR_POSITIONAL}
-    if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
+    takes = {
+        argument.name: argument
+        for argument in list(signature)[1:]
+        if argument.kind is not argument.VAR_POSITIONAL
+    }
+    if any(argument.kind is argument.VAR_KEYWORD for argument in takes.values()):
         return
     strange = [key for key in params if key not in takes]
-    lacking = [key for key, each in takes.items() if each.default is each.empty and key not in params]
+    lacking = [
+        key for key, argument in takes.items() if argument.default is argument.empty and key not in params
+    ]
     problems = [
         f"`{section}.params.{key}` must not be given with {name}; leave it out (it takes {', '.join(takes)})"
         for key in strange

@@ -71,7 +71,7 @@ class RuleOptimizer(torch.optim.Optimizer, ABC):
 
 
 def _asked(rule: UpdateRule, pieces: Pieces) -> dict[str, Any]:
-    """What a rule asks for beside its pieces, for one whole parameter."""
+    """The arguments that a rule asks for beside its pieces, for one whole parameter."""
     if is_norm_rule(rule):
         (measured,) = rule.prepare(pieces)
         return {"norms": [torch.stack(list(measured))], "exempt": [pieces.weight_decays[0] == 0]}

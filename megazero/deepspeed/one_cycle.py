@@ -124,7 +124,7 @@ class OneCycle(RateSchedule):
         return math.floor(of * stairs / size) / stairs if stairs > 0 else of / size
 
     def _decay(self, rate: float) -> float:
-        """What a value is multiplied or divided by at the present count, after the cycle."""
+        """The factor by which a value is multiplied or divided by at the present count, after the cycle."""
         if math.isclose(self.decay_step_size, 0):
             return 1.0
         return 1 + rate * (self.last_batch_iteration - self.total_size + 1) / self.decay_step_size

@@ -301,7 +301,7 @@ def torch_optimizer(optimizer: Any) -> Optimizer:
     Raises:
         TypeError: there is none.
     """
-    found = optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", None)
-    if not isinstance(found, Optimizer):
+    inner = optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, Optimizer):
         raise TypeError(f"{type(optimizer).__name__} is no torch.optim.Optimizer and wraps none")
-    return found
+    return inner

@@ -143,7 +143,7 @@ def read_deepspeed(
 
 
 def _named(section: Any, values: Mapping[str, Any], kind: str) -> Named | None:
-    """What a section names, with its arguments as they were read, or as they stand there."""
+    """The class that a section names, with its arguments as they were read, or as they stand there."""
     if not isinstance(section, Mapping) or not isinstance(section.get("type"), str):
         return None
     given = section.get("params")

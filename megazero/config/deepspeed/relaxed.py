@@ -48,7 +48,7 @@ class Relaxed:
 
 def relaxed(text: str) -> Relaxed:
     """The text as JSON, as far as that can be told."""
-    bare = _COMMENT.sub(lambda found: re.sub(r"\S", " ", found[0]) if found[1] else found[0], text)
+    bare = _COMMENT.sub(lambda match: re.sub(r"\S", " ", match[0]) if match[1] else match[0], text)
     pieces, edits, at, longer, length = [], [], 0, 0, 0
     for start, stop, replacement in _edits(bare):
         pieces += [bare[at:start], replacement]

@@ -55,7 +55,7 @@ def _enabled(own: str, other: str) -> Callable[[bool, Values], Any]:
 
 
 def _as_enabled(name: str, values: Values) -> list[str]:
-    """What is wrong with a type of the parameters that is not the one that is enabled."""
+    """The fault of a type of the parameters that is not the one that is enabled."""
     kinds = [kind for kind in ("fp16", "bf16") if values.get(f"{kind}.enabled") is True]
     on, key = (kinds or ["fp32"])[0], "data_types.param_dtype"
     return [] if _DTYPES[name.lower()] == on else [f"`{key}` must be {on}, which is enabled, but is {name}"]
