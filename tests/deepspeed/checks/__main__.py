@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import os
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -25,7 +26,10 @@ def main() -> None:
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_SIZE": ranks}.items():
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
+    if "MASTER_PORT" not in os.environ:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
     if "--real" in sys.argv:
         import deepspeed
     else:
