@@ -26,6 +26,9 @@ class GroupRate(float):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GroupRate) and self.group == other.group and float(self) == float(other)
 
+    def __ne__(self, other: object) -> bool:  # `float` has one of its own
+        return not self == other
+
     def __hash__(self) -> int:
         return hash((self.group, float(self)))
 

@@ -256,9 +256,10 @@ def test_a_getter_reads_the_json(config, value):
     assert value_at(config, "zero.size", 5) == value
 
 
-def test_tags_must_agree():
+def test_tags_must_agree_where_asked():
     def work(context: ParallelContext):
-        engine = start(context, nn.Linear(2, 1), settings(1, optimizer=ADAMW))
+        told = settings(1, optimizer=ADAMW, checkpoint={"tag_validation": "Fail"})
+        engine = start(context, nn.Linear(2, 1), told)
         with pytest.raises(
             CheckpointError, match="`tag` must be the same .* 'a0' on rank 0 and 'a1' on rank 1"
         ):

@@ -236,7 +236,7 @@ def test_an_iterator_that_ends_early():
 
 def test_groups_that_come_to_differ_are_refused_at_the_step():
     model = build(Tied)
-    optimizer = torch.optim.AdamW([{"params": [model.up.weight]}, {"params": [model.scale]}], lr=1e-2)
+    optimizer = FusedLamb([{"params": [model.up.weight]}, {"params": [model.scale]}], lr=1e-2)
     with pytest.warns(UserWarning, match="frozen"):
         engine = start(solo_context(), model, settings(), optimizer=optimizer)
     engine.backward(engine(*batch(0, 0, 0)))

@@ -188,7 +188,7 @@ def test_keys_that_others_turn_off_are_named(launch: Launch) -> None:
     assert launch(document).warnings == (
         "keys of ds.json without effect here: optimizer.params.lr, optimizer.params.betas "
         "(`optimizer.type` is "
-        "missing); scheduler.params.warmup_num_steps (`scheduler.type` is missing); fp16.loss_scale "
+        "missing); scheduler.params (`scheduler.type` is missing); fp16.loss_scale "
         "(`fp16.enabled` is false); bf16.bf16_master_weights_and_grads (`bf16.enabled` is auto, and nothing "
         "turns it on); tensorboard.output_path (`tensorboard.enabled` is missing).",
     )
@@ -355,4 +355,4 @@ def test_intervals_that_no_run_reaches(launch: Launch) -> None:
     document = {"steps_per_print": 10**23, "fp16": {"enabled": True, "loss_scale_window": 1e30}}
     assert launch(document).config.precision.loss_scale_window == 2**63 - 1
     (problem,) = refusals(launch, {"steps_per_print": 1.5})
-    assert problem == "ds.json: `steps_per_print` must be a positive integer, but is 1.5."
+    assert problem == "ds.json: `steps_per_print` must be a positive integer, or null for never, but is 1.5."
