@@ -172,6 +172,7 @@ def _deepspeed_row(row: KeyRow) -> tuple[str, ...]:
         effects = ["`megazero.initialize` reads it", *filter(None, (script or without,))]
     else:
         effects = [f"no effect: {row.accepted}"] if row.accepted else []
+        effects += [f"refused in a script: {row.script_refused}"] if row.script_refused else []
     if row.when:
         effects.append(f"with `{row.when}`")
     if row.absent is not NOTHING:

@@ -15,7 +15,7 @@ from megazero.mpu.launch import Launch
 
 @dataclass(frozen=True)
 class Given:
-    """What a script gave to `initialize`; an engine shows it under DeepSpeed's names.
+    """The arguments that a script gave to `initialize`; an engine shows it under DeepSpeed's names.
 
     Attributes:
         config: the JSON's content.

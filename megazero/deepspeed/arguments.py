@@ -50,10 +50,10 @@ def readable(source: Any) -> JsonSource:
 
 def _decoded(text: str) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(base64.urlsafe_b64decode(text))
+        content = json.loads(base64.urlsafe_b64decode(text))
     except (binascii.Error, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
 def content_of(source: JsonSource) -> dict[str, Any]:
@@ -67,12 +67,12 @@ def check_local_rank(args: Any) -> None:
     Raises:
         ConfigError: it is another rank's.
     """
-    told, local = getattr(args, "local_rank", None), os.environ.get("LOCAL_RANK")
-    if told is None or local is None or not local.isdigit():
+    given, local = getattr(args, "local_rank", None), os.environ.get("LOCAL_RANK")
+    if given is None or local is None or not local.isdigit():
         return
-    if isinstance(told, int) and told >= 0 and told != int(local):
+    if isinstance(given, int) and given >= 0 and given != int(local):
         raise ConfigError(
-            f"`args.local_rank` must be the launcher's LOCAL_RANK ({local}), but is {told}; leave it to the "
+            f"`args.local_rank` must be the launcher's LOCAL_RANK ({local}), but is {given}; leave it to the "
             "launcher"
         )
     args.local_rank = int(local)

@@ -96,13 +96,16 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         """The module's forward; with `fp16.auto_cast`, inputs are cast to fp16.
 
         With a curriculum, the module is told in training how many tokens of its batch to use, as
-        ``curriculum_seqlen``; the number is that of the step in progress, counted from 1.
+        ``curriculum_seqlen``; the number is that of the step in progress, counted from 1. With progressive
+        layer dropping, it is told the share of layers to keep, as ``pld_theta``.
         """
         self._must_be_current("forward")
         if self._script.recover():
             self._drop()
         if self.settings.seqlen is not None and self.module.training:
             kwargs = {**kwargs, "curriculum_seqlen": self.settings.seqlen.at(self.global_steps + 1)}
+        if self.settings.layer_drop is not None and self.module.training:
+            kwargs = {**kwargs, **self.settings.layer_drop.arguments(self.global_steps)}
         if self.settings.extras.auto_cast:
             args, kwargs = to_half(args), to_half(kwargs)
         with self._reporter.timers("forward"), self._reporter.counting():

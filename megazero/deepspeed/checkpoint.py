@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from megazero.checkpoint.disk import Disk
-from megazero.checkpoint.part import WEIGHT, Key, Part
+from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.replica_rows import ReplicaRows
 from megazero.checkpoint.saver import Saver, together
 from megazero.checkpoint.shards import parts_to_read, parts_to_write
 from megazero.deepspeed.foreign.joined import Shapes
 from megazero.deepspeed.plain import encode
-from megazero.deepspeed.saved import STATE, Saved, Tensors, open_saved
+from megazero.deepspeed.saved import STATE, Saved, open_saved
 from megazero.deepspeed.stepping import SteppingEngine
 from megazero.deepspeed.tags import LATEST
 from megazero.deepspeed.weights import StateSource, frozen_names, shared_names
@@ -169,7 +169,7 @@ def _read(engine: SteppingEngine, saved: Saved, parts: LoadParts) -> None:
     source.read(wanted)
 
 
-def _check_names(engine: SteppingEngine, source: Tensors, names: set[str], where: object) -> None:
+def _check_names(engine: SteppingEngine, source: Source, names: set[str], where: object) -> None:
     """Refuse weights that the module has no place for on any rank; it knows tied ones by each name."""
     own = {*engine.module.state_dict(keep_vars=True), *(n for n, _ in engine.module.named_parameters())}
     everyone = set().union(*together(engine.context, lambda: sorted(own), "name its weights"))

@@ -21,8 +21,12 @@ SCHEDULES: Mapping[str, type[RateSchedule]] = MappingProxyType(
     {kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 )
 """DeepSpeed's schedules by name."""
-VALID_LR_SCHEDULES = list(SCHEDULES)
-"""Their names."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "VALID_LR_SCHEDULES":
+        return list(SCHEDULES)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def build_schedule(

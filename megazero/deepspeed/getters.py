@@ -49,10 +49,13 @@ is_sanity_checks_enabled enable_sanity_checks false
 load_universal_checkpoint checkpoint.load_universal false
 log_level log_level null
 loss_scale fp16.loss_scale 0.0
-managed_gradient_accumulation managed_gradient_accumulation true
 memory_breakdown memory_breakdown false
 optimizer_legacy_fusion optimizer.legacy_fusion false
 optimizer_params optimizer.params null
+pld_enabled progressive_layer_drop.enabled false
+pld_gamma progressive_layer_drop.gamma 0.001
+pld_params progressive_layer_drop null
+pld_theta progressive_layer_drop.theta 1.0
 random_ltd_config data_efficiency.data_routing.random_ltd {{"enabled": false}}
 random_ltd_enabled data_efficiency.data_routing.random_ltd.enabled false
 scheduler_name scheduler.type null
@@ -133,6 +136,12 @@ def _optimizer_name(engine: Any) -> str | None:
     return name.lower() if name is not None and name.lower() in _DEEPSPEED_NAMES else name
 
 
+def _kept(engine: Any) -> float | None:
+    """The share of layers that the module is told to keep now; None without progressive layer dropping."""
+    drop = engine.settings.layer_drop
+    return None if drop is None else float(drop.kept(engine.global_steps))
+
+
 def _scale_arguments(engine: Any) -> dict[str, Any]:
     at = partial(value_at, engine.config)
     return {
@@ -157,7 +166,9 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
         "checkpoint_writer_enabled": lambda engine: value_at(engine.config, "checkpoint.writer") is not None,
         "dynamic_loss_scale": lambda engine: value_at(engine.config, "fp16.loss_scale", 0) == 0,
         "dynamic_loss_scale_args": _scale_arguments,
+        "get_pld_theta": _kept,
         "initial_dynamic_scale": _power,
+        "managed_gradient_accumulation": lambda engine: engine.settings.extras.managed_gradient_accumulation,
         "optimizer_name": _optimizer_name,
         "postscale_gradients": lambda engine: not value_at(engine.config, "prescale_gradients", False),
         "zero_cpu_offload": lambda engine: _device("offload_optimizer", engine) == "cpu",

@@ -187,7 +187,7 @@ def _shard(
         rule_of,
         parallel,
         shards,
-        build_deepspeed_scaler(settings.precision, given.config.get("fp16") or {}),
+        build_deepspeed_scaler(settings.precision, consecutive=extras.consecutive_hysteresis),
         replicas if extras.prescale_gradients or shown else extras.gradient_predivide_factor,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -46,17 +45,17 @@ class DeepSpeedLossScaler(DynamicLossScaler):
         )
 
 
-def build_deepspeed_scaler(precision: PrecisionConfig, fp16: Mapping[str, Any]) -> LossScaler:
+def build_deepspeed_scaler(precision: PrecisionConfig, *, consecutive: bool) -> LossScaler:
     """The scaler of an engine.
 
     Args:
         precision: the type of the weights, and the scale.
-        fp16: the JSON's section.
+        consecutive: `fp16.consecutive_hysteresis` of the JSON.
     """
     scaler = build_loss_scaler(precision)
     if not isinstance(scaler, DynamicLossScaler):
         return scaler
-    return DeepSpeedLossScaler(**vars(scaler), consecutive=fp16.get("consecutive_hysteresis") is True)
+    return DeepSpeedLossScaler(**vars(scaler), consecutive=consecutive)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,11 @@ def names_page(rows: Sequence[Name]) -> str:
 
 
 def _groups(rows: Iterable[Name]) -> dict[str, list[Name]]:
-    found = defaultdict(list)
+    groups = defaultdict(list)
     for row in rows:
         if row.name:
-            found[row.modules[0].partition(".")[0]].append(row)
-    return found
+            groups[row.modules[0].partition(".")[0]].append(row)
+    return groups
 
 
 def _line(row: Name) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
+from megazero.deepspeed.per_context import PerContext
 from megazero.errors import ConfigError
 
 MODEL_PARALLEL = "model-parallel-rng"
@@ -76,7 +76,7 @@ class RandomStates:
             _set_state(before)
 
 
-_TRACKER: ContextVar[RandomStates | None] = ContextVar("random_states", default=None)
+_TRACKER: PerContext[RandomStates] = PerContext("random_states")
 
 
 def get_cuda_rng_tracker() -> RandomStates:

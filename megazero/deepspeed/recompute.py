@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from megazero.config.deepspeed.load import load_json
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import find_context
+from megazero.deepspeed.per_context import PerContext
 from megazero.deepspeed.random_states import get_cuda_rng_tracker, seed_streams
 from megazero.errors import ConfigError
 from megazero.layers.recompute import InputKeeping
@@ -51,7 +51,7 @@ class Settings:
     configured: bool = False
 
 
-_CHOSEN: ContextVar[Settings | None] = ContextVar("activation_checkpointing", default=None)
+_CHOSEN: PerContext[Settings] = PerContext("activation_checkpointing")
 
 
 def chosen_settings() -> Settings:

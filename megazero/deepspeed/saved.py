@@ -6,12 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from megazero.checkpoint.folder import candidates
-from megazero.checkpoint.part import WEIGHT, Key, Part, Source
+from megazero.checkpoint.part import WEIGHT, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.deepspeed.foreign.files import Files, find_files, inventory
 from megazero.deepspeed.foreign.folder import ForeignFolder, Groups
@@ -25,11 +23,8 @@ STATE = "state"
 """Kind of tensors that belong to options, schedules and the script."""
 
 
-class Tensors(Source, Protocol):
-    """A source that also gives whole tensors."""
-
-    def tensor(self, key: Key) -> Tensor:
-        """A whole logical tensor."""
+Tensors = CheckpointReader | ForeignFolder
+"""Sources that also give whole tensors."""
 
 
 @dataclass(frozen=True)

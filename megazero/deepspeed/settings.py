@@ -22,14 +22,15 @@ from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.option import Section
 from megazero.config.tree.precision import PrecisionConfig
 from megazero.config.tree.zero import ZeroConfig
+from megazero.deepspeed.layer_drop import LayerDropSchedule, layer_drop_of
 from megazero.errors import ConfigError
 
 JsonSource = str | Path | Mapping[str, Any]
 
 CLIPPED = 1.0
 """The gradient norm to which DeepSpeed clips where `gradient_clipping` is absent, since 0.19.3."""
-_FOR_SCRIPTS_OF_OURS = ("data_efficiency", "progressive_layer_drop")
-_USED = ("zero", "offload", "precision", "logging", "optimizer", "batch", "curriculum")
+_FOR_SCRIPTS_OF_OURS = ("data_efficiency",)
+_USED = ("zero", "offload", "precision", "logging", "optimizer", "batch", "curriculum", "skipping")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class UserSettings:
         notes: warnings to print, about keys that have no effect.
         seqlen: the sequence length of each step, counted from 1, which the engine tells the module; None
             without a curriculum.
+        layer_drop: the share of layers to keep, which the engine tells the module; None for all.
     """
 
     zero: ZeroConfig
@@ -58,6 +60,7 @@ class UserSettings:
     clip_grad: float
     notes: tuple[str, ...]
     seqlen: Pacing | None = None
+    layer_drop: LayerDropSchedule | None = None
 
 
 def choose_source(args: Any, config: JsonSource | None, config_params: JsonSource | None) -> JsonSource:
@@ -135,6 +138,7 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | Non
         clip_grad=read.values.get("optimizer.clip_grad", CLIPPED),
         notes=(*notes, *_without_effect(read), *read.strangers),
         seqlen=seqlen,
+        layer_drop=layer_drop_of(read.values),
     )
 
 

@@ -81,7 +81,7 @@ class Refused(type):
 
 
 def refused(name: str, remedy: str) -> Refused:
-    """What is in the place of a name that is refused: scripts import many that they never use."""
+    """A stand-in for a name that is refused: scripts import many that they never use."""
     return Refused(name.rpartition(".")[2], (), {"refusal": (name, remedy), "__doc__": f"Refused: {remedy}"})
 
 

@@ -1,4 +1,4 @@
-"""What an engine puts on a model, and how it is taken off before another engine moves in."""
+"""An engine's stay on a model: its hooks and buckets are taken off before another engine moves in."""
 
 from __future__ import annotations
 
@@ -133,10 +133,10 @@ def end_tenancies(model: nn.Module) -> None:
 
 
 def _tenancies(params: Iterable[nn.Parameter]) -> Iterable[Tenancy]:
-    found: dict[int, Tenancy] = {}
+    tenancies: dict[int, Tenancy] = {}
     for param in params:
         home: Any = getattr(param, "zero_home", None)
         tenancy = getattr(getattr(home, "parallel", home), "tenancy", None)
         if tenancy is not None:
-            found[id(tenancy)] = tenancy
-    return found.values()
+            tenancies[id(tenancy)] = tenancy
+    return tenancies.values()

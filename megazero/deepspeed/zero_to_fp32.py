@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,12 +25,16 @@ from megazero.deepspeed.tags import newest_tag
 from megazero.deepspeed.weights import write_state
 from megazero.errors import CheckpointError, ConfigError, exit_status
 
-SCRIPTS = {"zero_to_fp32.py": "main", "zero_to_torch.py": "main_of_torch"}
-DTYPES = {
-    **dict.fromkeys(("fp32", "float32"), torch.float32),
-    **dict.fromkeys(("fp16", "float16"), torch.float16),
-    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
-}
+SCRIPTS: Mapping[str, str] = MappingProxyType(
+    {"zero_to_fp32.py": "main", "zero_to_torch.py": "main_of_torch"}
+)
+DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        **dict.fromkeys(("fp32", "float32"), torch.float32),
+        **dict.fromkeys(("fp16", "float16"), torch.float16),
+        **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    }
+)
 
 
 class LazyState(Mapping[str, Tensor]):

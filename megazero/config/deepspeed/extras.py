@@ -54,6 +54,10 @@ class Extras:
         gather_16bit_weights_on_save: write whole weights in the model's type beside a checkpoint.
         flops_profiler: report FLOPs and their rate.
         dump_state: print the configuration at start.
+        consecutive_hysteresis: every step without an overflow gives the tolerated overflows back.
+        managed_gradient_accumulation: count micro-batches; without it, every step updates.
+        sequence_parallel_size: ranks that share a sequence, beside `data_parallel_size` replicas.
+        data_parallel_size: see there; 1 beside other ranks says nothing.
         checkpoint: how checkpoints are written.
         sections: the content of sections that are read elsewhere, as it stands in the JSON: `tensor_parallel`
             and `hybrid_engine`.
@@ -70,6 +74,10 @@ class Extras:
     gather_16bit_weights_on_save: bool = False
     flops_profiler: bool = False
     dump_state: bool = False
+    consecutive_hysteresis: bool = False
+    managed_gradient_accumulation: bool = True
+    sequence_parallel_size: int = 1
+    data_parallel_size: int = 1
     checkpoint: CheckpointExtras = CheckpointExtras()
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -290,9 +290,11 @@ def _apply(
     )
     if row.extra and converted is not NOTHING:
         extras[row.extra] = value if len(row.fields) > 1 else converted
+    if converted is NOTHING and row.script_refused:
+        return
     if row.script_refused:
         result.script_problems.append(f"{source} is not accepted: {row.script_refused}.")
-    elif row.accepted:
+    if row.accepted:
         ignored = result.script_ignored if row.extra else result.ignored
         ignored.append(IgnoredKey(row.key, row.accepted))
 

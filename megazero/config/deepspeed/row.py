@@ -167,7 +167,7 @@ class KeyRow:
         accepted: why it has no effect; together with `extra`, why it has none in a training script.
         refused: what to do instead.
         only: the values with which it is accepted; with others it is `refused`.
-        script_refused: what to do instead in a training script, if only `megazero.initialize` reads it.
+        script_refused: what to do instead in a training script, if only an engine takes it.
         when: the key that must be on for this one to count, as must be the one that it counts beside.
         faults: what is wrong with the value, or with all values because of it, as sentences without their
             period; for what is looked at below a key of shape SECTION.

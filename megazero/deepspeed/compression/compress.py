@@ -19,7 +19,7 @@ from megazero.deepspeed.compression.layers import (
 )
 from megazero.deepspeed.compression.prune import Pruning, What
 from megazero.deepspeed.compression.quantize import ActivationQuantizer, WeightQuantizer
-from megazero.deepspeed.compression.settings import Group, Technique, read_compression
+from megazero.deepspeed.compression.settings import LayerGroup, Technique, read_compression
 from megazero.deepspeed.compression.teacher import copy_layers
 from megazero.errors import ConfigError
 
@@ -89,7 +89,7 @@ def init_compression(
     return model
 
 
-def _layers_of(model: nn.Module, technique: Technique, group: Group) -> list[tuple[str, nn.Module]]:
+def _layers_of(model: nn.Module, technique: Technique, group: LayerGroup) -> list[tuple[str, nn.Module]]:
     """The layers of a group by name, in the model's order.
 
     Raises:
@@ -112,7 +112,7 @@ def _names(part: str, name: str) -> bool:
     return part == "*" or re.search(part, name) is not None
 
 
-def _treat(layer: Compressed, technique: Technique, group: Group) -> None:
+def _treat(layer: Compressed, technique: Technique, group: LayerGroup) -> None:
     """Give a layer what a technique does to it."""
     treatment, shared, params = layer.treatment, technique.shared, group.params
     symmetric = shared.get("quantization_type") == "symmetric"
@@ -180,7 +180,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     return model
 
 
-def _related(model: nn.Module, group: Group, number: int, count: int) -> list[nn.Module]:
+def _related(model: nn.Module, group: LayerGroup, number: int, count: int) -> list[nn.Module]:
     """The layers whose other side loses what the group's layer of this number loses.
 
     Raises:

@@ -13,7 +13,7 @@ from megazero.deepspeed.compression.quantize import ActivationQuantizer, WeightQ
 
 
 class Treatment(nn.Module):
-    """What compression does to one layer; each part begins after its own number of optimizer steps.
+    """The compression of one layer; each part begins after its own number of optimizer steps.
 
     Attributes:
         step: the optimizer steps so far.

@@ -64,7 +64,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """Layers that a technique treats alike.
 
     Attributes:
@@ -86,7 +86,7 @@ class Technique:
 
     name: str
     shared: Mapping[str, Any]
-    groups: tuple[Group, ...]
+    groups: tuple[LayerGroup, ...]
 
     @property
     def offset(self) -> int:
@@ -165,7 +165,7 @@ def _technique(name: str, given: Mapping[str, Any], problems: list[str]) -> Tech
                 f"`{where}.related_modules` must have a list for each of the {len(modules)} `modules`, but "
                 f"has {len(related)}"
             )
-        groups.append(Group(label, params, modules, related))
+        groups.append(LayerGroup(label, params, modules, related))
     if not groups:
         problems.append(f"`{place}.different_groups` must name a group of layers, but is empty")
     return Technique(name, shared, tuple(groups))

@@ -118,13 +118,17 @@ def _check(module: PipelineStage, settings: UserSettings) -> None:
     """Refuse settings that a pipeline cannot follow.
 
     Raises:
-        ConfigError: there are experts that ranks share, a second partition, or a curriculum of lengths.
+        ConfigError: there are experts that ranks share, a second partition, a curriculum of lengths, or dropped layers.
     """
     problems = []
     if agreed_ep_size(module) > 1:
         problems.append("`ep_size` must be 1 in a PipelineModule, but is more; give each rank all experts")
     if settings.zero.hpz_partition_size > 1:
         problems.append("`zero_hpz_partition_size` must be 1 in a PipelineModule, but is more; leave it out")
+    if settings.layer_drop is not None:
+        problems.append(
+            "`progressive_layer_drop` must be off for a PipelineModule, but is on; drop layers in their forward"
+        )
     if settings.seqlen is not None:
         problems.append(
             "`curriculum_learning` must be off for a PipelineModule, but is on; cut the samples in "
@@ -166,5 +170,5 @@ def _shard(
     parallel.tie(module.ties)
     divisor = float(context.replica.size) if extras.prescale_gradients else extras.gradient_predivide_factor
     shards = Optimizer(store, rule, context, settings.clip_grad)
-    scaler = build_deepspeed_scaler(settings.precision, given.config.get("fp16") or {})
+    scaler = build_deepspeed_scaler(settings.precision, consecutive=extras.consecutive_hysteresis)
     return DeepSpeedOptimizer(client, rule_of, parallel, shards, scaler, divisor)

@@ -15,13 +15,13 @@ from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.specs import PipelineError
 from megazero.loss import LossTerm
 from megazero.ops.autograd import apply
-from megazero.pipeline.chunk import Boundary, ChunkResult, Deferred
+from megazero.pipeline.chunk import Boundary, Chunk, ChunkResult, Deferred
 
 LOSS = "loss"
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class StageBatch:
     """One micro-batch, as far as this stage needs it.
 
     Attributes:
@@ -37,7 +37,7 @@ class MicroBatch:
 
 @dataclass
 class Outputs:
-    """What the last stage computed in an evaluation.
+    """The results of the last stage in an evaluation.
 
     Attributes:
         with_loss: whether the loss function is called.
@@ -50,7 +50,7 @@ class Outputs:
     logits: Any = None
 
 
-class StageChunk:
+class StageChunk(Chunk[StageBatch]):
     """The layers of one stage; see `megazero.pipeline.chunk.Chunk`.
 
     Args:
@@ -73,17 +73,17 @@ class StageChunk:
         self.forms, self.fixed = Forms(), False
         self.outputs = Outputs()
 
-    def takes(self, batch: MicroBatch) -> Boundary:
+    def takes(self, batch: StageBatch) -> Boundary:
         """The tensor that comes from the stage before; waits for its form where that is not known."""
         if not self.fixed:
             self.forms.incoming[batch.number] = self.group.receive_form()
         return self.forms.incoming[batch.number].boundary
 
-    def gives(self, batch: MicroBatch) -> Boundary:
+    def gives(self, batch: StageBatch) -> Boundary:
         """The tensor that went to the next stage."""
         return self.forms.outgoing[batch.number].boundary
 
-    def run(self, batch: MicroBatch, hidden: Tensor | None, *, deferred: Deferred | None) -> ChunkResult:
+    def run(self, batch: StageBatch, hidden: Tensor | None, *, deferred: Deferred | None) -> ChunkResult:
         """Compute the stage for a micro-batch."""
         assert deferred is None, "layers of others do not defer weight gradients"
         if hidden is None:

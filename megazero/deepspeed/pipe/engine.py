@@ -85,7 +85,7 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
             schedule.ForwardPass: Op.FORWARD,
             schedule.BackwardPass: Op.BACKWARD,
             schedule.ReduceGrads: Op.REDUCE,
-            schedule.LoadMicroBatch: "MicroBatch",
+            schedule.LoadMicroBatch: "StageBatch",
             **dict.fromkeys((schedule.SendActivation, schedule.RecvActivation), "Exchange"),
             **dict.fromkeys((schedule.SendGrad, schedule.RecvGrad), "Exchange"),
             schedule.ReduceTiedGrads: "PipelineParallel.finish",
@@ -243,7 +243,7 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
             return None
         mine = {name: float(total) / count for name, total in tallies.items()}
         everyone = gather_values(self.context.batch, mine, self.device) if self.is_last_stage() else []
-        mean = {name: sum(each[name] for each in everyone) / len(everyone) for name in mine}
+        mean = {name: sum(means[name] for means in everyone) / len(everyone) for name in mine}
         (*_, last) = gather_values(self.context.pp, mean, self.device)
         return {name: torch.tensor(value, device=self.device) for name, value in last.items()} or None
 
@@ -268,8 +268,8 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
         (*_, last) = gather_values(self.context.pp, message, self.device)
         if "problem" in last:
             raise PipelineError(last["problem"] + "pass `bcast_loss=False`")
-        found = [torch.tensor(value, device=self.device) for value in last["values"]]
-        return found[0] if last["alone"] else found
+        losses = [torch.tensor(value, device=self.device) for value in last["values"]]
+        return losses[0] if last["alone"] else losses
 
 
 _WHOLE_BATCHES = (

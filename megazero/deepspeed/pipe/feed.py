@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megazero.deepspeed.pipe.chunk import MicroBatch
+from megazero.deepspeed.pipe.chunk import StageBatch
 from megazero.errors import DataError
 
 
@@ -16,7 +16,7 @@ class DataEnded(DataError, StopIteration):
 
 
 class PipelineFeed:
-    """What `train_batch` reads from.
+    """The source of the micro-batches that `train_batch` reads.
 
     Attributes:
         data_iterator: gives the micro-batches; None on stages between the first and the last.
@@ -46,7 +46,7 @@ class PipelineFeed:
         """Call a function with each micro-batch; it returns inputs and labels."""
         self.batch_fn = fn
 
-    def take(self, iterator: Iterator[Any] | None, count: int) -> list[MicroBatch]:
+    def take(self, iterator: Iterator[Any] | None, count: int) -> list[StageBatch]:
         """The next micro-batches.
 
         Raises:
@@ -54,7 +54,7 @@ class PipelineFeed:
             DataError: a micro-batch is not a pair of inputs and labels.
         """
         if not any(self.reads):
-            return [MicroBatch(number) for number in range(count)]
+            return [StageBatch(number) for number in range(count)]
         return [self._split(self._next(iterator, number, count), number) for number in range(count)]
 
     def _next(self, iterator: Iterator[Any] | None, number: int, count: int) -> Any:
@@ -78,7 +78,7 @@ class PipelineFeed:
             )
         return batch if self.batch_fn is None else self.batch_fn(batch)
 
-    def _split(self, batch: Any, number: int) -> MicroBatch:
+    def _split(self, batch: Any, number: int) -> StageBatch:
         sizes = (2,) if self.with_labels else (1, 2)
         if not isinstance(batch, (tuple, list)) or len(batch) not in sizes:
             many = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
@@ -88,7 +88,7 @@ class PipelineFeed:
             )
         first, last = self.reads
         labels = batch[1] if len(batch) == 2 else None
-        return MicroBatch(number, _inputs(batch[0]) if first else None, labels if last else None)
+        return StageBatch(number, _inputs(batch[0]) if first else None, labels if last else None)
 
 
 def _inputs(value: Any) -> Any:

@@ -21,7 +21,7 @@ _AXES = ("pipe", "data", "model")
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What `find_context` asks of an `mpu`."""
+    """The sizes that `find_context` asks of an `mpu`."""
 
     topology: ProcessTopology
 

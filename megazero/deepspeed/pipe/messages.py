@@ -1,4 +1,4 @@
-"""What stages send to each other: tensors and tuples of tensors, as the one tensor that our executor moves.
+"""The messages between stages: tensors and tuples of tensors, as the one tensor that our executor moves.
 
 A single floating-point tensor is sent as it is. Anything else travels in a carrier: a flat fp32 tensor whose
 bytes are those of all tensors, one after another. Nothing ever computes with a carrier, so its bits arrive as

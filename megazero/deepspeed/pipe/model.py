@@ -18,5 +18,5 @@ class PipelineModule(PipelineStage):
     def make_engine(
         self, source: JsonSource, given: Given, model_parameters: Any
     ) -> tuple[PipelineEngine, DeepSpeedOptimizer | None, Any, Any]:
-        """What `megazero.initialize` returns; see `build.make_engine`."""
+        """The results of `megazero.initialize`; see `build.make_engine`."""
         return make_engine(self, source, given, model_parameters)

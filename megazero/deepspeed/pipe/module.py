@@ -68,7 +68,7 @@ class TiedWeights:
         for key, group in sorted(self.ties.items()):
             for param in self.tied_modules[key].parameters():
                 if param.grad is not None:
-                    group.all_reduce(param.grad)
+                    group.sum(param.grad)
 
     @torch.no_grad()
     def _copy_ties(self) -> None:

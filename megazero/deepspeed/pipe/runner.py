@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.config.tree.zero import ZeroConfig
-from megazero.deepspeed.pipe.chunk import MicroBatch, Outputs, StageChunk
+from megazero.deepspeed.pipe.chunk import Outputs, StageBatch, StageChunk
 from megazero.deepspeed.pipe.feed import DataEnded
 from megazero.deepspeed.pipe.messages import DescribingGroup, Forms
 from megazero.deepspeed.pipe.module import PipelineStage
@@ -52,7 +52,7 @@ class StageRunner:
         self._group = DescribingGroup(context.pp, context.device)
         self._chunk = StageChunk(module, self._group, compute)
         self._known: dict[int, Forms] = {}
-        self._executor: Executor[MicroBatch] = Executor(
+        self._executor: Executor[StageBatch] = Executor(
             {context.pp.rank: self._chunk}, self._group, parallel, context.device
         )
         row, overlap, stages = STAGES[zero.stage], zero.overlap_grad_reduce, context.pp.size
@@ -68,7 +68,7 @@ class StageRunner:
 
         self._program = program
 
-    def train(self, take: Callable[[], list[MicroBatch]], count: int, factor: float, step: int) -> StepSums:
+    def train(self, take: Callable[[], list[StageBatch]], count: int, factor: float, step: int) -> StepSums:
         """Forward and backward of a batch.
 
         Args:
@@ -89,7 +89,7 @@ class StageRunner:
         finally:
             self._group.be_silent()
 
-    def evaluate(self, take: Callable[[], list[MicroBatch]], count: int, with_loss: bool) -> Outputs:
+    def evaluate(self, take: Callable[[], list[StageBatch]], count: int, with_loss: bool) -> Outputs:
         """Forward of a batch; on the last stage, what it gave. Raises as `train` does."""
         self._chunk.outputs = outputs = Outputs(with_loss)
         batches = self._agree(take, count, training=False)
@@ -104,11 +104,11 @@ class StageRunner:
         """Send the forms of all messages anew; every rank calls this."""
         self._known.clear()
 
-    def _agree(self, take: Callable[[], list[MicroBatch]], count: int, *, training: bool) -> list[MicroBatch]:
+    def _agree(self, take: Callable[[], list[StageBatch]], count: int, *, training: bool) -> list[StageBatch]:
         """Take the micro-batches, and learn from the first stage which shapes there are."""
         if self._pp.size == 1:
             return take()
-        batches: list[MicroBatch] = []
+        batches: list[StageBatch] = []
         key, error = _ENDED, None
         if self._pp.rank == 0:
             try:
@@ -116,9 +116,9 @@ class StageRunner:
                 key = _key(batches, training)
             except DataError as raised:  # the other stages must not wait for what never comes
                 error = raised
-        told = torch.tensor([key, key in self._known], dtype=torch.int64, device=self._device)
-        self._pp.broadcast(told, 0).wait()
-        key, fixed = told.tolist()
+        message = torch.tensor([key, key in self._known], dtype=torch.int64, device=self._device)
+        self._pp.broadcast(message, 0).wait()
+        key, fixed = message.tolist()
         if key == _ENDED:
             raise error or DataEnded("the first stage must have data, but has none; its rank says why")
         if fixed and key not in self._known:
@@ -135,7 +135,7 @@ class StageRunner:
         return batches if self._pp.rank == 0 else take()
 
 
-def _key(batches: Sequence[MicroBatch], training: bool) -> int:
+def _key(batches: Sequence[StageBatch], training: bool) -> int:
     """A number for the shapes of a batch's inputs, at least 0."""
 
     def shape(value: Tensor) -> str:

@@ -150,7 +150,7 @@ class TrainSchedule(PipeSchedule):
         return self._at(step, 2 * self.stages - 1 - self.stage_id, 2)
 
     def _transfers(self, step: int) -> Iterator[PipeInstruction]:
-        """What goes to and comes from the one neighbour that this step's work has to do with."""
+        """The messages to and from the one neighbour that this step's work has to do with."""
         forward, backward = self._forward(step), self._backward(step)
         if (step - self.stage_id) % 2 == 0:
             before = self._backward(step - 1)

@@ -16,8 +16,8 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
     Returns:
         ``num_parts + 1`` bounds: part p holds the items from bound p up to bound p + 1.
     """
-    each, left = divmod(num_items, num_parts)
-    sizes = [each + (part < left) for part in range(num_parts)]
+    size, left = divmod(num_items, num_parts)
+    sizes = [size + (part < left) for part in range(num_parts)]
     return [0, *accumulate(sizes)]
 
 
@@ -91,11 +91,11 @@ def _matches(regex: str, types: Sequence[str | None]) -> list[int]:
             f"`partition_method` must have a regular expression after `type:`, but `{regex}` is not one "
             f"({error}); correct it"
         ) from error
-    found = [int(name is not None and pattern.search(name) is not None) for name in types]
-    if not any(found):
+    matches = [int(name is not None and pattern.search(name) is not None) for name in types]
+    if not any(matches):
         names = ", ".join(sorted({name for name in types if name is not None}))
         raise ConfigError(
             f"`partition_method` must match the class of some layer, but `{regex}` matches none of: {names}; "
             "correct it"
         )
-    return found
+    return matches

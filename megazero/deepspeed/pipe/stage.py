@@ -165,13 +165,13 @@ def weight_of(module: nn.Module, name: str, key: str) -> nn.Parameter:
     Raises:
         ConfigError: it has none.
     """
-    found: Any = module
+    held: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, nn.Parameter):
+        held = getattr(held, part, None)
+    if not isinstance(held, nn.Parameter):
         raise ConfigError(
             f"`tied_weight_attr` must name parameters of the module of {key!r}, but its "
             f"{type(module).__name__} has no {name!r}; it has "
-            f"{', '.join(each for each, _ in module.named_parameters()) or 'none'}"
+            f"{', '.join(own for own, _ in module.named_parameters()) or 'none'}"
         )
-    return found
+    return held

@@ -40,7 +40,7 @@ class TieGroup:
         """The number of stages."""
         return len(self.stages)
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def sum(self, tensor: Tensor) -> None:
         """Sum `tensor` over the stages in place, in their order, so that all get the same bits."""
         theirs = {stage: torch.empty_like(tensor) for stage in self.stages if stage != self.pp.rank}
         sends = [Transfer("send", tensor, stage) for stage in theirs]
@@ -133,6 +133,6 @@ class PipelineParallel(UserParallel):
             for loaded_buckets in self.store.stream((GRADIENT,), buckets, changes=(GRADIENT,)):
                 for loaded in loaded_buckets:
                     sums = on_device(loaded.flats[GRADIENT], self._device)
-                    group.all_reduce(sums)
+                    group.sum(sums)
                     if sums is not loaded.flats[GRADIENT]:
                         loaded.flats[GRADIENT].copy_(sums)

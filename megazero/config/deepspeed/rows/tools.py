@@ -106,12 +106,22 @@ LOGGING_ROWS: tuple[KeyRow, ...] = (
     *ignores("recomputation is not counted as work", NUMBER, "flops_profiler.recompute_fwd_factor"),
 )
 
+def _if_enabled(section: Any, values: Values) -> Any:
+    return NOTHING if NOTHING_ENABLED.holds(section) else section
+
+
 FEATURE_ROWS: tuple[KeyRow, ...] = (
+    KeyRow(
+        "compression_training",
+        SECTION,
+        convert=_if_enabled,
+        accepted="`init_compression` reads it",
+        script_refused="`init_compression` compresses models of your own; leave the section out",
+    ),
     *refuses(
         "compression is not offered; leave the section out",
         SECTION,
         NOTHING_ENABLED,
-        "compression_training",
         "quantize_training",
         "eigenvalue",
     ),

@@ -77,6 +77,18 @@ BATCH_ROWS: tuple[KeyRow, ...] = (
     ),
 )
 
+
+
+def _ranks(key: str) -> KeyRow:
+    return KeyRow(
+        key,
+        COUNT,
+        convert=lambda size, values: NOTHING if size == 1 else size,
+        extra=key,
+        script_refused="ranks are laid out by `--context-parallel-size`; leave it out",
+    )
+
+
 _SCRIPT_SCHEDULE = (
     "a training script takes its schedule from flags; remove the section and give `--lr-decay-style`, "
     "`--lr-warmup-iters` and `--lr-decay-iters`"
@@ -110,11 +122,13 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
     sets("fp16.loss_scale_window", INTERVAL, "precision.loss_scale_window", when="fp16.enabled"),
     sets("fp16.hysteresis", COUNT, "precision.hysteresis", when="fp16.enabled"),
     sets("fp16.min_loss_scale", AMOUNT, "precision.min_loss_scale", when="fp16.enabled"),
-    *refuses(
-        "tolerated overflows come back when the scale grows, as in Megatron; set it to false",
-        BOOL,
-        only(False),
+    KeyRow(
         "fp16.consecutive_hysteresis",
+        BOOL,
+        convert=lambda on, values: on or NOTHING,
+        extra="consecutive_hysteresis",
+        script_refused="tolerated overflows come back when the scale grows, as in Megatron; set it to false",
+        when="fp16.enabled",
     ),
     sets(
         "fp16.fp16_master_weights_and_grads",
@@ -197,19 +211,14 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         only("mean"),
         "gradient_allreduce_op",
     ),
-    *refuses(
-        "accumulation is counted; call `engine.set_gradient_accumulation_boundary(True)` once instead, which "
-        "makes every step one",
-        BOOL,
-        only(True),
+    KeyRow(
         "managed_gradient_accumulation",
+        BOOL,
+        convert=lambda counted, values: NOTHING if counted else False,
+        extra="managed_gradient_accumulation",
+        script_refused="micro-batches are counted; set it to true",
     ),
-    *refuses(
-        "groups of ranks are taken from `mpu`; pass one, and leave it out",
-        COUNT,
-        only(1),
-        "sequence_parallel_size",
-        "data_parallel_size",
-    ),
+    _ranks("sequence_parallel_size"),
+    _ranks("data_parallel_size"),
     sets("seed", INTEGER, "training.seed"),
 )
