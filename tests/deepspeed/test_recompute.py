@@ -20,9 +20,10 @@ from megazero.mpu.thread_group import ThreadWorld
 def _own_settings():
     """What a test configures ends with it."""
     chosen, tracker = recompute._CHOSEN, get_cuda_rng_tracker()
-    token, states = chosen.set(recompute.Settings()), tracker.get_states()
+    before, states = chosen.get(), tracker.get_states()
+    chosen.set(recompute.Settings())
     yield
-    chosen.reset(token)
+    chosen.set(before)
     tracker.set_states(states)
 
 
