@@ -9,6 +9,7 @@ import torch
 
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.settings import UserSettings
+from megazero.deepspeed.user_config import DeepSpeedConfig
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
 
@@ -39,11 +40,17 @@ class SettingsAnswers:
 
     settings: UserSettings
     given: Given
+    context: ParallelContext
 
     @property
     def config(self) -> dict[str, Any]:
         """The JSON's content, as it was given."""
         return self.given.config
+
+    @property
+    def _config(self) -> DeepSpeedConfig:
+        """The settings as scripts look into them; nothing reads what is set there."""
+        return DeepSpeedConfig.of(self.given.config, self.settings, self.context.data.size)
 
     def train_batch_size(self) -> int:
         """Samples per update over all ranks."""

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from megazero.config.deepspeed.extras import Extras
 from megazero.config.deepspeed.load import load_json
 from megazero.deepspeed.settings import JsonSource
 from megazero.errors import ConfigError
@@ -103,20 +104,39 @@ def check_groups(client: Optimizer) -> None:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The layout that `mesh_param` asks for, as an `mpu` tells it.
+    """The layout that `mesh_param` or the JSON asks for, as an `mpu` tells it.
 
     Attributes:
-        replicas: ranks with samples of their own.
+        replicas: ranks with samples of their own; None for as many as there are.
         sequence: ranks that share a sequence.
     """
 
-    replicas: int
+    replicas: int | None
     sequence: int
 
-    def get_data_parallel_world_size(self) -> int:
-        """The number of ranks with samples of their own."""
+    def get_data_parallel_world_size(self) -> int | None:
+        """The number of ranks with samples of their own, if it was given."""
         return self.replicas
 
     def get_sequence_parallel_world_size(self) -> int:
         """The number of ranks that share a sequence."""
         return self.sequence
+
+    def check(self, replicas: int) -> None:
+        """Hold the layout against the ranks that there are.
+
+        Raises:
+            ConfigError: they make another number of replicas.
+        """
+        if self.replicas not in (None, replicas):
+            raise ConfigError(
+                f"`data_parallel_size` must be the number of replicas of {self.sequence} ranks each "
+                f"({replicas}), but is {self.replicas}; correct it, or start other ranks"
+            )
+
+
+def mesh_of(extras: Extras) -> Mesh | None:
+    """The layout in a JSON; None if it names none."""
+    if extras.sequence_parallel_size == 1 and extras.data_parallel_size is None:
+        return None
+    return Mesh(extras.data_parallel_size, extras.sequence_parallel_size)

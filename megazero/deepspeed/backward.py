@@ -108,7 +108,7 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
             kwargs = {**kwargs, **self.settings.layer_drop.arguments(self.global_steps)}
         if self.settings.extras.auto_cast:
             args, kwargs = to_half(args), to_half(kwargs)
-        with self._reporter.timers("forward"), self._reporter.counting():
+        with self._reporter.phase("forward"), self._reporter.counting():
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._script.watch(output)
@@ -133,7 +133,7 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         if self._script.recover():
             self._drop()
         counted = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        with self._reporter.timers("backward"), self._reporter.counting():
+        with self._reporter.phase("backward"), self._reporter.counting():
             if self._shown is not None:
                 self._shown.hide()
             self._begin(1.0)
@@ -246,7 +246,7 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
             parallel.reduce(0)
         if self._shown is not None:
             if self._reduces:
-                parallel.finish()
+                parallel.settle()
             self._shown.show()
         self._backwards += 1
         self._scaled = False

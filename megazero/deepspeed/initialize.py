@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader, Dataset
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.answers import Given
-from megazero.deepspeed.arguments import Mesh, check_groups, check_local_rank, content_of, params_of, readable
+from megazero.deepspeed.arguments import (
+    Mesh,
+    check_groups,
+    check_local_rank,
+    content_of,
+    mesh_of,
+    params_of,
+    readable,
+)
 from megazero.deepspeed.choose_schedule import build_schedule
 from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
 from megazero.deepspeed.inference.hybrid import engine_kind
@@ -73,7 +81,8 @@ def initialize(
         dist_init_required: False refuses to join the world of ranks here.
         collate_fn: collates samples for the dataloader.
         config: path of the JSON, its content, that as base64, or a `DeepSpeedConfig`.
-        mesh_param: the number of replicas, and of ranks that share a sequence.
+        mesh_param: the number of replicas, and of ranks that share a sequence; without it, the JSON's
+            `data_parallel_size` and `sequence_parallel_size` say them.
         config_params: another name for `config`.
 
     Returns:
@@ -95,11 +104,14 @@ def initialize(
     request = TensorParallelRequest.read(section)
     section, source = take_section(source, HYBRID)
     kind = engine_kind(section)
-    read = read_deepspeed(source).values
+    found = read_deepspeed(source)
+    read, mpu = found.values, mesh_of(found.extras) if mpu is None else mpu
     request = request.within(model, DTYPES[read.get("precision.dtype", "fp32")])
     sizes = {"node_size": read.get("zero.hpz_partition_size", 1), "ep_size": agreed_ep_size(model)}
     context = find_context(request.layout(mpu), **sizes, may_start=dist_init_required is not False)
     check_ep_size(model, context)
+    if isinstance(mpu, Mesh):
+        mpu.check(context.data.size)
     settings = read_settings(source, request.shares(mpu, context), model)
     _check(settings, context)
     request.apply(model, context)

@@ -8,11 +8,21 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.config import Config
 from megazero.deepspeed.settings import UserSettings
+from megazero.deepspeed.utils.timer import (
+    BACKWARD_GLOBAL_TIMER,
+    BACKWARD_MICRO_TIMER,
+    FORWARD_GLOBAL_TIMER,
+    FORWARD_MICRO_TIMER,
+    STEP_GLOBAL_TIMER,
+    STEP_MICRO_TIMER,
+    SynchronizedWallClockTimer,
+)
 from megazero.loss import LossTerm
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.traffic import TrafficLog
@@ -23,6 +33,15 @@ from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
 from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
 from megazero.train.step.losses import Losses
 from megazero.train.step.timers import Timers
+
+# Phase -> the timer of its last run, and that of all since the last report.
+_CLOCKS = MappingProxyType(
+    {
+        "forward": (FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER),
+        "backward": (BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER),
+        "step": (STEP_MICRO_TIMER, STEP_GLOBAL_TIMER),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,7 @@ class Reporter:
 
     Attributes:
         timers: time the phases forward, backward and step.
+        clocks: the same under DeepSpeed's names, with `wall_clock_breakdown`, for scripts to ask.
         settings: the settings, which say what to report.
         monitor: takes a script's own values.
         throughput: the speed so far.
@@ -69,6 +89,7 @@ class Reporter:
 
     def __init__(self, settings: UserSettings, context: ParallelContext, traffic: TrafficLog | None):
         self.timers = Timers(context.device, synchronize=settings.logging.wall_clock_breakdown)
+        self.clocks = SynchronizedWallClockTimer()
         self.settings = settings
         self._speaks = context.rank == 0
         self._traffic = traffic
@@ -107,7 +128,25 @@ class Reporter:
     def restart(self, step: int) -> None:
         """Set the number of steps done so far; time is counted from here."""
         self.timers.collect()
+        for _, name in _CLOCKS.values():
+            self.clocks(name).reset()
         self._since, self._clock = step, time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body as forward, backward or step."""
+        micro, whole = map(self.clocks, _CLOCKS[name])
+        timed = self.settings.logging.wall_clock_breakdown
+        if timed:
+            micro.start()
+            whole.start()
+        try:
+            with self.timers(name):
+                yield
+        finally:
+            if timed:
+                micro.stop(reset=True)
+                whole.stop()
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ class SteppingEngine(BackwardEngine):
         training_dataloader: the loader of `training_data`, or None.
         monitor: takes a script's own values.
         tput_timer: the samples per second so far.
+        timers: what forward, backward and step took, with `wall_clock_breakdown`, under DeepSpeed's names.
         loaded_checkpoint_dp_world_size: the number of replicas that wrote the loaded checkpoint, if known.
         loaded_checkpoint_mp_world_size: the number of slices of each layer there, if known.
     """
@@ -48,6 +49,7 @@ class SteppingEngine(BackwardEngine):
         super().__init__(*args, **kwargs)
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.monitor, self.tput_timer = self._reporter.monitor, self._reporter.throughput
+        self.timers = self._reporter.clocks
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loaded_checkpoint_mp_world_size: int | None = None
         self.training_dataloader: DataLoader[Any] | None = None
@@ -78,7 +80,7 @@ class SteppingEngine(BackwardEngine):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         scale, rates = self.states.cur_scale, tuple(self.get_lr())
-        with self._reporter.timers("step"):
+        with self._reporter.phase("step"):
             self.states.step()
         if self._shown is not None:
             self._shown.hide()

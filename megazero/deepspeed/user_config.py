@@ -99,15 +99,30 @@ class DeepSpeedConfig:
     """
 
     def __init__(self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None):
-        self._param_dict = load_ds_config(config)
-        self.world_size = _data_parallel(self._param_dict, mpu, mesh_device)
-        self.settings: UserSettings = read_settings(self._param_dict, self.world_size)
-        given = self._param_dict
-        batch = self.settings.batch
+        content = load_ds_config(config)
+        ranks = _data_parallel(content, mpu, mesh_device)
+        self._fill(content, read_settings(content, ranks), ranks)
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any], settings: UserSettings, world_size: int) -> DeepSpeedConfig:
+        """That of an engine, whose settings have been read.
+
+        Args:
+            content: the JSON's content.
+            settings: what was read from it.
+            world_size: the ranks that samples are split over.
+        """
+        made = cls.__new__(cls)
+        made._fill(dict(content), settings, world_size)
+        return made
+
+    def _fill(self, given: dict[str, Any], settings: UserSettings, world_size: int) -> None:
+        self._param_dict, self.world_size, self.settings = given, world_size, settings
+        batch = settings.batch
         self.train_batch_size = batch.train
         self.train_micro_batch_size_per_gpu = batch.micro
         self.gradient_accumulation_steps = batch.accumulation
-        self.gradient_clipping = self.settings.clip_grad
+        self.gradient_clipping = settings.clip_grad
         self.zero_config = _zero(_section(given, "zero_optimization"))
         self.zero_optimization_stage: int = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0

@@ -277,8 +277,8 @@ def test_a_folder_must_be_one(folder):
 
 
 def test_an_accumulation_that_the_script_manages():
-    engine = start(solo_context(), build(Tied), settings(1, 4, optimizer=ADAMW))
-    engine.given.config["managed_gradient_accumulation"] = False
+    told = settings(1, 4, optimizer=ADAMW, managed_gradient_accumulation=False)
+    engine = start(solo_context(), build(Tied), told)
     engine.backward(engine(*batch(0, 0, 0)))
     engine.step()
     assert engine.global_steps == 1

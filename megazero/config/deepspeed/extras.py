@@ -56,8 +56,8 @@ class Extras:
         dump_state: print the configuration at start.
         consecutive_hysteresis: every step without an overflow gives the tolerated overflows back.
         managed_gradient_accumulation: count micro-batches; without it, every step updates.
-        sequence_parallel_size: ranks that share a sequence, beside `data_parallel_size` replicas.
-        data_parallel_size: see there; 1 beside other ranks says nothing.
+        sequence_parallel_size: ranks that share a sequence.
+        data_parallel_size: ranks with samples of their own, if the JSON says more than one.
         checkpoint: how checkpoints are written.
         sections: the content of sections that are read elsewhere, as it stands in the JSON: `tensor_parallel`
             and `hybrid_engine`.
@@ -77,7 +77,7 @@ class Extras:
     consecutive_hysteresis: bool = False
     managed_gradient_accumulation: bool = True
     sequence_parallel_size: int = 1
-    data_parallel_size: int = 1
+    data_parallel_size: int | None = None
     checkpoint: CheckpointExtras = CheckpointExtras()
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

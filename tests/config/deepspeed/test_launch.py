@@ -356,3 +356,17 @@ def test_intervals_that_no_run_reaches(launch: Launch) -> None:
     assert launch(document).config.precision.loss_scale_window == 2**63 - 1
     (problem,) = refusals(launch, {"steps_per_print": 1.5})
     assert problem == "ds.json: `steps_per_print` must be a positive integer, or null for never, but is 1.5."
+
+
+def test_what_an_engine_alone_takes_is_refused_unless_it_asks_for_nothing(launch: Launch) -> None:
+    pruning = {"sparse_pruning": {"shared_parameters": {"enabled": True}}}
+    asked: dict[str, Any] = {
+        "compression_training": (pruning, {"sparse_pruning": {"shared_parameters": {"enabled": False}}}),
+        "managed_gradient_accumulation": (False, True),
+        "sequence_parallel_size": (2, 1),
+        "data_parallel_size": (2, 1),
+    }
+    for key, (value, nothing) in asked.items():
+        (problem,) = refusals(launch, {key: value})
+        assert problem.startswith(f"ds.json: `{key}` is not accepted: ")
+        assert launch({key: nothing}).warnings == ()

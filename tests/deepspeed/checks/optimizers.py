@@ -60,6 +60,16 @@ adamw_of_torch_decays_by_default = of("AdamW", lr=0.01, torch_adam=True)
 adamw_of_torch_with_amsgrad = of("AdamW", lr=0.01, torch_adam=True, amsgrad=True)
 adagrad = of("Adagrad", lr=0.05, weight_decay=0.1)
 adagrad_without_arguments = of("Adagrad")
+sgd = of("SGD", lr=0.1)
+sgd_with_momentum = of("SGD", lr=0.1, momentum=0.9, weight_decay=0.1)
+sgd_with_nesterov = of("SGD", lr=0.1, momentum=0.9, nesterov=True)
+sgd_dampened = of("SGD", lr=0.1, momentum=0.9, dampening=0.5)
+sgd_upwards = of("SGD", lr=0.001, maximize=True)
+rmsprop = of("RMSprop", lr=0.01, alpha=0.9, momentum=0.5, centered=True)
+adadelta = of("Adadelta", lr=1.0, rho=0.8)
+adamax = of("Adamax", lr=0.01)
+nadam = of("NAdam", lr=0.01, momentum_decay=0.01)
+radam = of("RAdam", lr=0.01, weight_decay=0.1, decoupled_weight_decay=True)
 adam_at_stage_0 = of("Adam", lr=0.01, weight_decay=0.1, stage=0)
 adam_at_stage_3 = of("Adam", lr=0.01, weight_decay=0.1, stage=3)
 
@@ -85,6 +95,22 @@ one_bit_adam = check(here="accepted", why="DeepSpeed has removed it; scripts tha
         lambda: trained(deepspeed, {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 9}}, stage=0)
     )
 )
+
+
+@check()
+def clipping_is_at_one_by_default(deepspeed, scratch):
+    def moved(**config):
+        model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(model.weight)
+        section = {"type": "SGD", "params": {"lr": 1.0}}
+        told = {"train_batch_size": 1, "optimizer": section, **config}
+        engine, *_ = deepspeed.initialize(model=model, config=told, model_parameters=model.parameters())
+        engine.backward(10 * engine(torch.ones(1, 1)).sum())
+        engine.step()
+        return [float(model.weight), float(engine.gradient_clipping())]
+
+    zero = {"zero_optimization": {"stage": 1}}
+    return [moved(), moved(**zero), moved(gradient_clipping=0.0), moved(gradient_clipping=0.25, **zero)]
 
 
 @check(tolerance=2e-6)
@@ -174,3 +200,73 @@ def fused_adam_by_itself(deepspeed, scratch):
         alone(lambda model: FusedAdam(model.parameters(), lr=0.02, bias_correction=False)),
         outcome(lambda: FusedAdam(small().parameters(), amsgrad=True)),
     ]
+
+
+@check(tolerance=2e-6)
+def cpu_adam_by_itself(deepspeed, scratch):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return [
+        alone(lambda model: DeepSpeedCPUAdam(model.parameters())),
+        alone(lambda model: DeepSpeedCPUAdam(model.parameters(), lr=0.02, weight_decay=0.1)),
+        alone(
+            lambda model: DeepSpeedCPUAdam(model.parameters(), lr=0.02, weight_decay=0.1, adamw_mode=False)
+        ),
+        alone(lambda model: DeepSpeedCPUAdam(with_betas(model), lr=0.02)),
+    ]
+
+
+@check(tolerance=1e-2)
+def cpu_adam_updates_bf16(deepspeed, scratch):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return alone(lambda model: DeepSpeedCPUAdam(model.parameters(), lr=0.02), model=small().bfloat16())
+
+
+@check(tolerance=2e-6)
+def cpu_adagrad_by_itself(deepspeed, scratch):
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+
+    return [
+        alone(lambda model: DeepSpeedCPUAdagrad(model.parameters())),
+        alone(lambda model: DeepSpeedCPUAdagrad(model.parameters(), lr=0.1, weight_decay=0.1)),
+    ]
+
+
+@check(tolerance=2e-6)
+def cpu_lion_by_itself(deepspeed, scratch):
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    return [
+        alone(lambda model: DeepSpeedCPULion(model.parameters())),
+        alone(
+            lambda model: DeepSpeedCPULion(model.parameters(), lr=0.01, weight_decay=0.1, betas=(0.8, 0.9))
+        ),
+    ]
+
+
+@check(tolerance=2e-6)
+def a_clients_optimizer_of_deepspeed(deepspeed, scratch):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    return [
+        trained(deepspeed, optimizer=lambda model: FusedAdam(model.parameters(), lr=0.02, weight_decay=0.1)),
+        trained(deepspeed, optimizer=lambda model: DeepSpeedCPUAdam(model.parameters(), lr=0.02)),
+    ]
+
+
+@check()
+def the_groups_of_fused_adam(deepspeed, scratch):
+    from deepspeed.ops.adam import FusedAdam
+
+    (group,) = FusedAdam(small().parameters()).param_groups
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in group.items() if name != "params"}
+
+
+@check()
+def muon_marks_matrices(deepspeed, scratch):
+    from types import SimpleNamespace
+
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "inner": torch.nn.Linear(2, 2)})
+    deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params={}), model)
+    return {name: param.use_muon for name, param in model.named_parameters()}

@@ -106,6 +106,7 @@ LOGGING_ROWS: tuple[KeyRow, ...] = (
     *ignores("recomputation is not counted as work", NUMBER, "flops_profiler.recompute_fwd_factor"),
 )
 
+
 def _if_enabled(section: Any, values: Values) -> Any:
     return NOTHING if NOTHING_ENABLED.holds(section) else section
 

@@ -78,7 +78,6 @@ BATCH_ROWS: tuple[KeyRow, ...] = (
 )
 
 
-
 def _ranks(key: str) -> KeyRow:
     return KeyRow(
         key,
