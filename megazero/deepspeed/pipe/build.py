@@ -118,7 +118,8 @@ def _check(module: PipelineStage, settings: UserSettings) -> None:
     """Refuse settings that a pipeline cannot follow.
 
     Raises:
-        ConfigError: there are experts that ranks share, a second partition, a curriculum of lengths, or dropped layers.
+        ConfigError: there are experts that ranks share, a second partition, a curriculum of lengths, or layers
+            to drop.
     """
     problems = []
     if agreed_ep_size(module) > 1:
@@ -127,7 +128,7 @@ def _check(module: PipelineStage, settings: UserSettings) -> None:
         problems.append("`zero_hpz_partition_size` must be 1 in a PipelineModule, but is more; leave it out")
     if settings.layer_drop is not None:
         problems.append(
-            "`progressive_layer_drop` must be off for a PipelineModule, but is on; drop layers in their forward"
+            "`progressive_layer_drop` must be off for a PipelineModule, but is on; layers can drop themselves"
         )
     if settings.seqlen is not None:
         problems.append(
