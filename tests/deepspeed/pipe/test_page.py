@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -30,6 +31,8 @@ def test_the_examples_of_the_page_run(tmp_path):
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL):
         exec(block, names)
     assert names["loss"].isfinite()
+    names["model"].save_state_dict(tmp_path)
+    names["model"].load_state_dir(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "layer_00-model_states.pt",
         "layer_01-model_states.pt",
@@ -56,5 +59,4 @@ def losses(ranks: int, *arguments: str) -> list[float]:
 def test_the_example_gives_the_same_losses_on_stages(tmp_path):
     one = losses(1)
     assert len(one) == 4
-    for a, b in zip(losses(2, "--stages", "2", "--zero", "3"), one, strict=True):
-        assert abs(a - b) < 2e-6
+    assert losses(2, "--stages", "2", "--zero", "3") == pytest.approx(one, rel=3e-7)
