@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megazero.deepspeed.getters import value_at
 from megazero.deepspeed.keeping import KeepingEngine
 from megazero.deepspeed.tenancy import Tenancy
 from megazero.deepspeed.weights import guard_state_dict
@@ -31,8 +32,10 @@ class DeepSpeedEngine(ZeroCalls, KeepingEngine):
         tenancy.serve(self._script)
 
     def autotp_size(self) -> int:
-        """The number of ranks that the model's layers are sliced over."""
-        return self.context.tp.size
+        """The ranks that `tp_model_init` or the JSON slices the model's layers over; 0 if neither does."""
+        recorded = self.module.__dict__.get("tensor_parallel_request")
+        given = value_at(self.config, "tensor_parallel.autotp_size", 0)
+        return int(given if recorded is None else recorded.size)
 
     def destroy(self) -> None:
         """Let go of the module; every rank calls this. It can no longer be trained by this engine.

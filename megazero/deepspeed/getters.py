@@ -19,7 +19,6 @@ _AIO = (
 )
 _TABLE = f"""
 aio_config aio {_AIO}
-autotp_size tensor_parallel.autotp_size 0
 autotuning_enabled autotuning.enabled false
 autotuning_end_profile_step autotuning.end_profile_step 5
 autotuning_metric autotuning.metric "throughput"

@@ -91,7 +91,7 @@ class DeepSpeedConfig:
 
     Args:
         config: path of the JSON, its content, or its text in base64.
-        mpu: says over how many ranks samples are split; without one, all that have joined.
+        mpu: says over how many of the ranks that have joined samples are split; without one, all.
         mesh_device: a mesh whose dimension ``data_parallel`` says it.
 
     Raises:
@@ -183,11 +183,13 @@ def _zero(section: Mapping[str, Any]) -> SimpleNamespace:
 
 
 def _data_parallel(given: Mapping[str, Any], mpu: Any, mesh: Any) -> int:
-    """The number of ranks that samples are split over."""
+    """The number of ranks that samples are split over; one until a world has been joined, as in DeepSpeed."""
+    world = joined_world()
+    if world is None:
+        return 1
     if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
-    world = joined_world()
-    ranks = 1 if world is None else world[1]
+    ranks = world[1]
     if mpu is not None:
         return ranks // int(mpu.get_sequence_parallel_world_size())
     if mesh is not None:
