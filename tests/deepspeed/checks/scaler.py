@@ -261,8 +261,8 @@ def fp16_with_sgd_at_stage_one(deepspeed, scratch):
 @check(
     tolerance=1e-3,
     here=[1.311, 1.2501, 1.1919, 1.1362, 1.0829, 1.0317],
-    why="stages 1 to 3 of DeepSpeed give these too; its stage 0 does not clip and divides by the loss scale "
-    "once too often",
+    why="DeepSpeed's own stage 1 gives these too; its stage 0 takes far smaller steps, about those without "
+    "clipping and with gradients divided by the loss scale twice",
 )
 def fp16_with_sgd_at_stage_zero(deepspeed, scratch):
     return losses(deepspeed, 0, "fp16")
