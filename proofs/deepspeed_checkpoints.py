@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         for stage in range(4)
         for precision in ("fp32", "bf16", "fp16")
     },
-    # A scale at which no gradient overflows: what DeepSpeed does at stage 0 after one has not been compared.
+    # A scale at which no gradient overflows: overflows at stage 0 have not been compared.
     "stage0-fp16": (2, config(0, "fp16", fp16={"initial_scale_power": 8})),
     "stage2-of-3": (3, config(2, "fp32")),
     "stage3-of-3": (3, config(3, "fp32")),
