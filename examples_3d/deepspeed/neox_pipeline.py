@@ -78,7 +78,7 @@ if __name__ == "__main__":
     data = batches()
     losses = [float(engine.train_batch(data)) for _ in range(10)]
     folder = [tempfile.mkdtemp()]
-    deepspeed.comm.broadcast_object_list(folder)
+    deepspeed.comm.broadcast_object_list(folder, src=0)
     engine.save_checkpoint(folder[0], client_state={"iteration": 10})
     _, state = engine.load_checkpoint(folder[0])
     losses.append(float(engine.eval_batch(data)))

@@ -63,7 +63,7 @@ if __name__ == "__main__":
     critic, *_ = deepspeed.initialize(model=Network(1), config=CONFIG)
     sleep(actor), sleep(critic)
     losses = []
-    for _ in range(8):
+    for _ in range(24):
         words = torch.arange(8, device=actor.device)[:, None]
         with torch.no_grad():  # greedy texts; a reward for each word that repeats the one before
             while words.shape[1] < LENGTH:

@@ -34,15 +34,18 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     model = Model(distributed.new_group(list(range(size))))
     config = {
-        "train_micro_batch_size_per_gpu": 2,
+        "train_micro_batch_size_per_gpu": 8,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 1},
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    count = torch.arange(1.0, LENGTH + 1)[:, None]
     draw, losses = torch.Generator().manual_seed(3), []
-    for _ in range(10):
-        whole = torch.randn(2, LENGTH, 8, generator=draw)
-        x, wanted = (t.chunk(size, 1)[rank].to(engine.device) for t in (whole, whole.cumsum(1)[..., :1]))
+    for _ in range(20):
+        whole = torch.randn(8, LENGTH, 8, generator=draw)
+        x, wanted = (
+            t.chunk(size, 1)[rank].to(engine.device) for t in (whole, whole.cumsum(1)[..., :1] / count)
+        )
         loss = (engine(x) - wanted).square().mean()
         engine.backward(loss)
         engine.step()

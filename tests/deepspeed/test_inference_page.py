@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megazero.deepspeed.surface import Surface, SurfaceModule, read_names
+from megazero.deepspeed.surface import Surface, read_names
 from megazero.deepspeed.tensor_parallel.families import read_families
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/deepspeed/inference.md"
@@ -50,8 +50,7 @@ def test_the_table_is_that_of_the_rows():
 
 
 def test_its_examples_run():
-    surface = Surface(read_names())
-    names: dict[str, object] = {"deepspeed": SurfaceModule("deepspeed", surface.modules[""], frozenset())}
+    names: dict[str, object] = {"deepspeed": Surface(read_names()).as_module("deepspeed")}
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) == 3
     for example in examples:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from megazero.deepspeed.checkpoint import module_state
 from megazero.deepspeed.initialize import initialize
 from megazero.deepspeed.tensor_parallel.cutter import Cutter
 from megazero.deepspeed.tensor_parallel.families import read_families
@@ -18,6 +17,7 @@ from megazero.deepspeed.tensor_parallel.policy import SlicingPolicy, slice_model
 from megazero.deepspeed.tensor_parallel.slices import Piece, Sliced
 from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest, tp_model_init
 from megazero.deepspeed.zero import Init
+from megazero.deepspeed.weights import module_state
 from megazero.errors import ConfigError, DataError
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid

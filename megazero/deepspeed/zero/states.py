@@ -79,9 +79,12 @@ class AwayStates:
             for kind, storage in _storages(parallel, bucket)
             if kind in kinds and storage.nbytes()
         }
-        weights = [b for b in parallel.store.buckets if _weights(parallel, b).data_ptr() in held]
-        # In fp32 the masters are the weights themselves.
-        self.kinds |= {"lp_params", "hp_params"} if weights else set()
+        weights = []
+        if "lp_params" in kinds:
+            weights = [b for b in parallel.store.buckets if _weights(parallel, b).data_ptr() in held]
+        else:  # in fp32 the masters are the weights themselves, which forward still reads
+            for bucket in parallel.store.buckets:
+                held.pop(_weights(parallel, bucket).data_ptr(), None)
         self._hollow = [bucket for bucket in weights if not bucket.layout.row.shard_params]
         for bucket in self._hollow:
             nothing = torch.full((), float("nan"), device=bucket.full.device).to(bucket.key.dtype)
