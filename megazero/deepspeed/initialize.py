@@ -190,7 +190,8 @@ def _shard(
     without(client.param_groups, gone)
     homes = prepare(model, params, gone, context, DTYPES[settings.precision.dtype])
     kind = store_kind(settings.offload, context.device)
-    parallel = build_parallel(model, policy, context, homes, numbers, kind, whole)
+    leaves = extras.sections.get("leaf_module")
+    parallel = build_parallel(model, policy, context, homes, numbers, kind, whole, leaves)
     shards = Optimizer(parallel.store, rule, context, settings.clip_grad)
     replicas = float(context.replica.size)
     shown = settings.zero.stage == 0 and settings.precision.dtype == "fp32"  # then gradients are means

@@ -1,4 +1,4 @@
-"""ZeRO around a module that knows nothing of it: its parameters, its units, and reads out of order."""
+"""ZeRO around a module that knows nothing of it: its parameters, and reads out of order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from megazero.deepspeed.zero.gathered import external_parameters
+from megazero.deepspeed.units import user_units
 from megazero.deepspeed.zero.leaf_modules import (
     apply_leaf_settings,
     chooses,
     get_z3_leaf_modules,
-    z3_leaf_module,
 )
 from megazero.deepspeed.zero.order import GatherOrder
 from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus, mark
@@ -27,16 +26,14 @@ from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.mpu.matrices import Matrices
-from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
+from megazero.mpu.param_spec import spec_of
 from megazero.zero.bucket import Bucket, ShardedState
 from megazero.zero.build import build_store
 from megazero.zero.parallel import DataParallel
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import Store
-from megazero.zero.unit import Unit, module_units
+from megazero.zero.unit import Unit
 
-# Their forward passes the weights of modules inside them to one function, without calling those modules.
-_TOGETHER = (nn.MultiheadAttention,)
 _OF_PARTITIONS = ("zero_home", "__deepcopy__")
 
 
@@ -144,32 +141,6 @@ def _spread(value: torch.Tensor, context: ParallelContext) -> torch.Tensor:
     value = value.contiguous()
     context.replica.broadcast(value, 0).wait()
     return value
-
-
-def user_units(model: nn.Module, tp_size: int) -> list[Unit]:
-    """One unit per module that owns parameters or reads those of others, in module order.
-
-    A parameter that Megatron's layers have marked as sliced over tensor-parallel ranks gets a spec that says
-    so.
-    """
-    for name, param in model.named_parameters():
-        if getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False):
-            dim = max(0, getattr(param, "partition_dim", 0))
-            shape = [size * tp_size if i == dim else size for i, size in enumerate(param.shape)]
-            spec = ParamSpec(name, tuple(shape), InitialValues("zeros"), (Cut(dim, "tp"),))
-            param.__dict__["spec"] = spec
-    own = {id(unit.module): unit for unit in module_units(model)}
-    units: list[Unit] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        unit = own.get(id(module))
-        params = unit.params if unit else ()
-        if isinstance(module, _TOGETHER) or z3_leaf_module(module):
-            params = tuple(module.parameters())
-            inside |= {id(part) for part in module.modules() if part is not module}
-        if id(module) not in inside and (params or external_parameters(module)):
-            units.append(Unit(0, module, (*params, *external_parameters(module))))
-    return units
 
 
 def build_parallel(

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed.parallel import user_units
+from megazero.deepspeed.units import user_units
 from megazero.deepspeed.zero.gathered import GatheredParameters, register_external_parameter
 from megazero.deepspeed.zero.init import Init
 from megazero.errors import ConfigError

@@ -24,7 +24,7 @@ from megazero.deepspeed.optimizer import (
     idle_optimizer,
     idle_rule,
 )
-from megazero.deepspeed.parallel import group_numbers, prepare, user_units
+from megazero.deepspeed.parallel import group_numbers, prepare
 from megazero.deepspeed.pipe.engine import PipelineEngine
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.ties import PipelineParallel, mark_tied, without_ends
@@ -32,6 +32,7 @@ from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.settings import JsonSource, UserSettings, read_settings
 from megazero.deepspeed.tenancy import Tenancy, end_tenancies
 from megazero.deepspeed.torch_rule import choose_rule
+from megazero.deepspeed.units import user_units
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.matrices import Matrices

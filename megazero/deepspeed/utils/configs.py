@@ -1,4 +1,4 @@
-"""Functions around a DeepSpeed JSON that scripts call themselves."""
+"""A DeepSpeed JSON as scripts read it themselves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from megazero.config.deepspeed.load import load_json
 from megazero.errors import ConfigError
-
-_NOT_MATRICES = ("embed", "lm_head")
 
 
 def load_ds_config(config: str | dict[str, Any]) -> Mapping[str, Any]:
@@ -40,12 +36,3 @@ def load_ds_config(config: str | dict[str, Any]) -> Mapping[str, Any]:
     if not isinstance(decoded, dict):
         raise ConfigError(f"`config` must hold one JSON object, but is {decoded!r}; correct it")
     return decoded
-
-
-def set_optimizer_flags(config_class: Any, model: nn.Module) -> None:
-    """If the optimizer is Muon, mark with `use_muon` which parameters it updates: matrices within layers."""
-    if config_class.optimizer_name != "muon":
-        return
-    for name, param in model.named_parameters():
-        dims = len(getattr(param, "ds_shape", param.shape))
-        vars(param)["use_muon"] = dims >= 2 and not any(word in name.lower() for word in _NOT_MATRICES)

@@ -18,6 +18,7 @@ from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.accelerator.cpu import Accelerator
 from megazero.deepspeed.comm.collectives import all_gather_into_tensor, all_reduce
 from megazero.deepspeed.comm.world import AnyGroup, ReduceOp, get_rank, get_world_size
+from megazero.deepspeed.pipe.split import partition_uniform
 from megazero.deepspeed.utils.logging import print_dist
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
@@ -229,46 +230,6 @@ def _over(norm: Tensor, norm_type: float, group: AnyGroup) -> Tensor:
 def prefix_sum_inc(weights: Sequence[int]) -> list[int]:
     """The sums of the first one, two, ... weights."""
     return list(accumulate(weights))
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Where each part begins, and the end: as equal as possible, the larger ones first.
-
-    With fewer items than parts, the last parts are empty.
-    """
-    if num_items <= num_parts:
-        return [min(part, num_items) for part in range(num_parts + 1)]
-    size, larger = divmod(num_items, num_parts)
-    return [part * size + min(part, larger) for part in range(num_parts + 1)]
-
-
-def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Where each part begins, and the end: the parts' largest and smallest sum are as close as possible.
-
-    Each part's own choice is the best one for what comes before it, so that the whole may miss the best by a
-    little, as in DeepSpeed. Among equal choices the last part takes the fewest items.
-    """
-    count = len(weights)
-    if count <= num_parts:
-        return partition_uniform(count, num_parts)
-    sums = numpy.concatenate([[0.0], numpy.cumsum(weights)])
-    largest = numpy.full((count + 1, num_parts + 1), inf)
-    smallest = numpy.full_like(largest, inf)
-    begin = numpy.zeros((count + 1, num_parts + 1), dtype=int)
-    largest[0, 0] = 0.0
-    for items in range(1, count + 1):
-        for part in range(1, min(items, num_parts) + 1):
-            own = sums[items] - sums[:items]
-            most = numpy.maximum(largest[:items, part - 1], own)
-            least = numpy.minimum(smallest[:items, part - 1], own)
-            spread = most - least
-            best = items - 1 - int(numpy.argmin(spread[::-1]))  # the last one of equals
-            largest[items, part], smallest[items, part] = most[best], least[best]
-            begin[items, part] = best
-    bounds = [count]
-    for part in range(num_parts, 0, -1):
-        bounds.append(int(begin[bounds[-1], part]))
-    return bounds[::-1]
 
 
 class PartitionedTensor:

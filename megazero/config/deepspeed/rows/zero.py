@@ -154,7 +154,12 @@ ZERO_ROWS: tuple[KeyRow, ...] = (
         SIZE,
         "allgather_size",
     ),
-    *ignores("each module's parameters are gathered together", SECTION, *_zero("leaf_module")),
+    KeyRow(
+        "zero_optimization.leaf_module",
+        SECTION,
+        extra="sections.leaf_module",
+        accepted="every rank runs all layers of the models that flags build",
+    ),
     *ignores("it matters only with the Muon optimizer", BOOL, *_zero("save_muon_momentum_buffer_in_memory")),
     *ignores("sharded parameters are always gathered", BOOL, "disable_allgather"),
     KeyRow(
