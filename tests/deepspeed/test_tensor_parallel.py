@@ -16,8 +16,8 @@ from megazero.deepspeed.tensor_parallel.heads import Heads
 from megazero.deepspeed.tensor_parallel.policy import SlicingPolicy, slice_model
 from megazero.deepspeed.tensor_parallel.slices import Piece, Sliced
 from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest, tp_model_init
-from megazero.deepspeed.zero import Init
 from megazero.deepspeed.weights import module_state
+from megazero.deepspeed.zero import Init
 from megazero.errors import ConfigError, DataError
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
@@ -155,7 +155,12 @@ def steps(engine: Any, count: int = 3) -> list[float]:
 def train(model: nn.Module, context: ParallelContext, **keys: Any) -> tuple[list[float], float, Any]:
     engine, *_ = initialize(model=model, config=settings(**keys), mpu=context)
     losses = steps(engine)
-    return losses, engine.get_global_grad_norm(), engine._consolidated_16bit_state_dict()
+    consolidated, state = engine._consolidated_16bit_state_dict(), engine.module_state_dict()
+    assert (consolidated is None) == (context.rank > 0)
+    if consolidated is not None:
+        assert all(torch.equal(value, state[name]) for name, value in consolidated.items())
+        assert consolidated.keys() == state.keys()
+    return losses, engine.get_global_grad_norm(), state
 
 
 TRAINED = [("llama", (4, 2), 0), ("qwen3", (6, 3), 1), ("mixtral", (4, 1), 2), ("phi3", (4, 2), 3)]
