@@ -57,8 +57,9 @@ def test_trainer_trains_as_under_deepspeed(ranks, tmp_path):
         assert found[case]["losses"] == pytest.approx(wanted["losses"], rel=tolerance), case
         assert found[case]["evaluated"] == pytest.approx(wanted["evaluated"], rel=tolerance), case
         assert found[case]["rates"] == pytest.approx(wanted["rates"]), case
-        if wanted["norms"]:  # at stage 0 in fp32 DeepSpeed has none
-            assert found[case]["norms"] == pytest.approx(wanted["norms"], rel=max(tolerance, 2e-6)), case
+        # At stage 0 DeepSpeed has none in fp32, and in bf16 others than at its stages 1 to 3.
+        norms = there[case.replace("stage0", "stage1")]["norms"]
+        assert found[case]["norms"] == pytest.approx(norms, rel=max(tolerance, 2e-6)), case
 
 
 @pytest.mark.slow
@@ -118,6 +119,7 @@ def test_trl_trains(task, stage, tmp_path):
 def test_llama_factory_trains(stage, tmp_path):
     """By its own command, which starts torchrun, whose rank finds our `deepspeed` through the environment."""
     pytest.importorskip("llamafactory")
+    pytest.importorskip("torchaudio")  # it imports it for data of audio
     run(1, "factory.py", tmp_path, stage)
     lines = (tmp_path / "out/trainer_log.jsonl").read_text().splitlines()
     losses = [entry["loss"] for entry in map(json.loads, lines) if "loss" in entry]

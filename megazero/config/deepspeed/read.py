@@ -199,7 +199,9 @@ def _leaves(
     for key, value in node.items():
         path = f"{section}.{key}" if section else str(key)
         path = ALIASES.get(path, path)
-        if path in ROWS:
+        if not section and "." in str(key):
+            result.unknown.append(path)  # a path is no name; trl writes some
+        elif path in ROWS:
             yield path, value
         elif path in SECTIONS:
             if isinstance(value, Mapping):

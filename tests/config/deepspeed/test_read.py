@@ -580,6 +580,16 @@ def test_unknown_keys_that_deepspeed_leaves_alone() -> None:
     assert read({"_comment": "x", "//": "y"}).strangers == ()
 
 
+def test_a_path_is_no_name() -> None:
+    """trl writes such keys beside the section that it means; DeepSpeed does not read them."""
+    path = "zero_optimization.reduce_bucket_size"
+    result = read_deepspeed({"zero_optimization": {"stage": 3, "reduce_bucket_size": 500}, path: 256.0})
+    assert result.problems == []
+    assert result.values["zero.bucket_size"] == 500
+    assert f"without effect: `{path}`" in result.strangers[0]
+    assert [line.split("`")[1] for line in result.script_problems] == [path]
+
+
 @pytest.mark.parametrize(
     ("given", "means"),
     [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DummyOptim, DummyScheduler
 from torch.utils.data import DataLoader
@@ -132,6 +132,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 def main() -> None:
     """Run all cases."""
     torch.set_num_threads(1)
+    PartialState(cpu=not torch.cuda.is_available())  # without it accelerate counts one process on a CPU
     found = {}
     for name, run in cases().items():
         try:
