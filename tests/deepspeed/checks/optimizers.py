@@ -55,9 +55,10 @@ adam_in_any_case = of("aDaM", lr=0.01, weight_decay=0.1)
 adamw = of("AdamW", lr=0.01, weight_decay=0.1, betas=[0.8, 0.95], eps=1e-6)
 adam_with_coupled_decay = of("Adam", lr=0.01, weight_decay=0.1, adam_w_mode=False)
 adamw_never_couples_decay = of("AdamW", lr=0.01, weight_decay=0.1, adam_w_mode=False)
-adam_without_bias_correction = of("Adam", lr=0.01, bias_correction=False)
+# DeepSpeed's kernel has 1 - beta2 in fp32, 1.3e-5 less: without the correction, nothing cancels that.
+adam_without_bias_correction = of("Adam", tolerance=1e-5, lr=0.01, bias_correction=False)
 adam_coupled_without_bias_correction = of(
-    "Adam", lr=0.01, weight_decay=0.1, adam_w_mode=False, bias_correction=False
+    "Adam", tolerance=1e-5, lr=0.01, weight_decay=0.1, adam_w_mode=False, bias_correction=False
 )
 adam_without_arguments = of("Adam")
 adam_of_torch = of("Adam", lr=0.01, weight_decay=0.1, torch_adam=True, adam_w_mode=False)
@@ -202,9 +203,15 @@ def fused_adam_by_itself(deepspeed, scratch):
         alone(lambda model: FusedAdam(model.parameters())),
         alone(lambda model: FusedAdam(model.parameters(), lr=0.02, weight_decay=0.1, betas=(0.8, 0.9))),
         alone(lambda model: FusedAdam(model.parameters(), lr=0.02, weight_decay=0.1, adam_w_mode=False)),
-        alone(lambda model: FusedAdam(model.parameters(), lr=0.02, bias_correction=False)),
         outcome(lambda: FusedAdam(small().parameters(), amsgrad=True)),
     ]
+
+
+@check(tolerance=1e-5)
+def fused_adam_without_bias_correction(deepspeed, scratch):
+    from deepspeed.ops.adam import FusedAdam
+
+    return alone(lambda model: FusedAdam(model.parameters(), lr=0.02, bias_correction=False))
 
 
 @check(tolerance=2e-6)
@@ -236,42 +243,3 @@ def cpu_adagrad_by_itself(deepspeed, scratch):
         alone(lambda model: DeepSpeedCPUAdagrad(model.parameters())),
         alone(lambda model: DeepSpeedCPUAdagrad(model.parameters(), lr=0.1, weight_decay=0.1)),
     ]
-
-
-@check(tolerance=2e-6)
-def cpu_lion_by_itself(deepspeed, scratch):
-    from deepspeed.ops.lion import DeepSpeedCPULion
-
-    return [
-        alone(lambda model: DeepSpeedCPULion(model.parameters())),
-        alone(
-            lambda model: DeepSpeedCPULion(model.parameters(), lr=0.01, weight_decay=0.1, betas=(0.8, 0.9))
-        ),
-    ]
-
-
-@check(tolerance=2e-6)
-def a_clients_optimizer_of_deepspeed(deepspeed, scratch):
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    return [
-        trained(deepspeed, optimizer=lambda model: FusedAdam(model.parameters(), lr=0.02, weight_decay=0.1)),
-        trained(deepspeed, optimizer=lambda model: DeepSpeedCPUAdam(model.parameters(), lr=0.02)),
-    ]
-
-
-@check()
-def the_groups_of_fused_adam(deepspeed, scratch):
-    from deepspeed.ops.adam import FusedAdam
-
-    (group,) = FusedAdam(small().parameters()).param_groups
-    return {name: list(v) if isinstance(v, tuple) else v for name, v in group.items() if name != "params"}
-
-
-@check()
-def muon_marks_matrices(deepspeed, scratch):
-    from types import SimpleNamespace
-
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "inner": torch.nn.Linear(2, 2)})
-    deepspeed.set_optimizer_flags(SimpleNamespace(optimizer_name="muon", optimizer_params={}), model)
-    return {name: param.use_muon for name, param in model.named_parameters()}
