@@ -100,15 +100,22 @@ def initialize(
     given = Given(content_of(source), optimizer, lr_scheduler, mpu, training_data, collate_fn)
     if (make_engine := getattr(model, "make_engine", None)) is not None:  # the model is a pipeline
         return make_engine(source, given, model_parameters)  # type: ignore[no-any-return]
+    return _build(model, source, given, model_parameters, may_start=dist_init_required is not False)
+
+
+def _build(
+    model: nn.Module, source: JsonSource, given: Given, model_parameters: Any, *, may_start: bool
+) -> tuple[Any, DeepSpeedOptimizer | None, DataLoader[Any] | None, Any]:
+    """The results of `initialize` for a model that is one module; `may_start` lets it join the world."""
     section, source = take_section(source)
     request = TensorParallelRequest.read(section)
     section, source = take_section(source, HYBRID)
     kind = engine_kind(section)
-    found = read_deepspeed(source)
-    read, mpu = found.values, mesh_of(found.extras) if mpu is None else mpu
-    request = request.within(model, DTYPES[read.get("precision.dtype", "fp32")])
-    sizes = {"node_size": read.get("zero.hpz_partition_size", 1), "ep_size": agreed_ep_size(model)}
-    context = find_context(request.layout(mpu), **sizes, may_start=dist_init_required is not False)
+    read = read_deepspeed(source)
+    values, mpu = read.values, mesh_of(read.extras) if given.mpu is None else given.mpu
+    request = request.within(model, DTYPES[values.get("precision.dtype", "fp32")])
+    sizes = {"node_size": values.get("zero.hpz_partition_size", 1), "ep_size": agreed_ep_size(model)}
+    context = find_context(request.layout(mpu), **sizes, may_start=may_start)
     check_ep_size(model, context)
     if isinstance(mpu, Mesh):
         mpu.check(context.data.size)
@@ -123,7 +130,7 @@ def initialize(
     tenancy, states = _occupy(model, model_parameters, settings, counted, given)
     schedule = None
     if not states.idle:
-        schedule = build_schedule(lr_scheduler, settings.extras.scheduler, states, states.optimizer)
+        schedule = build_schedule(given.lr_scheduler, settings.extras.scheduler, states, states.optimizer)
     reporter = Reporter(settings, context, traffic)
     engine = kind(model, states, settings, context, schedule, reporter, given)
     engine.stay(tenancy)

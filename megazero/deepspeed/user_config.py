@@ -105,7 +105,7 @@ class DeepSpeedConfig:
 
     @classmethod
     def of(cls, content: Mapping[str, Any], settings: UserSettings, world_size: int) -> DeepSpeedConfig:
-        """That of an engine, whose settings have been read.
+        """The configuration of an engine, whose settings have been read.
 
         Args:
             content: the JSON's content.

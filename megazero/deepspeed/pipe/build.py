@@ -119,8 +119,8 @@ def _check(module: PipelineStage, settings: UserSettings) -> None:
     """Refuse settings that a pipeline cannot follow.
 
     Raises:
-        ConfigError: there are experts that ranks share, a second partition, a curriculum of lengths, or layers
-            to drop.
+        ConfigError: there are experts that ranks share, a second partition, a curriculum of lengths, or
+            layers to drop.
     """
     problems = []
     if agreed_ep_size(module) > 1:
