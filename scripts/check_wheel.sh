@@ -48,6 +48,16 @@ for capability in ((8, 0), (9, 0), (10, 0)):
     library = build.built_cuda_library(capability)
     print(f"wheel: device {capability[0]}.{capability[1]} has {library.name if library else 'no kernels built in'}")
 PYTHON
+cat > asks.py <<'PYTHON'
+from importlib.metadata import version
+
+import deepspeed
+from deepspeed.ops.adam import FusedAdam
+
+assert deepspeed.__version__ == version("deepspeed"), version("deepspeed")
+print(f"wheel: `import deepspeed` finds {FusedAdam.__module__} as release {version('deepspeed')}")
+PYTHON
+"$python" -m megazero.deepspeed asks.py
 "$python" -m megazero.cli pretrain --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 \
     --mock-data --vocab-size 256 --tokenizer-type NullTokenizer --lr 1e-3 --eval-iters 0 --train-iters 10 \
     --micro-batch-size 2 --global-batch-size 4 --log-interval 5 --save ckpt
