@@ -105,12 +105,11 @@ def test_accelerate_trains_as_under_deepspeed(ranks, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("task", ["sft", "dpo"])
-def test_trl_trains(task, stage, tmp_path):
+def test_trl_trains_as_under_deepspeed(task, stage, tmp_path):
     pytest.importorskip("trl")
     run(1, "preferences.py", tmp_path, task, stage)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found["losses"]) == 6
-    assert found["losses"][-1] < found["losses"][0]
+    assert found["losses"] == pytest.approx(answers("trl")[task], rel=1e-6)
     assert {"checkpoint-3", "checkpoint-6"} <= set(found["saved"])
 
 
