@@ -37,9 +37,9 @@ if __name__ == "__main__":
         "use_cpu": True,
         "preprocessing_num_workers": 1,
     }
-    (folder / "sft.json").write_text(json.dumps(settings))
+    (folder / "sft.yaml").write_text(json.dumps(settings))
     environment = {**os.environ, "FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "1", "DISABLE_VERSION_CHECK": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
         environment.pop(name, None)
-    command = [sys.executable, "-m", "llamafactory.cli", "train", str(folder / "sft.json")]
+    command = [sys.executable, "-m", "llamafactory.cli", "train", str(folder / "sft.yaml")]
     sys.exit(subprocess.run(command, env=environment).returncode)
