@@ -229,6 +229,11 @@ EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
     "data_parallel_size": (4, {}, Extras(data_parallel_size=4)),
     "gradient_predivide_factor": (2, {}, Extras(gradient_predivide_factor=2.0)),
     "zero_allow_untested_optimizer": (True, {}, Extras(zero_allow_untested_optimizer=True)),
+    "zero_optimization.leaf_module": (
+        {"names": ["experts"]},
+        {},
+        Extras(sections={"leaf_module": {"names": ["experts"]}}),
+    ),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": (
         True,
         {},

@@ -35,6 +35,7 @@ if __name__ == "__main__":
         "lr_scheduler_type": "cosine",
         "report_to": "none",
         "use_cpu": True,
+        "disable_gradient_checkpointing": True,
         "preprocessing_num_workers": 1,
     }
     (folder / "sft.yaml").write_text(json.dumps(settings))
