@@ -31,8 +31,16 @@ def reference_pages() -> dict[str, str]:
     whole = ROOT / "megazero"
     pages = {"reference/megazero.md": reference_page(whole, whole.glob("*.py"))}
     for package in [*sorted(path.parent for path in whole.glob("*/__init__.py")), ROOT / "data_tools"]:
-        pages[f"reference/{package.name}.md"] = reference_page(package, package.rglob("*.py"))
+        pages[f"reference/{package.name}.md"] = reference_page(package, modules_below(package))
     return pages
+
+
+def modules_below(package: Path) -> Iterator[Path]:
+    """The sources of a package, without those in folders that are no package."""
+    for path in package.rglob("*.py"):
+        inside = path.relative_to(package).parents
+        if all((package / folder / "__init__.py").exists() for folder in inside):
+            yield path
 
 
 def reference_page(package: Path, paths: Iterable[Path]) -> str:
