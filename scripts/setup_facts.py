@@ -47,8 +47,7 @@ def constraints():
 def modules():
     """Where the compiled modules for this Python belong."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    packages = ["data", "ops"] + ["mpu"] * (sys.platform == "linux")
-    return [ROOT / "megazero" / package / f"_native{suffix}" for package in packages]
+    return [ROOT / "megazero" / package / f"_native{suffix}" for package in ("data", "ops")]
 
 
 def native():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from scripts import setup_facts
@@ -54,6 +56,14 @@ def test_the_key_depends_on_torch(installed):
     assert first == setup_facts.key()
     installed(torch="2.11.0")
     assert setup_facts.key() != first
+
+
+def test_the_compiled_modules_are_those_of_setup_py():
+    """A module that nothing builds would be missing for ever, and CI would say that csrc does not compile."""
+    text = (ROOT / "setup.py").read_text(encoding="utf-8")
+    built = re.findall(r'Pybind11Extension\(\s*"([\w.]+)"', text)
+    expected = [path.relative_to(ROOT).with_name("_native").as_posix() for path in setup_facts.modules()]
+    assert [name.replace(".", "/") for name in built] == expected
 
 
 def test_every_requirement_is_pinned_for_every_python():
