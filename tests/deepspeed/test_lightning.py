@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeed strategy refuses a CPU by itself; here its calls are held against our signatures."""
+"""The calls of Lightning's DeepSpeed strategy fit our signatures; `test_programs.py` runs it, slowly."""
 
 from __future__ import annotations
 

@@ -103,6 +103,23 @@ def test_accelerate_trains_as_under_deepspeed(ranks, tmp_path):
 
 
 @pytest.mark.slow
+def test_lightning_trains_as_under_deepspeed(tmp_path):
+    """Stages 0 to 3, fp32 and both kinds of bf16; validation; a training that goes on from a checkpoint."""
+    pytest.importorskip("lightning")
+    run(1, "lightning_fit.py", tmp_path / "found.json")
+    here = json.loads((tmp_path / "found.json").read_text())
+    there = answers("lightning")
+    assert here.keys() == there.keys()
+    for case, wanted in there.items():
+        assert "error" not in here[case], (case, here[case])
+        if case.startswith("stage0-bf16"):
+            wanted = there[case.replace("stage0", "stage1")]  # DeepSpeed's stage 0 is 4e-3 from its others
+        tolerance = 1e-6 if case.endswith("32-true") else 1e-4
+        for kind, values in wanted.items():
+            assert here[case][kind] == pytest.approx(values, rel=tolerance), (case, kind)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_trl_trains_as_under_deepspeed(task, stage, tmp_path):
