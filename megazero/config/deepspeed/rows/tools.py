@@ -153,7 +153,8 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         extra="sections.hybrid_engine",
         accepted="a training script does not generate",
         only=Only("`inference_tp_size` 1", lambda section: section.get("inference_tp_size", 1) in (1, AUTO)),
-        refused="generation has the layers as training has them; leave `inference_tp_size` out",
+        refused="`tensor_parallel.autotp_size` slices the layers for training and generation alike; leave "
+        "`inference_tp_size` out",
     ),
     *refuses(
         "the compiler is not offered; leave the section out",
