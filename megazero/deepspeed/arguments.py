@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megazero.config.deepspeed.extras import Extras
-from megazero.config.deepspeed.load import load_json
 from megazero.deepspeed.settings import JsonSource
+from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 
 DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], Optimizer]
@@ -28,7 +25,7 @@ DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 
 
 def readable(source: Any) -> JsonSource:
-    """A configuration as a path or as the JSON's content.
+    """A configuration as the path of a file, or as the content of anything else.
 
     Args:
         source: a path, the content, a `DeepSpeedConfig`, or JSON as URL-safe base64 (accelerate's launcher).
@@ -36,30 +33,8 @@ def readable(source: Any) -> JsonSource:
     Raises:
         ConfigError: it is something else.
     """
-    content = getattr(source, "_param_dict", source)
-    if isinstance(content, Mapping):
-        return content
-    if not isinstance(content, (str, Path)):
-        raise ConfigError(
-            "`config` must be a path, a dictionary or a DeepSpeedConfig, but is a "
-            f"{type(source).__name__}; pass one of these"
-        )
-    if isinstance(content, Path) or os.path.exists(content):
-        return content
-    return _decoded(content) or content
-
-
-def _decoded(text: str) -> Mapping[str, Any] | None:
-    try:
-        content = json.loads(base64.urlsafe_b64decode(text))
-    except (binascii.Error, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def content_of(source: JsonSource) -> dict[str, Any]:
-    """The content of a configuration; empty if it cannot be read, which `read_settings` reports."""
-    return dict(source if isinstance(source, Mapping) else load_json(Path(source))[0])
+    named = isinstance(source, (str, Path)) and os.path.exists(source)
+    return source if named else load_ds_config(source)
 
 
 def check_local_rank(args: Any) -> None:

@@ -18,7 +18,6 @@ from megazero.deepspeed.arguments import (
     Mesh,
     check_groups,
     check_local_rank,
-    content_of,
     mesh_of,
     params_of,
     readable,
@@ -34,8 +33,10 @@ from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
 from megazero.deepspeed.tenancy import Tenancy, end_tenancies
-from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest, take_section
+from megazero.deepspeed.tensor_parallel.training import SECTION as TENSOR_PARALLEL
+from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest
 from megazero.deepspeed.torch_rule import choose_rule
+from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.traffic import TrafficLog, count_traffic
@@ -97,7 +98,7 @@ def initialize(
     source = readable(choose_source(args, config, config_params))
     check_local_rank(args)
     mpu = mpu if mpu is not None or mesh_param is None else Mesh(*mesh_param)
-    given = Given(content_of(source), optimizer, lr_scheduler, mpu, training_data, collate_fn)
+    given = Given(load_ds_config(source), optimizer, lr_scheduler, mpu, training_data, collate_fn)
     if (make_engine := getattr(model, "make_engine", None)) is not None:  # the model is a pipeline
         return make_engine(source, given, model_parameters)  # type: ignore[no-any-return]
     return _build(model, source, given, model_parameters, may_start=dist_init_required is not False)
@@ -107,11 +108,9 @@ def _build(
     model: nn.Module, source: JsonSource, given: Given, model_parameters: Any, *, may_start: bool
 ) -> tuple[Any, DeepSpeedOptimizer | None, DataLoader[Any] | None, Any]:
     """The results of `initialize` for a model that is one module; `may_start` lets it join the world."""
-    section, source = take_section(source)
-    request = TensorParallelRequest.read(section)
-    section, source = take_section(source, HYBRID)
-    kind = engine_kind(section)
     read = read_deepspeed(source)
+    request = TensorParallelRequest.read(read.extras.sections.get(TENSOR_PARALLEL, {}))
+    kind = engine_kind(read.extras.sections.get(HYBRID, {}))
     values, mpu = read.values, mesh_of(read.extras) if given.mpu is None else given.mpu
     request = request.within(model, DTYPES[values.get("precision.dtype", "fp32")])
     sizes = {"node_size": values.get("zero.hpz_partition_size", 1), "ep_size": agreed_ep_size(model)}

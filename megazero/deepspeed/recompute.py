@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
-from megazero.config.deepspeed.load import load_json
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.per_context import PerContext
 from megazero.deepspeed.random_states import get_cuda_rng_tracker, seed_streams
+from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 from megazero.layers.recompute import InputKeeping
 from megazero.mpu.group import Group
@@ -124,8 +124,7 @@ def _section(config: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any]
     read = read_deepspeed(config)
     if read.problems:
         raise ConfigError(read.problems)
-    content = config if isinstance(config, Mapping) else load_json(Path(config))[0]
-    section: Mapping[str, Any] = content.get("activation_checkpointing", {})
+    section: Mapping[str, Any] = load_ds_config(config).get("activation_checkpointing", {})
     return section
 
 

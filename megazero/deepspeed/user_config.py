@@ -7,9 +7,9 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
-from megazero.config.deepspeed.load import load_json
 from megazero.config.deepspeed.row import AUTO
 from megazero.deepspeed.settings import UserSettings, read_settings
+from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
 
@@ -144,22 +144,6 @@ class DeepSpeedConfig:
 
 
 _OWN_NAMES = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
-
-
-def load_ds_config(config: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a JSON: a path, a mapping, or text in base64.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not isinstance(config, str | Path):
-        raise ConfigError(f"`config` must be a path or a dictionary, but is a {type(config).__name__}")
-    document, problems = load_json(config)
-    if problems:
-        raise ConfigError(problems)
-    return dict(document)
 
 
 def _section(given: Mapping[str, Any], name: str) -> dict[str, Any]:

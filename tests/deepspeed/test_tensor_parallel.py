@@ -431,3 +431,9 @@ def test_a_batch_counts_all_ranks_unless_mpu_says_otherwise():
     assert TensorParallelRequest(2).shares(None, context) == 4
     assert TensorParallelRequest(2).shares(context, context) == 2
     assert TensorParallelRequest(0).shares(None, context) == 2
+
+
+def test_slices_and_a_mesh_without_them_are_refused():
+    config = settings(1, 2)
+    with pytest.raises(ConfigError, match=r"`mpu` or `mesh_param` must have as many .*\(2\), but has 1"):
+        initialize(model=tiny("llama"), config=config, mesh_param=(1, 2))

@@ -78,7 +78,7 @@ def _decoded(source: str | Path) -> str | None:
 
 def read_json(given: str, name: str) -> tuple[Mapping[str, Any], list[str]]:
     """The object that a text holds, and why it is refused, as `load_json` does."""
-    text = relaxed(given)
+    text = relaxed(given.removeprefix("\ufeff"))
     repeats: list[bool] = []
 
     def pairs_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,8 +106,6 @@ def _fault(text: str, error: ValueError) -> Fault:
         return Fault(_first(_CONSTANT, text), f"{error} is no number there", "write a finite number")
     if not isinstance(error, json.JSONDecodeError):
         return Fault(_first(_LONG_NUMBER, text), "a number has too many digits", "write it shorter")
-    if text.startswith("\ufeff"):
-        return Fault(0, "it begins with a byte order mark (BOM)", "save it as UTF-8 without one")
     within_text = error.msg.startswith("Invalid")
     position = error.pos if within_text else len(text) - len(text[error.pos :].lstrip())
     rest, before = text[position:], text[:position].rstrip()

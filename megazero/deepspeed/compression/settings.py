@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 
 SECTION = "compression_training"
@@ -126,10 +125,8 @@ def read_compression(config: Any) -> CompressionSettings:
     Raises:
         ConfigError: names everything that is wrong with the section, or that there is none.
     """
-    content = getattr(config, "_param_dict", config)
-    if isinstance(content, (str, Path)):
-        content = json.loads(Path(content).read_text(encoding="utf-8"))
-    if not isinstance(content, Mapping) or not isinstance(content.get(SECTION), Mapping):
+    content = load_ds_config(config)
+    if not isinstance(content.get(SECTION), Mapping):
         raise ConfigError(f"`{SECTION}` must be a section of the configuration, but is not there; add it")
     section: Mapping[str, Any] = content[SECTION]
     problems: list[str] = []

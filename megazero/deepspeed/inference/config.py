@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from pydantic import (
     ValidationError,
 )
 
+from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -217,7 +217,7 @@ def read_config(config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConf
         ConfigError: a key is given twice with different values, is not known, or has a wrong value.
     """
     if isinstance(config, (str, Path)):
-        config = json.loads(Path(config).read_text(encoding="utf-8"))
+        config = load_ds_config(config)
     if config is None:
         config = {}
     if isinstance(config, DeepSpeedInferenceConfig):

@@ -63,7 +63,7 @@ def engine_kind(section: Mapping[str, Any]) -> type[DeepSpeedEngine]:
     """The class of the engine that a JSON's `hybrid_engine` asks for.
 
     Raises:
-        ConfigError: a key of it is not known, or the model would be sliced for generation.
+        ConfigError: a key of it is not known.
     """
     if unknown := sorted(set(section) - _KEYS):
         raise ConfigError(
@@ -71,10 +71,5 @@ def engine_kind(section: Mapping[str, Any]) -> type[DeepSpeedEngine]:
         )
     if not section.get("enabled", False):
         return DeepSpeedEngine
-    if section.get("inference_tp_size", 1) != 1:
-        raise ConfigError(
-            f"`{SECTION}.inference_tp_size` must be 1 here, but is {section['inference_tp_size']}; slice the "
-            "model for training and generation alike with `tensor_parallel.autotp_size`"
-        )
     longest = int(section.get("max_out_tokens", _LONGEST))
     return type("DeepSpeedHybridEngine", (DeepSpeedHybridEngine,), {"max_out_tokens": longest})

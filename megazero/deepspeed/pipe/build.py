@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
 
-from megazero.config.deepspeed.load import load_json
 from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import params_of
 from megazero.deepspeed.choose_schedule import build_schedule
@@ -33,6 +31,7 @@ from megazero.deepspeed.settings import JsonSource, UserSettings, read_settings
 from megazero.deepspeed.tenancy import Tenancy, end_tenancies
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.deepspeed.units import user_units
+from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.matrices import Matrices
@@ -99,7 +98,7 @@ def _pipeline_section(source: JsonSource) -> tuple[JsonSource, int, list[str]]:
     Raises:
         ConfigError: the interval is no number of layers.
     """
-    document = source if isinstance(source, Mapping) else load_json(Path(source))[0]
+    document = load_ds_config(source)
     section = document.get("pipeline")
     if not isinstance(section, Mapping):
         return source, 0, []

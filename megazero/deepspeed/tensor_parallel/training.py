@@ -6,17 +6,16 @@ import hashlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megazero.config.deepspeed.load import load_json
 from megazero.deepspeed.mpu import DeepSpeedMpu
 from megazero.deepspeed.tensor_parallel.cutter import Cutter, synchronise
 from megazero.deepspeed.tensor_parallel.policy import SlicingPolicy, slice_model
+from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError, DataError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
@@ -68,8 +67,7 @@ class TensorParallelRequest:
             if key not in _EFFECT | _NO_EFFECT:
                 raise ConfigError(
                     f"`{SECTION}` must have the keys {', '.join(sorted(_EFFECT | _NO_EFFECT))}, but has "
-                    f"{key}; "
-                    "leave it out"
+                    f"{key}; leave it out"
                 )
         if without := sorted(key for key in _NO_EFFECT if section.get(key)):
             warnings.warn(f"keys of `{SECTION}` without effect here: {', '.join(without)}", stacklevel=3)
@@ -120,13 +118,13 @@ class TensorParallelRequest:
         if isinstance(context, ParallelContext):
             size = context.tp.size
         else:
-            ask = getattr(mpu, "get_tensor_model_parallel_world_size", None)
-            size = (ask or mpu.get_model_parallel_world_size)()
+            names = ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size")
+            ask = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), lambda: 1)
+            size = ask()
         if size != self.size:
             raise ConfigError(
-                f"`mpu` must have as many tensor-parallel ranks as `{SECTION}.autotp_size` ({self.size}), "
-                "but "
-                f"has {size}; leave one of them out"
+                f"`mpu` or `mesh_param` must have as many tensor-parallel ranks as `{SECTION}.autotp_size` "
+                f"({self.size}), but has {size}; leave one of them out"
             )
         return mpu
 
@@ -213,20 +211,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
-def take_section(source: Any, name: str = SECTION) -> tuple[dict[str, Any], Any]:
-    """A section of a JSON, and the JSON without it.
-
-    Args:
-        source: path or content.
-        name: of the section.
-    """
-    document = source if isinstance(source, Mapping) else load_json(Path(source))[0]
-    section = document.get(name)
-    if not isinstance(section, Mapping):
-        return {}, source
-    return dict(section), {key: value for key, value in document.items() if key != name}
-
-
 def tp_model_init(
     model: nn.Module, tp_size: int, dtype: torch.dtype, config: Any = None, **kwargs: Any
 ) -> nn.Module:
@@ -245,7 +229,7 @@ def tp_model_init(
     Raises:
         ConfigError: an argument is not known, or the model was to be sliced otherwise before.
     """
-    section = take_section(config)[0] if config is not None else {}
+    section = {} if config is None else load_ds_config(config).get(SECTION, {})
     group = kwargs.pop("tp_group", None)
     if kwargs:
         raise ConfigError(f"`tp_model_init` must have known arguments, but has {', '.join(kwargs)}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,26 +10,21 @@ from megazero.config.deepspeed.load import load_json
 from megazero.errors import ConfigError
 
 
-def load_ds_config(config: str | dict[str, Any]) -> Mapping[str, Any]:
-    """The document of a JSON: itself, a file's, or that of base64 text.
+def load_ds_config(config: Any) -> dict[str, Any]:
+    """The document of a JSON: of a file, of its text in base64, or itself, also within a `DeepSpeedConfig`.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is none of these, or names everything that is wrong with the text.
     """
-    if isinstance(config, dict):
-        return config
-    if isinstance(config, str) and Path(config).exists():
-        document, faults = load_json(Path(config))
-        if faults:
-            raise ConfigError(faults)
-        return document
-    try:
-        decoded = json.loads(base64.urlsafe_b64decode(config).decode())
-    except (TypeError, ValueError, binascii.Error, UnicodeDecodeError) as error:
+    content = getattr(config, "_param_dict", config)
+    if isinstance(content, Mapping):
+        return dict(content)
+    if not isinstance(content, (str, Path)):
         raise ConfigError(
-            f"`config` must be a dictionary, the path of a JSON file or base64 text of one, but is "
-            f"{config!r}; correct it"
-        ) from error
-    if not isinstance(decoded, dict):
-        raise ConfigError(f"`config` must hold one JSON object, but is {decoded!r}; correct it")
-    return decoded
+            "`config` must be a path, a dictionary or a DeepSpeedConfig, but is a "
+            f"{type(content).__name__}; pass one of these"
+        )
+    document, faults = load_json(content)
+    if faults:
+        raise ConfigError(faults)
+    return dict(document)

@@ -243,3 +243,91 @@ def cpu_adagrad_by_itself(deepspeed, scratch):
         alone(lambda model: DeepSpeedCPUAdagrad(model.parameters())),
         alone(lambda model: DeepSpeedCPUAdagrad(model.parameters(), lr=0.1, weight_decay=0.1)),
     ]
+
+
+@check(tolerance=2e-6)
+def cpu_lion_by_itself(deepspeed, scratch):
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    return [
+        alone(lambda model: DeepSpeedCPULion(model.parameters())),
+        alone(lambda model: DeepSpeedCPULion(model.parameters(), lr=0.01, betas=(0.8, 0.95))),
+        alone(lambda model: DeepSpeedCPULion(model.parameters(), lr=0.01, weight_decay=0.1)),
+        alone(lambda model: DeepSpeedCPULion(with_betas(model), lr=0.01)),
+    ]
+
+
+@check(tolerance=2e-6)
+def clients_optimizers_of_deepspeeds_own(deepspeed, scratch):
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    makes = [
+        lambda model: FusedAdam(with_betas(model), lr=0.01, weight_decay=0.1),
+        lambda model: FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, adam_w_mode=False),
+        lambda model: DeepSpeedCPUAdam(model.parameters(), lr=0.01, weight_decay=0.1),
+        lambda model: DeepSpeedCPUAdagrad(model.parameters(), lr=0.05),
+        lambda model: DeepSpeedCPULion(model.parameters(), lr=0.01, weight_decay=0.1),
+    ]
+    return [
+        trained(deepspeed, optimizer=make, stage=stage, zero_allow_untested_optimizer=True)
+        for make in makes
+        for stage in (1, 2)
+    ]
+
+
+@check()
+def the_parameter_groups_of_fused_adam(deepspeed, scratch):
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    def shown(optimizer):
+        return [
+            {name: value for name, value in group.items() if name not in ("params", "step", "amsgrad")}
+            | {"params": len(group["params"])}
+            for group in optimizer.param_groups
+        ]
+
+    fused = FusedAdam(with_betas(small()), lr=0.02, weight_decay=0.1, bias_correction=False)
+    fused.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.5})
+    return [
+        shown(fused),
+        fused.adam_w_mode,
+        shown(DeepSpeedCPUAdam(small().parameters(), betas=(0.8, 0.99), adamw_mode=False)),
+        sorted({*fused.state_dict()}),
+    ]
+
+
+class Named(torch.nn.Module):
+    """Layers whose names say whether Muon updates them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.hidden = torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 6)
+        self.norm, self.lm_head = torch.nn.LayerNorm(6), torch.nn.Linear(6, 2, bias=False)
+
+    def forward(self, x):
+        return self.lm_head(self.norm(self.hidden(self.embed(x))))
+
+
+def with_muon(deepspeed, model, **params):
+    section = {"type": "Muon", "params": params}
+    # DeepSpeed clips what Muon has made of the gradients; here, as elsewhere, gradients are clipped.
+    result = trained(deepspeed, section, stage=2, model=model, gradient_clipping=0.0)
+    return [result, {name: param.use_muon for name, param in model.named_parameters()}]
+
+
+@check(tolerance=0.02)  # of bf16, in which both make matrices orthogonal
+def muon_of_marked_matrices(deepspeed, scratch):
+    return [
+        with_muon(deepspeed, Named(), lr=0.02, weight_decay=0.1, momentum=0.9),
+        with_muon(deepspeed, Named(), muon_lr=0.02, adam_lr=0.001),
+    ]
+
+
+@check(here=False, why="a script's own mark is kept")
+def a_mark_for_muon_that_a_script_has_set(deepspeed, scratch):
+    model = Named()
+    model.hidden.weight.use_muon = False
+    return with_muon(deepspeed, model, lr=0.02)[1]["hidden.weight"]

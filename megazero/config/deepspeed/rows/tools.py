@@ -55,6 +55,11 @@ def _monitor_rows(section: str, field: str) -> tuple[KeyRow, ...]:
 _LATER = "comes in a later version; leave the section out or set `enabled` to false"
 _FIXED_METRICS = "the set of metrics is fixed, and training is the same without it"
 
+
+def _generates_whole(section: Any) -> bool:
+    return DISABLED.holds(section) or section.get("inference_tp_size", 1) in (1, AUTO)
+
+
 LOGGING_ROWS: tuple[KeyRow, ...] = (
     KeyRow(
         "steps_per_print",
@@ -152,8 +157,9 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         SECTION,
         extra="sections.hybrid_engine",
         accepted="a training script does not generate",
-        only=Only("`inference_tp_size` 1", lambda section: section.get("inference_tp_size", 1) in (1, AUTO)),
-        refused="generation has the layers as training has them; leave `inference_tp_size` out",
+        only=Only("`enabled` false or `inference_tp_size` 1", _generates_whole),
+        refused="`tensor_parallel.autotp_size` slices the layers for training and generation alike; leave "
+        "`inference_tp_size` out",
     ),
     *refuses(
         "the compiler is not offered; leave the section out",
