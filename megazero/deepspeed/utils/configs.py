@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ def load_ds_config(config: str | dict[str, Any]) -> Mapping[str, Any]:
         return document
     try:
         decoded = json.loads(base64.urlsafe_b64decode(config).decode())
-    except (TypeError, ValueError, binascii.Error, UnicodeDecodeError) as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"`config` must be a dictionary, the path of a JSON file or base64 text of one, but is "
             f"{config!r}; correct it"
