@@ -82,11 +82,7 @@ def all_gather_coalesced(
         all_gather_into_tensor(output, tensor, group, async_op=True)
         for output, tensor in zip(output_tensors, input_tensors, strict=True)
     ]
-    if async_op:
-        return works[-1] if works else None
-    for work in works:
-        work.wait()
-    return None
+    return _last(works, async_op)
 
 
 @logged
@@ -144,11 +140,7 @@ def all_reduce_coalesced(
 ) -> Any:
     """`all_reduce` of each tensor; asynchronous, the last call's handle is returned."""
     works = [dist.all_reduce(tensor, op, process_group(group), async_op=True) for tensor in tensors]
-    if async_op:
-        return works[-1] if works else None
-    for work in works:
-        work.wait()
-    return None
+    return _last(works, async_op)
 
 
 @logged
@@ -272,3 +264,10 @@ def monitored_barrier(
 ) -> None:
     """Wait until every rank is here; on Gloo, an error names those that are missing."""
     dist.monitored_barrier(process_group(group), timeout, wait_all_ranks)
+
+
+def _last(works: list[Any], async_op: bool) -> Any:
+    """The last handle; if the call is not asynchronous, wait for all of them, and return None."""
+    for work in [] if async_op else works:
+        work.wait()
+    return works[-1] if async_op and works else None
