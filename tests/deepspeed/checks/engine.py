@@ -42,7 +42,7 @@ def engine_of(deepspeed, accumulation=1, stage=1, model=None, **more):
 
 def weights(engine):
     """The module's weights."""
-    return [round(value, 6) for p in engine.module.parameters() for value in p.detach().flatten().tolist()]
+    return [value for p in engine.module.parameters() for value in p.detach().flatten().tolist()]
 
 
 def trained(engine, backward, steps=2):
@@ -239,14 +239,14 @@ def backward_returns_the_divided_loss(deepspeed, scratch):
     return [float(engine.backward(loss) / loss), float(loss)]
 
 
-@check()
+@check(tolerance=5e-4)
 def scale_and_loss_backward_in_fp16(deepspeed, scratch):
     fp16 = {"enabled": True, "initial_scale_power": 8}
     engine = engine_of(deepspeed, stage=2, fp16=fp16)
     for _ in range(2):
         engine.scale(engine(X.half()).float().square().mean()).backward()
         engine.step()
-    return [round(value, 3) for value in weights(engine)]
+    return weights(engine)
 
 
 @check()

@@ -62,7 +62,7 @@ def steps(engine, count=1):
 
 
 def plain(value):
-    return None if value is None else [round(x, 6) for x in value.detach().float().flatten().tolist()]
+    return None if value is None else value.detach().float().flatten().tolist()
 
 
 def weights(deepspeed, stage):

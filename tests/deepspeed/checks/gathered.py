@@ -278,7 +278,7 @@ def writing_between_steps(deepspeed, scratch):
     for _ in range(2):
         engine.backward(engine(torch.ones(2, 3)).sum() / 4)
         engine.step()
-        found.append([round(value, 6) for value in values(deepspeed, made.weight)])
+        found.append(values(deepspeed, made.weight))
     return found
 
 

@@ -28,7 +28,7 @@ def settings(deepspeed, **kwargs):
 def logits(engine):
     with torch.no_grad():
         out = engine(input_ids=prompts()).logits.float()
-    return [round(float(x), 5) for x in out[0, -1, :6]]
+    return out[0, -1, :6].tolist()
 
 
 @check()
