@@ -348,8 +348,9 @@ def test_leaves_of_a_configuration():
         model.block.experts[1],
     ]
     assert get_z3_leaf_modules(model) == [model.block, model.block.experts[1]]
-    with pytest.raises(ConfigError, match="there is no nowhere"):
-        apply_leaf_settings(model, {"names": ["nowhere"]})
+    absent = {"classes": ["a.Sparse"], "names": ["nowhere", "block"], "name_suffixes": ["experts.9"]}
+    with pytest.warns(UserWarning, match=r"nothing for a\.Sparse, nowhere, experts\.9, which Routed lacks"):
+        assert apply_leaf_settings(model, absent) == [model.block]
     with pytest.raises(ConfigError, match="but has suffixes"):
         apply_leaf_settings(model, {"suffixes": ["x"]})
 

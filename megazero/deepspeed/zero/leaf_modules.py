@@ -6,6 +6,7 @@ choose differently: every rank then gathers all parts when the module begins. Th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -99,6 +100,8 @@ def set_z3_leaf_modules_by_suffix(
 def apply_leaf_settings(model: nn.Module, section: Mapping[str, Any] | None = None) -> list[nn.Module]:
     """Make the leaves that the JSON's `zero_optimization.leaf_module` names.
 
+    One file may serve several models, so names that match nothing are a warning and not an error.
+
     Args:
         model: the model.
         section: `classes`, `names` and `name_suffixes`, each a list or one text; without `classes` those of
@@ -108,8 +111,7 @@ def apply_leaf_settings(model: nn.Module, section: Mapping[str, Any] | None = No
         The modules, each once.
 
     Raises:
-        ConfigError: `names` or `name_suffixes` has one that the model lacks, or `classes` is given and none
-            of it matches.
+        ConfigError: the section has another key.
     """
     given = {
         key: [value] if isinstance(value, str) else list(value) for key, value in (section or {}).items()
@@ -120,9 +122,20 @@ def apply_leaf_settings(model: nn.Module, section: Mapping[str, Any] | None = No
             "`leaf_module` must have `classes`, `names` or `name_suffixes`, but has "
             f"{', '.join(sorted(unknown))}"
         )
-    leaves = _flag_classes(model, given.get("classes", DEFAULT_CLASSES), True, bool(given.get("classes")))
-    leaves += set_z3_leaf_modules_by_name(model, given.get("names", ()))[0]
-    leaves += set_z3_leaf_modules_by_suffix(model, given.get("name_suffixes", ()))[0]
+    leaves = _flag_classes(model, given.get("classes", DEFAULT_CLASSES), True, False)
+    missing = [] if leaves else list(given.get("classes", ()))
+    for flag_named, key in (
+        (set_z3_leaf_modules_by_name, "names"),
+        (set_z3_leaf_modules_by_suffix, "name_suffixes"),
+    ):
+        modules, unmatched = flag_named(model, given.get(key, ()), raise_if_not_found=False)
+        leaves += modules
+        missing += unmatched
+    if missing:
+        warnings.warn(
+            f"`leaf_module` does nothing for {', '.join(missing)}, which {type(model).__name__} lacks",
+            stacklevel=2,
+        )
     return list({id(module): module for module in leaves}.values())
 
 
