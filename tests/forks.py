@@ -27,7 +27,9 @@ PATIENCE = 240.0
 PRELOADED = [
     "torch",
     "sympy",
+    "torch._dynamo",  # an optimizer of torch imports it
     "numpy.random",
+    "megazero.deepspeed.initialize",
     "megazero.train.pretraining",
     "megazero.verify.run",
     "tests.pool",
