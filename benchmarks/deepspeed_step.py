@@ -1,106 +1,54 @@
-"""What a step costs through `megazero.initialize`, beside the same model in a plain torch loop.
+"""What a step costs through DeepSpeed's API: here, in DeepSpeed itself, and in megazero's own loop.
 
-    python benchmarks/deepspeed_step.py [--rounds 30] [--stage 0]
+    python benchmarks/deepspeed_step.py --dtype fp32               # one process
+    python benchmarks/deepspeed_step.py --dtype bf16 --ranks 2
 
-Both train 23 million parameters on the same batch, in turns, one step each; the figure is the ratio
-of the medians. `--site FOLDER` adds DeepSpeed itself from there.
+The same script drives both packages on a plain GPT of 23 million parameters (``megazero-N``, ``deepspeed-N``
+at ZeRO stage N). ``native`` is megazero's own loop on its own model, and ``api`` the same model through
+`initialize`: their ratio is what the API costs. All train in turn (see `train_step.py`).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
 
-import torch
-from torch import nn
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-WIDTH, LAYERS, BATCH = 1024, 11, 64
+from benchmarks.contenders import Shape
+from benchmarks.teams import Contender, add_arguments, present, results, started, take_turns, write
 
-
-def build(device: torch.device) -> nn.Module:
-    """Linear layers with 23 million parameters together."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(LAYERS):
-        layers += [nn.Linear(WIDTH, WIDTH, device=device), nn.GELU()]
-    layers += [nn.Linear(WIDTH, 11 * WIDTH, device=device)]
-    return nn.Sequential(*layers)
-
-
-def plain(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
-    """A step of plain torch."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        model(x).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+API = "deepspeed_"
+CONTENDERS = {
+    "native": Contender("native", "ours", "build", (1, 2)),
+    "api": Contender("api", API, "build", (1, 2), options={"package": "megazero", "ours": True}),
+}
+for stage in range(4):
+    here, there = f"megazero-{stage}", f"deepspeed-{stage}"
+    options = {"package": "megazero", "stage": stage}
+    CONTENDERS[here] = Contender(here, API, "build", (1, 2), options=options)
+    CONTENDERS[there] = Contender(there, API, "build", (1, 2), "deepspeed", options={"stage": stage})
 
 
-def through(package: Any, model: nn.Module, x: torch.Tensor, stage: int) -> Callable[[], None]:
-    """A step through an engine."""
-    config = {
-        "train_batch_size": BATCH,
-        "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-    }
-    engine, *_ = package.initialize(model=model, config=config, model_parameters=model.parameters())
-
-    def step() -> None:
-        engine.backward(engine(x).square().mean())
-        engine.step()
-
-    return step
-
-
-def main() -> None:
+def main() -> int:
     """Time and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--stage", type=int, default=0)
-    parser.add_argument("--site", help="folder that holds DeepSpeed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_arguments(parser, list(CONTENDERS))
+    parser.add_argument("--ranks", type=int, choices=[1, 2], default=1)
     args = parser.parse_args()
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 29612}.items():
-        os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    import megazero
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    x = torch.randn(BATCH, WIDTH, device=device)
-    steps = {
-        "torch": plain(build(device), x),
-        "megazero": through(megazero, build(device), x, args.stage),
-    }
-    if args.site:
-        sys.path.append(args.site)
-        import deepspeed
-
-        steps["deepspeed"] = through(deepspeed, build(device), x, args.stage)
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(args.rounds + 3):
-        for name, step in steps.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if number >= 3:
-                seconds[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    for name, median in medians.items():
-        print(f"{name:10} {1000 * median:8.2f} ms  {median / medians['torch']:.3f} x torch")
+    shape = replace(Shape(), dtype=args.dtype)
+    chosen = [CONTENDERS[name] for name in args.contenders or CONTENDERS]
+    settings = {key: getattr(args, key) for key in ("dtype", "ranks", "threads")}
+    with started(present(chosen), shape, args.ranks, max(1, args.threads // args.ranks)) as (teams, _):
+        take_turns(teams, shape, args.rounds, args.steps)
+        baseline = "native" if "native" in {contender.name for contender in chosen} else chosen[0].name
+        write(results(teams, "deepspeed_step", settings, baseline, step_peak=False), args.output)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

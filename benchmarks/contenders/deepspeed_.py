@@ -1,5 +1,6 @@
-"""DeepSpeed on the plain GPT: ZeRO stages 0 to 3, its own bf16 mode, accumulation and clipping.
+"""DeepSpeed's API on the plain GPT: ZeRO stages 0 to 3, its own bf16 mode, accumulation and clipping.
 
+The package that answers to it is DeepSpeed, or megazero in its place; then the model may be ours, too.
 The optimizer is PyTorch's fused AdamW, as for the other contenders. On CPUs, DeepSpeed compiles an extension
 for its shared-memory collectives when it is first started, before anything is timed.
 """
@@ -7,6 +8,7 @@ for its shared-memory collectives when it is first started, before anything is t
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 import tempfile
@@ -14,7 +16,13 @@ import tempfile
 import torch
 
 from benchmarks.contenders import Shape
+from benchmarks.contenders.ours import make_config, vocabulary_of
 from benchmarks.contenders.plain import PlainGPT
+from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.zero import ZeroConfig
+from megazero.models.batch import Batch
+from megazero.mpu.context import solo_context
+from megazero.train.parts.chunks import build_chunks
 
 # Elements per bucket, megazero's default. DeepSpeed's own default, 500 million, would allocate a
 # buffer of 20 times this model.
@@ -45,13 +53,36 @@ def _offloaded(config: dict, device: str, folder: str) -> dict:
     return config | {"zero_optimization": config["zero_optimization"] | {"offload_optimizer": place}}
 
 
-def _engine(shape: Shape, rank: int, world_size: int, stage: int, offload: str | None, folder: str):
+class OurGPT(torch.nn.Module):
+    """megazero's model as a script would use it: tokens and labels go in, the mean loss comes out."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        config = make_config(shape, 1, ParallelConfig(), ZeroConfig())
+        (self.chunk,) = build_chunks(
+            config, vocabulary_of(shape), solo_context(torch.device("cpu")), torch.device("cpu")
+        ).values()
+
+    def forward(self, tokens, labels):
+        return self.chunk.run(Batch(tokens, labels)).terms["lm"] / labels.numel()
+
+
+def _engine(
+    shape: Shape,
+    rank: int,
+    world_size: int,
+    stage: int,
+    offload: str | None,
+    folder: str,
+    package: str,
+    ours: bool,
+):
     """DeepSpeed reads its device and its rank from the environment, when it is imported."""
     os.environ["DS_ACCELERATOR"] = shape.device
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    import deepspeed
-
-    model = PlainGPT(shape).to(torch.device(shape.device, rank) if shape.device == "cuda" else "cpu")
+    deepspeed = importlib.import_module(package)
+    model = OurGPT(shape) if ours else PlainGPT(shape)
+    model = model.to(torch.device(shape.device, rank) if shape.device == "cuda" else "cpu")
     facts = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
     config = _config(shape, world_size, stage)
     if offload is None:
@@ -75,10 +106,12 @@ def build(
     stage: int = 0,
     offload: str | None = None,
     folder: str = tempfile.gettempdir(),
+    package: str = "deepspeed",
+    ours: bool = False,
 ):
     # Its log goes to standard output, where it would mix with the JSON lines.
     with contextlib.redirect_stdout(sys.stderr):
-        engine = _engine(shape, rank, world_size, stage, offload, folder)
+        engine = _engine(shape, rank, world_size, stage, offload, folder, package, ours)
     batches = shape.batches(rank)
 
     def step() -> float:
