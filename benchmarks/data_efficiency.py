@@ -40,11 +40,11 @@ from megazero.config.tree.zero import ZeroConfig
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.models.batch import Batch
 from megazero.mpu.context import solo_context
+from megazero.mpu.malloc import keep_freed_memory
 from megazero.mpu.rng import sample_keys
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.families import TokenFlops
-from megazero.train.process import keep_freed_memory
 from megazero.train.step.engine import Engine
 from megazero.train.step.timers import Timers
 

@@ -37,9 +37,9 @@ from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 from megazero.layers.inputs import NOTHING_SKIPPED
 from megazero.models.batch import Batch
+from megazero.mpu.malloc import keep_freed_memory
 from megazero.mpu.rng import sample_keys
 from megazero.train.parts.families import TokenFlops
-from megazero.train.process import keep_freed_memory
 from megazero.train.step.engine import Engine
 from megazero.train.step.timers import Timers
 

@@ -31,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megazero.moe.dispatch import Rows, combine, permute
-from megazero.train.process import keep_freed_memory
+from megazero.mpu.malloc import keep_freed_memory
 
 EXPERTS, TOPK = 8, 2
 REPEATS = 10  # per round, of which the median counts

@@ -24,11 +24,11 @@ from megazero.errors import ConfigError
 from megazero.models.batch import Batch
 from megazero.mpu.context import ParallelContext, solo_context
 from megazero.mpu.launch import Launch, open_context
+from megazero.mpu.malloc import keep_freed_memory
 from megazero.pipeline.actions import Action
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.vocabulary import Vocabulary
-from megazero.train.process import keep_freed_memory
 from megazero.train.step.engine import Engine
 from megazero.train.step.timers import Timers
 

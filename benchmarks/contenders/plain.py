@@ -96,7 +96,7 @@ def build_zero_redundancy(shape: Shape, rank: int, world_size: int):
 
 def build_tuned(shape: Shape, rank: int, world_size: int):
     """The plain loop with megazero's allocator setting, to show what the rest is worth."""
-    from megazero.train.process import keep_freed_memory
+    from megazero.mpu.malloc import keep_freed_memory
 
     keep_freed_memory()
     return build(shape, rank, world_size)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.utils.data import DataLoader, Dataset
 
 from megazero.config.deepspeed.read import read_deepspeed
+from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import (
@@ -39,6 +40,7 @@ from megazero.deepspeed.torch_rule import choose_rule
 from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.malloc import keep_freed_memory
 from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.train.parts.chunks import DTYPES
 from megazero.zero.optimizer import Optimizer
@@ -65,7 +67,8 @@ def initialize(
 
     Initial weights are those of the first data-parallel rank. A learning rate schedule that was built on
     `optimizer` before keeps working: both share their parameter groups. An earlier engine of the same model
-    lets go of it and can no longer train.
+    lets go of it and can no longer train. On a CPU, the process keeps the memory that it frees from now on
+    (see `keep_freed_memory`).
 
     Args:
         args: its `deepspeed_config` is the configuration if `config` is not given; its `local_rank`, if not
@@ -95,6 +98,8 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`model` must be a torch.nn.Module, but is a {type(model).__name__}")
+    if get_accelerator().device_name() == "cpu":
+        keep_freed_memory()
     source = readable(choose_source(args, config, config_params))
     check_local_rank(args)
     mpu = mpu if mpu is not None or mesh_param is None else Mesh(*mesh_param)

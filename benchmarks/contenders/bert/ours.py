@@ -13,10 +13,10 @@ from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.zero import ZeroConfig
+from megazero.mpu.malloc import keep_freed_memory
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.parts.families import family_of
-from megazero.train.process import keep_freed_memory
 from megazero.train.step.timers import Timers
 
 

@@ -13,7 +13,7 @@ from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
 from megazero.moe.mlp import MoEMLP
-from megazero.train.process import keep_freed_memory
+from megazero.mpu.malloc import keep_freed_memory
 
 
 def build(shape: LayerShape, rank: int, world_size: int, dispatcher: str = "alltoall"):

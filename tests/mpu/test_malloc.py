@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megazero.train import process
+from megazero.mpu import malloc
 
 # Page faults of allocating, filling and freeing 160 MiB four times, after a first round.
 COUNT_FAULTS = """
 import resource, sys
-from megazero.train.process import keep_freed_memory
+from megazero.mpu.malloc import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory() and keep_freed_memory()
 def churn(rounds):
@@ -29,7 +29,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 def faults(mode):
     result = subprocess.run(
         [sys.executable, "-c", COUNT_FAULTS, mode],
-        cwd=Path(process.__file__).parents[2],  # where the package is found without being installed
+        cwd=Path(malloc.__file__).parents[2],  # where the package is found without being installed
         capture_output=True,
         text=True,
         check=True,
@@ -50,7 +50,7 @@ def test_freed_blocks_come_back_without_page_faults():
     [({}, None), ({"CS_GNU_LIBC_VERSION": 2}, None), ({"CS_GNU_LIBC_VERSION": 2}, "musl 1")],
 )
 def test_other_c_libraries_are_left_alone(monkeypatch, names, answer):
-    monkeypatch.setattr(process.os, "confstr_names", names)
-    monkeypatch.setattr(process.os, "confstr", lambda name: answer)
-    monkeypatch.setattr(process.ctypes, "CDLL", lambda name: pytest.fail("touched the C library"))
-    assert process.keep_freed_memory() is False
+    monkeypatch.setattr(malloc.os, "confstr_names", names)
+    monkeypatch.setattr(malloc.os, "confstr", lambda name: answer)
+    monkeypatch.setattr(malloc.ctypes, "CDLL", lambda name: pytest.fail("touched the C library"))
+    assert malloc.keep_freed_memory() is False
