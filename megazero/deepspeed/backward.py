@@ -108,7 +108,8 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
             kwargs = {**kwargs, **self.settings.layer_drop.arguments(self.global_steps)}
         if self.settings.extras.auto_cast:
             args, kwargs = to_half(args), to_half(kwargs)
-        with self._reporter.phase("forward"), self._reporter.counting():
+        explaining = self.states.parallel.order.explaining
+        with self._reporter.phase("forward"), self._reporter.counting(), explaining():
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._script.watch(output)

@@ -210,7 +210,7 @@ class UserParallel(DataParallel, Home):
             for bucket in store.buckets
             for number, param in enumerate(bucket.params)
         }
-        self._order = GatherOrder({bucket: n for n, bucket in enumerate(store.buckets)}, context)
+        self.order = GatherOrder({bucket: n for n, bucket in enumerate(store.buckets)}, context)
         self._settled = True
         self.has_gradients = False
         self.optimizer: Any = None
@@ -245,7 +245,7 @@ class UserParallel(DataParallel, Home):
 
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
         if self._gatherer.buckets:
-            self._order.check()  # in backward, ranks that differ would wait for each other's calls
+            self.order.check()  # in backward, ranks that differ would wait for each other's calls
         self._late = reduce and self._routes
         super().begin_backward(chunk, reduce=reduce and not self._routes, ends=ends)
         self._in_backward, self._settled, self.has_gradients = True, False, True
@@ -277,7 +277,7 @@ class UserParallel(DataParallel, Home):
         self.has_gradients = False
         self._gatherer.finish()
         if self._gatherer.buckets:
-            self._order.check()
+            self.order.check()
 
     def free(self) -> None:
         """Free all gathered weights."""
@@ -318,9 +318,10 @@ class UserParallel(DataParallel, Home):
             self._forwards = max(0, self._forwards - 1)  # `enter` has not run if a hook before it failed
             if not torch.is_grad_enabled() and not self._forwards:
                 self.release(0)
-                self._order.check()
+                if output is not None:  # None after an error
+                    self.order.check()
 
-        self._gatherer.observer = self._order.note
+        self._gatherer.observer = self.order.note
         model.register_forward_pre_hook(enter)
         model.register_forward_hook(leave, always_call=True)
         for unit in units:

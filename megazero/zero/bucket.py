@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megazero.errors import ConfigError
+from megazero.errors import CommunicationError, ConfigError
 from megazero.mpu.group import DONE, Work
 from megazero.mpu.host import on_device
 from megazero.mpu.param_spec import spec_of
@@ -119,10 +119,18 @@ class Bucket:
         self.presence = ShardedState.ARRIVING
 
     def wait(self) -> None:
-        """Wait until the whole weights that `unshard` started to gather have arrived."""
+        """Wait until the whole weights that `unshard` started to gather have arrived.
+
+        Raises:
+            CommunicationError: they have not.
+        """
         if self.presence is not ShardedState.ARRIVING:
             return
-        self._work.wait()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            name = self.layout.specs[0].name
+            raise CommunicationError(f"the layer of `{name}` could not be gathered: {error}") from error
         self._work = DONE
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view

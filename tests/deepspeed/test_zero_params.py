@@ -27,6 +27,7 @@ from megazero.deepspeed.zero.partition import ShardedParameter, is_partitioned
 from megazero.errors import CommunicationError, ConfigError, MegazeroError
 from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import ADAMW, WIDTH, Tied, batch, build, on_ranks, settings, start
+from tests.forks import ROOT, run_ranks
 
 
 def whole(param: nn.Parameter) -> torch.Tensor:
@@ -311,6 +312,15 @@ def test_ranks_that_run_different_layers_are_named():
             engine(inputs(0), context.rank)
 
     on_ranks(2, work)
+
+
+@pytest.mark.parametrize("phase", ["backward", "evaluation"])
+def test_processes_that_run_different_layers_end_with_an_error(phase):
+    """Threads notice at once when one has ended; processes would wait for each other (trap 47)."""
+    program = ROOT / "tests/deepspeed/programs/different_layers.py"
+    for rank in run_ranks(*[["-m", "megazero.deepspeed", program, phase]] * 2):
+        assert rank.returncode == 1, (rank.returncode, rank.stdout, rank.stderr)
+        assert "gathered nothing more on rank 0, `layers.1.weight` on rank 1" in rank.stderr
 
 
 def test_ranks_may_run_different_parts_of_a_leaf():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -10,9 +13,12 @@ from megazero.errors import CommunicationError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import read_values
 from megazero.mpu.messages import gather_values, name_ranks
+from megazero.mpu.torch_group import joined_world
+from megazero.mpu.watch.job_notes import StoreJobNotes
 from megazero.zero.bucket import Bucket
 
 _FACTOR, _PRIME = 1_000_003, (1 << 31) - 1
+_PATIENCE = 10.0  # seconds; all ranks reach their timeouts at about the same time
 
 
 class GatherOrder:
@@ -32,6 +38,7 @@ class GatherOrder:
         self._group, self._device = context.replica, context.device
         self._gathered: list[int] = []
         self._print = 0
+        self._checks = 0
 
     def note(self, bucket: Bucket) -> None:
         """Note that a bucket is being gathered."""
@@ -49,14 +56,47 @@ class GatherOrder:
         if self._group.size == 1:
             return
         bounds = torch.tensor([self._print, -self._print], dtype=torch.int64, device=self._device)
-        self._group.all_reduce(bounds, "max").wait()
+        with self.explaining():
+            self._group.all_reduce(bounds, "max").wait()
         greatest, least = read_values(bounds) or (0.0, 0.0)
         mine, self._gathered, self._print = self._gathered, [], 0
+        self._checks += 1
         if greatest != -least:
-            raise CommunicationError(self._difference(mine))
+            raise CommunicationError(self._difference(gather_values(self._group, mine, self._device)))
 
-    def _difference(self, mine: list[int]) -> str:
-        everyone = gather_values(self._group, mine, self._device)
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Name what is behind a failure of a call between the ranks in the block: they run different layers.
+
+        Where one rank gathers more layers than another, each waits in a call that the other does not make.
+        When the calls have failed, the ranks compare what they gathered through the world's store.
+
+        Raises:
+            CommunicationError: they differ. Without an answer from each rank, the call's own error goes on.
+        """
+        try:
+            yield
+        except CommunicationError as error:
+            everyone = self._exchange() if joined_world() is not None else []
+            if all(theirs == everyone[0] for theirs in everyone):
+                raise
+            raise CommunicationError(self._difference(everyone)) from error
+
+    def _exchange(self) -> list[list[int]]:
+        """The numbers that each rank has gathered since the last check, by the store; none if one is silent."""
+        keys = [f"gathered/{self._checks}/{rank}" for rank in self._group.ranks]
+        texts: list[str | None] = [None]
+        try:
+            notes = StoreJobNotes.of_world()
+            notes.post(keys[self._group.rank], json.dumps(self._gathered))
+            deadline = time.monotonic() + _PATIENCE
+            while None in (texts := notes.read_all(keys)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except CommunicationError:
+            return []  # the process that keeps the store has ended
+        return [] if None in texts else [json.loads(text or "") for text in texts]
+
+    def _difference(self, everyone: list[list[int]]) -> str:
         shortest = min(map(len, everyone))
         place = next((i for i in range(shortest) if len({theirs[i] for theirs in everyone}) > 1), shortest)
         ranks: dict[str, list[int]] = {}
