@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -83,18 +83,26 @@ class GatherOrder:
             raise CommunicationError(self._difference(everyone)) from error
 
     def _exchange(self) -> list[list[int]]:
-        """The numbers that each rank has gathered since the last check, by the store; none if one is silent."""
-        keys = [f"gathered/{self._checks}/{rank}" for rank in self._group.ranks]
-        texts: list[str | None] = [None]
+        """The numbers that each rank has gathered since the last check, by the store; none if one is mute."""
+        name, deadline = f"gathered/{self._checks}", time.monotonic() + _PATIENCE
         try:
             notes = StoreJobNotes.of_world()
-            notes.post(keys[self._group.rank], json.dumps(self._gathered))
-            deadline = time.monotonic() + _PATIENCE
-            while None in (texts := notes.read_all(keys)) and time.monotonic() < deadline:
-                time.sleep(0.05)
+            everyone = self._share(notes, name, self._gathered, deadline)
         except CommunicationError:
             return []  # the process that keeps the store has ended
-        return [] if None in texts else [json.loads(text or "") for text in texts]
+        with suppress(CommunicationError):  # it stays until all have read
+            self._share(notes, f"{name}/read", [], deadline)
+        return everyone
+
+    def _share(self, notes: StoreJobNotes, name: str, mine: list[int], deadline: float) -> list[list[int]]:
+        """The lists of all ranks; none, when one's is not there by the deadline."""
+        keys = [f"{name}/{rank}" for rank in self._group.ranks]
+        notes.post(keys[self._group.rank], json.dumps(mine))
+        while None in (texts := notes.read_all(keys)):
+            if time.monotonic() > deadline:
+                return []
+            time.sleep(0.05)
+        return [json.loads(text or "") for text in texts]
 
     def _difference(self, everyone: list[list[int]]) -> str:
         shortest = min(map(len, everyone))
