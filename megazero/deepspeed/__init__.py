@@ -2,7 +2,7 @@
 
 Start with `initialize.py` and `engine.py` (`stepping.py` holds its training step, `answers.py` what a script
 may query). `settings.py` reads the JSON; `optimizer.py`, `torch_rule.py`, `fused.py`, `muon.py` and
-`schedules.py` connect torch's optimizers to ours; `parallel.py` lays a foreign module out in buckets;
+`schedules.py` connect torch's optimizers to ours; `sharding.py` lays a foreign module out in buckets;
 `checkpoint.py` and `data.py` save and feed it; `report.py` reports progress; `estimates.py` says how much
 memory states take. `surface.py` makes modules of the table of names, and `path/` leads ``import deepspeed``
 to them. `adopt.py` finds a rank's place, `zero.py` has `Init`, and `moe` the layer of experts.

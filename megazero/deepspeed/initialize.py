@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer as TorchOptimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.accelerator.choose import get_accelerator
@@ -17,35 +16,27 @@ from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import (
     Mesh,
-    check_groups,
     check_local_rank,
     mesh_of,
     params_of,
     readable,
 )
-from megazero.deepspeed.choose_schedule import build_schedule
+from megazero.deepspeed.assemble import Engine, assemble
 from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
 from megazero.deepspeed.inference.hybrid import engine_kind
-from megazero.deepspeed.loss_scale import build_deepspeed_scaler
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
-from megazero.deepspeed.muon import MUON_OPTIMIZER, mark_matrices, matrix_groups
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer, build_torch_optimizer, idle_optimizer, idle_rule
-from megazero.deepspeed.parallel import build_parallel, group_numbers, prepare
-from megazero.deepspeed.report import Reporter
+from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
-from megazero.deepspeed.tenancy import Tenancy, end_tenancies
+from megazero.deepspeed.sharding import Sharding, build_parallel, prepare
 from megazero.deepspeed.tensor_parallel.training import SECTION as TENSOR_PARALLEL
 from megazero.deepspeed.tensor_parallel.training import TensorParallelRequest
-from megazero.deepspeed.torch_rule import choose_rule
+from megazero.deepspeed.units import user_units
 from megazero.deepspeed.utils.configs import load_ds_config
+from megazero.deepspeed.zero.leaf_modules import apply_leaf_settings
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.malloc import keep_freed_memory
-from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.train.parts.chunks import DTYPES
-from megazero.zero.optimizer import Optimizer
-from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.choose import store_kind
 
 
 def initialize(
@@ -62,7 +53,7 @@ def initialize(
     config: JsonSource | None = None,
     mesh_param: tuple[int, int] | None = None,
     config_params: JsonSource | None = None,
-) -> tuple[Any, DeepSpeedOptimizer | None, DataLoader[Any] | None, Any]:
+) -> Engine:
     """Wrap a model for training as a DeepSpeed JSON says; every rank calls this.
 
     Initial weights are those of the first data-parallel rank. A learning rate schedule that was built on
@@ -111,7 +102,7 @@ def initialize(
 
 def _build(
     model: nn.Module, source: JsonSource, given: Given, model_parameters: Any, *, may_start: bool
-) -> tuple[Any, DeepSpeedOptimizer | None, DataLoader[Any] | None, Any]:
+) -> Engine:
     """The results of `initialize` for a model that is one module; `may_start` lets it join the world."""
     read = read_deepspeed(source)
     request = TensorParallelRequest.read(read.extras.sections.get(TENSOR_PARALLEL, {}))
@@ -126,19 +117,17 @@ def _build(
     settings = read_settings(source, request.shares(mpu, context), model)
     _check(settings, context)
     request.apply(model, context)
-    if context.rank == 0:
-        for note in settings.notes:
-            print(f"warning: {note}", file=sys.stderr, flush=True)
-    traffic = TrafficLog() if settings.logging.comms_logger else None
-    counted = context if traffic is None else count_traffic(context, traffic)
-    tenancy, states = _occupy(model, model_parameters, settings, counted, given)
-    schedule = None
-    if not states.idle:
-        schedule = build_schedule(given.lr_scheduler, settings.extras.scheduler, states, states.optimizer)
-    reporter = Reporter(settings, context, traffic)
-    engine = kind(model, states, settings, context, schedule, reporter, given)
-    engine.stay(tenancy)
-    return engine, engine.optimizer, engine.training_dataloader, schedule
+
+    def shard(how: Sharding, context: ParallelContext) -> UserParallel:
+        params = dict(model.named_parameters())
+        gone = share_experts(model, context)
+        without(how.client.param_groups, gone)
+        homes = prepare(model, params, gone, context, DTYPES[settings.precision.dtype])
+        if how.policy.stage == 3:
+            apply_leaf_settings(model, settings.extras.sections.get("leaf_module"))
+        return build_parallel(model, how, context, homes, user_units(model, context.tp.size))
+
+    return assemble(model, params_of(model, model_parameters), settings, context, given, shard, kind)
 
 
 def _check(settings: UserSettings, context: ParallelContext) -> None:
@@ -158,62 +147,6 @@ def _check(settings: UserSettings, context: ParallelContext) -> None:
             f"`zero_hpz_partition_size` must be the size of the group of replicas on a node "
             f"({context.node.size}), but is {hpz}; build the context with that `node_size`"
         )
-
-
-def _occupy(
-    model: nn.Module,
-    model_parameters: Iterable[Any] | None,
-    settings: UserSettings,
-    context: ParallelContext,
-    given: Given,
-) -> tuple[Tenancy, DeepSpeedOptimizer]:
-    """Take the model from its earlier engines, and put the optimizer that the script wants over it."""
-    end_tenancies(model)
-    tenancy = Tenancy(model)
-    named = settings.extras.optimizer
-    if named is not None and named.type.lower() == MUON_OPTIMIZER:
-        mark_matrices(model)
-    client = build_torch_optimizer(given.optimizer, params_of(model, model_parameters), settings.extras)
-    client = idle_optimizer() if client is None else client
-    check_groups(client)
-    if not client.param_groups:
-        tenancy.freeze()
-    states = _shard(model, client, settings, context, given)
-    if states.idle:
-        tenancy.thaw()
-    tenancy.begin(states.parallel, context)
-    return tenancy, states
-
-
-def _shard(
-    model: nn.Module, client: TorchOptimizer, settings: UserSettings, context: ParallelContext, given: Given
-) -> DeepSpeedOptimizer:
-    """Move the model's parameters into buckets and put an optimizer over them."""
-    extras = settings.extras
-    untested = extras.zero_allow_untested_optimizer
-    rule_of = choose_rule(client, allow_untested=untested) if client.param_groups else idle_rule
-    rule = rule_of(client.param_groups)
-    whole = matrix_groups(client)
-    policy = ZeroPolicy.of(settings.zero, settings.offload, rule.needs)
-    numbers = group_numbers(model, client.param_groups)
-    params = dict(model.named_parameters())
-    gone = share_experts(model, context)
-    without(client.param_groups, gone)
-    homes = prepare(model, params, gone, context, DTYPES[settings.precision.dtype])
-    kind = store_kind(settings.offload, context.device)
-    leaves = extras.sections.get("leaf_module")
-    parallel = build_parallel(model, policy, context, homes, numbers, kind, whole, leaves)
-    shards = Optimizer(parallel.store, rule, context, settings.clip_grad)
-    replicas = float(context.replica.size)
-    shown = settings.zero.stage == 0 and settings.precision.dtype == "fp32"  # then gradients are means
-    return DeepSpeedOptimizer(
-        client,
-        rule_of,
-        parallel,
-        shards,
-        build_deepspeed_scaler(settings.precision, consecutive=extras.consecutive_hysteresis),
-        replicas if extras.prescale_gradients or shown else extras.gradient_predivide_factor,
-    )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

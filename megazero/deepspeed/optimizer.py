@@ -10,7 +10,7 @@ from torch import nn
 
 from megazero.config.deepspeed.extras import Extras
 from megazero.deepspeed.choose_optimizer import of_json
-from megazero.deepspeed.groups import rates
+from megazero.deepspeed.grouped_rule import rates
 from megazero.deepspeed.loss_scale import ScaleAndRate
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
@@ -66,7 +66,9 @@ def build_torch_optimizer(
 
 def idle_optimizer() -> torch.optim.Optimizer:
     """An optimizer of nothing, for an engine that only evaluates."""
-    return torch.optim.SGD([{"params": []}], lr=0.0)
+    optimizer = torch.optim.SGD([{"params": []}], lr=0.0)
+    optimizer.param_groups.clear()
+    return optimizer
 
 
 def idle_rule(groups: Any) -> UpdateRule:

@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from megazero.deepspeed.units import user_units
 from megazero.deepspeed.zero.leaf_modules import (
-    apply_leaf_settings,
     chooses,
     get_z3_leaf_modules,
 )
 from megazero.deepspeed.zero.order import GatherOrder
 from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus, mark
-from megazero.deepspeed.zero.partition import Partition, partition_of
-from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
-from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import spec_of
 from megazero.zero.bucket import Bucket, ShardedState
-from megazero.zero.build import build_store
 from megazero.zero.parallel import DataParallel
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import Store
 from megazero.zero.unit import Unit
-
-_OF_PARTITIONS = ("zero_home", "__deepcopy__")
-
 
 _STATUS: Mapping[ShardedState, ZeroParamStatus] = MappingProxyType(
     {
@@ -44,140 +34,6 @@ _STATUS: Mapping[ShardedState, ZeroParamStatus] = MappingProxyType(
         ShardedState.WHOLE: ZeroParamStatus.AVAILABLE,
     }
 )
-
-
-def group_numbers(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """The parameter group by ``id`` of the parameter. Parameters in no group are frozen, with one warning.
-
-    Raises:
-        ConfigError: a group holds something that is not a parameter of the model.
-    """
-    numbers = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
-    mine = {id(param) for param in model.parameters()}
-    strangers = sum(key not in mine for key in numbers)
-    if strangers:
-        raise ConfigError(
-            f"`optimizer` must only hold parameters of `model`, but {strangers} of {len(numbers)} are not; "
-            "build it from `model.parameters()`"
-        )
-    left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in numbers]
-    for name in left:
-        model.get_parameter(name).requires_grad_(False)
-    if left:
-        warnings.warn(
-            f"{len(left)} parameters that require gradients are in no parameter group and are frozen: "
-            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}",
-            stacklevel=2,
-        )
-    return numbers
-
-
-def prepare(
-    model: nn.Module,
-    params: Mapping[str, nn.Parameter],
-    gone: Container[int],
-    context: ParallelContext,
-    dtype: torch.dtype,
-) -> dict[int, Partition]:
-    """Move the model to the device and its weights to `dtype`, with the values of the first replica.
-
-    Buffers keep their types, as in DeepSpeed. Parameters that `zero.Init` has sharded move to the meta
-    device.
-
-    Args:
-        model: the model.
-        params: its parameters by name, and those of experts that other ranks keep.
-        gone: the ``id`` of the parameters that other ranks keep.
-        context: this rank's groups and device.
-        dtype: the dtype of the weights.
-
-    Returns:
-        The slices of the parameters that `zero.Init` has sharded, by ``id`` of the parameter.
-
-    Raises:
-        ConfigError: a parameter has no values, or another floating type although `dtype` is fp32, or an
-            embedding has sparse gradients.
-    """
-    homes: dict[int, Partition] = {}
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise ConfigError(
-                f"`{name}` must have dense gradients, but is an embedding with sparse=True; leave that out"
-            )
-    for name, param in params.items():
-        param.grad = None
-        wanted = dtype if param.is_floating_point() else param.dtype
-        if dtype == torch.float32 and param.dtype in (torch.float16, torch.bfloat16, torch.float64):
-            raise ConfigError(
-                f"`{name}` must be fp32 where neither fp16 nor bf16 is enabled, but is {param.dtype}; enable "
-                "one of them or convert the model"
-            )
-        if (home := partition_of(param)) is not None:
-            if id(param) in gone:
-                home.whole()  # the other ranks need this rank's slice
-                continue
-            if hasattr(param, "spec") and param.spec.expert:
-                home.move(context.groups["expert_replica"])
-            homes[id(param)] = home
-            for name in [n for n in param.__dict__ if n in _OF_PARTITIONS or n.startswith("ds_")]:
-                del param.__dict__[name]
-            empty = nn.Parameter(torch.empty(param.shape, dtype=wanted, device="meta"), param.requires_grad)
-            empty.__dict__.update(param.__dict__)
-            torch.utils.swap_tensors(param, empty)
-        elif param.is_meta:
-            raise ConfigError(
-                f"`{name}` must have values, but is on the meta device; build the model within `zero.Init`"
-            )
-        else:
-            value = _spread(param.data.to(context.device, wanted), context)
-            param.data = value.new_empty(0) if id(param) in gone else value
-    for buffer in model.buffers():
-        buffer.data = _spread(buffer.data.to(context.device), context)
-    return homes
-
-
-def _spread(value: torch.Tensor, context: ParallelContext) -> torch.Tensor:
-    """Copy the first replica's value to every replica."""
-    value = value.contiguous()
-    context.replica.broadcast(value, 0).wait()
-    return value
-
-
-def build_parallel(
-    model: nn.Module,
-    policy: ZeroPolicy,
-    context: ParallelContext,
-    homes: Mapping[int, Partition],
-    groups: Mapping[int, int],
-    kind: Callable[[ZeroPolicy], Store],
-    whole: Set[int] = frozenset(),
-    leaves: Mapping[str, Any] | None = None,
-) -> UserParallel:
-    """Move the model's parameters into the buckets of a store that `kind` makes.
-
-    Args:
-        model: the model.
-        policy: how its parameters are sharded.
-        context: this rank's groups and device.
-        homes: the slices of parameters without memory, by ``id``; each bucket gathers its own ones.
-        groups: the parameter group by ``id`` of the parameter.
-        kind: makes the store.
-        whole: numbers of the groups whose parameters are matrices that an optimizer needs whole.
-        leaves: the JSON's `leaf_module`.
-    """
-    if policy.stage == 3:
-        apply_leaf_settings(model, leaves)
-
-    def fill(params: Sequence[nn.Parameter]) -> None:
-        for param in params:
-            param.data.copy_(homes[id(param)].whole())
-
-    units = user_units(model, context.tp.size)
-    for param in model.parameters():
-        if groups.get(id(param)) in whole:
-            param.__dict__["spec"] = replace(spec_of(param), matrices=Matrices())
-    store = build_store(units, policy, context, fill, groups, kind)
-    return UserParallel(model, units, store, policy, context)
 
 
 class UserParallel(DataParallel, Home):

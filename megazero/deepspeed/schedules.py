@@ -67,6 +67,11 @@ class RateSchedule(ABC):
         """Restore the state. The next `step` sets the rates; until then they are part of the optimizer's."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
+    def _begin(self, rates: Sequence[float]) -> None:
+        """Set the first rates, unless the schedule goes on from a count."""
+        if self.last_batch_iteration == -1:
+            self._set(rates)
+
     def _set(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
@@ -121,8 +126,7 @@ class WarmupLR(RateSchedule):
         own = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs = self._each(warmup_min_lr, "warmup_min_lr")
         self.max_lrs = self._each(own if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr")
-        if last_batch_iteration == -1:
-            self._set(self.get_lr())
+        self._begin(self.get_lr())
 
     def get_lr(self) -> list[float]:
         share = 0.0 if self.last_batch_iteration < 0 else self._share()
@@ -197,8 +201,7 @@ class WarmupCosineLR(RateSchedule):
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.org_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        if last_batch_iteration == -1:
-            self._set(self.get_lr())
+        self._begin(self.get_lr())
 
     def get_lr(self) -> list[float]:
         ratio = self.get_lr_ratio()
@@ -247,8 +250,7 @@ class LRRangeTest(RateSchedule):
         self.min_lr = self._each(lr_range_test_min_lr, "lr_range_test_min_lr")
         self.step_size = positive(lr_range_test_step_size, "lr_range_test_step_size")
         self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
-        if last_batch_iteration == -1:
-            self._set(self.min_lr)
+        self._begin(self.min_lr)
 
     def get_lr(self) -> list[float]:
         done = (self.last_batch_iteration + 1) / self.step_size

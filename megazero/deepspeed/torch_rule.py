@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megazero.deepspeed.fused import RuleOptimizer
-from megazero.deepspeed.groups import Groups, together
+from megazero.deepspeed.grouped_rule import Groups, together
 from megazero.deepspeed.muon import matrix_groups, muon_of
 from megazero.errors import ConfigError
 from megazero.optim.elementwise import Adam

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.errors import ConfigError
 
 
+@dataclass
 class DeepSpeedTransformerConfig:
     """The sizes and probabilities of a layer.
 
@@ -40,37 +42,35 @@ class DeepSpeedTransformerConfig:
         training: has no effect; `Module.train` decides.
     """
 
-    def __init__(
-        self,
-        batch_size: int = -1,
-        hidden_size: int = -1,
-        intermediate_size: int = -1,
-        heads: int = -1,
-        attn_dropout_ratio: float = -1,
-        hidden_dropout_ratio: float = -1,
-        num_hidden_layers: int = -1,
-        initializer_range: float = -1,
-        layer_norm_eps: float = 1e-12,
-        local_rank: int = -1,
-        seed: int = -1,
-        fp16: bool = False,
-        pre_layer_norm: bool = True,
-        normalize_invertible: bool = False,
-        gelu_checkpoint: bool = False,
-        adjust_init_range: bool = True,
-        attn_dropout_checkpoint: bool = False,
-        stochastic_mode: bool = False,
-        return_tuple: bool = False,
-        training: bool = True,
-    ):
-        vars(self).update({name: value for name, value in locals().items() if name != "self"})
-        self.hidden_size, self.heads = hidden_size, heads
-        self.intermediate_size = intermediate_size if intermediate_size > 0 else 4 * hidden_size
-        self.dropouts = max(attn_dropout_ratio, 0.0), max(hidden_dropout_ratio, 0.0)
-        self.num_hidden_layers, self.initializer_range = num_hidden_layers, initializer_range
-        self.layer_norm_eps, self.pre_layer_norm = layer_norm_eps, pre_layer_norm
-        self.local_rank, self.fp16, self.return_tuple = local_rank, fp16, return_tuple
-        self.adjust_init_range = adjust_init_range
+    batch_size: int = -1
+    hidden_size: int = -1
+    intermediate_size: int = -1
+    heads: int = -1
+    attn_dropout_ratio: float = -1
+    hidden_dropout_ratio: float = -1
+    num_hidden_layers: int = -1
+    initializer_range: float = -1
+    layer_norm_eps: float = 1e-12
+    local_rank: int = -1
+    seed: int = -1
+    fp16: bool = False
+    pre_layer_norm: bool = True
+    normalize_invertible: bool = False
+    gelu_checkpoint: bool = False
+    adjust_init_range: bool = True
+    attn_dropout_checkpoint: bool = False
+    stochastic_mode: bool = False
+    return_tuple: bool = False
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size <= 0:
+            self.intermediate_size = 4 * self.hidden_size
+
+    @property
+    def dropouts(self) -> tuple[float, float]:
+        """The probabilities of the attention and of the outputs; 0 where none is set."""
+        return max(self.attn_dropout_ratio, 0.0), max(self.hidden_dropout_ratio, 0.0)
 
     @classmethod
     def from_dict(cls, json_object: Mapping[str, Any]) -> DeepSpeedTransformerConfig:

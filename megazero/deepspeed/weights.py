@@ -124,22 +124,22 @@ def guard_state_dict(module: nn.Module) -> None:
     """Let `state_dict` of sharded weights say how to get them, where it would return empty tensors.
 
     Every rank must take part in gathering, so it cannot do that by itself. Weights within
-    `GatheredParameters` are whole, and those that `keep_vars` asks for are the parameters themselves.
+    `GatheredParameters` are whole, and those that `keep_vars` asks for are the parameters themselves. A
+    module of several engines is guarded once.
     """
-
-    def check(part: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if keep_vars:
-            return
-        for name, param in part._parameters.items():
-            if param is not None and _is_absent(param):
-                raise ConfigError(
-                    f"`state_dict` must be called where weights are whole, but `{prefix}{name}` is sharded "
-                    "over the ranks; call `engine.module_state_dict()` on every rank, or enter "
-                    "`zero.GatheredParameters(module.parameters())` first"
-                )
-
     for part in module.modules():
-        part.register_state_dict_pre_hook(check)
+        if _refuse_absent not in part._state_dict_pre_hooks.values():
+            part.register_state_dict_pre_hook(_refuse_absent)
+
+
+def _refuse_absent(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+    for name, param in part._parameters.items():
+        if not keep_vars and param is not None and _is_absent(param):
+            raise ConfigError(
+                f"`state_dict` must be called where weights are whole, but `{prefix}{name}` is sharded "
+                "over the ranks; call `engine.module_state_dict()` on every rank, or enter "
+                "`zero.GatheredParameters(module.parameters())` first"
+            )
 
 
 def _is_absent(param: nn.Parameter) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.deepspeed.adam import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam
-from megazero.deepspeed.groups import GroupedRule, GroupRate
+from megazero.deepspeed.grouped_rule import GroupedRule, GroupRate
 from megazero.deepspeed.torch_rule import choose_rule
 from megazero.mpu.context import ParallelContext
 from tests.deepspeed.user_models import (

@@ -343,7 +343,10 @@ def test_a_state_dict_goes_in_and_out(stage):
 
 def test_whole_weights_are_rank_0s_alone_and_sharded_ones_say_how_to_get_them():
     def work(context: ParallelContext):
-        engine = start(context, build(Encoder), config(3))
+        model = build(Encoder)
+        start(context, model, config(3))
+        engine = start(context, model, config(3))
+        assert {len(part._state_dict_pre_hooks) for part in model.modules()} == {1}
         with pytest.raises(ConfigError, match=r"`state_dict` must be called where weights are whole"):
             engine.module.state_dict()
         with GatheredParameters(engine.module.parameters()):

@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-from torch.optim import Optimizer as TorchOptimizer
-
 from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import params_of
-from megazero.deepspeed.choose_schedule import build_schedule
-from megazero.deepspeed.loss_scale import build_deepspeed_scaler
+from megazero.deepspeed.assemble import Engine, assemble
 from megazero.deepspeed.moe.experts import agreed_ep_size
-from megazero.deepspeed.muon import matrix_groups
-from megazero.deepspeed.optimizer import (
-    DeepSpeedOptimizer,
-    build_torch_optimizer,
-    idle_optimizer,
-    idle_rule,
-)
-from megazero.deepspeed.parallel import group_numbers, prepare
+from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.pipe.engine import PipelineEngine
 from megazero.deepspeed.pipe.module import PipelineStage
 from megazero.deepspeed.pipe.ties import PipelineParallel, mark_tied, without_ends
-from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.settings import JsonSource, UserSettings, read_settings
-from megazero.deepspeed.tenancy import Tenancy, end_tenancies
-from megazero.deepspeed.torch_rule import choose_rule
+from megazero.deepspeed.sharding import Sharding, build_parallel, prepare
 from megazero.deepspeed.units import user_units
 from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.matrices import Matrices
-from megazero.mpu.param_spec import spec_of
-from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.train.parts.chunks import DTYPES
-from megazero.zero.build import build_store
-from megazero.zero.optimizer import Optimizer
-from megazero.zero.policy import ZeroPolicy
-from megazero.zero.store.choose import store_kind
 
 _INTERVAL = "activation_checkpoint_interval"
 
 
-def make_engine(
-    module: PipelineStage, source: JsonSource, given: Given, model_parameters: Any
-) -> tuple[PipelineEngine, DeepSpeedOptimizer | None, Any, Any]:
+def make_engine(module: PipelineStage, source: JsonSource, given: Given, model_parameters: Any) -> Engine:
     """The engine of a pipeline, its optimizer, the loader of `training_data` and the schedule.
 
     See `megazero.initialize`. The stages are those of the module, so `mpu` is left out. `training_data` is
@@ -68,28 +45,22 @@ def make_engine(
     _check(module, settings)
     if interval:
         module.set_checkpoint_interval(interval)
-    if context.rank == 0:
-        for note in (*settings.notes, *notes):
-            print(f"warning: {note}", file=sys.stderr, flush=True)
-    traffic = TrafficLog() if settings.logging.comms_logger else None
-    counted = context if traffic is None else count_traffic(context, traffic)
-    end_tenancies(module)
-    tenancy = Tenancy(module)
+    settings = replace(settings, notes=(*settings.notes, *notes))
     params = params_of(module, model_parameters) or [{"params": []}]  # a stage may have none
-    client = build_torch_optimizer(given.optimizer, params, settings.extras)
-    if client is None:
-        tenancy.freeze()
-    states = _shard(module, client or idle_optimizer(), settings, counted, given)
-    if states.idle:
-        tenancy.thaw()
-    tenancy.begin(states.parallel, context)
-    schedule = None
-    if client is not None:
-        schedule = build_schedule(given.lr_scheduler, settings.extras.scheduler, states, client)
-    reporter = Reporter(settings, context, traffic)
-    engine = PipelineEngine(module, states, settings, counted, schedule, reporter, given)
-    engine.stay(tenancy)
-    return engine, engine.optimizer, engine.training_dataloader, schedule
+
+    def tied(*laid_out: Any) -> PipelineParallel:
+        parallel = PipelineParallel(*laid_out)
+        parallel.tie(module.ties)
+        return parallel
+
+    def shard(how: Sharding, context: ParallelContext) -> UserParallel:
+        weights = dict(module.named_parameters())
+        homes = prepare(module, weights, frozenset(), context, DTYPES[settings.precision.dtype])
+        units = [replace(unit, chunk=module.stage_id) for unit in user_units(module, context.tp.size)]
+        mark_tied(dict(module.tied_modules.items()), module.ties)
+        return build_parallel(module, how, context, homes, units, tied)
+
+    return assemble(module, params, settings, context, given, shard, PipelineEngine, part=True)
 
 
 def _pipeline_section(source: JsonSource) -> tuple[JsonSource, int, list[str]]:
@@ -137,39 +108,3 @@ def _check(module: PipelineStage, settings: UserSettings) -> None:
         )
     if problems:
         raise ConfigError(problems)
-
-
-def _shard(
-    module: PipelineStage,
-    client: TorchOptimizer,
-    settings: UserSettings,
-    context: ParallelContext,
-    given: Given,
-) -> DeepSpeedOptimizer:
-    """Move this stage's parameters into buckets and put an optimizer over them."""
-    extras = settings.extras
-    untested = extras.zero_allow_untested_optimizer
-    rule_of = choose_rule(client, allow_untested=untested) if client.param_groups else idle_rule
-    rule = rule_of(client.param_groups)
-    policy = ZeroPolicy.of(settings.zero, settings.offload, rule.needs)
-    numbers, whole = group_numbers(module, client.param_groups), matrix_groups(client)
-    params = dict(module.named_parameters())
-    homes = prepare(module, params, frozenset(), context, DTYPES[settings.precision.dtype])
-
-    def fill(params: Sequence[nn.Parameter]) -> None:
-        for param in params:
-            param.data.copy_(homes[id(param)].whole())
-
-    units = [replace(unit, chunk=module.stage_id) for unit in user_units(module, context.tp.size)]
-    for param in module.parameters():
-        if numbers.get(id(param)) in whole:
-            param.__dict__["spec"] = replace(spec_of(param), matrices=Matrices())
-    mark_tied(dict(module.tied_modules.items()), module.ties)
-    kind = store_kind(settings.offload, context.device)
-    store = build_store(units, policy, context, fill, numbers, kind)
-    parallel = PipelineParallel(module, units, store, policy, context)
-    parallel.tie(module.ties)
-    divisor = float(context.replica.size) if extras.prescale_gradients else extras.gradient_predivide_factor
-    shards = Optimizer(store, rule, context, settings.clip_grad)
-    scaler = build_deepspeed_scaler(settings.precision, consecutive=extras.consecutive_hysteresis)
-    return DeepSpeedOptimizer(client, rule_of, parallel, shards, scaler, divisor)

@@ -313,7 +313,7 @@ class Named(torch.nn.Module):
 
 def with_muon(deepspeed, model, **params):
     section = {"type": "Muon", "params": params}
-    # DeepSpeed clips what Muon has made of the gradients (docs/deepspeed/json.md); here gradients are clipped.
+    # DeepSpeed clips what Muon has made of the gradients (docs/deepspeed/json.md); here gradients are.
     result = trained(deepspeed, section, stage=2, model=model, gradient_clipping=0.0)
     return [result, {name: param.use_muon for name, param in model.named_parameters()}]
 

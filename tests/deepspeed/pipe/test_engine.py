@@ -13,7 +13,7 @@ from megazero.deepspeed.engine import DeepSpeedEngine
 from megazero.deepspeed.pipe.model import PipelineModule
 from megazero.deepspeed.pipe.specs import LayerSpec, PipelineError, TiedLayerSpec
 from megazero.deepspeed.zero import Init
-from megazero.errors import CheckpointError, ConfigError, DataError
+from megazero.errors import CheckpointError, ConfigError, DataError, MegazeroError
 from tests.deepspeed.pipe.models import engine_of, fill, gpt, item, items, on_stages, settings, train
 from tests.deepspeed.pipe.test_training import mean_square, rows
 
@@ -204,6 +204,22 @@ def test_further_losses_are_the_same_on_all_ranks():
         return {name: value.item() for name, value in engine.get_additional_losses().items()}
 
     assert on_stages(2, 2, work) == [{"rank": 2.5, "two": 2.0}] * 4
+
+
+def test_a_pipeline_without_an_optimizer_only_evaluates():
+    """It used to count as one that trains, and its `train_batch` updated nothing in silence."""
+
+    def losses(context, config, trains):
+        engine = engine_of(context, config, [Counting(), Counting()], loss_fn=mean_square)
+        assert (engine.optimizer is not None) == trains
+        if not trains:
+            with pytest.raises(MegazeroError, match="optimizer"):
+                engine.train_batch(map(rows, range(9)))
+        return float(engine.eval_batch(map(rows, range(9))))
+
+    trained, idle = settings(1, 2), {k: v for k, v in settings(1, 2).items() if k != "optimizer"}
+    expected = on_stages(2, 1, lambda context: losses(context, trained, True))
+    assert on_stages(2, 1, lambda context: losses(context, idle, False)) == expected
 
 
 def test_an_engine_is_one_of_deepspeeds():

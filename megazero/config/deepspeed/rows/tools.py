@@ -125,7 +125,8 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         script_refused="`init_compression` compresses models of your own; leave the section out",
     ),
     *refuses(
-        "compression is not offered; leave the section out",
+        "training with fewer and fewer bits is not offered here; for a fixed number of bits use "
+        "`init_compression` with `compression_training.weight_quantization`, and leave the section out",
         SECTION,
         NOTHING_ENABLED,
         "quantize_training",
