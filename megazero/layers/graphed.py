@@ -34,7 +34,11 @@ class Graphs(Protocol):
 
 
 class CudaGraphs(Graphs):
-    """CUDA's graphs, with one pool of memory for all of them: they run in the order of their captures."""
+    """CUDA's graphs, with one pool of memory for all of them.
+
+    They are replayed in another order than captured: all forwards, then all backwards. So what a forward
+    saves must never go back to the pool. What a capture frees at once may.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -42,7 +46,8 @@ class CudaGraphs(Graphs):
     def capture(self, work: Work) -> tuple[Sequence[Tensor | None], Callable[[], None]]:
         """Record the kernels that `work` launches; nothing has run before the first replay."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # A helper thread may allocate pinned memory or ask for an event meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = work()
         self._pool = graph.pool()
         return results, graph.replay
@@ -146,7 +151,8 @@ class _LayerGraph:
 
     def _run_backward(self) -> Gradients:
         assert self._y is not None, "forward is captured first"
-        return torch.autograd.grad(self._y, self.wanted, self.grad_y, allow_unused=True)
+        # Kept: without the graph, what forward has saved would go back to the pool.
+        return torch.autograd.grad(self._y, self.wanted, self.grad_y, allow_unused=True, retain_graph=True)
 
     def forward(self, values: Sequence[Tensor], x: Tensor) -> Tensor:
         """The layer's result for new inputs, in the graph's memory."""

@@ -12,13 +12,7 @@ from __future__ import annotations
 import ctypes
 import os
 
-# Parameter numbers of mallopt(3), from glibc's malloc.h.
-_M_TRIM_THRESHOLD = -1
-_M_TOP_PAD = -2
-_M_MMAP_MAX = -4
-
-# Growing the heap in steps of this size keeps the number of brk(2) calls small.
-_TOP_PAD_BYTES = 64 << 20
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # parameters of mallopt(3), from glibc's malloc.h
 
 
 def keep_freed_memory() -> bool:
@@ -35,9 +29,9 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     settings = {
-        _M_MMAP_MAX: 0,  # every block comes from the heap
-        _M_TRIM_THRESHOLD: -1,  # the largest size_t: the heap never shrinks
-        _M_TOP_PAD: _TOP_PAD_BYTES,
+        _MMAP_MAX: 0,  # every block comes from the heap
+        _TRIM_THRESHOLD: -1,  # the largest size_t: the heap never shrinks
+        _TOP_PAD: 64 << 20,  # the heap grows in large steps, by few calls of brk(2)
     }
     return all(mallopt(ctypes.c_int(name), ctypes.c_int(value)) == 1 for name, value in settings.items())
 

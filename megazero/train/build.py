@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
@@ -50,14 +52,13 @@ def build_engine(
 
     Parameters on the meta device get memory and the seed's weights here, unit by unit.
     """
+    check_device(config, context.device)
     distillation = Distillation.of(config.distillation, chunks, teacher)
     blocks = [block for chunk in chunks.values() for block in chunk.blocks()]
     scalings = use_fp8(blocks, config.precision, config.model.num_layers, context.device)
     if config.acceleration.compile:
         compile_layers(blocks, config.acceleration.compile_backend)
     if config.acceleration.cuda_graph:
-        if context.device.type != "cuda":
-            raise ConfigError("`cuda_graph` must be off on a CPU, but is on; leave `--cuda-graph` out")
         graph_layers(blocks, CudaGraphs())
     rule = build_update_rule(config.optimizer)
     policy = ZeroPolicy.of(config.zero, config.offload, rule.needs, config.training.seed)
@@ -93,6 +94,28 @@ def build_engine(
     if config.guards.rerun_on_fault:
         engine.witness(sharding)
     return engine
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """Refuse settings that the device, which is known only now, cannot follow.
+
+    Raises:
+        ConfigError: names all of them.
+    """
+    problems = []
+    if device.type != "cuda":
+        wanted = {"cuda_graph": config.acceleration.cuda_graph, "tf32": config.precision.tf32}
+        problems += [
+            f"`{name}` must be off on a CPU, but is on; leave it out" for name in wanted if wanted[name]
+        ]
+    elif config.guards.rerun_on_fault and not config.training.deterministic_mode:
+        problems.append(
+            "`deterministic_mode` must be on with `rerun_on_fault` on CUDA, but is off: the backward of "
+            "attention adds in any order there, and a sound machine would be blamed; add "
+            "`--deterministic-mode`"
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def build_model(

@@ -28,6 +28,17 @@ def compute_deterministically() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
+def choose_products(*, tf32: bool) -> None:
+    """Let CUDA's 16-bit products add in fp32 throughout, and its fp32 products read TF32 only if asked to.
+
+    By default torch lets products add their parts in 16 bits.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    products.fp32_precision = "tf32" if tf32 else "ieee"
+
+
 def in_job(
     config: Config, launch: Launch | None, work: Callable[[ParallelContext], TrainState]
 ) -> TrainState:
@@ -35,6 +46,7 @@ def in_job(
     keep_freed_memory()
     if config.training.deterministic_mode:
         compute_deterministically()
+    choose_products(tf32=config.precision.tf32)
     place, nodes = launch or Launch.from_environment(), replicas_per_node(config.zero)
     facts = partial(settings_and_code, config, place.speaks_for_node)
     joined = join(config.parallel, place, nodes, facts)

@@ -119,18 +119,14 @@ class Bucket:
         self.presence = ShardedState.ARRIVING
 
     def wait(self) -> None:
-        """Wait until the whole weights that `unshard` started to gather have arrived.
-
-        Raises:
-            CommunicationError: they have not.
-        """
+        """Wait until the whole weights that `unshard` started to gather have arrived, or raise an error."""
         if self.presence is not ShardedState.ARRIVING:
             return
         try:
             self._work.wait()
         except RuntimeError as error:
-            name = self.layout.specs[0].name
-            raise CommunicationError(f"the layer of `{name}` could not be gathered: {error}") from error
+            layer = self.layout.specs[0].name
+            raise CommunicationError(f"the layer of `{layer}` could not be gathered: {error}") from error
         self._work = DONE
         for param, view in zip(self.params, self._views, strict=True):
             param.data = view

@@ -13,8 +13,10 @@ from megazero.layers.graphed import CudaGraphs, graph_layers
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.rows import Rows
 from megazero.mpu.context import solo_context
+from megazero.ops import native
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
+from tests.layers.pooled_graphs import PooledGraphs
 from tests.layouts.layout import Layout
 
 
@@ -80,6 +82,24 @@ def test_graphs_train_as_launches_do(layout):
     micro_batches = 3 * layout.samples // layout.micro_batch
     assert graphs.captures == 2 * layout.layers
     assert graphs.replays == 2 * layout.layers * (micro_batches - 1)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(layers=3, dropout=0.1, micro_batch=2),
+        Layout(layers=3, shape="llama", zero=2, recompute="selective", dtype="bf16"),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_backward_reads_what_no_other_layer_has_overwritten(layout, monkeypatch):
+    """What a backward freed while it was captured went to the next layer's forward, which ran before it."""
+    monkeypatch.setitem(vars(native._BACKEND), "built", False)  # the recorder sees torch's operators
+    layout = replace(layout, samples=4)
+    wanted, wanted_weights = train(layout)
+    found, weights = train(layout, PooledGraphs())
+    assert found == wanted
+    assert all(torch.equal(weights[name], wanted_weights[name]) for name in wanted_weights)
 
 
 def one_layer(**values):

@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from megazero.config.resolve import parse_config
+from megazero.errors import ConfigError
 from megazero.mpu.launch import Launch
+from megazero.train.build import check_device
 from megazero.train.pretraining import pretrain
-from megazero.train.process import compute_deterministically
+from megazero.train.process import choose_products, compute_deterministically
+
+FLAGS = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8
+    --max-position-embeddings 8
+    --micro-batch-size 1 --global-batch-size 2 --lr 1e-2 --train-iters 3 --eval-iters 1 --eval-interval 2
+    --vocab-size 32 --mock-data --attention-dropout 0.1 --hidden-dropout 0.1"""
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +47,37 @@ def test_a_setting_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_training_on_the_cpu_is_the_same(tmp_path: Path) -> None:
     """Each of its operators has a deterministic kernel, or it would raise; on the CPU it is the only one."""
-    flags = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8
-        --max-position-embeddings 8
-        --micro-batch-size 1 --global-batch-size 2 --lr 1e-2 --train-iters 3 --eval-iters 1 --eval-interval 2
-        --vocab-size 32 --mock-data --attention-dropout 0.1 --hidden-dropout 0.1"""
     losses = []
     for more in ([], ["--deterministic-mode"]):
         file = tmp_path / f"{len(more)}.jsonl"
-        pretrain(parse_config([*flags.split(), "--metrics-jsonl", str(file), *more]).config, Launch())
+        pretrain(parse_config([*FLAGS.split(), "--metrics-jsonl", str(file), *more]).config, Launch())
         losses.append([json.loads(line)["lm_loss"] for line in file.read_text().splitlines()])
     assert len(losses[0]) == 3
     assert losses[0] == losses[1]
+
+
+def test_products_of_16_bits_add_in_fp32_and_tf32_is_asked_for() -> None:
+    products = torch.backends.cuda.matmul
+    for tf32, name in ((True, "tf32"), (False, "ieee")):
+        choose_products(tf32=tf32)
+        assert products.fp32_precision == name
+        assert not products.allow_bf16_reduced_precision_reduction
+        assert not products.allow_fp16_reduced_precision_reduction
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "message"),
+    [
+        ("cpu", ["--tf32"], "`tf32` must be off on a CPU, but is on; leave it out"),
+        ("cpu", ["--rerun-on-fault"], None),
+        ("cuda", ["--rerun-on-fault"], "`deterministic_mode` must be on with `rerun_on_fault` on CUDA"),
+        ("cuda", ["--rerun-on-fault", "--deterministic-mode", "--tf32"], None),
+    ],
+)
+def test_settings_that_a_device_cannot_follow_are_refused(device, flags, message) -> None:
+    config = parse_config([*FLAGS.split(), *flags]).config
+    if message is None:
+        check_device(config, torch.device(device))
+    else:
+        with pytest.raises(ConfigError, match=message):
+            check_device(config, torch.device(device))

@@ -19,6 +19,11 @@ class PrecisionConfig(Section):
         flag="--params-dtype",
         switches={"--fp16": "fp16", "--bf16": "bf16"},
     )
+    tf32: bool = option(
+        False,
+        "round the factors of fp32 products to TF32 on CUDA, with 10 bits of mantissa: several times faster",
+        needs="parallel.device=auto,cuda",
+    )
     loss_scale: Scale = option(
         None,
         "static loss scale of fp16 and bf16; default, and with 0: dynamic for fp16, none for bf16",

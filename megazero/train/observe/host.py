@@ -25,8 +25,10 @@ def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu") 
     """
     device = torch.device(device)
     rows, inner, columns = (8192, 8192, 8192) if device.type == "cuda" else (1024, 512, 2048)
-    left = torch.ones(rows, inner, dtype=dtype, device=device)
-    right = torch.ones(inner, columns, dtype=dtype, device=device)
+    # Of random numbers: a GPU draws less power for constants, and runs up to a tenth faster than in training.
+    draw = torch.Generator(device).manual_seed(0)
+    left = torch.randn(rows, inner, generator=draw, device=device).to(dtype)
+    right = torch.randn(inner, columns, generator=draw, device=device).to(dtype)
     left[:FEW_ROWS] @ right  # warm-up: the library picks its kernel and threads start
     affordable = FEW_ROWS * PRODUCT_SECONDS / _product_seconds(left[:FEW_ROWS], right)
     left = left[: max(FEW_ROWS, int(affordable))]

@@ -153,7 +153,7 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         convert=lambda on, values: ("bf16", "bf16") if on else NOTHING,
         when="bf16.enabled",
     ),
-    *refuses("moments are always fp32; leave it out", BOOL, only(False), "bf16.bf16_optimizer_states"),
+    *ignores("moments are fp32, which takes twice their memory", BOOL, "bf16.bf16_optimizer_states"),
     *ignores(
         "gradients are added up as they appear, and every step is checked for inf and nan",
         BOOL,
