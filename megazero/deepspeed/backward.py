@@ -17,6 +17,7 @@ from megazero.deepspeed.answers import (
     PlaceAnswers,
     SettingsAnswers,
 )
+from megazero.deepspeed.autocast import Autocast
 from megazero.deepspeed.data import to_half
 from megazero.deepspeed.getters import GETTERS
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
@@ -70,7 +71,7 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         self.optimizer = None if states.idle else states
         self.lr_scheduler = lr_scheduler
         self.settings, self.context, self.given = settings, context, given
-        self._reporter = reporter
+        self._reporter, self._autocast = reporter, Autocast.of(settings)
         self._boundary: bool | None = None
         self._sync, self._together = True, False
         self._reduces = self._scaled = False
@@ -108,8 +109,8 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
             kwargs = {**kwargs, **self.settings.layer_drop.arguments(self.global_steps)}
         if self.settings.extras.auto_cast:
             args, kwargs = to_half(args), to_half(kwargs)
-        explaining = self.states.parallel.order.explaining
-        with self._reporter.phase("forward"), self._reporter.counting(), explaining():
+        explaining, cast = self.states.parallel.order.explaining, self._autocast.around(self.context.device)
+        with self._reporter.phase("forward"), self._reporter.counting(), explaining(), cast:
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._script.watch(output)

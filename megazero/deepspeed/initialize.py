@@ -22,6 +22,7 @@ from megazero.deepspeed.arguments import (
     readable,
 )
 from megazero.deepspeed.assemble import Engine, assemble
+from megazero.deepspeed.autocast import Autocast
 from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
 from megazero.deepspeed.inference.hybrid import engine_kind
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
@@ -134,13 +135,15 @@ def _check(settings: UserSettings, context: ParallelContext) -> None:
     """Refuse settings that an engine of one module cannot follow.
 
     Raises:
-        ConfigError: there are pipeline stages, or a second partition for which the ranks have no groups.
+        ConfigError: there are pipeline stages, a second partition for which the ranks have no groups, or see
+            `Autocast.of`.
     """
     if context.pp.size > 1:
         raise ConfigError(
             f"`pipeline parallel size` must be 1 for a model that is one module, but `mpu` says "
             f"{context.pp.size}; use a training script such as pretrain_gpt.py for pipelines"
         )
+    Autocast.of(settings)
     hpz = settings.zero.hpz_partition_size
     if hpz > 1 and context.node.size != hpz:
         raise ConfigError(

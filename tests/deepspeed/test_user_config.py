@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megazero.deepspeed.autocast import Autocast
 from megazero.deepspeed.choose_optimizer import of_json
 from megazero.deepspeed.choose_schedule import of_json as schedule_of_json
 from megazero.deepspeed.settings import read_settings
@@ -111,6 +112,30 @@ def test_refusals_say_why(name: str):
     config, why = REFUSED[name]
     with pytest.raises(ConfigError, match=why):
         read_settings({"train_batch_size": 8, **config}, 1)
+
+
+CASTS = {
+    "autocast": (
+        {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        "`torch_autocast.dtype` must be bfloat16, but is float16",
+    ),
+    "autocast beside bf16": (
+        {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
+        "`torch_autocast.enabled` must be false with `bf16`",
+    ),
+    "autocast misspelt": (
+        {"torch_autocast": {"enabled": True, "type": "bf16"}},
+        "unknown key `torch_autocast.type`",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_that_cannot_be_made_are_refused(name: str):
+    config, why = CASTS[name]
+    settings = read_settings({"train_batch_size": 8, **config}, 1)
+    with pytest.raises(ConfigError, match=why):
+        Autocast.of(settings)
 
 
 def test_clipping_is_deepspeeds_by_default():

@@ -59,8 +59,8 @@ class Extras:
         sequence_parallel_size: ranks that share a sequence.
         data_parallel_size: ranks with samples of their own, if the JSON says more than one.
         checkpoint: how checkpoints are written.
-        sections: the content of sections that are read elsewhere, as it stands in the JSON: `tensor_parallel`
-            and `hybrid_engine`.
+        sections: the content of sections that are read elsewhere, as it stands in the JSON: for example
+            `tensor_parallel`.
     """
 
     optimizer: Named | None = None

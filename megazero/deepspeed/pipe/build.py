@@ -9,6 +9,7 @@ from typing import Any
 from megazero.deepspeed.answers import Given
 from megazero.deepspeed.arguments import params_of
 from megazero.deepspeed.assemble import Engine, assemble
+from megazero.deepspeed.autocast import SECTION as AUTOCAST
 from megazero.deepspeed.moe.experts import agreed_ep_size
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.pipe.engine import PipelineEngine
@@ -106,5 +107,7 @@ def _check(module: PipelineStage, settings: UserSettings) -> None:
             "`curriculum_learning` must be off for a PipelineModule, but is on; cut the samples in "
             "`engine.set_batch_fn`, as any shape is sent"
         )
+    if AUTOCAST in settings.extras.sections:
+        problems.append("`torch_autocast` must be off for a PipelineModule, but is on; use `bf16`")
     if problems:
         raise ConfigError(problems)

@@ -158,7 +158,7 @@ def injected_rules(model: nn.Module, policy: Mapping[Any, Any]) -> dict[str, Rul
                 path = f"{block_path}.{name}" if block_path else name
                 if not name or not is_linear(module):
                     continue
-                if any(f".{name}".endswith(f".{row}") for row in names):
+                if any(f".{name}".endswith(f".{row.removeprefix('.')}") for row in names):
                     rules[path] = Rule("row")
                 elif _is_fused(path):
                     raise _fused(path, module)

@@ -151,7 +151,13 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         SECTION,
         DISABLED,
         "amp",
+    ),
+    KeyRow(
         "torch_autocast",
+        SECTION,
+        convert=_if_enabled,
+        extra="sections.torch_autocast",
+        script_refused="weights and products have one type; use `--bf16`, and leave the section out",
     ),
     KeyRow(
         "hybrid_engine",
