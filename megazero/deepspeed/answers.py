@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megazero.deepspeed.comm.world import is_initialized, process_group
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.settings import UserSettings
 from megazero.deepspeed.user_config import DeepSpeedConfig
@@ -182,8 +183,8 @@ class LayoutAnswers:
 
     @property
     def data_parallel_group(self) -> Any:
-        """torch's process group of the ranks that samples are split over; None for a world of one."""
-        return process_group(self.context.data)
+        """torch's process group of the ranks that samples are split over; None without a world."""
+        return process_group(self.context.data) if is_initialized() else None
 
     @property
     def dist_backend(self) -> str:
@@ -202,13 +203,5 @@ class LayoutAnswers:
 
     def get_sequence_parallel_group(self) -> Any:
         """torch's process group of the ranks that a sequence is split over; None for one rank."""
-        return process_group(self.context.groups["cp"])
-
-
-def process_group(group: Any) -> Any:
-    """torch's process group under a group of ours; None if there is none."""
-    while not hasattr(group, "process_group"):
-        group = getattr(group, "_base", None) or getattr(group, "inner", None)
-        if group is None:
-            return None
-    return group.process_group
+        group = self.context.groups["cp"]
+        return process_group(group) if group.size > 1 else None

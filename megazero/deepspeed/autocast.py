@@ -29,7 +29,7 @@ class Autocast:
 
     @classmethod
     def of(cls, settings: UserSettings) -> Autocast:
-        """What the JSON's section says. Gradients are summed over the ranks in the weights' own type.
+        """The JSON's section. Gradients are summed over the ranks in the weights' own type.
 
         Raises:
             ConfigError: it has unknown keys, a type other than bfloat16, or stands beside fp16 or bf16.

@@ -11,7 +11,7 @@ from typing import Any
 from megazero.deepspeed.getters import value_at
 from megazero.deepspeed.keeping import KeepingEngine
 from megazero.deepspeed.tenancy import Tenancy
-from megazero.deepspeed.weights import guard_state_dict
+from megazero.deepspeed.weights import empty_state_dict
 from megazero.deepspeed.zero.states import ZeroCalls
 
 
@@ -24,7 +24,7 @@ class DeepSpeedEngine(ZeroCalls, KeepingEngine):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        guard_state_dict(self.module)
+        empty_state_dict(self.module)
 
     def stay(self, tenancy: Tenancy) -> None:
         """Note what the engine has put on the module, for `destroy` to take off."""

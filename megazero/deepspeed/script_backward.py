@@ -23,6 +23,7 @@ class ShownGradients:
     def __init__(self, parallel: UserParallel):
         self._parallel = parallel
         self._views: dict[int, Tensor] = {}
+        self._up: set[int] = set()
 
     @property
     def any(self) -> bool:
@@ -38,11 +39,15 @@ class ShownGradients:
                 self._views.update({id(p): view for p, view in zip(bucket.params, views, strict=True)})
         for key, param in self._parallel.arrived.items():
             param.grad = self._views[key]
+        self._up = set(self._parallel.arrived)
 
     def hide(self) -> None:
-        """Show none: autograd would add to the sums in place."""
-        for param in self._parallel.arrived.values():
+        """Show none: autograd would add to the sums in place. What a script has dropped counts no more."""
+        for key, param in self._parallel.arrived.items():
+            if key in self._up and param.grad is None:
+                self._views[key].zero_()
             param.grad = None
+        self._up.clear()
 
 
 class ScriptBackward:

@@ -80,10 +80,10 @@ class SteppingEngine(BackwardEngine):
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         scale, rates = self.states.cur_scale, tuple(self.get_lr())
-        with self._reporter.phase("step"):
-            self.states.step()
         if self._shown is not None:
             self._shown.hide()
+        with self._reporter.phase("step"):
+            self.states.step()
         self.states.parallel.arrived.clear()
         self._applied = not self.states.overflow
         self.skipped_steps += not self._applied

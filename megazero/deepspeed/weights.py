@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megazero.deepspeed.pipe.whole import whole_state
 from megazero.deepspeed.stepping import SteppingEngine
 from megazero.deepspeed.tensor_parallel.whole import whole_value
 from megazero.deepspeed.zero.gathered import GatheredParameters
-from megazero.errors import CheckpointError, ConfigError
+from megazero.errors import CheckpointError
 
 
 def module_state(
@@ -120,25 +121,28 @@ class StateSource:
 _: type[Source] = StateSource
 
 
-def guard_state_dict(module: nn.Module) -> None:
-    """Let `state_dict` of sharded weights say how to get them, where it would return empty tensors.
+def empty_state_dict(module: nn.Module) -> None:
+    """Let `state_dict` give empty tensors for sharded weights, with a warning, as DeepSpeed does.
 
     Every rank must take part in gathering, so it cannot do that by itself. Weights within
     `GatheredParameters` are whole, and those that `keep_vars` asks for are the parameters themselves. A
-    module of several engines is guarded once.
+    module of several engines has this hook once.
     """
     for part in module.modules():
-        if _refuse_absent not in part._state_dict_pre_hooks.values():
-            part.register_state_dict_pre_hook(_refuse_absent)
+        if _empty_absent not in part._state_dict_hooks.values():
+            part.register_state_dict_post_hook(_empty_absent)
 
 
-def _refuse_absent(part: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _empty_absent(part: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     for name, param in part._parameters.items():
-        if not keep_vars and param is not None and _is_absent(param):
-            raise ConfigError(
-                f"`state_dict` must be called where weights are whole, but `{prefix}{name}` is sharded "
-                "over the ranks; call `engine.module_state_dict()` on every rank, or enter "
-                "`zero.GatheredParameters(module.parameters())` first"
+        value = state.get(f"{prefix}{name}")
+        if param is not None and value is not None and value is not param and _is_absent(param):
+            state[f"{prefix}{name}"] = param.detach().new_empty(0)
+            warnings.warn(
+                f"`state_dict` gives empty tensors for weights that are sharded over the ranks, such as "
+                f"`{prefix}{name}`; call `engine.module_state_dict()` on every rank, or enter "
+                "`zero.GatheredParameters(module.parameters())` first",
+                stacklevel=2,
             )
 
 

@@ -129,6 +129,35 @@ def test_a_loss_of_two_engines():
         torch.testing.assert_close(mine.module_state_dict(), dict(theirs.state_dict()))
 
 
+@pytest.mark.parametrize("drop", ["module", "None", "zeros"])
+def test_gradients_that_a_script_drops_do_not_count(drop):
+    """A GAN drops what the generator's loss has left in the discriminator; it was added to the next one."""
+
+    def work(context: ParallelContext):
+        config = settings(0, optimizer=ADAMW, gradient_clipping=0.0)
+        engine = start(context, build(lambda: nn.Linear(2, 1, bias=False)), config)
+        engine(torch.full((1, 2), 7.0)).sum().backward()
+        if drop == "None":
+            engine.module.weight.grad = None
+        else:
+            engine.module.zero_grad(set_to_none=drop == "module")
+        engine(torch.full((1, 2), 1.0 + context.data.rank)).sum().backward()
+        return engine.module.weight.grad.clone()
+
+    for shown in on_ranks(2, work):
+        torch.testing.assert_close(shown, torch.full((1, 2), 1.5))
+
+
+def test_a_step_after_all_gradients_have_been_dropped_changes_nothing():
+    config = settings(0, optimizer={"type": "SGD", "params": {"lr": 1.0}})
+    engine = start(solo_context(), build(lambda: nn.Linear(2, 1, bias=False)), config)
+    before = engine.module.weight.detach().clone()
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.module.zero_grad()
+    engine.step()
+    assert torch.equal(engine.module.weight.detach(), before)
+
+
 def test_gradients_are_means_over_ranks_at_stage_zero():
     def work(context: ParallelContext):
         engine = start(context, build(lambda: nn.Linear(2, 1, bias=False)), settings(0, optimizer=ADAMW))

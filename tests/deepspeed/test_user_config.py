@@ -114,6 +114,15 @@ def test_refusals_say_why(name: str):
         read_settings({"train_batch_size": 8, **config}, 1)
 
 
+def test_parameters_stay_where_they_are_used_below_stage_3():
+    """DeepSpeed-Chat writes `offload_param` at every stage."""
+    offload = {"device": "cpu"}
+    for stage, place in ((2, "none"), (3, "cpu")):
+        section = {"stage": stage, "offload_param": offload, "offload_optimizer": offload}
+        read = read_settings({"train_batch_size": 1, "zero_optimization": section}, 1).offload
+        assert (read.parameters, read.optimizer) == (place, "cpu")
+
+
 CASTS = {
     "autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}},
@@ -159,3 +168,9 @@ def test_every_fault_is_in_one_error():
     with pytest.raises(ConfigError) as caught:
         DeepSpeedConfig({"train_batch_size": 8, "fp16": {"no": 1}, "gradient_clipping": "much"})
     assert len(caught.value.violations) == 2
+
+
+def test_a_cast_around_an_engine_does_not_count():
+    cast = Autocast()
+    with torch.autocast("cpu", torch.bfloat16), cast.around(torch.device("cpu")):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32

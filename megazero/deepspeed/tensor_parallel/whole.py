@@ -18,7 +18,8 @@ def whole_value(value: Tensor, group: Group) -> Tensor:
 @torch.no_grad()
 def fill(model: nn.Module, name: str, whole: Tensor, group: Group) -> None:
     """Write a whole weight into a parameter or buffer, this rank's slice of it."""
-    target = model.get_parameter(name) if name in dict(model.named_parameters()) else model.get_buffer(name)
+    params = dict(model.named_parameters(remove_duplicate=False))  # a tied weight has two names
+    target = params[name] if name in params else model.get_buffer(name)
     sliced = sliced_of(target)
     own = whole if sliced is None else sliced.of(whole, group.rank, group.size)
     target.copy_(own)

@@ -250,6 +250,11 @@ EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
         {},
         Extras(checkpoint=CheckpointExtras(use_node_local_storage=True)),
     ),
+    "torch_autocast": (
+        {"enabled": True, "dtype": "bf16"},
+        {},
+        Extras(sections={"torch_autocast": {"enabled": True, "dtype": "bf16"}}),
+    ),
     "hybrid_engine": ({"enabled": True}, {}, Extras(sections={"hybrid_engine": {"enabled": True}})),
     "tensor_parallel": ({"autotp_size": 2}, {}, Extras(sections={"tensor_parallel": {"autotp_size": 2}})),
     "scheduler.type": ("WarmupLR", {}, Extras(scheduler=Named("WarmupLR"))),

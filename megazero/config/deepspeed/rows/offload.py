@@ -38,6 +38,11 @@ def _switched(on: bool, values: Values) -> Any:
     return "cpu" if on else NOTHING
 
 
+def _at_stage_3(place: Any, values: Values) -> Any:
+    """Where parameters lie: below stage 3 they stay where they are used, as in DeepSpeed."""
+    return place if values.get("zero_optimization.stage", 3) == 3 else NOTHING
+
+
 def _unless_the_optimizer_says(name: str) -> Callable[[Any, Values], Any]:
     """Make a converter by which the parameters' value sets a shared setting unless the optimizer's does."""
 
@@ -62,7 +67,7 @@ OFFLOAD_ROWS: tuple[KeyRow, ...] = (
     sets(f"{_OPTIMIZER}nvme_path", TEXT, "offload.path"),
     sets(f"{_OPTIMIZER}ratio", NUMBER, "offload.fraction"),
     sets(f"{_OPTIMIZER}pin_memory", BOOL, "offload.pin_memory"),
-    sets(f"{_PARAM}device", PLACE, "offload.parameters"),
+    sets(f"{_PARAM}device", PLACE, "offload.parameters", convert=_at_stage_3),
     sets(
         f"{_PARAM}nvme_path",
         TEXT,
@@ -102,7 +107,12 @@ OFFLOAD_ROWS: tuple[KeyRow, ...] = (
     ),
     sets("zero_optimization.cpu_offload", BOOL, "offload.optimizer", convert=_switched),
     *(
-        sets(f"zero_optimization.{name}", BOOL, "offload.parameters", convert=_switched)
+        sets(
+            f"zero_optimization.{name}",
+            BOOL,
+            "offload.parameters",
+            convert=lambda on, values: _at_stage_3("cpu", values) if on else NOTHING,
+        )
         for name in ("cpu_offload_param", "cpu_offload_params")
     ),
     sets("zero_optimization.cpu_offload_use_pin_memory", BOOL, "offload.pin_memory"),

@@ -18,7 +18,7 @@ from megazero.config.deepspeed.row import (
     sets,
 )
 
-_FROZEN = "frozen weights travel as codes with `zero_quantized_weights` at stage 3; set it to false"
+_FROZEN = "frozen weights are kept as they are; `zero_quantized_weights` lets them travel as codes at stage 3"
 
 
 def _zero(*names: str) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ ZERO_ROWS: tuple[KeyRow, ...] = (
         "zero.quantized_gradients",
         convert=lambda on, _: "int4" if on else "none",
     ),
-    *refuses(_FROZEN, BOOL, only(False), *_zero("zero_quantized_nontrainable_weights")),
+    *ignores(_FROZEN, BOOL, *_zero("zero_quantized_nontrainable_weights")),
     *refuses(
         "use `zero_hpz_partition_size`, which keeps gathers within a node",
         INTEGER,
