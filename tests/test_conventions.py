@@ -42,6 +42,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.deepspeed.one_cycle.OneCycle": 14,
     "megazero.deepspeed.linear.OptimizedLinear": 8,
     "megazero.deepspeed.foreign.progress.ForeignFacts": 8,
+    "megazero.deepspeed.fused._NotingLamb": 8,
     "megazero.deepspeed.loss_scale.DeepSpeedLossScaler": 8,
     "megazero.deepspeed.pipe.module.PipelineStage": 12,
     "megazero.deepspeed.report.StepFacts": 8,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -109,6 +110,20 @@ class FusedLion(RuleOptimizer):
         return Lion(*map(float, group["betas"]))
 
 
+@dataclass(frozen=True)
+class _NotingLamb(Lamb):
+    """`Lamb` that notes the trust ratios of the latest step, with its number."""
+
+    noted: list[tuple[int, torch.Tensor]] = field(default_factory=list, compare=False)
+
+    def step(self, pieces: Pieces, lr: float, norms: Sequence[torch.Tensor], exempt: Sequence[bool]) -> None:
+        if self.noted and self.noted[0][0] != pieces.step:
+            self.noted.clear()
+        if pieces.params:
+            self.noted.append((pieces.step, self.ratios(norms, exempt)))
+        super().step(pieces, lr, norms, exempt)
+
+
 class FusedLamb(RuleOptimizer):
     """DeepSpeed's FusedLamb (You et al. 2020): see `megazero.optim.Lamb`.
 
@@ -160,9 +175,14 @@ class FusedLamb(RuleOptimizer):
         own = {"bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff}
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **own}
         super().__init__(params, {**options, "use_nvlamb": use_nvlamb})
+        self._ratios: list[tuple[int, torch.Tensor]] = []
 
     def rule_of(self, group: Mapping[str, Any]) -> Lamb:
-        return _lamb_of(group)
+        return _NotingLamb(**vars(_lamb_of(group)), noted=self._ratios)
+
+    def get_lamb_coeffs(self) -> list[float]:
+        """The trust ratios of the last update, one for each parameter of which this rank keeps a part."""
+        return [float(value) for _, ratios in self._ratios for value in ratios]
 
 
 Kind = Literal["onebit-adam", "zero-one-adam", "onebit-lamb"]

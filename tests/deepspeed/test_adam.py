@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from megazero.deepspeed.adam import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam
+from megazero.deepspeed.fused import FusedLamb
 from megazero.deepspeed.grouped_rule import GroupedRule, GroupRate
+from megazero.deepspeed.initialize import initialize
 from megazero.deepspeed.torch_rule import choose_rule
-from megazero.mpu.context import ParallelContext
+from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import (
     Tied,
     assert_same,
@@ -101,3 +104,27 @@ def test_equal_rates_of_two_groups_are_kept_apart():
     assert len({GroupRate(0.1, 0), GroupRate(0.1, 1), GroupRate(0.1, 0)}) == 2
     optimizer = groups(build(Tied), torch.optim.AdamW)
     assert isinstance(choose_rule(optimizer, allow_untested=False)(optimizer.param_groups), GroupedRule)
+
+
+def test_lamb_tells_the_trust_ratios_of_its_last_step():
+    """In the first step, the update of each element is its sign times 0.1 / sqrt(0.001)."""
+    torch.manual_seed(0)
+    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
+    models[1].load_state_dict(models[0].state_dict())
+    length = 0.1 / 0.001**0.5
+    expected = [float(p.detach().norm()) / (length * p.numel() ** 0.5) for p in models[0].parameters()]
+    optimizers = [FusedLamb(model.parameters(), lr=0.01) for model in models]
+    assert optimizers[0].get_lamb_coeffs() == []
+    models[0](torch.ones(1, 3)).sum().backward()
+    optimizers[0].step()
+    config = settings(2, gradient_clipping=0.0)
+    engine, *_ = initialize(model=models[1], optimizer=optimizers[1], config=config, mpu=solo_context())
+    found: list[float] = []
+    for _ in range(2):
+        engine.backward(engine(torch.ones(1, 3)).sum())
+        engine.step()
+        found = found or optimizers[1].get_lamb_coeffs()
+    for ratios in (optimizers[0].get_lamb_coeffs(), optimizers[1].get_lamb_coeffs(), found):
+        assert len(ratios) == 2
+    assert optimizers[0].get_lamb_coeffs() == pytest.approx(expected, rel=1e-4)
+    assert sorted(found) == pytest.approx(sorted(expected), rel=1e-4)
