@@ -6,7 +6,10 @@ or may leave everything to megazero.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
@@ -22,7 +25,7 @@ from megazero.deepspeed.utils.groups import LAYOUT
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch, choose_device, grid_of, open_context
-from megazero.mpu.torch_group import joined_world, start_world
+from megazero.mpu.torch_group import TorchGroup, joined_world, leave_world, start_world
 
 TIMEOUT = timedelta(minutes=10)
 # What MPI's launcher calls a rank's place.
@@ -219,6 +222,20 @@ def _join(
     else:
         _find_first_rank(os.environ, launch)
         start_world(backend, launch.rank, launch.world_size, timeout)
+    atexit.register(leave_at_exit)
+
+
+def leave_at_exit() -> None:
+    """Leave the world that this process has joined, as scripts seldom do, and let go of every group.
+
+    Otherwise the threads of a group that something still holds run until the interpreter has gone, and about
+    one finished job in ten ended in an abort because of them. After an error nothing is waited for.
+    """
+    if hasattr(sys, "last_type"):
+        return
+    for group in (value for value in gc.get_objects() if type(value) is TorchGroup):
+        group.close()
+    leave_world()
 
 
 def _find_first_rank(environment: Mapping[str, str], launch: Launch) -> None:

@@ -6,6 +6,7 @@ Real processes do so in tests/deepspeed/test_initialize.py.
 from __future__ import annotations
 
 import os
+import sys
 from datetime import timedelta
 
 import pytest
@@ -19,6 +20,7 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.torch_group import joined_world
+from tests.forks import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +117,29 @@ def test_a_plain_process_joins_a_world_of_one(monkeypatch):
     assert joined_world() == (0, 1)
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["0", "1", "0"]
     adopt.init_distributed(dist_init_required=False)  # has been joined
+
+
+def test_a_process_lets_go_of_its_groups_when_it_ends():
+    """About one job in ten was aborted after its last line, because threads of a group were still running."""
+    code = """
+import atexit
+import deepspeed, torch
+from megazero.deepspeed.adopt import leave_at_exit
+from megazero.mpu.torch_group import TorchGroup, joined_world
+model = torch.nn.Linear(2, 2)
+atexit.register(lambda: print(joined_world(), group.process_group, flush=True))  # runs after those below
+engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 2})
+group = engine.context.world
+assert isinstance(group, TorchGroup), group
+"""
+    for rank in run_ranks(*[["-c", f"from megazero.deepspeed import install; install(){code}"]] * 2):
+        assert (rank.returncode, rank.stdout) == (0, "None None\n"), rank.stderr
+
+
+def test_after_an_error_a_process_waits_for_no_group(monkeypatch):
+    monkeypatch.setattr(sys, "last_type", OSError, raising=False)
+    monkeypatch.setattr(adopt, "leave_world", lambda: pytest.fail("it waits"))
+    adopt.leave_at_exit()
 
 
 def test_an_engine_alone_leaves_torch_with_a_world():
