@@ -51,7 +51,7 @@ class Autocast:
         return cls(torch.bfloat16 if section else None)
 
     def around(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward: as in DeepSpeed, a script's own autocast around it does not count."""
-        if self.dtype is None and not torch.is_autocast_enabled(device.type):
+        """The context of a forward: as in DeepSpeed, a script's own around it does not count on CUDA."""
+        if self.dtype is None and not (device.type == "cuda" and torch.is_autocast_enabled("cuda")):
             return nullcontext()
         return torch.autocast(device.type, dtype=self.dtype, enabled=self.dtype is not None)

@@ -170,7 +170,11 @@ def test_every_fault_is_in_one_error():
     assert len(caught.value.violations) == 2
 
 
-def test_a_cast_around_an_engine_does_not_count():
-    cast = Autocast()
-    with torch.autocast("cpu", torch.bfloat16), cast.around(torch.device("cpu")):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+def test_a_cast_around_an_engine_counts_on_a_cpu_alone(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    with torch.autocast("cpu", torch.bfloat16), Autocast().around(cpu):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: True)
+    monkeypatch.setattr(torch, "autocast", lambda kind, dtype, enabled: (kind, dtype, enabled))
+    assert Autocast().around(cuda) == ("cuda", None, False)
+    assert Autocast(torch.bfloat16).around(cpu) == ("cpu", torch.bfloat16, True)

@@ -149,6 +149,7 @@ NOT_STATED = MappingProxyType(
             "experts have cases of their own: tests/oracle/test_experts.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
+        "precision.tf32": "a CPU has no such products: tests/train/test_determinism.py",
         "optimizer.lion_beta1": _SIGNS,
         "optimizer.lion_beta2": _SIGNS,
         **dict.fromkeys(
