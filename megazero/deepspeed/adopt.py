@@ -222,6 +222,7 @@ def _join(
     else:
         _find_first_rank(os.environ, launch)
         start_world(backend, launch.rank, launch.world_size, timeout)
+    atexit.unregister(leave_at_exit)  # once, however often the world is joined
     atexit.register(leave_at_exit)
 
 

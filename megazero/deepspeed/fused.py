@@ -110,18 +110,29 @@ class FusedLion(RuleOptimizer):
         return Lion(*map(float, group["betas"]))
 
 
+@dataclass
+class _Ratios:
+    """The trust ratios of a step, in the order in which they were computed."""
+
+    step: int = 0
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class _NotingLamb(Lamb):
-    """`Lamb` that notes the trust ratios of the latest step, with its number."""
+    """`Lamb` that notes the trust ratios of the latest step."""
 
-    noted: list[tuple[int, torch.Tensor]] = field(default_factory=list, compare=False)
+    noted: _Ratios = field(default_factory=_Ratios, compare=False)
 
     def step(self, pieces: Pieces, lr: float, norms: Sequence[torch.Tensor], exempt: Sequence[bool]) -> None:
-        if self.noted and self.noted[0][0] != pieces.step:
-            self.noted.clear()
-        if pieces.params:
-            self.noted.append((pieces.step, self.ratios(norms, exempt)))
+        if self.noted.step != pieces.step:
+            self.noted.step, self.noted.values = pieces.step, []
         super().step(pieces, lr, norms, exempt)
+
+    def ratios(self, norms: Sequence[torch.Tensor], exempt: Sequence[bool]) -> torch.Tensor:
+        values = super().ratios(norms, exempt)
+        self.noted.values.append(values)
+        return values
 
 
 class FusedLamb(RuleOptimizer):
@@ -175,14 +186,14 @@ class FusedLamb(RuleOptimizer):
         own = {"bias_correction": bias_correction, "max_coeff": max_coeff, "min_coeff": min_coeff}
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **own}
         super().__init__(params, {**options, "use_nvlamb": use_nvlamb})
-        self._ratios: list[tuple[int, torch.Tensor]] = []
+        self._ratios = _Ratios()
 
     def rule_of(self, group: Mapping[str, Any]) -> Lamb:
         return _NotingLamb(**vars(_lamb_of(group)), noted=self._ratios)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The trust ratios of the last update, one for each parameter of which this rank keeps a part."""
-        return [float(value) for _, ratios in self._ratios for value in ratios]
+        return [float(value) for ratios in self._ratios.values for value in ratios]
 
 
 Kind = Literal["onebit-adam", "zero-one-adam", "onebit-lamb"]

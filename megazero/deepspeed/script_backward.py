@@ -23,7 +23,7 @@ class ShownGradients:
     def __init__(self, parallel: UserParallel):
         self._parallel = parallel
         self._views: dict[int, Tensor] = {}
-        self._up: set[int] = set()
+        self._up = False
 
     @property
     def any(self) -> bool:
@@ -39,15 +39,15 @@ class ShownGradients:
                 self._views.update({id(p): view for p, view in zip(bucket.params, views, strict=True)})
         for key, param in self._parallel.arrived.items():
             param.grad = self._views[key]
-        self._up = set(self._parallel.arrived)
+        self._up = True
 
     def hide(self) -> None:
         """Show none: autograd would add to the sums in place. What a script has dropped counts no more."""
         for key, param in self._parallel.arrived.items():
-            if key in self._up and param.grad is None:
+            if self._up and param.grad is None:
                 self._views[key].zero_()
             param.grad = None
-        self._up.clear()
+        self._up = False
 
 
 class ScriptBackward:

@@ -139,8 +139,8 @@ def _empty_absent(part: nn.Module, state: dict[str, Any], prefix: str, local_met
         if param is not None and value is not None and value is not param and _is_absent(param):
             state[f"{prefix}{name}"] = param.detach().new_empty(0)
             warnings.warn(
-                f"`state_dict` gives empty tensors for weights that are sharded over the ranks, such as "
-                f"`{prefix}{name}`; call `engine.module_state_dict()` on every rank, or enter "
+                "`state_dict` gives empty tensors for weights that are sharded over the ranks at stage 3; "
+                "call `engine.module_state_dict()` on every rank, or enter "
                 "`zero.GatheredParameters(module.parameters())` first",
                 stacklevel=2,
             )

@@ -43,7 +43,7 @@ class GatherOrder:
     def note(self, bucket: Bucket) -> None:
         """Note that a bucket is being gathered."""
         number = self._numbers.get(bucket)
-        if number is not None:
+        if number is not None and self._group.size > 1:
             self._gathered.append(number)
             self._print = (self._print * _FACTOR + number + 1) % _PRIME
 
@@ -77,7 +77,8 @@ class GatherOrder:
         try:
             yield
         except CommunicationError as error:
-            everyone = self._exchange() if joined_world() is not None else []
+            alone = self._group.size == 1 or joined_world() is None
+            everyone = [] if alone else self._exchange()
             if all(theirs == everyone[0] for theirs in everyone):
                 raise
             raise CommunicationError(self._difference(everyone)) from error
