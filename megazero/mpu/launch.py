@@ -132,7 +132,8 @@ def join(
     if facts is not None:
         agree_by_notes(job_notes, launch.rank, launch.world_size, facts(), patience.total_seconds())
     limits = WatchLimits(patience.total_seconds(), patience=heartbeat)
-    watch = Watch(job_notes, launch.rank, launch.world_size, limits, waits=Waits(device))
+    new_mark = torch.cuda.Event if backend == "nccl" else None
+    watch = Watch(job_notes, launch.rank, launch.world_size, limits, waits=Waits(device), new_mark=new_mark)
     check_on = device if config.check_collectives else None
 
     wrap = partial(watched, watch=watch, check_on=check_on)

@@ -9,10 +9,15 @@ from enum import Enum
 
 
 class CallState(str, Enum):
-    """The state of a call: `OPEN` runs with nobody waiting for it; in `WAITED`, someone is waiting."""
+    """The state of a call.
+
+    `OPEN`: it runs with nobody waiting for it. `WAITED`: someone is waiting. `RETURNED`: its caller went on,
+    and the device waits.
+    """
 
     OPEN = "open"
     WAITED = "waited"
+    RETURNED = "returned"
     DONE = "done"
 
 
@@ -98,6 +103,7 @@ class Report:
         calls: its latest calls, oldest first.
         stack: the main thread's frames, innermost last.
         alive: whether the process itself made the report.
+        recorder: a sentence about the record that NCCL itself keeps of its calls; empty over other backends.
     """
 
     rank: int
@@ -109,6 +115,7 @@ class Report:
     calls: tuple[CallRecord, ...]
     stack: tuple[str, ...]
     alive: bool = True
+    recorder: str = ""
 
     def to_json(self) -> str:
         """The report as text."""
