@@ -39,7 +39,7 @@ PATIENCE = 30.0
 
 
 class Stream(WrappingGroup):
-    """Gloo's calls in place of NCCL's: they and the waits for them return at once, and go on by themselves."""
+    """Gloo's calls in place of NCCL's: they and the waits for them return at once, and go on."""
 
     def __init__(self, inner: TorchGroup):
         super().__init__(inner)

@@ -146,7 +146,7 @@ def test_a_rank_that_never_comes_is_named_with_what_it_does_instead(outcomes):
 
 @pytest.mark.parametrize("name", ["stuck_on_a_device", "stuck_on_a_device_async"])
 def test_a_call_that_has_returned_and_stays_unfinished_on_the_device_is_named(outcomes, name):
-    """The host of NCCL's ranks goes on, and blocks in its next read from the device, where no call is open."""
+    """A host that talks over NCCL goes on, and blocks in its next read from the device, outside of calls."""
     said = outcomes[name].said[0]
     call = "call 2 of group `tp` (ranks 0, 1, 2)"
     asked = site("group.all_reduce(torch.zeros(8), async_op=async_op)")
@@ -154,7 +154,8 @@ def test_a_call_that_has_returned_and_stays_unfinished_on_the_device_is_named(ou
     assert f"where ranks 0, 2 wait; rank 1: outside any call, at {site('time.sleep(60)', 1)} in stuck" in said
     assert re.search(
         rf"    ranks 0, 2: on the device, in {re.escape(call)}: all_reduce\(sum\) \[8\] float32 at {asked}.* "
-        rf"\[all_reduce\(sum\) took more than 3 s on the device\]; its main thread is at {SCRIPT}:\d+ in tolist",
+        r"\[all_reduce\(sum\) took more than 3 s on the device\]; its main thread is at "
+        rf"{SCRIPT}:\d+ in tolist",
         said,
     )
     assert "  NCCL's flight recorder is off: set TORCH_NCCL_DUMP_ON_TIMEOUT=1" in said

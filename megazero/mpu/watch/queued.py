@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 from megazero.mpu.watch.log import Call, CallLog
 
 _LONG = 1024  # calls; the watch looks at them once a second
@@ -46,13 +44,7 @@ class QueuedCalls:
         return len(self._calls)
 
     def add(self, call: Call) -> None:
-        """Keep `call`, which has just returned, until the device has finished it.
-
-        What a graph captures runs in its replays, which are no calls; it counts as done.
-        """
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            self._log.finish(call)
-            return
+        """Keep `call`, which has just returned, until the device has finished it."""
         try:
             mark = self._spare.popleft()
         except IndexError:

@@ -28,6 +28,7 @@ import torch
 
 from megazero.errors import CommunicationError
 from megazero.mpu.group import Work
+from megazero.mpu.threads import helper_thread
 from megazero.mpu.waits import Waits
 from megazero.mpu.watch.diagnose import spell_ranks
 from megazero.mpu.watch.failure import FailureDiagnosis, JobFailure
@@ -257,7 +258,7 @@ class Watch:
             self._settled.wait(self._diagnosis.longest)
 
     def _start(self, *bodies: Callable[[], None]) -> None:
-        self._threads = [threading.Thread(target=body, daemon=True, name=body.__name__) for body in bodies]
+        self._threads = [helper_thread(body, body.__name__) for body in bodies]
         for thread in self._threads:
             thread.start()
 
