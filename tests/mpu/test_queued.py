@@ -112,7 +112,7 @@ def test_a_call_stays_open_until_the_device_has_finished_it(async_op):
 
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_call_that_the_device_never_finishes_names_who_is_missing(capfd, async_op):
-    """A wait over NCCL makes the stream wait: the call once counted as done, and a stuck job hung in silence."""
+    """A wait over NCCL makes the stream wait: the call counted as done, and a stuck job hung in silence."""
     device, ending = Device(), Spared()
     first, second = two(device, ending, timeout=0.2, grace=0.5)
     watched(OverNccl(device), first).all_reduce(torch.zeros(2), async_op=async_op).wait()
@@ -122,8 +122,8 @@ def test_a_call_that_the_device_never_finishes_names_who_is_missing(capfd, async
     said = capfd.readouterr().err
     assert re.search(
         r"rank 0: on the device, in call 1 of group `tp` \(ranks 0, 1\): all_reduce\(sum\) \[2\] float32 at "
-        r"tests/mpu/test_queued.py:\d+ \(.*\) \[all_reduce\(sum\) took more than 0.2 s on the device\]; its main "
-        r"thread is at \S+:\d+ in \w+",
+        r"tests/mpu/test_queued.py:\d+ \(.*\) \[all_reduce\(sum\) took more than 0.2 s on the device\]; its "
+        r"main thread is at \S+:\d+ in \w+",
         said,
     )
     close_all([first, second])
