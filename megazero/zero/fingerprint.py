@@ -65,6 +65,6 @@ def rows_at_once(device: torch.device) -> int:
 
 
 def _power(n: int) -> int:
-    """That power of `_STEP`, modulo 2^64, as a signed number."""
+    """A power of `_STEP`, modulo 2^64, as a signed number."""
     bits = pow(_STEP, n, 1 << 64)
     return bits - (bits >> 63 << 64)

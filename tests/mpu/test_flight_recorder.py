@@ -46,9 +46,9 @@ def test_one_that_is_off_is_not_written_and_can_be_had(a_recorder, tmp_path, env
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_to_is_told(a_recorder, tmp_path):
+def test_a_place_that_cannot_be_written_to_is_told(a_recorder, tmp_path, capfd):
     (tmp_path / "file").write_text("")
-    said = write_flight_record(0, {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/file/nccl_"})
-    assert said.startswith(
-        f"NCCL's flight recorder of rank 0 could not be written to {tmp_path}/file/nccl_0: "
-    )
+    prefix = f"{tmp_path}/file/nccl_"
+    write_flight_record(0, {"TORCH_FR_DUMP_TEMP_FILE": prefix})
+    said = capfd.readouterr().err
+    assert said.startswith(f"NCCL's flight recorder of rank 0 could not be written to {prefix}0: ")

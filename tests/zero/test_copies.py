@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from megazero.errors import CommunicationError
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.zero import copies
 from megazero.zero.copies import CopyCheck, _Compared
 from megazero.zero.fingerprint import Fingerprints, rows_at_once
 
@@ -94,3 +97,22 @@ def test_a_piece_that_a_member_lacks_is_named_instead_of_waited_for():
     assert first == second
     assert "`embedding.word.weight` (exp_avg) must be held by all of ranks 0-1" in first
     assert "held by rank 0 and not by rank 1" in first
+
+
+def test_a_piece_that_is_offloaded_is_taken_over_through_the_device(monkeypatch):
+    """NCCL takes no tensor of the host's."""
+    world, sent = ThreadWorld(2), []
+    monkeypatch.setattr(copies, "on_device", lambda tensor, device: sent.append(tensor.clone()) or sent[-1])
+
+    def repair(rank: int) -> list[float]:
+        check, held = CopyCheck.__new__(CopyCheck), torch.tensor([1.0 + rank, 2.0])
+        check.context = thread_context(world, ProcessGrid(dp=2), rank)
+        check._shared, check._kinds = ["replica"], ()
+        check._store = SimpleNamespace(buckets=(), stream=lambda *args, changes: [[None]])
+        check._pieces = lambda loaded: [copies._HeldPiece("norm", "exp_avg", held, {"replica"})]
+        check.optimizer = SimpleNamespace(publish=lambda: None)
+        check.repair([copies.TakeOver("replica", ("norm", "exp_avg"), 1)])
+        return held.tolist()
+
+    assert world.run(repair) == [[2.0, 2.0], [2.0, 2.0]]
+    assert len(sent) == 2

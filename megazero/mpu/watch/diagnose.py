@@ -304,9 +304,6 @@ def render(diagnosis: Diagnosis, reports: Mapping[int, Report], world_size: int)
     for rank in [rank for rank in accused if rank in reports and reports[rank].stack][:_MOST_STACKS]:
         lines.append(f"  Main thread of rank {rank} ({reports[rank].where}):")
         lines += [f"    {frame}" for frame in reports[rank].stack[-_MOST_FRAMES:]]
-    if all(report.alarm is not Alarm.RAISED for report in reports.values()):
-        recorders = dict.fromkeys(report.recorder for report in reports.values() if report.recorder)
-        lines += [f"  {recorder}" for recorder in list(recorders)[:_MOST_STACKS]]
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ torch writes it when its own watchdog ends a process, but the watch has ended it
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def write_flight_record(rank: int, environment: Mapping[str, str] | None = None)
         environment: torch's variables; default: the process's.
 
     Returns:
-        A sentence, the same on all ranks where all goes well; without a record, how to have one.
+        A sentence, the same on all ranks; without a record, how to have one. If it cannot be written, this
+        process says so itself.
     """
     environment = os.environ if environment is None else environment
     c10d = getattr(torch._C, "_distributed_c10d", None)
@@ -42,7 +44,7 @@ def write_flight_record(rank: int, environment: Mapping[str, str] | None = None)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(dump())
     except (OSError, RuntimeError) as error:
-        return f"NCCL's flight recorder of rank {rank} could not be written to {path}: {error}"
+        sys.stderr.write(f"NCCL's flight recorder of rank {rank} could not be written to {path}: {error}\n")
     return (
         f"NCCL's flight recorder of each rank, on its host: {prefix}RANK (`torchfrtrace {path.parent} "
         f"--prefix {path.name.removesuffix(str(rank))}` compares them)"

@@ -103,7 +103,6 @@ class Report:
         calls: its latest calls, oldest first.
         stack: the main thread's frames, innermost last.
         alive: whether the process itself made the report.
-        recorder: a sentence about the record that NCCL itself keeps of its calls; empty over other backends.
     """
 
     rank: int
@@ -115,7 +114,6 @@ class Report:
     calls: tuple[CallRecord, ...]
     stack: tuple[str, ...]
     alive: bool = True
-    recorder: str = ""
 
     def to_json(self) -> str:
         """The report as text."""

@@ -314,7 +314,10 @@ class Watch:
             return
         try:
             self._ending.prepare(self._diagnosis.longest + self._limits.grace)
-            self._summary = self._diagnosis.hold(self._report(*self._alarm), self._still)
+            report = self._report(*self._alarm)
+            if self._queued is not None and report.alarm is not Alarm.RAISED:
+                self._diagnosis.record = write_flight_record(self.rank)
+            self._summary = self._diagnosis.hold(report, self._still)
         except Exception as error:
             traceback.print_exc()
             self._summary = f"{self._alarm[1]}; its diagnosis failed: {type(error).__name__}: {error}"
@@ -353,7 +356,6 @@ class Watch:
         main = threading.main_thread().ident
         assert main is not None, "the main thread has been started"
         self._device_is_behind()
-        recorded = self._queued is not None and kind is not Alarm.RAISED
         return Report(
             rank=self.rank,
             where=_where(),
@@ -366,7 +368,6 @@ class Watch:
             },
             calls=tuple(self._log.records()),
             stack=frames or spell_stack(sys._current_frames().get(main)),
-            recorder=write_flight_record(self.rank) if recorded else "",
         )
 
     def _at_exit(self) -> None:
