@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megazero.errors import CommunicationError
+from megazero.mpu.group import Transfer
 from megazero.mpu.watch import queued
 from megazero.mpu.watch import watch as watch_module
 from megazero.mpu.watch.group import watched
@@ -130,8 +131,6 @@ def test_a_call_that_the_device_never_finishes_names_who_is_missing(capfd, async
 
 
 def test_messages_are_followed_too(capfd):
-    from megazero.mpu.group import Transfer
-
     device = Device()
     first, second = two(device, Spared(), timeout=0.2, grace=0.5)
     (work,) = watched(OverNccl(device), first).exchange([Transfer("recv", torch.zeros(6), 1)])
@@ -226,13 +225,16 @@ def test_after_a_failure_a_device_that_is_behind_does_not_keep_the_process(behin
 def test_the_flight_recorder_is_named_unless_the_cause_is_known(monkeypatch, capfd, error, recorded):
     monkeypatch.setattr(watch_module, "write_flight_record", lambda rank: "the recorder of each rank")
     watches = two(Device(), Spared())
-    watches[0].report(error)
+    watches[1].report(error)  # rank 0 is told, and makes the diagnosis
     close_all(watches)
     assert capfd.readouterr().err.count("\n  the recorder of each rank\n") == int(recorded)
 
 
-def test_over_gloo_there_is_no_queue_and_no_recorder(monkeypatch, capfd):
-    watches = [Watch(Notes(), rank, 1, WatchLimits(20.0)) for rank in range(1)]
-    watched(OverNccl(Device()), watches[0]).all_reduce(torch.zeros(2))
-    assert state(watches[0]) is CallState.DONE
-    close_all(watches)
+def test_without_marks_a_call_that_has_returned_is_done():
+    """As over Gloo."""
+    watch = Watch(Notes(), 0, 1, WatchLimits(20.0))
+    group = watched(OverNccl(Device()), watch)
+    group.all_reduce(torch.zeros(2))
+    assert state(watch) is CallState.DONE
+    group.all_reduce(torch.zeros(2), async_op=True).wait()
+    assert state(watch) is CallState.DONE
