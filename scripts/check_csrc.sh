@@ -33,6 +33,6 @@ if [[ -z $(python -c 'from megazero.kernels.build import find_nvcc; print(find_n
     echo "csrc: no nvcc, so 0 of $sources CUDA sources were compiled"
     exit 0
 fi
-python -m megazero.cli kernels build >/dev/null
+python -m megazero.cli kernels build --strict >/dev/null
 architectures=$(python -c 'from megazero.kernels.build import known_architectures; print(*known_architectures())')
 echo "csrc: $sources CUDA sources were compiled for $architectures, without a warning or a spill"

@@ -9,7 +9,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Final
 from xxhash import xxh3_64
 
 from megazero.errors import DamagedCheckpointError
+from megazero.mpu.threads import helper_pool
 
 BLOCK: Final = 4 << 20
 # Bytes are hashed in pieces of this size as soon as they are read, while a cache may still have them.
@@ -86,7 +87,7 @@ class BlockFile:
         self._block_size = block_size
         self._hashes = record.blocks if record is not None and verify else ()
         self._verified: set[int] = set()
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="blocks")
+        self._threads = helper_pool(_THREADS, "blocks")
         with self._errors():
             # Without O_NONBLOCK, opening a pipe would wait for its writer.
             self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

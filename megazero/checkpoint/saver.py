@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from megazero.checkpoint.writer import Written, write_description, write_parts
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
+from megazero.mpu.threads import helper_pool
 
 _Result = TypeVar("_Result")
 
@@ -91,8 +92,8 @@ class Saver:
         self.in_flight = in_flight
         self._flights: deque[_PendingSave] = deque()
         self._free: list[Staging] = []
-        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-copy")
-        self._writer = ThreadPoolExecutor(max_workers=2, thread_name_prefix="checkpoint")
+        self._copier = helper_pool(1, "checkpoint-copy")
+        self._writer = helper_pool(2, "checkpoint")
         self._lock: WriterLock | None = None
         together(context, self._open if context.rank == 0 else None, f"open {self.directory} for writing")
 

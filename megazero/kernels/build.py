@@ -32,8 +32,8 @@ CUDA_LIBRARY = "megazero_cuda"
 # From the oldest to the newest. Code for one runs on devices of the same major version only.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 INSTALLED_TOOLKIT = Path("/usr/local/cuda")
-# Registers that do not suffice, and local memory, are errors.
-_NVCC_CHECKS = "-Xptxas -v,-warn-spills,-warn-lmem-usage -Werror all-warnings"
+# Registers that do not suffice, and local memory, are warnings.
+_NVCC_CHECKS = "-Xptxas -v,-warn-spills,-warn-lmem-usage"
 _LOCK_POLL_S = 0.2
 
 
@@ -263,6 +263,20 @@ def build(recipe: LibraryRecipe, folder: Path | None = None) -> Path:
         if not target.is_file():
             _run_ninja(recipe, target)
     return target
+
+
+def refuse_warnings(library: Path) -> None:
+    """Raise BuildError if the compiler warned of anything when it made a library that `build` returned.
+
+    Users get a library with warnings: another compiler that needs two registers more makes kernels slower,
+    and without the library there are none.
+    """
+    lines = library.with_suffix(".log").read_text(encoding="utf-8").splitlines()
+    # Lines in brackets are ninja's.
+    warnings = [line for line in lines if re.search(r"\bwarning\b", line) and not line.startswith("[")]
+    if warnings:
+        words = "\n".join(warnings)[-4000:]
+        raise BuildError(f"The library `{library.name}` must compile without a warning, but has:\n{words}")
 
 
 def _run_ninja(recipe: LibraryRecipe, target: Path) -> None:

@@ -20,7 +20,7 @@ class Work(Protocol):
     """A collective in progress."""
 
     def wait(self) -> object:
-        """Return when the result is ready."""
+        """Return when the result is ready; over NCCL, when what is queued from now on will wait for it."""
 
 
 class Done(Work):

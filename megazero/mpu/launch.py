@@ -65,7 +65,10 @@ class Launch:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """This process's device: ``cuda`` means the device numbered `local_rank`.
+    """This process's device: ``cuda`` means the device numbered `local_rank`, or the only one that it sees.
+
+    A launcher may show each process one GPU of its own, as SLURM does with ``--gpus-per-task=1``. If it is
+    one that all processes see, NCCL refuses it.
 
     Raises:
         ConfigError: CUDA was requested but is not available, or there are fewer devices than local ranks.
@@ -74,10 +77,13 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("`device` must be cpu on a machine without CUDA, but is cuda; set --device cpu")
-    if local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if count == 1:
+        return torch.device("cuda", 0)
+    if local_rank >= count:
         raise ConfigError(
-            f"`local rank` must be below the number of CUDA devices ({torch.cuda.device_count()}), but is "
-            f"{local_rank}; start fewer ranks per node or set --device cpu"
+            f"`local rank` must be below the number of CUDA devices ({count}), but is {local_rank}; start "
+            "fewer ranks per node or set --device cpu"
         )
     return torch.device("cuda", local_rank)
 
@@ -132,7 +138,8 @@ def join(
     if facts is not None:
         agree_by_notes(job_notes, launch.rank, launch.world_size, facts(), patience.total_seconds())
     limits = WatchLimits(patience.total_seconds(), patience=heartbeat)
-    watch = Watch(job_notes, launch.rank, launch.world_size, limits, waits=Waits(device))
+    new_mark = torch.cuda.Event if backend == "nccl" else None
+    watch = Watch(job_notes, launch.rank, launch.world_size, limits, waits=Waits(device), new_mark=new_mark)
     check_on = device if config.check_collectives else None
 
     wrap = partial(watched, watch=watch, check_on=check_on)

@@ -7,6 +7,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -91,7 +92,9 @@ class TorchGroup(Group):
         return [work for _, work in sorted(zip(order, works, strict=True), key=lambda pair: pair[0])]
 
     def barrier(self) -> None:
-        self._call("barrier", dist.barrier)
+        on_cuda = dist.get_backend(self.process_group) == "nccl"  # which would guess the device, and warn
+        which = {"device_ids": [torch.cuda.current_device()]} if on_cuda else {}
+        self._call("barrier", dist.barrier, **which)
 
     def close(self) -> None:
         """Drop the process group, so that leaving the world ends its threads right away.

@@ -183,7 +183,10 @@ class CopyCheck:
                 for piece in (piece for loaded in loaded_buckets for piece in self._pieces(loaded)):
                     source = sources.get((piece.name, piece.kind)) if group in piece.groups else None
                     if source is not None:
-                        self.context.groups[group].broadcast(piece.tensor, source).wait()
+                        tensor = on_device(piece.tensor, self.context.device)  # offloaded, it is not there
+                        self.context.groups[group].broadcast(tensor, source).wait()
+                        if tensor is not piece.tensor:
+                            piece.tensor.copy_(tensor)
         self.optimizer.publish()
 
     def _agree_on_pieces(self, compared: Mapping[str, _Compared]) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from megazero.mpu.group import Work
+from megazero.mpu.threads import helper_pool
 from megazero.zero.bucket import Bucket
 from megazero.zero.store.offload import OffloadStore
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket
@@ -67,7 +68,7 @@ class DelayedUpdates:
         for work in works:
             work.wait()
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "update")
+            self._thread = helper_pool(1, "update")
         copied = _event()
         for loaded in loaded_buckets:
             self.store.updates[loaded.bucket] = self._thread.submit(_apply, update, loaded, copied)

@@ -1,12 +1,16 @@
 """Libraries of kernels: built once, whole or not at all, and refused with the reason."""
 
+import ctypes
 import os
+import re
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
+from megazero.commands import kernels as commands
 from megazero.kernels import build as build_module
 from megazero.kernels.build import (
     BuildError,
@@ -222,6 +226,69 @@ def test_a_library_that_was_built_elsewhere_needs_no_nvcc(
     path = prebuilt(a_toolkit, tmp_path, codes)
     monkeypatch.setattr(build_module, "find_nvcc", lambda: None)
     assert built_cuda_library(capability, [tmp_path]) == (path if serves else None)
+
+
+COMPILER = """#!/bin/sh
+[ "$*" = --list-gpu-arch ] && { echo compute_80; echo compute_90; exit; }
+echo called >> "$(dirname "$0")/calls"
+for word; do case $word in
+    -gencode*|-Xcompiler|-Xptxas|-v,-warn*) ;;
+    *.cu) set -- "$@" -x c++ "$word" ;;
+    *) set -- "$@" "$word" ;;
+esac; shift; done
+exec g++ -fPIC "$@"
+"""
+
+
+@pytest.fixture
+def a_compiler(monkeypatch, tmp_path):
+    """csrc with one kernel, and an nvcc for it that is g++; the fixture's value says how often it ran."""
+    csrc = tmp_path / "built/csrc"
+    for name, text in (("layer_norm/cuda.cu", SOURCE), ("common/errors.cu", "int errors;\n")):
+        (csrc / name).parent.mkdir(parents=True)
+        (csrc / name).write_text(text, encoding="utf-8")
+    nvcc = tmp_path / "toolkit/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(COMPILER, encoding="utf-8")
+    nvcc.chmod(0o755)
+    monkeypatch.setattr(build_module, "CSRC", csrc)
+    monkeypatch.setattr(build_module, "find_nvcc", lambda: nvcc)
+    return lambda: len((nvcc.parent / "calls").read_text().split())
+
+
+def test_a_folder_that_is_moved_serves_without_nvcc(a_compiler, monkeypatch, tmp_path):
+    """The hash once held the sources' paths and nvcc's, so that a wheel's library was never found."""
+    built = build(cuda_recipe(), tmp_path / "built/prebuilt")
+    assert built.name.endswith("-sm_80+sm_90+compute_90.so")
+    shutil.move(tmp_path / "built", tmp_path / "installed")
+    shutil.rmtree(tmp_path / "toolkit")
+    monkeypatch.undo()
+    monkeypatch.setattr(build_module, "find_nvcc", lambda: pytest.fail("nvcc was looked for"))
+    monkeypatch.setattr(build_module, "CSRC", tmp_path / "installed/csrc")
+    moved = built_cuda_library((9, 0), [tmp_path / "installed/prebuilt"])
+    assert moved == tmp_path / "installed/prebuilt" / built.name
+    assert ctypes.CDLL(str(moved)).answer() == 42
+
+
+def test_ranks_that_start_together_build_once(a_compiler, tmp_path):
+    with ThreadPoolExecutor(4) as ranks:
+        paths = list(ranks.map(lambda _: build(cuda_recipe(), tmp_path / "kept"), range(4)))
+    assert len(set(paths)) == 1
+    assert a_compiler() == 3  # two sources and the link
+
+
+def test_a_warning_is_an_error_in_ci_alone(a_compiler, monkeypatch, tmp_path, capfd):
+    """Another ptxas that spills two registers once left a user without any kernel."""
+    monkeypatch.setattr(build_module, "library_folder", lambda: tmp_path / "kept")
+    assert commands.main(["build", "--strict"]) == 0
+    source = build_module.CSRC / "layer_norm/cuda.cu"
+    source.write_text(f"{SOURCE}#warning two registers are spilled\n", encoding="utf-8")
+    assert commands.main(["build"]) == 0
+    capfd.readouterr()
+    assert commands.main(["build", "--strict"]) == 1
+    assert re.search(
+        "must compile without a warning, but has:\n.*: warning: .*two reg", capfd.readouterr().err
+    )
 
 
 def test_machine_code_comes_before_ptx(a_toolkit, tmp_path):

@@ -17,23 +17,63 @@ import socket
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megazero.errors import DataError, MegazeroError
-from megazero.mpu.group import Group, Transfer
-from megazero.mpu.torch_group import leave_world, open_group, start_world
+from megazero.mpu.group import DONE, Group, Transfer, Work
+from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.watch.group import watched
 from megazero.mpu.watch.job_notes import StoreJobNotes
 from megazero.mpu.watch.watch import Watch, WatchLimits
+from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 
 RANKS = 3
 TIMEOUT = 3.0
 GRACE = 4.0
 HEARTBEAT = 3.0
 PATIENCE = 30.0
+
+
+class Stream(WrappingGroup):
+    """Gloo's calls in place of NCCL's: they and the waits for them return at once, and go on."""
+
+    def __init__(self, inner: TorchGroup):
+        super().__init__(inner)
+        self.works: list[Work] = []
+
+    def _collective(self, call: GroupCall) -> Work:
+        self.works.append(call._replace(async_op=True).start(self.inner))
+        return Returned() if call.async_op else DONE
+
+    def tolist(self) -> None:
+        """Block in a wait that Python cannot interrupt, as a read from the device does."""
+        for work in self.works:
+            work.wait()
+
+
+class Returned(Work):
+    """A work that makes a stream wait, and not the host."""
+
+    def wait(self) -> None:
+        return None
+
+
+class StreamMark:
+    """In place of a CUDA event in the stream."""
+
+    def __init__(self, stream: Stream):
+        self.stream = stream
+        self.works: list[Work] = []
+
+    def record(self) -> None:
+        self.works = list(self.stream.works)
+
+    def query(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 def fine(group: Group, watch: Watch) -> None:
@@ -89,6 +129,26 @@ def sleeps(group: Group, watch: Watch) -> None:
     group.all_reduce(torch.zeros(8), async_op=True).wait()
 
 
+def fine_on_a_device(group: Group, watch: Watch) -> None:
+    for _ in range(300):
+        group.all_reduce(torch.zeros(4))
+        group.all_reduce(torch.zeros(4), async_op=True).wait()
+    group.inner.tolist()
+
+
+def stuck_on_a_device(group: Group, watch: Watch, async_op: bool = False) -> None:
+    group.all_reduce(torch.zeros(4))
+    group.inner.tolist()
+    if group.rank == 1:
+        time.sleep(60)
+    group.all_reduce(torch.zeros(8), async_op=async_op).wait()
+    group.inner.tolist()
+
+
+def stuck_on_a_device_async(group: Group, watch: Watch) -> None:
+    stuck_on_a_device(group, watch, async_op=True)
+
+
 def sends_nothing(group: Group, watch: Watch) -> None:
     x = torch.zeros(6)
     if group.rank == 0:
@@ -131,8 +191,9 @@ def leaves_early(group: Group, watch: Watch) -> None:
 
 SCENARIOS = (
     *(fine, skip, shape, killed, killed_with_the_store, raises, raises_and_tells_nobody, sleeps),
-    *(sends_nothing, compared),
+    *(sends_nothing, compared, fine_on_a_device, stuck_on_a_device, stuck_on_a_device_async),
 )
+ON_A_DEVICE = (fine_on_a_device, stuck_on_a_device, stuck_on_a_device_async)
 STOPPED = ("stopped", "stopped_with_the_store")
 WITH_HEARTBEAT = (stopped, stopped_with_the_store, leaves_early)
 # Unloading torch takes half a second of a core, so only these run through the interpreter's whole exit.
@@ -148,8 +209,13 @@ def run(scenario, rank: int, address: tuple[str, int], listener: int | None) -> 
     heartbeat = HEARTBEAT if scenario in WITH_HEARTBEAT else None
     timeout = TIMEOUT if heartbeat is None else PATIENCE
     job_notes = StoreJobNotes.of_world(*(() if heartbeat is None else ("rank 0 on this host", 1.0)))
-    watch = Watch(job_notes, rank, RANKS, WatchLimits(timeout, GRACE, 0.2, heartbeat))
-    group = watched(open_group("tp", rank, tuple(range(RANKS)), wait), watch)
+    group: Group = open_group("tp", rank, tuple(range(RANKS)), wait)
+    new_mark = None
+    if scenario in ON_A_DEVICE:
+        group = Stream(group)
+        new_mark = partial(StreamMark, group)
+    watch = Watch(job_notes, rank, RANKS, WatchLimits(timeout, GRACE, 0.2, heartbeat), new_mark=new_mark)
+    group = watched(group, watch)
     try:
         scenario(group, watch)
     except MegazeroError as error:

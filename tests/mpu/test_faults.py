@@ -61,13 +61,14 @@ def site(text: str, nth: int = 0) -> str:
 
 FAULTS = (
     *("skip", "shape", "killed", "killed_with_the_store", "raises", "raises_and_tells_nobody", "sleeps"),
-    *("sends_nothing", "compared"),
+    *("sends_nothing", "compared", "stuck_on_a_device", "stuck_on_a_device_async"),
 )
 
 
 def test_a_sound_job_ends_in_silence(outcomes):
-    assert outcomes["fine"].statuses == (0, 0, 0)
-    assert outcomes["fine"].said == ("", "", "")
+    for name in ("fine", "fine_on_a_device"):
+        assert outcomes[name].statuses == (0, 0, 0)
+        assert outcomes[name].said == ("", "", "")
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -141,6 +142,27 @@ def test_a_rank_that_never_comes_is_named_with_what_it_does_instead(outcomes):
         in said
     )
     assert f"where ranks 0, 2 wait; rank 1: outside any call, at {site('time.sleep(60)')} in sleeps" in said
+
+
+@pytest.mark.parametrize("name", ["stuck_on_a_device", "stuck_on_a_device_async"])
+def test_a_call_that_has_returned_and_stays_unfinished_on_the_device_is_named(outcomes, name):
+    """A host that talks over NCCL goes on, and blocks in its next read from the device, outside of calls."""
+    said = outcomes[name].said[0]
+    call = "call 2 of group `tp` (ranks 0, 1, 2)"
+    asked = site("group.all_reduce(torch.zeros(8), async_op=async_op)")
+    assert f"  * rank 1 never came to {call}, all_reduce(sum) [8] float32 at {asked}" in said
+    assert f"where ranks 0, 2 wait; rank 1: outside any call, at {site('time.sleep(60)', 1)} in stuck" in said
+    stand = rf"on the device, in {re.escape(call)}: all_reduce\(sum\) \[8\] float32 at {asked}.*"
+    late = r" \[all_reduce\(sum\) took more than 3 s on the device\]"
+    # The rank that is told by the other one may not be late itself.
+    standing = re.findall(
+        rf"    ranks? ([02, ]+): {stand}; its main thread is at {SCRIPT}:\d+ in tolist", said
+    )
+    assert sorted(", ".join(standing).split(", ")) == ["0", "2"]
+    assert re.search(rf"{stand}{late}; its main", said)
+    assert "  NCCL's flight recorder is off: set TORCH_NCCL_DUMP_ON_TIMEOUT=1" in said
+    # Nothing interrupts a read from the device, nor a sleep.
+    assert EXIT_STATUS in outcomes[name].statuses
 
 
 def test_a_message_that_is_never_sent_is_named(outcomes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from megazero.errors import ConfigError
 from megazero.mpu import launch
 from megazero.mpu.launch import Launch, choose_device, join, leave
 from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.torch_group import TorchGroup
 
 
 def test_without_a_launcher_this_is_a_job_of_one():
@@ -35,6 +37,59 @@ def test_cuda_is_refused_where_there_is_none():
     with pytest.raises(ConfigError, match="--device cpu"):
         choose_device("cuda", 0)
     assert choose_device("auto", 3) == torch.device("cpu")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A machine that shows this process a number of GPUs; the fixture's value sets it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return lambda count: monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize(("count", "local_rank", "index"), [(8, 0, 0), (8, 7, 7), (1, 0, 0), (1, 7, 0)])
+def test_a_rank_has_the_gpu_of_its_number_or_the_only_one_that_it_sees(cuda, count, local_rank, index):
+    """SLURM with --gpus-per-task=1 shows each of eight local ranks one GPU; the other seven were refused."""
+    cuda(count)
+    assert choose_device("auto", local_rank) == torch.device("cuda", index)
+
+
+def test_more_ranks_than_gpus_are_refused(cuda):
+    cuda(4)
+    with pytest.raises(ConfigError, match=r"below the number of CUDA devices \(4\), but is 4; start fewer"):
+        choose_device("cuda", 4)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_the_watch_marks_the_streams_of_nccl_alone(monkeypatch, backend):
+    """Calls over Gloo are done when they return."""
+    made = []
+
+    class Seen(Exception):
+        pass
+
+    def watch(*args, new_mark, **kwargs):
+        made.append(new_mark)
+        raise Seen
+
+    for name in ("start_world", "StoreJobNotes"):
+        monkeypatch.setattr(launch, name, MagicMock())
+    monkeypatch.setattr(launch, "choose_backend", lambda wanted, device: backend)
+    monkeypatch.setattr(launch, "Watch", watch)
+    with pytest.raises(Seen):
+        join(ParallelConfig(device="cpu"), Launch(0, 2, 0))
+    assert made == [torch.cuda.Event if backend == "nccl" else None]
+
+
+@pytest.mark.parametrize(("backend", "which"), [("nccl", {"device_ids": [3]}), ("gloo", {})])
+def test_a_barrier_over_nccl_names_its_device(monkeypatch, backend, which):
+    """Else torch warns, and takes the device of the rank's number, which may be another rank's."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: backend)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda **given: asked.append(given))
+    handle = object()
+    TorchGroup("tp", 0, (0, 1), handle).barrier()
+    assert asked == [{"group": handle, **which}]
 
 
 def test_nccl_is_refused_with_a_remedy_where_it_cannot_be():

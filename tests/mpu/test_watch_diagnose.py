@@ -239,3 +239,34 @@ def test_a_rank_that_was_still_and_goes_on_is_named_all_the_same():
     reports = {0: report(0, "", alarm=Alarm.STILL), 1: report(1, "", alarm=Alarm.TOLD)}
     (found,) = diagnose(reports, 2, still={1: "rank 1 stands still"}).findings
     assert found.text == "rank 1 stands still; it has gone on since"
+
+
+def test_a_call_that_has_returned_counts_as_waited_for_and_is_told_with_the_place_of_the_host():
+    """Over NCCL the host goes on, and only the device waits."""
+    stuck = "tp reduce 4 a.py:1; tp reduce 8 a.py:2 returned; dp gather 2 a.py:3 returned"
+    reports = [
+        report(0, stuck, error="reduce took more than 600 s on the device"),
+        report(1, "tp reduce 4 a.py:1", alarm=Alarm.TOLD, stack=("data.py:9 in read",)),
+        report(2, "dp gather 2 a.py:3 returned", alarm=Alarm.TOLD),
+    ]
+    by_rank = {each.rank: each for each in reports}
+    diagnosis = diagnose(by_rank, 3, grace=5.0)
+    assert [found.ranks for found in diagnosis.findings] == [(1,)]
+    assert diagnosis.summary == (
+        "rank 1 never came to call 2 of group `tp`, reduce [8] float32 at a.py:2, where rank 0 waits; rank "
+        "1: outside any call, at data.py:9 in read; its log ends after call 1 of group `tp`: reduce [4] "
+        "float32 at a.py:1"
+    )
+    assert (
+        "    rank 0: on the device, in call 2 of group `tp`: reduce [8] float32 at a.py:2 [reduce took more "
+        "than 600 s on the device]; its main thread is at train.py:7 in step\n"
+    ) in render(diagnosis, by_rank, 3)
+
+
+def test_a_rank_that_died_had_gone_on_from_a_call_that_has_returned():
+    (found,) = findings(
+        report(0, "world reduce 4 a.py:1; world reduce 8 a.py:2 waited"),
+        report(1, "world reduce 4 a.py:1 returned", alive=False),
+        world_size=2,
+    )
+    assert found.text.endswith("its log ends after call 1 of group `world`: reduce [4] float32 at a.py:1")

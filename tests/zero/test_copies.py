@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,8 +11,9 @@ from megazero.errors import CommunicationError
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.zero import copies
 from megazero.zero.copies import CopyCheck, _Compared
-from megazero.zero.fingerprint import Fingerprints
+from megazero.zero.fingerprint import Fingerprints, rows_at_once
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -38,6 +41,31 @@ def test_order_counts():
     big = torch.zeros(1 << 20)
     big[0] = 1.0
     assert int(prints.of(big)) != int(prints.of(big.roll(1 << 18)))  # the same place in another chunk
+
+
+@pytest.mark.parametrize("rows", [None, 1, 2, 3, 64])
+def test_how_much_is_worked_on_at_once_does_not_count(rows):
+    """A GPU takes 64 MiB at a time, and its fingerprint is the CPU's."""
+    prints = Fingerprints(rows=rows)
+    assert int(prints.of(torch.arange(5))) == 8848014673809938244
+    assert int(prints.of(torch.arange(300_000))) == -1900847923795555746  # 2.3 rows
+    assert int(prints.of(torch.arange(7 << 17))) == int(Fingerprints().of(torch.arange(7 << 17)))
+    halves = torch.arange(2_000_003, dtype=torch.int32).to(torch.bfloat16)  # 3.8 rows, and 6 bytes
+    assert int(prints.of(halves)) == 3496924271574518306
+
+
+def test_a_gpu_takes_64_mib_at_a_time():
+    assert [rows_at_once(torch.device(name)) for name in ("cpu", "cuda:3")] == [1, 64]
+    sizes = []
+
+    class Seen(torch.Tensor):
+        def split(self, size):
+            sizes.append(8 * size >> 20)
+            return super().split(size)
+
+    for rows in (1, 64):
+        Fingerprints(rows=rows).of(torch.zeros(8).as_subclass(Seen))
+    assert sizes == [1, 1, 64, 64]
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
@@ -69,3 +97,22 @@ def test_a_piece_that_a_member_lacks_is_named_instead_of_waited_for():
     assert first == second
     assert "`embedding.word.weight` (exp_avg) must be held by all of ranks 0-1" in first
     assert "held by rank 0 and not by rank 1" in first
+
+
+def test_a_piece_that_is_offloaded_is_taken_over_through_the_device(monkeypatch):
+    """NCCL takes no tensor of the host's."""
+    world, sent = ThreadWorld(2), []
+    monkeypatch.setattr(copies, "on_device", lambda tensor, device: sent.append(tensor.clone()) or sent[-1])
+
+    def repair(rank: int) -> list[float]:
+        check, held = CopyCheck.__new__(CopyCheck), torch.tensor([1.0 + rank, 2.0])
+        check.context = thread_context(world, ProcessGrid(dp=2), rank)
+        check._shared, check._kinds = ["replica"], ()
+        check._store = SimpleNamespace(buckets=(), stream=lambda *args, changes: [[None]])
+        check._pieces = lambda loaded: [copies._HeldPiece("norm", "exp_avg", held, {"replica"})]
+        check.optimizer = SimpleNamespace(publish=lambda: None)
+        check.repair([copies.TakeOver("replica", ("norm", "exp_avg"), 1)])
+        return held.tolist()
+
+    assert world.run(repair) == [[2.0, 2.0], [2.0, 2.0]]
+    assert len(sent) == 2

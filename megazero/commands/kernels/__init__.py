@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.errors import ConfigError, exit_status
-from megazero.kernels.build import ARCHITECTURES, build, cuda_recipe, find_nvcc, on_cpu_recipe
+from megazero.kernels.build import (
+    ARCHITECTURES,
+    build,
+    cuda_recipe,
+    find_nvcc,
+    on_cpu_recipe,
+    refuse_warnings,
+)
 
 BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 
@@ -27,6 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="sm_NN",
         help=f"the GPUs to compile for (default: those of {' '.join(ARCHITECTURES)} that nvcc knows)",
     )
+    builder.add_argument("--strict", action="store_true", help="a warning of the compiler's is an error")
     report = verbs.add_parser(
         "report",
         help="run each kernel on the CPU and count its bytes, sectors and conflicts, beside registers and "
@@ -45,7 +53,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _build(flags: argparse.Namespace) -> None:
-    print(build(on_cpu_recipe() if flags.on_cpu else cuda_recipe(flags.architectures)))
+    library = build(on_cpu_recipe() if flags.on_cpu else cuda_recipe(flags.architectures))
+    if flags.strict:
+        refuse_warnings(library)
+    print(library)
 
 
 def _report(flags: argparse.Namespace) -> None:

@@ -180,7 +180,7 @@ def _last(report: Report) -> str:
     if not report.calls:
         return "before any call"
     call = report.calls[-1]
-    place = "after" if call.state is CallState.DONE else "in"
+    place = "after" if call.state in (CallState.DONE, CallState.RETURNED) else "in"
     return f"{place} {_spell(call, report)}"
 
 
@@ -200,7 +200,7 @@ def _missing(reports: Mapping[int, Report]) -> list[Finding]:
     channels = _channels(reports.values())
     for rank, report in sorted(reports.items()):
         for call in report.calls:
-            if call.state is CallState.WAITED and call.channel in channels:
+            if call.state in (CallState.WAITED, CallState.RETURNED) and call.channel in channels:
                 calls[call.channel, call.sequence][rank] = call
                 waits[rank] |= _absent(call, channels[call.channel].members, reports)
     findings = []
@@ -274,11 +274,14 @@ def standing(report: Report) -> str:
     """Say what a process is doing: the call it waits in, or where its main thread is."""
     if not report.alive:
         return f"gone; its log ends {_last(report)}"
+    error = f" [{report.error}]" if report.error else ""
+    where = f"at {report.stack[-1]}" if report.stack else "at an unknown place"
+    returned = [call for call in report.calls if call.state is CallState.RETURNED]
+    if returned:  # an earlier one than the one that the main thread may be in
+        return f"on the device, in {_spell(returned[0], report)}{error}; its main thread is {where}"
     waited = [call for call in report.calls if call.state is CallState.WAITED]
     if waited:
-        error = f" [{report.error}]" if report.error else ""
         return f"in {_spell(waited[0], report)}{error}"
-    where = f"at {report.stack[-1]}" if report.stack else "at an unknown place"
     raised = f", raised {report.error}" if report.error else ""
     return f"outside any call, {where}{raised}; its log ends {_last(report)}"
 

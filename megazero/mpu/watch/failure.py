@@ -48,6 +48,10 @@ class FailureDiagnosis:
         world_size: number of processes.
         grace: seconds within which reports must arrive.
         listener: called where the diagnosis is made, besides printing it.
+
+    Attributes:
+        record: a sentence about the record that NCCL keeps of its calls. It ends the page of a diagnosis that
+            this process makes, unless a rank's own error is the cause.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class FailureDiagnosis:
         self.rank = rank
         self.world_size = world_size
         self.grace = grace
+        self.record = ""
         self._listener = listener
         self._host = ""
 
@@ -152,6 +157,8 @@ class FailureDiagnosis:
             self._gather(reports, min(_SECOND_CALL, self.grace))
         diagnosis = diagnose(reports, self.world_size, self.grace, still)
         page = render(diagnosis, reports, self.world_size)
+        if self.record and all(report.alarm is not Alarm.RAISED for report in reports.values()):
+            page += f"\n  {self.record}"
         self._tell(JobFailure(diagnosis.summary, page, diagnosis.findings[0].ranks))
         self.job_notes.post("summary", diagnosis.summary)
         others = [rank for rank, report in reports.items() if report.alive and rank != self.rank]

@@ -141,4 +141,4 @@ class WatchedWork(Work):
 
     def __del__(self) -> None:
         if self._call is not None:
-            self._watch.finish(self._call)
+            self._watch.finish(self._call, given_up=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from megazero.errors import CommunicationError
+from megazero.mpu.threads import helper_thread
 
 _PREFIX = "megazero/watch"
 _ANSWER = 10.0  # seconds
@@ -70,7 +70,7 @@ class StoreJobNotes(JobNotes):
         self._keeper = keeper
         self._patience = patience
         self._asked: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=_answer, args=(self._asked,), daemon=True, name="job notes").start()
+        helper_thread(partial(_answer, self._asked), "job notes").start()
         weakref.finalize(self, self._asked.put, None)
 
     @classmethod

@@ -32,8 +32,8 @@ _WIDEST_FIELD, _WIDEST_SITE = 80, 120
 _MOST_TEXTS = 4096
 _DEEPEST = 48
 # A state's index here is its byte in a slot. Enumerations are too slow for something that runs on every call.
-_STATES = (CallState.OPEN, CallState.WAITED, CallState.DONE)
-_OPEN, _WAITED, _DONE = range(3)
+_STATES = (CallState.OPEN, CallState.WAITED, CallState.DONE, CallState.RETURNED)
+OPEN, WAITED, DONE, RETURNED = range(4)
 
 HERE = str(Path(__file__).parents[1]) + os.sep
 _PACKAGES = str(Path(__file__).parents[3]) + os.sep
@@ -60,9 +60,15 @@ class Channel:
 
 
 class Call:
-    """One call of this process. `started` is monotonic time; `work` is the call's handle, if it has one."""
+    """One call of this process.
 
-    __slots__ = ("channel", "is_open", "sequence", "serial", "started", "text", "work")
+    Attributes:
+        started: monotonic time.
+        state: `OPEN`, `WAITED` or `RETURNED`.
+        work: its handle, while it is open.
+    """
+
+    __slots__ = ("channel", "sequence", "serial", "started", "state", "text", "work")
 
     def __init__(self, serial: int, channel: Channel, text: bytes):
         self.serial = serial
@@ -70,7 +76,7 @@ class Call:
         self.sequence = channel.count
         self.text = text
         self.started = time.monotonic()
-        self.is_open = False
+        self.state = WAITED
         self.work: Work | None = None
 
 
@@ -130,7 +136,7 @@ class CallLog:
         start = call.started + self._to_wall
         at = call.serial % SLOTS * _SLOT_BYTES
         # One write: a process that dies here leaves a whole record or none.
-        slot = _HEADER.pack(call.serial, call.sequence, start, _WAITED, len(text)) + text
+        slot = _HEADER.pack(call.serial, call.sequence, start, WAITED, len(text)) + text
         self._ring[at : at + len(slot)] = slot
         self.pending[call.serial] = call
         return call
@@ -138,18 +144,21 @@ class CallLog:
     def leave_open(self, call: Call, work: Work) -> None:
         """Record that `call` continues as `work`, and that nobody is waiting for it."""
         call.work = work
-        call.is_open = True
-        self._write_state(call, _OPEN)
+        self._set_state(call, OPEN)
 
     def wait_for(self, call: Call) -> None:
         """Record that somebody is waiting for `call`."""
-        call.is_open = False
-        self._write_state(call, _WAITED)
+        self._set_state(call, WAITED)
+
+    def hand_back(self, call: Call) -> None:
+        """Record that whoever waited for `call` has gone on, and that the device has yet to finish it."""
+        call.work = None  # it holds tensors
+        self._set_state(call, RETURNED)
 
     def finish(self, call: Call) -> None:
         """Record that `call` is done or has been given up."""
         self.pending.pop(call.serial, None)
-        self._write_state(call, _DONE)
+        self._set_state(call, DONE)
 
     def records(self) -> list[CallRecord]:
         """The calls in the ring and those pending, oldest first."""
@@ -160,8 +169,7 @@ class CallLog:
 
     def record(self, call: Call) -> CallRecord:
         """`call` as a record."""
-        start, state = call.started + self._to_wall, _OPEN if call.is_open else _WAITED
-        return _record(call.serial, call.sequence, start, state, call.text)
+        return _record(call.serial, call.sequence, call.started + self._to_wall, call.state, call.text)
 
     def close(self) -> None:
         """Remove the file."""
@@ -169,7 +177,8 @@ class CallLog:
             Path(self.path).unlink(missing_ok=True)
             self.path = None
 
-    def _write_state(self, call: Call, state: int) -> None:
+    def _set_state(self, call: Call, state: int) -> None:
+        call.state = state
         if call.serial > self._latest - SLOTS:  # otherwise another call has taken its slot
             self._ring[call.serial % SLOTS * _SLOT_BYTES + _STATE_AT] = state
 

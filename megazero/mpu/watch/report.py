@@ -9,10 +9,15 @@ from enum import Enum
 
 
 class CallState(str, Enum):
-    """The state of a call: `OPEN` runs with nobody waiting for it; in `WAITED`, someone is waiting."""
+    """The state of a call.
+
+    `OPEN`: it runs with nobody waiting for it. `WAITED`: someone is waiting. `RETURNED`: its caller went on,
+    and the device waits.
+    """
 
     OPEN = "open"
     WAITED = "waited"
+    RETURNED = "returned"
     DONE = "done"
 
 

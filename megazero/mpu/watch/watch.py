@@ -22,20 +22,23 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
-from types import FrameType, TracebackType
+from types import TracebackType
 
 import torch
 
 from megazero.errors import CommunicationError
 from megazero.mpu.group import Work
+from megazero.mpu.threads import helper_thread
 from megazero.mpu.waits import Waits
 from megazero.mpu.watch.diagnose import spell_ranks
 from megazero.mpu.watch.failure import FailureDiagnosis, JobFailure
+from megazero.mpu.watch.flight_recorder import write_flight_record
 from megazero.mpu.watch.heartbeat import Heartbeat
 from megazero.mpu.watch.job_notes import JobNotes, SilentKeeperError
-from megazero.mpu.watch.log import HERE, Call, CallLog, Channel, spell_place
+from megazero.mpu.watch.log import OPEN, RETURNED, Call, CallLog, Channel
+from megazero.mpu.watch.queued import Mark, QueuedCalls
 from megazero.mpu.watch.report import Alarm, CallRecord, ChannelRecord, Report
+from megazero.mpu.watch.stacks import spell_stack, spell_trace
 
 EXIT_STATUS = 70
 _LONGEST_ERROR = 500
@@ -91,6 +94,8 @@ class Watch:
         limits: how long it waits for what.
         ending: ends the process if its main thread does not.
         waits: adds up what this process waits in its calls.
+        new_mark: makes a mark in the device's queue, where calls return when they are queued there (NCCL);
+            None where they return when they are done.
 
     Attributes:
         listener: called with why the job has failed, in the process that makes the diagnosis; in a thread of
@@ -105,6 +110,7 @@ class Watch:
         limits: WatchLimits,
         ending: ProcessExit | None = None,
         waits: Waits | None = None,
+        new_mark: Callable[[], Mark] | None = None,
     ):
         self.rank = rank
         self.waits = waits or Waits()
@@ -117,6 +123,7 @@ class Watch:
         self._summary = "its report did not come through"
         self._threads: list[threading.Thread] = []
         self._log = _open_log() if world_size > 1 else CallLog()
+        self._queued = None if new_mark is None else QueuedCalls(self._log, new_mark)
         self.listener: Callable[[JobFailure], None] | None = None
         self._diagnosis = FailureDiagnosis(job_notes, rank, world_size, limits.grace, self._pass_on)
         self._still: Mapping[int, str] = {}
@@ -168,6 +175,8 @@ class Watch:
             thread.join(self._limits.grace)
         if self._alarm is not None:
             self._ending.cancel()
+            if self._device_is_behind():  # for good, maybe, and then the end of this process waits for it
+                self._ending.prepare(self._limits.grace)
         self._log.close()
         atexit.unregister(self._at_exit)
 
@@ -217,9 +226,12 @@ class Watch:
             call.started = time.monotonic()  # such a work may only begin now
         self._log.wait_for(call)
 
-    def finish(self, call: Call) -> None:
-        """Record that `call` is done or has been given up."""
-        self._log.finish(call)
+    def finish(self, call: Call, *, given_up: bool = False) -> None:
+        """Record that `call` has returned to whoever waited for it, or that nobody will wait for it."""
+        if self._queued is None or given_up:
+            self._log.finish(call)
+        else:
+            self._queued.add(call)
 
     def fail(self, call: Call, error: Exception) -> CommunicationError:
         """Note that the job has failed because `call` raised `error`; returns the error to raise."""
@@ -246,7 +258,7 @@ class Watch:
             self._settled.wait(self._diagnosis.longest)
 
     def _start(self, *bodies: Callable[[], None]) -> None:
-        self._threads = [threading.Thread(target=body, daemon=True, name=body.__name__) for body in bodies]
+        self._threads = [helper_thread(body, body.__name__) for body in bodies]
         for thread in self._threads:
             thread.start()
 
@@ -254,7 +266,7 @@ class Watch:
         """Sound an alarm. Only this process's first alarm counts; without threads there is nobody to tell."""
         with self._lock:
             if self._alarm is None and self._threads and not self._closed.is_set():
-                self._alarm = kind, text, _spell_trace(trace)
+                self._alarm = kind, text, spell_trace(trace)
                 self._wake.set()
 
     # The two threads.
@@ -287,14 +299,25 @@ class Watch:
 
     def _watch_calls(self) -> None:
         while not self._wake.wait(self._limits.poll):
-            if overdue := self._overdue():
+            try:
+                overdue = self._overdue()
+            except RuntimeError as error:
+                # The main thread hears of it at its next call for the device, and knows better where.
+                if not self._wake.wait(self._limits.grace):
+                    self._sound(Alarm.COMMUNICATION, f"its device failed: {error}"[:_LONGEST_ERROR])
+                continue
+            if overdue:
                 what = self._log.record(overdue).what
-                self._sound(Alarm.TIMEOUT, f"{what} took more than {self._limits.call:g} s")
+                where = " on the device" if overdue.state == RETURNED else ""
+                self._sound(Alarm.TIMEOUT, f"{what} took more than {self._limits.call:g} s{where}")
         if self._alarm is None:
             return
         try:
             self._ending.prepare(self._diagnosis.longest + self._limits.grace)
-            self._summary = self._diagnosis.hold(self._report(*self._alarm), self._still)
+            report = self._report(*self._alarm)
+            if self._queued is not None and report.alarm is not Alarm.RAISED:
+                self._diagnosis.record = write_flight_record(self.rank)
+            self._summary = self._diagnosis.hold(report, self._still)
         except Exception as error:
             traceback.print_exc()
             self._summary = f"{self._alarm[1]}; its diagnosis failed: {type(error).__name__}: {error}"
@@ -306,12 +329,14 @@ class Watch:
             self._ending.end()
 
     def _overdue(self) -> Call | None:
-        """The oldest call that has taken too long."""
+        """The oldest call that has taken too long. Raises RuntimeError if the device has failed."""
+        if self._queued is not None:
+            self._queued.settle()
         latest = time.monotonic() - self._limits.call
         for call in list(self._log.pending.values()):
             if call.started > latest:
                 continue
-            if not call.is_open:
+            if call.state != OPEN:
                 return call
             is_completed = getattr(call.work, "is_completed", None)
             if is_completed is not None and not is_completed():
@@ -319,9 +344,18 @@ class Watch:
                 return call
         return None
 
+    def _device_is_behind(self) -> bool:
+        """Whether the device has yet to finish calls that have returned."""
+        if self._queued is None:
+            return False
+        with suppress(RuntimeError):  # of a device that has failed: it finishes nothing
+            self._queued.settle()
+        return len(self._queued) > 0
+
     def _report(self, kind: Alarm, text: str, frames: tuple[str, ...]) -> Report:
         main = threading.main_thread().ident
         assert main is not None, "the main thread has been started"
+        self._device_is_behind()
         return Report(
             rank=self.rank,
             where=_where(),
@@ -333,7 +367,7 @@ class Watch:
                 for channel in list(self._channels.values())
             },
             calls=tuple(self._log.records()),
-            stack=frames or _spell_stack(sys._current_frames().get(main)),
+            stack=frames or spell_stack(sys._current_frames().get(main)),
         )
 
     def _at_exit(self) -> None:
@@ -355,24 +389,3 @@ def _open_log() -> CallLog:
             f"the calls of a rank that dies will be lost, because its log has no file: {error}", stacklevel=3
         )
         return CallLog()
-
-
-def _spell_trace(trace: TracebackType | None) -> tuple[str, ...]:
-    """The frames that an error passed through, outermost first, without those of this package."""
-    frames = () if trace is None else traceback.walk_tb(trace)
-    return tuple(_spell_frame(frame, line) for frame, line in frames if not _is_ours(frame))
-
-
-def _spell_stack(frame: FrameType | None) -> tuple[str, ...]:
-    """The frames from the outermost to the one that called into this package, or else to `frame`."""
-    frames = reversed(list(traceback.walk_stack(frame)))
-    outer = takewhile(lambda frame_line: not _is_ours(frame_line[0]), frames)
-    return tuple(_spell_frame(frame, line) for frame, line in outer)
-
-
-def _spell_frame(frame: FrameType, line: int) -> str:
-    return f"{spell_place(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(HERE)

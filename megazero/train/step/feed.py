@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypedDict
@@ -15,6 +15,7 @@ from megazero.data.blended import SampleDataset, whereabouts
 from megazero.data.sampler import BatchSampler, SamplerSpec
 from megazero.data.sources import changed_files
 from megazero.models.batch import Collate, M, M_co, MicroBatch, RowPlace
+from megazero.mpu.threads import helper_pool
 
 
 class Sampler(Protocol):
@@ -158,7 +159,7 @@ class ReadAhead:
         self._read = read
         self._ahead = ahead
         self._pending: dict[int, Future[dict[str, np.ndarray]]] = {}
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+        self._executor = helper_pool(1, "read-ahead")
 
     def take(self, start: int) -> dict[str, np.ndarray]:
         """The micro-batch at `start`, whether expected or not."""

@@ -9,7 +9,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import OffloadError
+from megazero.mpu.threads import helper_pool
 from megazero.zero.store.tier import Tier, TierSlot, Traffic
 
 PAGE = 4096
@@ -224,7 +225,7 @@ class _OpenFile:
         self._settings = settings
         self._file = self._checked(partial(_open_nameless, folder), "be made in")
         self._direct = _reopened(self._file) if settings.direct else None
-        self._threads = ThreadPoolExecutor(settings.depth, "offload")
+        self._threads = helper_pool(settings.depth, "offload")
         files = {file for file in (self._file, self._direct) if file is not None}
         weakref.finalize(self, _close, files)
 
