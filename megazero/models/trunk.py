@@ -15,6 +15,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.layers.embedding import Embedding
 from megazero.layers.inputs import AttentionCore, Deferred, LayerInputs
 from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
+from megazero.layers.rotary import rotary_of
 from megazero.layers.rows import Rows
 from megazero.layers.sums import Sums
 from megazero.layers.transformer import TransformerLayer
@@ -27,7 +28,6 @@ from megazero.moe.mlp import MoEMLP
 from megazero.moe.router import Router
 from megazero.mpu.param_spec import spec_of
 from megazero.ops.positions import Positions, position_tensor
-from megazero.ops.rotary import rotary_table
 from megazero.pipeline.chunk import Boundary
 
 WORD = "embedding.word.weight"
@@ -150,7 +150,7 @@ class Trunk(ModelChunk[M_contra]):
             _rows_first(positions),
             batch.document_ids,
             _rows_first(batch.sample_keys),
-            self._rotary(embedded),
+            rotary_of(self.config, _rows_first(embedded)),
             self.placement.spread,
         )
         inputs = LayerInputs(rows, core, deferred, skipping=batch.skipping)
@@ -168,12 +168,6 @@ class Trunk(ModelChunk[M_contra]):
     def _per_token(self) -> frozenset[str]:
         """The names of the terms that are sums over tokens."""
         return frozenset(term.name for term in self.terms if term.over == "tokens")
-
-    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        if self.config.position_embedding_type != "rope":
-            return None
-        dim = int(self.config.head_dim * self.config.rotary_percent)
-        return rotary_table(_rows_first(positions), dim, self.config.rotary_base)
 
 
 def _rows_first(values: _Columns) -> _Columns:

@@ -18,6 +18,7 @@ from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, adjacent, heads_of, on_native_cpu, rows_of
+from megazero.ops.rotary_frequencies import UNSCALED, RotaryScaling, rotary_frequencies
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,27 @@ class RotaryFacts(CallFacts):
 
 
 def rotary_table(
-    positions: Tensor, dim: int, base: float, dtype: torch.dtype = torch.float32
+    positions: Tensor,
+    dim: int,
+    base: float,
+    dtype: torch.dtype = torch.float32,
+    *,
+    scaling: RotaryScaling = UNSCALED,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * base^(-2 i / dim), each [s, 1, 1, dim/2] or [s, b, 1, dim/2].
+    """cos and sin of position * frequency, each [s, 1, 1, dim/2] or [s, b, 1, dim/2].
 
-    positions: int64 [s], or [s, b] if samples differ. dim: how many channels of a head are rotated, an even
-    number. Angles are computed in fp32, as they were for published checkpoints. Raises ValueError if dim is
-    odd or positions have another number of dims.
+    Args:
+        positions: int64 [s], or [s, b] if samples differ.
+        dim: how many channels of a head are rotated, an even number.
+        base: the frequency of pair i is base^(-2 i / dim) radians per position.
+        dtype: of the result.
+        scaling: changes the frequencies, and multiplies cosines and sines by its magnitude.
+        exact: whether angles are computed in fp64. In fp32, as for published checkpoints, the fastest ones
+            are wrong by 0.009 rad at position 131,072 and by 0.07 at 1M.
+
+    Raises:
+        ValueError: `dim` is odd, or positions have another number of dims.
     """
     if dim % 2:
         raise ValueError(f"`dim` must be even, but is {dim}; channels are rotated in pairs.")
@@ -47,11 +62,14 @@ def rotary_table(
             f"`positions` must be [s] or [s, b], but has shape {tuple(positions.shape)}; "
             "give one position per token."
         )
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim
-    inverse_frequencies = 1.0 / base**exponents
+    wide = torch.float64 if exact else torch.float32
+    frequencies = rotary_frequencies(dim, base, wide, positions.device, scaling)
     columns = positions.reshape(*positions.shape, *(1,) * (4 - positions.dim()))
-    angles = columns.to(torch.float32) * inverse_frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    angles = columns.to(wide) * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    if scaling.magnitude != 1.0:
+        cos, sin = cos * scaling.magnitude, sin * scaling.magnitude
+    return cos.to(dtype), sin.to(dtype)
 
 
 def apply_rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

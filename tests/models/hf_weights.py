@@ -71,13 +71,39 @@ def gpt2_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     return GPT2LMHeadModel(theirs).eval()
 
 
+def rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
+    """transformers' words for the scaling of the rotation."""
+    if config.position_embedding_type == "yarn":
+        return {
+            "rope_type": "yarn",
+            "factor": config.rotary_scaling_factor,
+            "original_max_position_embeddings": config.yarn_original_max_position_embeddings,
+            "beta_fast": config.yarn_beta_fast,
+            "beta_slow": config.yarn_beta_slow,
+            "truncate": config.yarn_correction_range_round_to_int,
+            "mscale": config.mscale,
+            "mscale_all_dim": config.mscale_all_dim,
+        }
+    if config.use_rope_scaling:
+        return {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_max_position_embeddings,
+        }
+    factor = config.rotary_seq_len_interpolation_factor
+    return None if factor is None else {"rope_type": "linear", "factor": factor}
+
+
 def like_llama(config: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """What the configurations of Llama and its descendants have in common."""
     import transformers
 
-    rope = {"rope_theta": config.rotary_base}
+    rope = {"rope_theta": config.rotary_base, "rope_scaling": rope_scaling(config)}
     if int(transformers.__version__.split(".")[0]) >= 5:
-        rope = {"rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base}}
+        scaling = rope["rope_scaling"] or {"rope_type": "default"}
+        rope = {"rope_parameters": {**scaling, "rope_theta": config.rotary_base}}
     return {
         "vocab_size": vocab_size,
         "max_position_embeddings": config.positions,

@@ -61,6 +61,22 @@ LLAMA = ModelConfig(
     add_bias_linear=False,
     init_method_std=0.08,
 )
+LLAMA_3 = {
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 6.0,
+    "rope_low_freq_factor": 0.5,
+    "rope_high_freq_factor": 2.0,
+    "rope_original_max_position_embeddings": 16,
+}
+YARN = {
+    "position_embedding_type": "yarn",
+    "rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 16,
+    "yarn_beta_fast": 2.0,
+    "yarn_beta_slow": 0.1,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.3,
+}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 SHAPES = {
     "gpt2": (GPT2, gpt2_model),
@@ -70,6 +86,9 @@ SHAPES = {
     "llama-tied": (LLAMA, llama_model),
     "qwen2": (LLAMA.model_copy(update={"kv_channels": None, "add_qkv_bias": True}), qwen2_model),
     "llama-one-group": (LLAMA.model_copy(update={"num_query_groups": 1}), llama_model),
+    "llama-linear": (LLAMA.model_copy(update={"rotary_seq_len_interpolation_factor": 3.0}), llama_model),
+    "llama-3.1": (LLAMA.model_copy(update=LLAMA_3), llama_model),
+    "llama-yarn": (LLAMA.model_copy(update=YARN), llama_model),
     "llama-all-groups": (LLAMA.model_copy(update={"num_query_groups": 6}), llama_model),
 }
 TOKENS = torch.randint(VOCAB[0], (3, 30), generator=torch.Generator().manual_seed(5))

@@ -33,6 +33,17 @@ MODEL = {
         "rope": {"position-embedding-type": "rope"},
         "rope-half": {"position-embedding-type": "rope", "rotary-percent": 0.5},
         "rope-base": {"position-embedding-type": "rope", "rotary-percent": 0.75, "rotary-base": 50.0},
+        "rope-linear": {"position-embedding-type": "rope", "rotary-seq-len-interpolation-factor": 4.0},
+        "rope-llama3": {
+            **{"position-embedding-type": "rope", "use-rope-scaling": True, "rope-scaling-factor": 6.0},
+            **{"rope-low-freq-factor": 0.5, "rope-high-freq-factor": 2.0},
+            "rope-original-max-position-embeddings": 8,
+        },
+        "yarn": {
+            **{"position-embedding-type": "yarn", "rotary-scaling-factor": 4.0, "yarn-beta-fast": 2.0},
+            **{"yarn-beta-slow": 0.1, "yarn-original-max-position-embeddings": 8, "rotary-base": 100.0},
+            **{"mscale": 0.8, "mscale-all-dim": 0.3, "no-yarn-correction-range-round-to-int": True},
+        },
     },
     "normalization": {"layer": {"normalization": "LayerNorm"}, "rms": {"normalization": "RMSNorm"}},
     "epsilon": {"small": {"norm-epsilon": 1e-5}, "large": {"norm-epsilon": 0.05}},

@@ -86,7 +86,7 @@ class Model:
         name = f"layers.{i}.attention"
         qkv = _linear(w, f"{name}.qkv", x).unflatten(-1, (groups, heads // groups + 2, -1))
         q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]  # [b, s, heads, d]
-        if self.flags["position-embedding-type"] == "rope":
+        if self.flags["position-embedding-type"] in ("rope", "yarn"):
             q, k = self._rotated(q, text.positions), self._rotated(k, text.positions)
         q, k, v = (each.repeat_interleave(heads // each.shape[2], 2).transpose(1, 2) for each in (q, k, v))
         scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])).to(_wide(x))
@@ -97,11 +97,11 @@ class Model:
         return _linear(w, f"{name}.out", (probs @ v).transpose(1, 2).flatten(2))
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The first channels of each head, in pairs (i, i + half), turned by position x base^(-i / half)."""
+        """The first channels of each head, in pairs (i, i + half), turned by position x speed."""
         half = int(x.shape[-1] * self.flags["rotary-percent"]) // 2
-        speeds = self.flags["rotary-base"] ** (-torch.arange(half, dtype=torch.float64) / half)
+        speeds, size = rotary_speeds(self.flags, half)
         angles = (positions[..., None] * speeds)[:, :, None]
-        sin, cos = angles.sin().to(_wide(x)), angles.cos().to(_wide(x))
+        sin, cos = (size * angles.sin()).to(_wide(x)), (size * angles.cos()).to(_wide(x))
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
         return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), -1).to(x.dtype)
 
@@ -155,3 +155,35 @@ def initial_spread(flags: Flags, name: str) -> float | str:
         return "ones"
     into_residual = name.endswith(("attention.out.weight", ".down.weight"))
     return flags["init-method-std"] / (math.sqrt(2 * flags["num-layers"]) if into_residual else 1.0)
+
+
+def rotary_speeds(flags: Mapping[str, object], half: int) -> tuple[Tensor, float]:
+    """Radians per position of each pair of channels, as the papers say, and the factor of cos and sin."""
+    base, speeds, size = flags["rotary-base"], [], 1.0
+    for i in range(half):
+        speed = base ** (-i / half)
+        if flags.get("rotary-seq-len-interpolation-factor"):
+            speed /= flags["rotary-seq-len-interpolation-factor"]
+        if flags.get("use-rope-scaling"):
+            turns = flags["rope-original-max-position-embeddings"] * speed / (2 * math.pi)
+            low, high = flags["rope-low-freq-factor"], flags["rope-high-freq-factor"]
+            slow = speed / flags["rope-scaling-factor"]
+            if turns < low:
+                speed = slow
+            elif turns <= high:
+                share = (turns - low) / (high - low)
+                speed = share * speed + (1 - share) * slow
+        if flags["position-embedding-type"] == "yarn":
+            length, factor = flags["yarn-original-max-position-embeddings"], flags["rotary-scaling-factor"]
+            # The (real) pair that turns so often in this length: length x base^(-pair / half) = 2 pi x turns.
+            fast, slow = (
+                max(0.0, half * math.log(length / (2 * math.pi * flags[name])) / math.log(base))
+                for name in ("yarn-beta-fast", "yarn-beta-slow")
+            )
+            share = min(1.0, max(0.0, (i - fast) / (min(slow, 2 * half - 1) - fast)))
+            speed = share * speed / factor + (1 - share) * speed
+            size = (0.1 * flags["mscale"] * math.log(factor) + 1) / (
+                0.1 * flags["mscale-all-dim"] * math.log(factor) + 1
+            )
+        speeds.append(speed)
+    return torch.tensor(speeds, dtype=torch.float64), size

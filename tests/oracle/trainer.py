@@ -58,6 +58,13 @@ def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -
     of_training = unit == "tokens" and "train-tokens" not in flags
     whole = total[1] * flags["seq-length"] if of_training else decay
     warmup = flags.get(f"lr-warmup-{unit}", flags.get("lr-warmup-fraction", 0) * whole)
+    if of_training and "train-iters" in flags and "lr-warmup-fraction" in flags:
+        # It warms up over iterations, and decays over tokens from those that are consumed by then.
+        steps = flags["lr-warmup-fraction"] * total[0]
+        if done[0] <= steps:
+            return flags["lr-warmup-init"] + (peak - flags["lr-warmup-init"]) * done[0] / steps
+        before, after = (total_samples(flags, each) for each in (int(steps), int(steps) + 1))
+        warmup = (before + (steps - int(steps)) * (after - before)) * flags["seq-length"]
     if warmup > 0 and count <= warmup:
         return flags["lr-warmup-init"] + (peak - flags["lr-warmup-init"]) * count / warmup
     style = flags["lr-decay-style"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Json, Limit
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit
+from megazero.checkpoint.hf.rope import ROPE_SETTINGS, plain_rope, with_rope_parameters
 from megazero.checkpoint.naming import TensorRule, biased, qkv_biased, untied
 
 _WORDS = "model.embed_tokens.weight"
@@ -75,47 +76,6 @@ def with_defaults(settings: tuple[FieldPair, ...], **defaults: Any) -> tuple[Fie
     )
 
 
-def plain_rope(config: Json) -> dict[str, Any]:
-    """`config` with a plain ``rope_theta``, where transformers 5 writes ``rope_parameters``.
-
-    Raises:
-        ValueError: the rotation is scaled, partial or otherwise not the plain one (Su et al. 2021).
-    """
-    out = dict(config)
-    thetas = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
-    for field in ("rope_scaling", "rope_parameters"):
-        nested = out.pop(field, None)
-        if nested is None:
-            continue
-        if not isinstance(nested, dict):
-            raise ValueError(f"`{field}` must be an object, but is {nested!r:.80}")
-        kind = nested.get("rope_type", nested.get("type", "default"))
-        extra = {key: nested[key] for key in nested.keys() - {"rope_type", "type", "rope_theta"}}
-        if extra.get("partial_rotary_factor") in (None, 1.0):
-            extra.pop("partial_rotary_factor", None)
-        if kind != "default" or extra:
-            raise ValueError(
-                f"`{field}` must be the default rotation, but is {nested!r:.200}; scaled rotations are not "
-                "supported"
-            )
-        if nested.get("rope_theta") is not None:
-            thetas[field] = nested["rope_theta"]
-    if any(theta != next(iter(thetas.values())) for theta in thetas.values()):
-        raise ValueError(f"`rope_theta` must be given once, but is given as {thetas}; keep the right one")
-    if config.get("partial_rotary_factor") not in (None, 1.0):
-        raise ValueError(
-            f"`partial_rotary_factor` must be 1, but is {config['partial_rotary_factor']!r:.40}; Llama "
-            f"rotates whole heads"
-        )
-    out.pop("rope_theta", None)
-    return {**out, "rope_theta": next(iter(thetas.values()))} if thetas else out
-
-
-def with_rope_parameters(config: Json) -> dict[str, Any]:
-    """`config` with the rotation's base in both places, as versions 4 and 5 of transformers differ."""
-    return {**config, "rope_parameters": {"rope_type": "default", "rope_theta": config["rope_theta"]}}
-
-
 EVEN_HEADS = Limit(lambda m: m.head_dim % 2 == 0, "the width of a head must be even to be rotated")
 
 LLAMA = Architecture(
@@ -138,7 +98,7 @@ LLAMA = Architecture(
         FieldPair("attention_bias", "add_bias_linear", False),
         FieldPair("mlp_bias", "add_bias_linear", False),
         FieldPair("rms_norm_eps", "norm_epsilon", 1e-6),
-        FieldPair("rope_theta", "rotary_base", 10000.0),
+        *ROPE_SETTINGS,
         FieldPair("attention_dropout", "attention_dropout", 0.0),
         FieldPair("initializer_range", "init_method_std", 0.02),
         FieldPair(
@@ -150,7 +110,6 @@ LLAMA = Architecture(
     ),
     ours_fixed=(
         ("family", "gpt"),
-        ("position_embedding_type", "rope"),
         ("rotary_percent", 1.0),
         ("normalization", "RMSNorm"),
         ("apply_residual_connection_post_layernorm", False),

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Json, Limit
-from megazero.checkpoint.hf.llama import EVEN_HEADS, LLAMA, UNBIASED_SETTINGS, plain_rope, with_defaults
+from megazero.checkpoint.hf.llama import EVEN_HEADS, LLAMA, UNBIASED_SETTINGS, with_defaults
+from megazero.checkpoint.hf.rope import plain_rope
 
 PLAIN_HEADS = Limit(
     lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
@@ -15,10 +16,10 @@ PLAIN_HEADS = Limit(
 
 
 def plain(config: Json) -> dict[str, Any]:
-    """`config` without the sliding window that it may describe but not use, and with a plain rotation.
+    """`config` without the sliding window that it may describe but not use, and its rotation flat.
 
     Raises:
-        ValueError: a layer has a sliding window, or the rotation is not the plain one.
+        ValueError: a layer has a sliding window, or see `plain_rope`.
     """
     out = plain_rope(config)
     if out.get("use_sliding_window"):

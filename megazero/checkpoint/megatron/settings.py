@@ -30,8 +30,6 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("apply_layernorm_1p", _UNSET, "norm weights stored less one"),
     ("embed_layernorm", _UNSET, "a norm of the embedding (BLOOM)"),
     ("rotary_interleaved", _UNSET, "interleaved rotation"),
-    ("use_rope_scaling", _UNSET, "scaled rotary frequencies"),
-    ("rotary_seq_len_interpolation_factor", (*_UNSET, 1), "interpolated rotary positions"),
     ("no_rope_freq", _UNSET, "layers without rotary positions"),
     ("glu_activation", _UNSET, "a gated activation other than SwiGLU"),
     ("quick_geglu", _UNSET, "a gated activation other than SwiGLU"),
@@ -51,10 +49,16 @@ _POSITIONS = MappingProxyType(
     {
         "learned_absolute": "learned_absolute",
         "rope": "rope",
+        "yarn": "yarn",
         "none": "none",
         PositionEmbedding.absolute: "learned_absolute",
         PositionEmbedding.rotary: "rope",
     }
+)
+_SCALING = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
+_YARN = (
+    *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+    *("yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
 )
 _NORMS = MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"})
 
@@ -140,14 +144,18 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
     kind = _POSITIONS[kind]
     if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
         kind = "none"
-    if kind != "rope":
+    if kind not in ("rope", "yarn"):
         return {"position_embedding_type": kind}
+    read = _YARN if kind == "yarn" else _SCALING
+    scaling = {name: arguments[name] for name in read if arguments.get(name) is not None}
     # Megatron-DeepSpeed and forks call the base theta; before it was configurable, it was 10000.
     bases = (arguments.get(name) for name in ("rotary_base", "rope_theta", "rotary_theta"))
     return {
         "position_embedding_type": kind,
         "rotary_base": next((base for base in bases if base is not None), 10000.0),
-        "rotary_percent": arguments.get("rotary_percent") or 1.0,
+        # Core's YaRN rotates whole heads, whatever `rotary_percent` says.
+        "rotary_percent": (kind == "rope" and arguments.get("rotary_percent")) or 1.0,
+        **scaling,
     }
 
 

@@ -16,10 +16,7 @@ _LARGEST_AXIS = 4096  # ranks along one axis of a layout that is named
 
 def _rotary_dim_is_even(case: Case) -> bool:
     model = case.config.model
-    if model.position_embedding_type != "rope":
-        return True
-    rotary_dim = int(model.head_dim * model.rotary_percent)
-    return rotary_dim >= 2 and rotary_dim % 2 == 0
+    return not model.rotates or (model.rotary_dim >= 2 and model.rotary_dim % 2 == 0)
 
 
 MODEL_RULES: tuple[Rule, ...] = (
@@ -46,7 +43,30 @@ MODEL_RULES: tuple[Rule, ...] = (
         "the rotated part of a head must have an even number of channels, at least 2",
         "change the head width or `--rotary-percent`",
         _rotary_dim_is_even,
-        lambda c: f"{int(c.config.model.head_dim * c.config.model.rotary_percent)} of each head are rotated",
+        lambda c: f"{c.config.model.rotary_dim} of each head are rotated",
+    ),
+    Rule(
+        "one_rotary_scaling",
+        ("model.use_rope_scaling", "model.rotary_seq_len_interpolation_factor"),
+        "rotary positions must be scaled in one way",
+        "leave out `--use-rope-scaling` or `--rotary-seq-len-interpolation-factor`",
+        lambda c: (
+            not (c.config.model.use_rope_scaling and c.config.model.rotary_seq_len_interpolation_factor)
+        ),
+    ),
+    Rule(
+        "rotary_limits_in_order",
+        (
+            *("model.rope_low_freq_factor", "model.rope_high_freq_factor"),
+            *("model.yarn_beta_slow", "model.yarn_beta_fast"),
+        ),
+        "the limit of the slow channels must be below that of the fast ones",
+        "give `--rope-high-freq-factor` above `--rope-low-freq-factor`, `--yarn-beta-fast` above "
+        "`--yarn-beta-slow`",
+        lambda c: (
+            c.config.model.rope_low_freq_factor < c.config.model.rope_high_freq_factor
+            and c.config.model.yarn_beta_slow < c.config.model.yarn_beta_fast
+        ),
     ),
     Rule(
         "positions_cover_sequence",

@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import PositiveInt
 
 from megazero.config.tree.option import option
-from megazero.config.tree.transformer import TransformerConfig
+from megazero.config.tree.rotary import RotaryConfig
 
 
-class BertConfig(TransformerConfig):
+class BertConfig(RotaryConfig):
     """BERT's heads and token types"""
 
     bert_binary_head: bool = option(
@@ -31,7 +31,7 @@ class BertConfig(TransformerConfig):
         return self.bert_binary_head or self.bert_token_types
 
 
-class ClassifierConfig(TransformerConfig):
+class ClassifierConfig(RotaryConfig):
     """The head of a task"""
 
     needs = "finetune.task"

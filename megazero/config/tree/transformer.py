@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megazero.config.tree.option import Probability, Section, option
 
@@ -32,20 +32,11 @@ class TransformerConfig(Section):
         aliases=("--num-key-value-heads",),
     )
     kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = option(
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = option(
         "learned_absolute",
         "how tokens learn their position",
         switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
         yielding=("--no-position-embedding",),
-    )
-    rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(
-        1.0, "share of each head's channels that is rotated", needs="position_embedding_type=rope"
-    )
-    rotary_base: PositiveFloat = option(
-        10000.0,
-        "base of the rotary frequencies",
-        aliases=("--rotary-position-embeddings-theta",),
-        needs="position_embedding_type=rope",
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
     norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))

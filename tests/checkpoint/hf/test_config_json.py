@@ -17,6 +17,7 @@ from megazero.checkpoint.hf.config_json import (
     model_of,
 )
 from megazero.errors import CheckpointError
+from megazero.layers.rotary import rotary_scaling
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MODELS, VOCAB, config_for
 from tests.models.hf_weights import decoder_model
 
@@ -110,10 +111,40 @@ REFUSED = [
     (GPT2, {"tie_word_embeddings": 1}, "`tie_word_embeddings` must be a bool"),
     (GPT2, {"vocab_size": 0}, "`vocab_size` must be a positive number"),
     (GPT2, {"vocab_size": None}, "`vocab_size` must be a positive number"),
-    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "`rope_scaling` must be the default"),
-    (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "`rope_scaling` must be the default"),
-    (LLAMA, {"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "`rope_parameters` must be the default"),
-    (LLAMA, {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}, "`rope_parameters` must be the def"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "`rope_scaling` must be a rotation of the"),
+    (LLAMA, {"rope_scaling": {"type": ["linear"]}}, "`rope_scaling` must be a rotation of the kinds default"),
+    (LLAMA, {"rope_scaling": {"type": "linear"}}, "`rope_scaling` of the kind linear must have `factor`"),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "of the kind linear must have `factor`"),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "linear", "factor": "2"}, "rope_parameters": None, "rope_theta": 500.0},
+        "`linear rope_scaling.factor` must be a float",
+    ),
+    (LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "must have `high_freq_factor`"),
+    (LLAMA, {"rope_scaling": {"type": "default", "factor": 8.0}}, "must not have `factor`"),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "yarn", "factor": 1, "attention_factor": 2.0}},
+        "`attention_factor` mus",
+    ),
+    (
+        LLAMA,
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {**ROPE, "factor": 4.0}},
+        "must not have `factor`",
+    ),
+    (
+        LLAMA,
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.0},
+            "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0},
+        },
+        "`rope_scaling` and `rope_parameters` must describe one rotation",
+    ),
+    (
+        LLAMA,
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+        "`rope_parameters` must rotate whol",
+    ),
     (LLAMA, {"rope_parameters": [1]}, "`rope_parameters` must be an object"),
     (LLAMA, {"rope_theta": 10000.0}, "`rope_theta` must be given once"),
     (LLAMA, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor` must be 1"),
@@ -127,6 +158,76 @@ REFUSED = [
     (LLAMA, {"head_dim": 7}, "the width of a head must be even"),
     (LLAMA, {"head_dim": -2}, "`head_dim` is -2"),
 ]
+
+
+SCALED = [
+    ({"type": "linear", "factor": 2}, {"rotary_seq_len_interpolation_factor": 2.0}),
+    (
+        {
+            "rope_type": "llama3",
+            **{"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0},
+            "original_max_position_embeddings": 4096,
+        },
+        {
+            **{"use_rope_scaling": True, "rope_high_freq_factor": 3.0},
+            "rope_original_max_position_embeddings": 4096,
+        },
+    ),
+    (
+        {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 2048, "truncate": False},
+        {
+            **{"position_embedding_type": "yarn", "rotary_scaling_factor": 16.0},
+            **{"yarn_original_max_position_embeddings": 2048, "yarn_correction_range_round_to_int": False},
+        },
+    ),
+    # Factor and length that are not given follow from the model's positions.
+    (
+        {"rope_type": "yarn", "original_max_position_embeddings": 8, "beta_fast": 16, "beta_slow": 2.0},
+        {
+            **{"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_beta_slow": 2.0},
+            **{"yarn_original_max_position_embeddings": 8, "yarn_beta_fast": 16.0},
+        },
+    ),
+    (
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 0.3},
+        {
+            **{"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7},
+            **{"yarn_original_max_position_embeddings": 32, "mscale_all_dim": 0.3},
+        },
+    ),
+    # One of the two alone is not read by transformers.
+    (
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7},
+        {
+            **{"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0},
+            "yarn_original_max_position_embeddings": 32,
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(("scaling", "expected"), SCALED, ids=lambda value: "-".join(map(str, value)))
+def test_scaled_rotations_are_read_and_written(scaling, expected, field):
+    plain = {**config_for(LLAMA), "max_position_embeddings": 32}
+    del plain["rope_parameters"]
+    config = {**plain, field: scaling}
+    model = model_of(find_architecture(config), config)
+    changed = model_of(find_architecture(plain), plain).model_copy(update=expected)
+    assert model == changed
+    written = config_of(architecture_of(model), model, 101, TokenIds(), "float32")
+    assert written["rope_parameters"]["rope_type"] == written["rope_scaling"]["rope_type"]
+    again = model_of(find_architecture(written), written)
+    assert again == model
+
+
+def test_a_given_sharpening_is_yarns():
+    scaling = {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.5}
+    config = {**config_for(LLAMA), "rope_parameters": scaling}
+    model = model_of(find_architecture(config), config)
+    assert rotary_scaling(model).magnitude == pytest.approx(1.5)
+    written = config_of(architecture_of(model), model, 101, TokenIds(), "float32")
+    assert written["rope_scaling"]["attention_factor"] == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize(("model", "changed", "message"), REFUSED, ids=[str(row[1])[:60] for row in REFUSED])

@@ -55,7 +55,6 @@ def rank_file(run: Path, rank: str = "00") -> Path:
         ({"multi_latent_attention": True}, "multi-latent"),
         ({"qk_layernorm": True}, "norms of queries and keys"),
         ({"apply_layernorm_1p": True}, "norm weights stored less one"),
-        ({"use_rope_scaling": True}, "scaled rotary"),
         ({"rotary_interleaved": True}, "interleaved"),
         ({"window_size": (128, 0)}, "sliding window"),
         ({"position_embedding_type": "alibi"}, "`position_embedding_type` is 'alibi'"),

@@ -27,6 +27,10 @@ OTHERS = {
     "experts_over_expert_ranks": "fewer experts than ranks for them, at which Megatron-DeepSpeed fails too",
     "data_source_given": "the data of fine-tuning on conversations",
     "needs_of_fp8_format": "experts whose products are of 8-bit floats",
+    **dict.fromkeys(
+        ("needs_of_rotary_scaling_factor", "needs_of_mscale", "needs_of_mscale_all_dim"),
+        "YaRN within multi-latent attention",
+    ),
     "--fp8-recipe mxfp8": "scales of blocks of 32 elements",
     "--fp8-recipe blockwise": "scales of blocks",
     "flags contradict the JSON": "two types in one script",

@@ -1,0 +1,53 @@
+"""The rotary table of a model: cosines and sines by which its layers turn queries and keys."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megazero.config.tree.model import ModelConfig
+from megazero.ops.rotary import rotary_table
+from megazero.ops.rotary_frequencies import (
+    UNSCALED,
+    LinearScaling,
+    Llama3Scaling,
+    RotaryScaling,
+    YarnScaling,
+    yarn_magnitude,
+)
+
+MOST_POSITIONS_IN_FP32 = 131_072
+"""Models of more positions compute angles in fp64. Published weights of fewer know the error of fp32."""
+
+
+def rotary_scaling(config: ModelConfig) -> RotaryScaling:
+    """How a model slows its channels down."""
+    if config.position_embedding_type == "yarn":
+        factor = config.rotary_scaling_factor
+        return YarnScaling(
+            factor,
+            config.yarn_original_max_position_embeddings,
+            config.yarn_beta_fast,
+            config.yarn_beta_slow,
+            config.yarn_correction_range_round_to_int,
+            yarn_magnitude(factor, config.mscale, config.mscale_all_dim),
+        )
+    if config.use_rope_scaling:
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        return Llama3Scaling(
+            config.rope_scaling_factor, low, high, config.rope_original_max_position_embeddings
+        )
+    divisor = config.rotary_seq_len_interpolation_factor
+    return UNSCALED if divisor is None else LinearScaling(divisor)
+
+
+def rotary_of(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+    """cos and sin of the angles at `positions`, int64 [s] or [s, b]; None if the model rotates nothing."""
+    if not config.rotates:
+        return None
+    return rotary_table(
+        positions,
+        config.rotary_dim,
+        config.rotary_base,
+        scaling=rotary_scaling(config),
+        exact=config.positions > MOST_POSITIONS_IN_FP32,
+    )
