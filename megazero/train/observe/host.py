@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import torch
 
@@ -36,6 +37,38 @@ def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu") 
     while sum(seconds) < 0.1 and len(seconds) < 100:
         seconds.append(_product_seconds(left, right))
     return 2.0 * len(left) * inner * columns / statistics.median(seconds)
+
+
+# Dense products of 16-bit numbers by the device's name, FLOP/s: half of what NVIDIA's data sheets of the A100, H100,
+# H200 and B200 state for bf16 "with sparsity".
+_NOMINAL = MappingProxyType(
+    {
+        "NVIDIA A100-SXM4-40GB": 312e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA H100 PCIe": 756.5e12,
+        "NVIDIA H100 80GB HBM3": 989.5e12,
+        "NVIDIA H200": 989.5e12,
+        "NVIDIA B200": 2250e12,
+    }
+)
+
+
+def nominal_matmul_rate(device_name: str) -> float | None:
+    """The maker's figure for dense 16-bit products on a device, FLOP/s; None if it is not known.
+
+    The shares that others report (MFU) are of this rate.
+    """
+    return _NOMINAL.get(device_name)
+
+
+def rate_remark(dtype: torch.dtype, rate: float, device_name: str) -> str:
+    """A sentence with the measured matmul rate of a GPU, and the nominal one where it is known; FLOP/s."""
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
+    line = f"products in {name} run at {rate / 1e12:.0f} TFLOP/s on this {device_name}"
+    nominal = None if dtype == torch.float32 else nominal_matmul_rate(device_name)
+    if nominal is None:
+        return line
+    return f"{line}, {rate / nominal:.0%} of the nominal {nominal / 1e12:g}; `matmul_share` is of the former"
 
 
 def _product_seconds(left: torch.Tensor, right: torch.Tensor) -> float:
@@ -98,6 +131,8 @@ def crowding_remarks(ranks: int, threads: int, cores: int, others: int | None) -
 
 def host_remarks(dtype: torch.dtype, rate: float, device: torch.device, others: int | None) -> list[str]:
     """All remarks for this process; `rate` is the result of `measure_matmul_rate` for `dtype`."""
+    if device.type == "cuda":
+        return [rate_remark(dtype, rate, torch.cuda.get_device_name(device))]
     if device.type != "cpu":
         return []
     slow = None
