@@ -7,6 +7,7 @@ What happens to one row is a line of the results and no more than that.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import time
 import traceback
@@ -91,8 +92,10 @@ class Worker:
         return {"failed": reason}
 
     def end(self) -> None:
-        """End the process, by force."""
+        """End the process, by force if it does not end by itself."""
         self._connection.close()
+        if self.usable:
+            self._process.join(10)
         self._process.kill()
         self._process.join(10)
 
@@ -109,6 +112,7 @@ def _serve(connection: Connection, work: Work) -> None:
         except Exception as error:  # any failure of a row is its result
             first = (str(error).splitlines() or [""])[0]
             line = {"failed": f"{type(error).__name__}: {first}", "trace": traceback.format_exc()}
+        gc.collect()  # an engine is in cycles, and a GPU has room for one
         connection.send((line, _device_answers()))
 
 

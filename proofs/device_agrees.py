@@ -48,18 +48,11 @@ from megazero.ops import native
 from megazero.ops.counter_random import keep_mask, normal
 from megazero.train.pretraining import pretrain
 from megazero.train.process import choose_products, compute_deterministically
-from megazero.verify.compare import Tolerance, compare
 from megazero.verify.record import Record, micro_batches, record_steps, verification_engine
+from proofs.verdicts import BF16_CURVE, FP8_CURVE, Verdict, bits, curve, near, same_tensors
 from tests.layers.pooled_graphs import PooledGraphs
 from tests.layouts.layout import EXPERTS, METHODS, Layout
 
-# Sums are added in another order, and exp, tanh and rsqrt differ in their last bits. Adam's epsilon keeps a step
-# from making more of that than it is, as in law 1, whose layouts stay within a fifth of this.
-ROUNDING = Tolerance(loss=5e-5, grad_norm=5e-4, relative=1e-3, absolute=1e-5)
-BF16_CURVE = 1e-2
-"""Of each loss in 20 steps: 8 bits round by 0.4%, and steps at a high rate add up what that turns."""
-FP8_CURVE = 3e-2
-"""As for bf16, with 3 bits."""
 ROW_SECONDS = 60.0
 WIDE = {
     "hidden_size": 256,
@@ -95,8 +88,8 @@ class Side:
 class Bench:
     """Where rows train: on `device`, with wide models or small ones.
 
-    `spoil` raises the learning rate of the second side by that share, and from 1 on changes its seed. Then no row
-    may agree.
+    `spoil` raises the learning rate of the second side by that share, and from 1 on changes its seed. Then no
+    row may agree.
     """
 
     device: str
@@ -165,55 +158,6 @@ def _on_host(record: Record) -> Record:
         for steps in (record.gradients, record.weights)
     )
     return replace(record, gradients=gradients, weights=weights)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How far two sides are apart: the share of the bound that is used, above 1 if it does not hold."""
-
-    used: float
-    where: str
-
-
-def near(first: Record, second: Record, tolerance: Tolerance = ROUNDING) -> Verdict:
-    """The worst deviation of two trainings within rounding."""
-    worst = max(compare([first], second, tolerance), key=lambda deviation: deviation.share)
-    return Verdict(worst.share, f"{worst.kind} of {worst.where}")
-
-
-def curve(first: Record, second: Record, bound: float) -> Verdict:
-    """The worst relative difference of two loss curves; of losses below 0.1, the absolute one times ten."""
-    worst = Verdict(0.0, "no step")
-    for step, (one, other) in enumerate(zip(first.losses, second.losses, strict=True)):
-        for label, loss in other.items():
-            mine = one[label]
-            if mine is None or loss is None:
-                used = 0.0 if mine is loss else float("inf")
-            else:
-                used = abs(mine - loss) / max(abs(loss), 0.1) / bound
-            if not used <= worst.used:
-                worst = Verdict(used if used == used else float("inf"), f"{label} of step {step}")
-    return worst
-
-
-def bits(first: Record, second: Record) -> Verdict:
-    """Whether two trainings are the same to the last bit."""
-    for step, losses in enumerate(first.losses):
-        if losses != second.losses[step] or first.grad_norms[step] != second.grad_norms[step]:
-            return Verdict(float("inf"), f"loss or norm of step {step}")
-        for kind in ("gradients", "weights"):
-            verdict = same_tensors(getattr(first, kind)[step], getattr(second, kind)[step])
-            if verdict.used:
-                return Verdict(verdict.used, f"{kind} of {verdict.where}, step {step}")
-    return Verdict(0.0, "every bit")
-
-
-def same_tensors(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Verdict:
-    """Whether two tables of tensors, which must not be empty, are the same to the last bit."""
-    if first.keys() != second.keys() or not first:
-        return Verdict(float("inf"), "names")
-    bad = [name for name, tensor in first.items() if not torch.equal(tensor, second[name])]
-    return Verdict(float("inf"), bad[0]) if bad else Verdict(0.0, "every bit")
 
 
 Check = Callable[[Bench], Verdict]
