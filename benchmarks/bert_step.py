@@ -1,4 +1,4 @@
-"""Training speed against other ways to train the same BERT, of 24M parameters by default, interleaved in one run.
+"""Training speed against other ways to train the same BERT (24M parameters by default), interleaved.
 
     python benchmarks/bert_step.py --dtype fp32                  # one process, all cores' threads
     python benchmarks/bert_step.py --dtype fp32 --ranks 2        # two ranks, the threads shared out

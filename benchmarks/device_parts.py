@@ -5,10 +5,10 @@
     python benchmarks/device_parts.py --device cpu --tiny
 
 `attention`: causal attention by each of torch's backends (cuDNN, flash, efficient, math), and by the one that
-it chooses itself. `linear`: a linear layer in bf16 and in 8-bit floats with its scales and casts, and the bare
-product of both. The shapes are those of `device_step.py`. One JSON line for each part, shape and way:
-microseconds of forward and of backward, TFLOP/s of both together, and their share of the device's nominal bf16
-rate.
+it chooses itself. `linear`: a linear layer in bf16 and in 8-bit floats with its scales and casts, and the
+bare product of both. The shapes are those of `device_step.py`. One JSON line for each part, shape and way:
+microseconds of forward and of backward, TFLOP/s of both together, and their share of the device's nominal
+bf16 rate.
 """
 
 from __future__ import annotations

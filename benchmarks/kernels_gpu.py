@@ -49,7 +49,6 @@ from megazero.ops.swiglu import swiglu_cuda, swiglu_reference
 from megazero.ops.update import StepFacts, UpdateCall, update_cuda
 from megazero.optim.elementwise import Adam
 
-
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TARGET = 0.85  # of the copy's rate
 KERNELS = {
@@ -108,6 +107,11 @@ class TaskMaker:
         (group,) = (group for group, names in KERNELS.items() if name in names)
         return next(task for task in getattr(self, group)() if task.name == name)
 
+    def plain(self, formula: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+        """The formula by torch's operators, and compiled; on a CPU it is only traced."""
+        backend = "aot_eager" if self.device == "cpu" else "inductor"
+        return {"torch": formula, "compiled": torch.compile(formula, dynamic=False, backend=backend)}
+
     def norms(self) -> Iterator[RateTask]:
         """The norms, with their weight gradients."""
         rows, width = self.sizes.rows, self.sizes.width
@@ -116,7 +120,10 @@ class TaskMaker:
             "layer_norm",
             (self.leaf(rows, width), weight, bias),
             lambda x, w, b: layer_norm_cuda(x, w, b, 1e-5, self.kernels),
-            {**_plain(lambda x, w, b: layer_norm_reference(x, w, b, 1e-5)), **_liger_and_apex("layer_norm")},
+            {
+                **self.plain(lambda x, w, b: layer_norm_reference(x, w, b, 1e-5)),
+                **_liger_and_apex("layer_norm"),
+            },
             2 * self.bytes,
             3 * self.bytes,
         )
@@ -124,7 +131,7 @@ class TaskMaker:
             "rms_norm",
             (self.leaf(rows, width), weight),
             lambda x, w: rms_norm_cuda(x, w, 1e-5, self.kernels),
-            {**_plain(lambda x, w: rms_norm_reference(x, w, 1e-5)), **_liger_and_apex("rms_norm")},
+            {**self.plain(lambda x, w: rms_norm_reference(x, w, 1e-5)), **_liger_and_apex("rms_norm")},
             2 * self.bytes,
             3 * self.bytes,
         )
@@ -136,7 +143,7 @@ class TaskMaker:
             "bias_gelu",
             (self.leaf(rows, width), self.leaf(width)),
             lambda x, b: bias_gelu_cuda(x, b, False, self.kernels),
-            _plain(lambda x, b: bias_gelu_reference(x, b, False)),
+            self.plain(lambda x, b: bias_gelu_reference(x, b, False)),
             2 * self.bytes,
             3 * self.bytes,
         )
@@ -144,7 +151,7 @@ class TaskMaker:
             "swiglu",
             (self.leaf(rows, 2, width),),
             lambda x: swiglu_cuda(x, self.kernels),
-            _plain(swiglu_reference),
+            self.plain(swiglu_reference),
             3 * self.bytes,
             5 * self.bytes,
         )
@@ -167,7 +174,7 @@ class TaskMaker:
             "rotary",
             (self.leaf(rows, 1, width // 64, 64),),
             lambda x: apply_rotary_cuda(x, cos, sin, self.kernels),
-            _plain(lambda x: apply_rotary_reference(x, cos, sin)),
+            self.plain(lambda x: apply_rotary_reference(x, cos, sin)),
             2 * self.bytes,
             2 * self.bytes,
         )
@@ -178,7 +185,7 @@ class TaskMaker:
             "scaled_softmax",
             (self.leaf(1, heads, queries, width),),
             lambda x: scaled_softmax_cuda(x, 0.125, False, None, self.kernels),
-            _plain(lambda x: scaled_softmax_reference(x, 0.125, False, None)),
+            self.plain(lambda x: scaled_softmax_reference(x, 0.125, False, None)),
             2 * probabilities,
             3 * probabilities,
         )
@@ -196,7 +203,7 @@ class TaskMaker:
             lambda x: vocab_parallel_cross_entropy_cuda(
                 x, target, SoloGroup(), 0, self.sizes.vocabulary, kernels=self.kernels
             ),
-            _plain(lambda x: cross_entropy(x.float(), target, reduction="none")),
+            self.plain(lambda x: cross_entropy(x.float(), target, reduction="none")),
             logits,
             2 * logits,
         )
@@ -229,10 +236,6 @@ class TaskMaker:
             self.bytes,
         )
         yield _adam(self.kernels, self.device, self.dtype, rows * width)
-
-
-def _plain(formula: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
-    return {"torch": formula, "compiled": torch.compile(formula, dynamic=False)}
 
 
 def _adam(kernels: KernelLibrary, device: str, dtype: torch.dtype, elements: int) -> RateTask:

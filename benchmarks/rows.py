@@ -12,7 +12,9 @@ import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 Line = dict[str, Any]
@@ -22,37 +24,46 @@ START_SECONDS = 90.0
 """The time that a process has to import what rows need."""
 
 
-def run_rows(work: Work, rows: Mapping[str, float], seconds: float) -> Iterator[tuple[str, Line]]:
-    """Work out rows in their order; each line comes as soon as it is there.
+def run_rows(
+    work: Work, rows: Mapping[str, float], seconds: float, workers: int = 1
+) -> Iterator[tuple[str, Line]]:
+    """Work out rows, begun in their order; each line comes as soon as it is there.
 
     Args:
         work: makes the line of a row from its name; a function that another process can import, or a
             `functools.partial` of one.
         rows: the seconds that each row may take, by name.
         seconds: the time for all rows; those left after it are left out.
+        workers: how many processes work at a time; one, if rows are to be timed.
 
     Yields:
         A row's name with its line. Instead of a line there may be ``{"failed": REASON}``, with the traceback
         as ``trace`` where there is one, or ``{"left_out": REASON}``.
     """
-    worker: Worker | None = None
     ends = time.monotonic() + seconds
-    try:
-        for name, limit in rows.items():
-            rest = ends - time.monotonic()
-            if rest <= 0:
-                yield name, {"left_out": f"{seconds:g} s had passed"}
-                continue
-            if worker is None:
-                worker = Worker(work)
-            line = worker.line(name, min(limit, rest))
-            if not worker.usable:
-                worker.end()
-                worker = None
-            yield name, line
-    finally:
-        if worker is not None:
+    idle: SimpleQueue[Worker] = SimpleQueue()
+
+    def one(name: str, limit: float) -> Line:
+        rest = ends - time.monotonic()
+        if rest <= 0:
+            return {"left_out": f"{seconds:g} s had passed"}
+        worker = Worker(work) if idle.empty() else idle.get()
+        line = worker.line(name, min(limit, rest))
+        if worker.usable:
+            idle.put(worker)
+        else:
             worker.end()
+        return line
+
+    pool = ThreadPoolExecutor(workers)
+    try:
+        names = {pool.submit(one, name, limit): name for name, limit in rows.items()}
+        for done in as_completed(names):
+            yield names[done], done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+        while not idle.empty():
+            idle.get().end()
 
 
 class Worker:

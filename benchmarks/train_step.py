@@ -1,4 +1,4 @@
-"""Training speed against other ways to train the same GPT, of 23M parameters by default, interleaved in one run.
+"""Training speed against other ways to train the same GPT (23M parameters by default), interleaved.
 
     python benchmarks/train_step.py --dtype bf16                 # one process, all cores' threads
     python benchmarks/train_step.py --dtype bf16 --ranks 2       # two ranks, the threads shared out

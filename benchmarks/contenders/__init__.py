@@ -58,7 +58,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         ),
     }
 )
-"""Shapes by the number of their parameters. On a GPU the first is bound by launches, the others by products."""
+"""Shapes by the number of parameters. On a GPU the first is bound by launches, the others by products."""
 
 
 class ActionTime(NamedTuple):
