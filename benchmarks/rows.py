@@ -91,7 +91,7 @@ class Worker:
                 self._ready = True
             self._connection.send(name)
             if not self._connection.poll(seconds):
-                return self._lost(f"it did not end within {seconds:.0f} s")
+                return self._lost(f"it did not end within {seconds:.3g} s")
             line, self.usable = self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join(10)

@@ -17,19 +17,22 @@
 # alone; what is installed already stays.
 #
 #   bash scripts/gpu_suite.sh [CALL] --dry-run   # the same on the CPU, small, with nothing installed
-#   bash scripts/gpu_suite.sh [CALL] --brief     # likewise, and one row of each kind
+#   bash scripts/gpu_suite.sh [CALL] --brief     # likewise, and a few rows alone
+#
+# GPU_SUITE_SECONDS  the seconds that a call may take, by default 475
 #
 # The dry run leaves out what has scripts for the CPU of its own: the quickstart, and the steps beside PyTorch's.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
-# These Pythons and platforms; a machine with another one installs from a network.
+# With what they need, in the versions of constraints.txt. Two versions of one would be too many.
 wheels() {
     local names=("$@") platform platforms=()
-    if ((!$#)); then names=(pydantic sentencex isal orjson); fi
+    if ((!$#)); then names=(pydantic sentencex); fi
     for platform in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux_2_12 manylinux_2_5; do
         platforms+=(--platform "${platform}_x86_64")
     done
+    rm -rf .wheels
     python3 -m pip download --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
         --constraint constraints.txt --dest .wheels "${names[@]}"
 }
@@ -70,7 +73,7 @@ results=$scratch/gpu_$call
 mkdir "$results"
 # A dry run may take its time: machines without a GPU are slow, and busy with other things.
 if [[ -n $dry ]]; then slowness=8; else slowness=1; fi
-ends=$((475 * slowness)) failed=() child=''
+ends=${GPU_SUITE_SECONDS:-$((475 * slowness))} failed=() child=''
 
 exec 3>&1 4>&2 > >(trap '' INT TERM HUP && exec tee "$results/log.txt") 2>&1
 logger=$!
@@ -139,8 +142,12 @@ if [[ -n $dry ]]; then
     device=cpu tiny=(--tiny --steps 1)
 else
     device=cuda tiny=()
-    if compgen -G '.wheels/*.whl' >/dev/null; then export SETUP_WHEELS=$PWD/.wheels; fi
-    export SETUP_EXTRAS=plot SETUP_OPTIONAL=fast PIP_RETRIES=1 PIP_TIMEOUT=15
+    export SETUP_EXTRAS=plot PIP_RETRIES=1 PIP_TIMEOUT=15
+    if compgen -G '.wheels/*.whl' >/dev/null; then
+        export SETUP_WHEELS=$PWD/.wheels
+    else
+        export SETUP_OPTIONAL=fast
+    fi
     # Kernels are built below, for this device alone.
     check setup 90 env MEGAZERO_CUDA=0 bash -c '. scripts/setup.sh' || exit 1
     . scripts/setup.sh
@@ -162,21 +169,22 @@ export -f environment
 export results
 
 correct() {
-    local rows=(--seconds 165) marked sweep=(--device "$device")
-    mapfile -t marked < <(grep -rl 'mark\.gpu' tests --include='test_*.py')
-    if [[ -n $dry ]]; then rows=(--dry-run --workers 2 --seconds $((165 * slowness))); fi
-    if [[ -n $brief ]]; then
-        rows+=(--only "fp32 gpt with dropout" "masks" "zero 3 = 0, bf16" "graphs = launches, bf16" "resumed = straight, fp8")
-        sweep+=(-k "swiglu") marked=(tests/layers/test_graphed.py)
+    local rows=(--seconds 165) marked pick=(-m gpu)
+    mapfile -t marked < <(grep -rl 'mark\.gpu' tests --include='test_*.py' | sort)
+    if [[ -n $dry ]]; then
+        rows=(--dry-run --workers 2 --seconds $((165 * slowness))) pick=(-n0) marked=(tests/layers/test_graphed.py)
     fi
+    if [[ -n $brief ]]; then rows+=(--workers 1 --only masks "zero 3 = 0, bf16" "graphs = launches, bf16"); fi
     check "the device against a CPU, features against none" 170 \
         python proofs/device_agrees.py "${rows[@]}" --output "$results/agrees.jsonl"
-    check "tests that are marked gpu" 45 python -m pytest ${dry:+-n0} ${dry:--m gpu} "${marked[@]}"
-    check "operators against their references" 45 python -m pytest "${sweep[@]}" tests/ops/test_sweep.py
-    # Where there is a GPU, the kernels' sweeps run on it too.
-    check "kernels against their formulas" 45 python -m pytest -n "$(nproc)" \
-        "tests/kernels${brief:+/test_watch.py}"
-    check environment 25 bash -c environment
+    check "operators against their references" 45 \
+        python -m pytest --device "$device" tests/ops/test_sweep.py ${brief:+-k squared_relu}
+    if [[ -z $brief ]]; then
+        check "tests that are marked gpu" 45 python -m pytest "${pick[@]}" "${marked[@]}"
+        # Where there is a GPU, the kernels' sweeps run on it too.
+        check "kernels against their formulas" 45 python -m pytest -n "$(nproc)" tests/kernels
+        check environment 25 bash -c environment
+    fi
 }
 
 # Saves in the middle, and goes on from there in another process.
@@ -203,9 +211,11 @@ steps() {
     if [[ -n $brief ]]; then shapes=(124M); fi
     steps+=(--device "$device" ${tiny[@]+"${tiny[@]}"} --shapes "${shapes[@]}" --output "$lines")
     check "plain steps" 80 "${steps[@]}" --ways plain --seconds $((75 * slowness)) --trace "$results/traces"
-    check "steps as graphs and in fp8" 60 "${steps[@]}" --ways graphs fp8 --seconds $((55 * slowness))
-    check "attention's backends" 30 python benchmarks/device_parts.py --parts attention --device "$device" \
-        --shapes "${shapes[@]}" ${dry:+--tiny} --seconds $((25 * slowness)) --output "$results/attention.jsonl"
+    if [[ -z $brief ]]; then
+        check "steps as graphs and in fp8" 60 "${steps[@]}" --ways graphs fp8 --seconds $((55 * slowness))
+        check "attention's backends" 30 python benchmarks/device_parts.py --parts attention --device "$device" \
+            --shapes "${shapes[@]}" ${dry:+--tiny} --seconds $((25 * slowness)) --output "$results/attention.jsonl"
+    fi
     check "a run that is saved" 20 bash -c 'saved_run --exit-interval 4'
     check "the same, gone on with" 20 bash -c 'saved_run --check-host-waits warn'
     if [[ -z $dry ]]; then
@@ -224,8 +234,10 @@ kernels() {
     local rates=(--device "$device" --rounds 3 --seconds $((215 * slowness)))
     if [[ -n $brief ]]; then rates+=(--only swiglu); fi
     check "kernels' rates" 220 python benchmarks/kernels_gpu.py "${rates[@]}" --output "$results/kernels.jsonl"
-    check "8-bit floats beside bf16" 60 python benchmarks/device_parts.py --parts linear --device "$device" \
-        ${dry:+--tiny} --seconds $((55 * slowness)) --output "$results/linear.jsonl"
+    if [[ -z $brief ]]; then
+        check "8-bit floats beside bf16" 60 python benchmarks/device_parts.py --parts linear --device "$device" \
+            ${dry:+--tiny} --seconds $((55 * slowness)) --output "$results/linear.jsonl"
+    fi
 }
 
 "$call"
