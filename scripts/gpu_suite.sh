@@ -19,7 +19,8 @@
 #   bash scripts/gpu_suite.sh [CALL] --dry-run   # the same on the CPU, small, with nothing installed
 #   bash scripts/gpu_suite.sh [CALL] --brief     # likewise, and a few rows alone
 #
-# GPU_SUITE_SECONDS  the seconds that a call may take, by default 475
+# GPU_SUITE_SLOWNESS  all limits are so many times as long; by default 1, and 8 in a dry run
+# GPU_SUITE_SECONDS   the seconds that a call may take; by default 475 times that
 #
 # The dry run leaves out what has scripts for the CPU of its own: the quickstart, and the steps beside PyTorch's.
 set -uo pipefail
@@ -72,7 +73,8 @@ scratch=$(mktemp -d) || exit 1
 results=$scratch/gpu_$call
 mkdir "$results"
 # A dry run may take its time: machines without a GPU are slow, and busy with other things.
-if [[ -n $dry ]]; then slowness=8; else slowness=1; fi
+slowness=${GPU_SUITE_SLOWNESS:-${dry:+8}}
+slowness=${slowness:-1}
 ends=${GPU_SUITE_SECONDS:-$((475 * slowness))} failed=() child=''
 
 exec 3>&1 4>&2 > >(trap '' INT TERM HUP && exec tee "$results/log.txt") 2>&1

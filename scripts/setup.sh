@@ -82,6 +82,7 @@ setup_install() {
         setup_pip -c constraints.txt torch==2.13.0 || setup_die "torch could not be installed; see above."
     fi
     python scripts/setup_facts.py constraints >"$constraints"
+    setup_say "waiting for what is compiled of csrc, see build/native.log"
     wait "$compiling"
     setup_say "the other dependencies${SETUP_EXTRAS:+ and the extras $SETUP_EXTRAS}"
     if [[ -n ${SETUP_OPTIONAL:-} ]]; then
