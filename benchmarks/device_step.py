@@ -37,6 +37,7 @@ from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 from megazero.mpu.context import solo_context
+from megazero.mpu.launch import choose_device
 from megazero.train.build import build_engine
 from megazero.train.observe.host import measure_matmul_rate, nominal_matmul_rate
 from megazero.train.parts.chunks import build_chunks
@@ -73,7 +74,7 @@ def trainer(shape: Shape, way: str, backend: str) -> Trainer:
     wrong = check(config, 1)
     if wrong:
         raise ConfigError(wrong)
-    context = solo_context(torch.device(shape.device))
+    context = solo_context(choose_device(shape.device, local_rank=0))
     chunks = build_chunks(config, vocabulary_of(shape), context)
     return Trainer(shape, build_engine(config, training_plan_of(config, 1), chunks, context), context)
 

@@ -76,7 +76,8 @@ class Worker:
     def __init__(self, work: Work):
         spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         self._connection, there = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(there, work), daemon=True)
+        # No daemon, as these may have no children, and torch's compiler has some.
+        self._process = spawn.Process(target=_serve, args=(there, work))
         self._process.start()
         there.close()  # so that the process's end is noticed here
         self.usable, self._ready = True, False

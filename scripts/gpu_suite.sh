@@ -3,7 +3,7 @@
 #
 #   bash scripts/gpu_suite.sh correct       # does it compute what a CPU computes?
 #   bash scripts/gpu_suite.sh steps         # how fast is a training step, and what is it made of?
-#   bash scripts/gpu_suite.sh kernels       # how fast are the kernels, and products of 8-bit floats?
+#   bash scripts/gpu_suite.sh kernels       # how fast are kernels and products of 8-bit floats? And the quickstart
 #   bash scripts/gpu_suite.sh               # all three in turn
 #
 # All that a call has to say is in one archive, gpu_correct.tar.gz and so on, in $OUT, or out/: its log, JSON lines,
@@ -153,14 +153,16 @@ else
     # Kernels are built below, for this device alone.
     check setup 90 env MEGAZERO_CUDA=0 bash -c '. scripts/setup.sh' || exit 1
     . scripts/setup.sh
-    check "the kernels for this device" 45 python - <<'PYTHON'
+    check "the kernels for this device" 45 python -c '
 import sys, torch
 if not torch.cuda.is_available():
-    sys.exit("error: the GPU suite must have a CUDA device, but torch sees none; --dry-run needs none.")
+    print("error: the GPU suite must have a CUDA device, but torch sees none; --dry-run needs none.")
+    sys.exit(2)
 print(f"torch {torch.__version__} on {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
 from megazero.ops.cuda import cuda_kernels
 print(cuda_kernels().path)
-PYTHON
+'
+    if (($? == 2)); then exit 2; fi
 fi
 export SETUP_SKIP=1
 
@@ -198,16 +200,6 @@ saved_run() {
 export -f saved_run
 export scratch device
 
-quickstart() {
-    local folder=$scratch/quickstart file status=0
-    bash scripts/quickstart.sh --steps 100 --dp 1 --out "$folder" || status=1
-    for file in "$folder"/steps-*/{loss.png,metrics.jsonl,metrics.eval.jsonl}; do
-        if [[ -f $file ]]; then cp "$file" "$results/quickstart_${file##*/}"; fi
-    done
-    return "$status"
-}
-export -f quickstart
-
 steps() {
     local shapes=(124M 350M 1.3B) lines=$results/device_step.jsonl steps=(python benchmarks/device_step.py)
     if [[ -n $brief ]]; then shapes=(124M); fi
@@ -221,10 +213,9 @@ steps() {
     check "a run that is saved" 20 bash -c 'saved_run --exit-interval 4'
     check "the same, gone on with" 20 bash -c 'saved_run --check-host-waits warn'
     if [[ -z $dry ]]; then
-        check quickstart 40 bash -c quickstart
-        check "a step beside PyTorch's" 30 python benchmarks/train_step.py --dtype bf16 --device cuda --shape 124M \
+        check "a step beside PyTorch's" 40 python benchmarks/train_step.py --dtype bf16 --device cuda --shape 124M \
             --rounds 3 --contenders eager megazero --output "$results/train_step.jsonl"
-        check "BERT's step" 25 python benchmarks/bert_step.py --dtype bf16 --device cuda --shape 110M --rounds 3 \
+        check "BERT's step" 45 python benchmarks/bert_step.py --dtype bf16 --device cuda --shape 110M --rounds 3 \
             --contenders plain megazero megazero-pack --output "$results/bert_step.jsonl"
     fi
     if [[ -z $brief ]]; then
@@ -232,14 +223,25 @@ steps() {
     fi
 }
 
+quickstart() {
+    local folder=$scratch/quickstart file status=0
+    bash scripts/quickstart.sh --steps 100 --dp 1 --out "$folder" || status=1
+    for file in "$folder"/steps-*/{loss.png,metrics.jsonl,metrics.eval.jsonl}; do
+        if [[ -f $file ]]; then cp "$file" "$results/quickstart_${file##*/}"; fi
+    done
+    return "$status"
+}
+export -f quickstart
+
 kernels() {
-    local rates=(--device "$device" --rounds 3 --seconds $((215 * slowness)))
+    local rates=(--device "$device" --rounds 3 --seconds $((195 * slowness)))
     if [[ -n $brief ]]; then rates+=(--only swiglu); fi
-    check "kernels' rates" 220 python benchmarks/kernels_gpu.py "${rates[@]}" --output "$results/kernels.jsonl"
+    check "kernels' rates" 200 python benchmarks/kernels_gpu.py "${rates[@]}" --output "$results/kernels.jsonl"
     if [[ -z $brief ]]; then
         check "8-bit floats beside bf16" 60 python benchmarks/device_parts.py --parts linear --device "$device" \
             ${dry:+--tiny} --seconds $((55 * slowness)) --output "$results/linear.jsonl"
     fi
+    if [[ -z $dry ]]; then check quickstart 60 bash -c quickstart; fi
 }
 
 "$call"

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.source_tree import ROOT
 
@@ -133,7 +134,7 @@ def test_a_check_that_hangs_is_ended_and_the_rest_has_no_time(tmp_path):
 def test_the_limits_of_a_call_add_up_to_less_than_eight_minutes(call):
     text = SCRIPT.read_text(encoding="utf-8")
     setup = [90, 45]
-    assert [int(n) for n in re.findall(r"^    check .* (\d+) (?:env|python -) ", text, re.M)][:2] == setup
+    assert [int(n) for n in re.findall(r"^    check .* (\d+) (?:env|python -c) ", text, re.M)][:2] == setup
     body = re.search(rf"^{call}\(\) {{\n(.*?)^}}", text, re.M | re.S).group(1)
     limits = re.findall(r'check (?:"[^"]*"|\w+) (\d+|rest)', body)
     assert len(limits) == body.count("check ")
@@ -156,7 +157,20 @@ def test_it_names_the_files_of_the_tests_that_need_a_gpu(tmp_path):
     ]
     assert len(expected) >= 7
     assert set(expected) <= set(marked.split()[4:])
+    assert "print(cuda_kernels().path)" in calls
     assert len(marked.split()) < len(expected) + 10
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would be the suite itself")
+def test_a_machine_without_a_gpu_is_refused(tmp_path):
+    """The program that looks for one was once read from an input that a job in the background lacks."""
+    run = suite("kernels", env=environment(tmp_path, SETUP_SKIP="1"))
+    assert run.returncode == 2
+    assert (
+        "error: the GPU suite must have a CUDA device, but torch sees none; --dry-run needs none."
+        in run.stdout
+    )
+    assert "kernels' rates" not in run.stdout
 
 
 def test_wheels_are_fetched_for_the_python_of_the_machine(tmp_path):
