@@ -14,6 +14,7 @@ from megazero.mpu.cores import usable_cores
 
 FEW_ROWS = 32
 PRODUCT_SECONDS = 0.03  # what one product may take
+_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})
 
 
 def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu") -> float:
@@ -63,8 +64,7 @@ def nominal_matmul_rate(device_name: str) -> float | None:
 
 def rate_remark(dtype: torch.dtype, rate: float, device_name: str) -> str:
     """A sentence with the measured matmul rate of a GPU, and the nominal one where it is known; FLOP/s."""
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "fp32")
-    line = f"products in {name} run at {rate / 1e12:.0f} TFLOP/s on this {device_name}"
+    line = f"products in {_NAMES[dtype]} run at {rate / 1e12:.0f} TFLOP/s on this {device_name}"
     nominal = None if dtype == torch.float32 else nominal_matmul_rate(device_name)
     if nominal is None:
         return line
@@ -94,7 +94,7 @@ def precision_remark(dtype: torch.dtype, rate: float, rate_in_fp32: float) -> st
     """A sentence if products in `dtype` are much slower than in fp32 here; rates in FLOP/s."""
     if rate >= SLOWER * rate_in_fp32:
         return None
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
+    name = _NAMES[dtype]
     return (
         f"warning: products in {name} run at {rate / rate_in_fp32:.2f} of fp32's rate on this CPU "
         f"({rate / 1e9:.0f} and {rate_in_fp32 / 1e9:.0f} GFLOP/s); training is faster without --{name}"
