@@ -125,8 +125,9 @@ check() {
         failed+=("$name: no time was left")
         return 1
     fi
-    # In the background, since a signal is not answered while a command in the foreground runs.
-    timeout --kill-after=5 "$limit" "$@" &
+    # In the background, since a signal is not answered while a command in the foreground runs. What it leaves
+    # running must not hold the caller's output open.
+    timeout --kill-after=5 "$limit" "$@" 3>&- 4>&- &
     child=$!
     wait "$child"
     status=$?

@@ -60,8 +60,8 @@ def test_a_gpu_run_says_its_nominal_rate_beside_the_measured_one(monkeypatch):
     """With the measured one alone, nobody can compare a share with what others report."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     assert host_remarks(torch.bfloat16, 791.6e12, torch.device("cuda", 0), 7) == [
-        "products in bf16 run at 792 TFLOP/s on this NVIDIA H200, 80% of the nominal 989.5; `matmul_share` is "
-        "of the former"
+        "products in bf16 run at 792 TFLOP/s on this NVIDIA H200, 80% of the nominal 989.5; `matmul_share` "
+        "is of the former"
     ]
     assert rate_remark(torch.float32, 51e12, "NVIDIA H200") == (
         "products in fp32 run at 51 TFLOP/s on this NVIDIA H200"

@@ -40,8 +40,8 @@ def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu") 
     return 2.0 * len(left) * inner * columns / statistics.median(seconds)
 
 
-# Dense products of 16-bit numbers by the device's name, FLOP/s: half of what NVIDIA's data sheets of the A100,
-# H100, H200 and B200 state for bf16 "with sparsity".
+# Dense products of 16-bit numbers by the device's name, FLOP/s: half of what NVIDIA's data sheets of the
+# A100, H100, H200 and B200 state for bf16 "with sparsity".
 _NOMINAL = MappingProxyType(
     {
         "NVIDIA A100-SXM4-40GB": 312e12,
