@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -130,9 +131,8 @@ def _serve(connection: Connection, work: Work) -> None:
 
 def _device_answers() -> bool:
     """Whether this process's GPU still takes work; True if it has used none."""
-    import torch
-
-    if not torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
         return True
     try:
         torch.cuda.synchronize()
