@@ -1,4 +1,4 @@
-"""Training speed against other ways to train the same 24M-parameter BERT, interleaved in one run.
+"""Training speed against other ways to train the same BERT (24M parameters by default), interleaved.
 
     python benchmarks/bert_step.py --dtype fp32                  # one process, all cores' threads
     python benchmarks/bert_step.py --dtype fp32 --ranks 2        # two ranks, the threads shared out
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -33,6 +34,12 @@ CONTENDERS = (
 )
 
 
+SHAPES = {
+    "24M": BertShape(),
+    "110M": BertShape(layers=12, hidden=768, heads=12, sequence=512, vocab=30528, micro_batch=32),
+}
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -40,7 +47,8 @@ def arguments() -> argparse.Namespace:
     add_arguments(parser, [c.name for c in CONTENDERS])
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--shape", choices=list(SHAPES), default="24M", help="by the number of parameters")
+    parser.add_argument("--micro-batch", type=int, help="instead of the shape's")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--short", type=float, default=0.1, help="share of the samples that are short")
     return parser.parse_args()
@@ -48,19 +56,17 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
-    shape = BertShape(
-        dtype=args.dtype,
-        device=args.device,
-        micro_batch=args.micro_batch,
-        dropout=args.dropout,
-        short=args.short,
-    )
+    own = {key: getattr(args, key) for key in ("dtype", "device", "dropout", "short")}
+    if args.micro_batch is not None:
+        own["micro_batch"] = args.micro_batch
+    shape = replace(SHAPES[args.shape], **own)
     by_name = {c.name: c for c in CONTENDERS}
     chosen = [by_name[name] for name in args.contenders or by_name]
     if not args.contenders:
         chosen = [c for c in chosen if args.ranks in c.ranks]
-    keys = ("dtype", "ranks", "threads", "device", "micro_batch", "dropout", "short")
+    keys = ("dtype", "ranks", "threads", "device", "shape", "dropout", "short")
     settings = {key: getattr(args, key) for key in keys}
+    settings["micro_batch"] = shape.micro_batch
     settings["real_share"] = shape.real_share
     with started(present(chosen), shape, args.ranks, max(1, args.threads // args.ranks)) as (teams, _):
         take_turns(teams, shape, args.rounds, args.steps)

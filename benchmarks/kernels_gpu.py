@@ -20,11 +20,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
 
+from benchmarks.rows import Line, run_rows
 from megazero.kernels.build import build, on_cpu_recipe
 from megazero.kernels.library import KernelLibrary
 from megazero.kernels.on_cpu import WatchedLibrary
@@ -45,11 +49,17 @@ from megazero.ops.swiglu import swiglu_cuda, swiglu_reference
 from megazero.ops.update import StepFacts, UpdateCall, update_cuda
 from megazero.optim.elementwise import Adam
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 TARGET = 0.85  # of the copy's rate
+KERNELS = {
+    "norms": ("layer_norm", "rms_norm"),
+    "activations": ("bias_gelu", "swiglu"),
+    "attention_parts": ("bias_dropout_add", "rotary", "scaled_softmax"),
+    "vocabulary": ("cross_entropy", "embedding"),
+    "state": ("quantize", "square_sum", "adam"),
+}
+"""The operators that are timed, by the method of `TaskMaker` that makes them."""
+ROW_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
@@ -92,13 +102,15 @@ class TaskMaker:
         """Random values that want a gradient."""
         return torch.randn(*shape, device=self.device).to(of or self.dtype).requires_grad_()
 
-    def tasks(self) -> Iterator[RateTask]:
-        """All operators that are timed."""
-        yield from self.norms()
-        yield from self.activations()
-        yield from self.attention_parts()
-        yield from self.vocabulary()
-        yield from self.state()
+    def task(self, name: str) -> RateTask:
+        """The operator of this name, one of those in `KERNELS`."""
+        (group,) = (group for group, names in KERNELS.items() if name in names)
+        return next(task for task in getattr(self, group)() if task.name == name)
+
+    def plain(self, formula: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
+        """The formula by torch's operators, and compiled; on a CPU it is only traced."""
+        backend = "aot_eager" if self.device == "cpu" else "inductor"
+        return {"torch": formula, "compiled": torch.compile(formula, dynamic=False, backend=backend)}
 
     def norms(self) -> Iterator[RateTask]:
         """The norms, with their weight gradients."""
@@ -108,7 +120,10 @@ class TaskMaker:
             "layer_norm",
             (self.leaf(rows, width), weight, bias),
             lambda x, w, b: layer_norm_cuda(x, w, b, 1e-5, self.kernels),
-            {**_plain(lambda x, w, b: layer_norm_reference(x, w, b, 1e-5)), **_liger_and_apex("layer_norm")},
+            {
+                **self.plain(lambda x, w, b: layer_norm_reference(x, w, b, 1e-5)),
+                **_liger_and_apex("layer_norm"),
+            },
             2 * self.bytes,
             3 * self.bytes,
         )
@@ -116,7 +131,7 @@ class TaskMaker:
             "rms_norm",
             (self.leaf(rows, width), weight),
             lambda x, w: rms_norm_cuda(x, w, 1e-5, self.kernels),
-            {**_plain(lambda x, w: rms_norm_reference(x, w, 1e-5)), **_liger_and_apex("rms_norm")},
+            {**self.plain(lambda x, w: rms_norm_reference(x, w, 1e-5)), **_liger_and_apex("rms_norm")},
             2 * self.bytes,
             3 * self.bytes,
         )
@@ -128,7 +143,7 @@ class TaskMaker:
             "bias_gelu",
             (self.leaf(rows, width), self.leaf(width)),
             lambda x, b: bias_gelu_cuda(x, b, False, self.kernels),
-            _plain(lambda x, b: bias_gelu_reference(x, b, False)),
+            self.plain(lambda x, b: bias_gelu_reference(x, b, False)),
             2 * self.bytes,
             3 * self.bytes,
         )
@@ -136,7 +151,7 @@ class TaskMaker:
             "swiglu",
             (self.leaf(rows, 2, width),),
             lambda x: swiglu_cuda(x, self.kernels),
-            _plain(swiglu_reference),
+            self.plain(swiglu_reference),
             3 * self.bytes,
             5 * self.bytes,
         )
@@ -159,7 +174,7 @@ class TaskMaker:
             "rotary",
             (self.leaf(rows, 1, width // 64, 64),),
             lambda x: apply_rotary_cuda(x, cos, sin, self.kernels),
-            _plain(lambda x: apply_rotary_reference(x, cos, sin)),
+            self.plain(lambda x: apply_rotary_reference(x, cos, sin)),
             2 * self.bytes,
             2 * self.bytes,
         )
@@ -170,7 +185,7 @@ class TaskMaker:
             "scaled_softmax",
             (self.leaf(1, heads, queries, width),),
             lambda x: scaled_softmax_cuda(x, 0.125, False, None, self.kernels),
-            _plain(lambda x: scaled_softmax_reference(x, 0.125, False, None)),
+            self.plain(lambda x: scaled_softmax_reference(x, 0.125, False, None)),
             2 * probabilities,
             3 * probabilities,
         )
@@ -188,7 +203,7 @@ class TaskMaker:
             lambda x: vocab_parallel_cross_entropy_cuda(
                 x, target, SoloGroup(), 0, self.sizes.vocabulary, kernels=self.kernels
             ),
-            _plain(lambda x: cross_entropy(x.float(), target, reduction="none")),
+            self.plain(lambda x: cross_entropy(x.float(), target, reduction="none")),
             logits,
             2 * logits,
         )
@@ -221,10 +236,6 @@ class TaskMaker:
             self.bytes,
         )
         yield _adam(self.kernels, self.device, self.dtype, rows * width)
-
-
-def _plain(formula: Callable[..., Tensor]) -> dict[str, Callable[..., Tensor]]:
-    return {"torch": formula, "compiled": torch.compile(formula, dynamic=False)}
 
 
 def _adam(kernels: KernelLibrary, device: str, dtype: torch.dtype, elements: int) -> RateTask:
@@ -318,6 +329,24 @@ def measure(task: RateTask, device: str, rounds: int, times: int) -> Iterator[di
         yield {**line, "gb_per_s": own, "copy_gb_per_s": rate, "share_of_copy": own / rate}
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks for."""
+
+    device: str
+    rounds: int
+
+
+def line_of(row: str, asked: Asked) -> Line:
+    """Work out one row, such as ``bf16 adam``; its lines are those of all passes and contenders."""
+    dtype, name = row.split()
+    tiny = asked.device == "cpu"
+    kernels = WatchedLibrary(build(on_cpu_recipe())) if tiny else cuda_kernels()
+    sizes = Sizes(8, 64, 40) if tiny else Sizes(16384, 4096, 131072)
+    task = TaskMaker(kernels, asked.device, DTYPES[dtype], sizes).task(name)
+    return {"lines": list(measure(task, asked.device, 1 if tiny else asked.rounds, 1 if tiny else 20))}
+
+
 def main() -> int:
     """Run the command; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -325,29 +354,30 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of operators' names")
     parser.add_argument("--dtypes", nargs="+", choices=sorted(DTYPES), default=["bf16"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=600, help="the time for all rows")
     parser.add_argument("--output", type=Path, help="also append the lines to this file")
     flags = parser.parse_args()
-    tiny = flags.device == "cpu"
-    if not tiny and not cuda_built():
+    if flags.device == "cuda" and not cuda_built():
         print(
             "error: the CUDA kernels must be built and a device be there; see `megazero env`.",
             file=sys.stderr,
         )
         return 1
-    kernels = WatchedLibrary(build(on_cpu_recipe())) if tiny else cuda_kernels()
-    sizes = Sizes(8, 64, 40) if tiny else Sizes(16384, 4096, 131072)
-    failed = False
-    for name in flags.dtypes:
-        for task in TaskMaker(kernels, flags.device, DTYPES[name], sizes).tasks():
-            if not any(part in task.name for part in flags.only):
-                continue
-            for line in measure(task, flags.device, 1 if tiny else flags.rounds, 1 if tiny else 20):
-                told = {**line, "dtype": name, "device": flags.device}
-                failed |= line["contender"] == "megazero" and "error" in line
-                print(json.dumps(told), flush=True)
-                if flags.output is not None:
-                    with open(flags.output, "a", encoding="utf-8") as file:
-                        file.write(json.dumps(told) + "\n")
+    wanted = [
+        name for names in KERNELS.values() for name in names if any(part in name for part in flags.only)
+    ]
+    rows = {f"{dtype} {name}": ROW_SECONDS for dtype in flags.dtypes for name in wanted}
+    asked, failed = Asked(flags.device, flags.rounds), False
+    for row, made in run_rows(partial(line_of, asked=asked), rows, flags.seconds):
+        dtype, name = row.split()
+        failed |= "failed" in made
+        for line in made.get("lines", [{"kernel": name, **made}]):
+            full = {**line, "dtype": dtype, "device": flags.device}
+            failed |= line.get("contender") == "megazero" and "error" in line
+            print(json.dumps(full), flush=True)
+            if flags.output is not None:
+                with open(flags.output, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(full) + "\n")
     return int(failed)
 
 

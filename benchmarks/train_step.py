@@ -1,7 +1,8 @@
-"""Training speed against other ways to train the same 23M-parameter GPT, interleaved in one run.
+"""Training speed against other ways to train the same GPT (23M parameters by default), interleaved.
 
     python benchmarks/train_step.py --dtype bf16                 # one process, all cores' threads
     python benchmarks/train_step.py --dtype bf16 --ranks 2       # two ranks, the threads shared out
+    python benchmarks/train_step.py --dtype bf16 --device cuda --shape 124M
 
 Every contender lives in processes of its own, which train in turn, a few steps each, round after round, so
 that a noisy moment hits all alike. One JSON line each: median tokens/s over the rounds, the ratio to the
@@ -18,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.contenders import Shape
+from benchmarks.contenders import SHAPES
 from benchmarks.teams import Contender, add_arguments, present, results, started, take_turns, write
 
 CONTENDERS = (
@@ -44,19 +45,22 @@ def arguments() -> argparse.Namespace:
     add_arguments(parser, [c.name for c in CONTENDERS])
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--shape", choices=list(SHAPES), default="23M", help="by the number of parameters")
+    parser.add_argument("--micro-batch", type=int, help="instead of the shape's")
     return parser.parse_args()
 
 
 def main() -> int:
     args = arguments()
-    shape = replace(Shape(), dtype=args.dtype, device=args.device, micro_batch=args.micro_batch)
+    shape = replace(SHAPES[args.shape], dtype=args.dtype, device=args.device)
+    if args.micro_batch is not None:
+        shape = replace(shape, micro_batch=args.micro_batch)
     if args.contenders:
         by_name = {c.name: c for c in CONTENDERS}
         chosen = [by_name[name] for name in args.contenders]
     else:
         chosen = [c for c in CONTENDERS if args.ranks in c.ranks]
-    settings = {key: getattr(args, key) for key in ("dtype", "ranks", "threads", "device")}
+    settings = {key: getattr(args, key) for key in ("dtype", "ranks", "threads", "device", "shape")}
     with started(present(chosen), shape, args.ranks, max(1, args.threads // args.ranks)) as (teams, _):
         take_turns(teams, shape, args.rounds, args.steps)
         baseline = "eager" if args.ranks == 1 else "ddp"

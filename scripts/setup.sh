@@ -10,6 +10,7 @@
 #
 # SETUP_EXTRAS    extras of setup.py that must be there, separated by commas
 # SETUP_OPTIONAL  extras that make things faster; without them a message, not a failure
+# SETUP_WHEELS    a folder of wheels, from which alone pip installs: nothing is asked of a network
 # SETUP_SKIP      take the active Python as it is, and install nothing
 # PYTHON          the Python (>= 3.10) to make .venv from
 #
@@ -67,10 +68,12 @@ setup_pip() { python scripts/pip_progress.py "$@"; }
 # before the rest: as a requirement of others, the resolver would choose a version of its own.
 setup_install() {
     local constraints=$1 compiling
+    if [[ -n ${SETUP_WHEELS:-} ]]; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=$SETUP_WHEELS; fi
     python -m pip --version >/dev/null 2>&1 || python -m ensurepip >/dev/null ||
         setup_die "the environment $VIRTUAL_ENV must have pip, but has none; install it there."
+    python scripts/setup_facts.py constraints >"$constraints"
     # The build tools live in the environment too, so that pip need not make another one for each build.
-    setup_pip -c constraints.txt "setuptools>=68" "pybind11>=2.12" "ninja>=1.11" ||
+    setup_pip -c "$constraints" "setuptools>=68" "pybind11>=2.12" "ninja>=1.11" ||
         setup_die "the build tools could not be installed; see above."
     setup_build_native &
     compiling=$!
@@ -79,6 +82,7 @@ setup_install() {
         setup_pip -c constraints.txt torch==2.13.0 || setup_die "torch could not be installed; see above."
     fi
     python scripts/setup_facts.py constraints >"$constraints"
+    setup_say "waiting for what is compiled of csrc, see build/native.log"
     wait "$compiling"
     setup_say "the other dependencies${SETUP_EXTRAS:+ and the extras $SETUP_EXTRAS}"
     if [[ -n ${SETUP_OPTIONAL:-} ]]; then

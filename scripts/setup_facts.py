@@ -35,10 +35,10 @@ def torch():
 
 
 def constraints():
-    """The pins. With a torch that is not ours, whatever is installed keeps its version."""
+    """The pins. Beside a torch that was there and is not ours, whatever is installed keeps its version."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
-    if f"torch=={torch().partition('+')[0]}" in pins:
+    if not torch() or f"torch=={torch().partition('+')[0]}" in pins:
         return "\n".join(pins)
     free = [pin for pin in pins if version(re.split("[=;]", pin)[0]) is None]
     return "\n".join([f"torch=={torch()}", *free])

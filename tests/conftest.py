@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="also run the tests that take minutes")
     parser.addoption("--all-layouts", action="store_true", help="law 1 on every allowed layout: hours")
     parser.addoption("--fast", action="store_true", help="only what a commit waits for")
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="of the operators' sweep")
     parser.addoption("--write-durations", action="store_true", help="refresh tests/durations.txt")
 
 

@@ -7,7 +7,9 @@ all if that is available. A pipeline's step also has ``take_action_times()``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -43,6 +45,20 @@ class Shape:
         size = (self.accumulations, self.micro_batch, self.sequence + 1)
         text = torch.randint(0, self.vocab, size, generator=generator).to(self.device)
         return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in text]
+
+
+SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {
+        "23M": Shape(),
+        "124M": Shape(layers=12, hidden=768, heads=12, sequence=1024, vocab=50304, micro_batch=16),
+        "350M": Shape(layers=24, hidden=1024, heads=16, sequence=2048, vocab=50304, micro_batch=8),
+        "1.3B": Shape(layers=24, hidden=2048, heads=16, sequence=2048, vocab=50304, micro_batch=4),
+        "6.7B (8 of 32 layers)": Shape(
+            layers=8, hidden=4096, heads=32, sequence=2048, vocab=50304, micro_batch=4
+        ),
+    }
+)
+"""Shapes by the number of parameters. On a GPU the first is bound by launches, the others by products."""
 
 
 class ActionTime(NamedTuple):

@@ -106,7 +106,7 @@ def _worst_tensor(
 
 
 def _share(got: Tensor, want: Tensor, tolerance: Tolerance) -> float:
-    if got.shape != want.shape or not got.isfinite().all():
+    if got.shape != want.shape or not (got.isfinite().all() and want.isfinite().all()):
         return float("inf")
     allowed = tolerance.absolute + tolerance.relative * want.abs()
     return float(((got - want).abs() / allowed).max()) if want.numel() else 0.0

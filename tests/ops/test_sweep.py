@@ -23,20 +23,28 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 3e-2, to
 DTYPES = tuple(TOLERANCE)
 
 
-def _members(case: Case) -> list[tuple[Implementation, torch.dtype]]:
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    return request.config.option.device
+
+
+def _members(case: Case, device: str) -> list[tuple[Implementation, torch.dtype]]:
     implementations = case.operator.implementations
     pairs = itertools.product(implementations, DTYPES)
-    return [(each, dtype) for each, dtype in pairs if each.serves(case.facts(dtype))]
+    return [(each, dtype) for each, dtype in pairs if each.serves(case.facts(dtype, device))]
 
 
-def _forward_backward(case: Case, fn, dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    leaves = [each.to(dtype, copy=True).requires_grad_() for each in inputs]
+def _forward_backward(
+    case: Case, fn, dtype: torch.dtype, inputs: tuple[Tensor, ...], device: str = "cpu"
+) -> list[Tensor]:
+    """The result and the gradients, on the CPU."""
+    leaves = [each.to(device, dtype, copy=True).requires_grad_() for each in inputs]
     if not case.operator.differentiable:
-        return [case.call(fn, *(each.detach() for each in leaves))]
+        return [case.call(fn, *(each.detach() for each in leaves)).cpu()]
     out = case.call(fn, *leaves)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    grad = grad.bfloat16().to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+    grads = torch.autograd.grad(out, leaves, grad.bfloat16().to(device, out.dtype))
+    return [each.cpu() for each in (out.detach(), *grads)]
 
 
 @pytest.mark.parametrize("operator", sorted(TABLES))
@@ -57,12 +65,12 @@ FIRST = {case.operator.name: case for case in reversed(CASES)}
         for case in CASES
     ],
 )
-def test_equals_reference(case: Case) -> None:
-    """In each dtype against the reference in fp64, on the inputs as that dtype holds them."""
-    for implementation, dtype in _members(case):
+def test_equals_reference(case: Case, device: str) -> None:
+    """In each dtype against the reference in fp64 on a CPU, on the inputs as that dtype holds them."""
+    for implementation, dtype in _members(case, device):
         inputs = tuple(each.to(dtype).double() for each in case.inputs)
         truth = _forward_backward(case, case.operator.reference, torch.float64, inputs)
-        got = _forward_backward(case, implementation.fn, dtype, inputs)
+        got = _forward_backward(case, implementation.fn, dtype, inputs, device)
         for which, (ours, true) in enumerate(zip(got, truth, strict=True)):
             where = f"{implementation.name} {dtype} {'result' if which == 0 else f'gradient {which - 1}'}"
             assert ours.shape == true.shape, where
@@ -77,7 +85,7 @@ def test_equals_reference(case: Case) -> None:
 @pytest.mark.parametrize("case", [case for case in CASES if case.gradcheck], ids=str)
 def test_gradcheck(case: Case) -> None:
     """The gradient is the derivative of the result, in fp64 by finite differences."""
-    for implementation, dtype in _members(case):
+    for implementation, dtype in _members(case, "cpu"):
         if dtype == torch.float64:
             leaves = [each.clone().requires_grad_() for each in case.inputs]
             bound = lambda *inputs, fn=implementation.fn: case.call(fn, *inputs)  # noqa: E731
@@ -87,7 +95,7 @@ def test_gradcheck(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_keep_the_input_dtype(case: Case) -> None:
     """Losses are fp32; all else, and every gradient, has the dtype of what went in."""
-    for implementation, dtype in _members(case):
+    for implementation, dtype in _members(case, "cpu"):
         if dtype == torch.bfloat16:
             result, *grads = _forward_backward(case, implementation.fn, dtype, case.inputs)
             expected = torch.float32 if case.operator.name in LOSSES else dtype

@@ -50,6 +50,14 @@ def test_beside_another_torch_what_is_installed_is_left_alone(installed):
     assert [pin for pin in pins if pin.startswith("pydantic==")]
 
 
+def test_before_torch_is_there_everything_is_pinned(installed):
+    """Build tools are installed first."""
+    installed(setuptools="70.0")
+    pins = setup_facts.constraints().splitlines()
+    assert "torch==2.13.0" in pins
+    assert [pin for pin in pins if pin.startswith("setuptools==")]
+
+
 def test_the_key_depends_on_torch(installed):
     installed(torch="2.13.0")
     first = setup_facts.key()

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from megazero.train.observe import host
-from megazero.train.observe.host import crowding_remarks, host_remarks, precision_remark
+from megazero.train.observe.host import (
+    crowding_remarks,
+    host_remarks,
+    nominal_matmul_rate,
+    precision_remark,
+    rate_remark,
+)
 
 CPU = torch.device("cpu")
 
@@ -48,3 +54,30 @@ def test_a_run_measures_fp32_only_beside_another_precision(monkeypatch):
     (said,) = host_remarks(torch.bfloat16, 1e9, CPU, None)
     assert measured == [torch.float32]
     assert "0.25 of fp32's rate" in said
+
+
+def test_a_gpu_run_says_its_nominal_rate_beside_the_measured_one(monkeypatch):
+    """With the measured one alone, nobody can compare a share with what others report."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert host_remarks(torch.bfloat16, 791.6e12, torch.device("cuda", 0), 7) == [
+        "products in bf16 run at 792 TFLOP/s on this NVIDIA H200, 80% of the nominal 989.5; `matmul_share` "
+        "is of the former"
+    ]
+    assert rate_remark(torch.float32, 51e12, "NVIDIA H200") == (
+        "products in fp32 run at 51 TFLOP/s on this NVIDIA H200"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "rate"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 NVL", None),
+        ("Quadro K620", None),
+    ],
+)
+def test_rates_of_devices_that_are_known(name, rate):
+    assert nominal_matmul_rate(name) == rate
+    assert ("nominal" in rate_remark(torch.bfloat16, 1e12, name)) == (rate is not None)

@@ -6,6 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from types import MappingProxyType
 
 import torch
 
@@ -13,6 +14,7 @@ from megazero.mpu.cores import usable_cores
 
 FEW_ROWS = 32
 PRODUCT_SECONDS = 0.03  # what one product may take
+_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"})
 
 
 def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu") -> float:
@@ -38,6 +40,37 @@ def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu") 
     return 2.0 * len(left) * inner * columns / statistics.median(seconds)
 
 
+# Dense products of 16-bit numbers by the device's name, FLOP/s: half of what NVIDIA's data sheets of the
+# A100, H100, H200 and B200 state for bf16 "with sparsity".
+_NOMINAL = MappingProxyType(
+    {
+        "NVIDIA A100-SXM4-40GB": 312e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA H100 PCIe": 756.5e12,
+        "NVIDIA H100 80GB HBM3": 989.5e12,
+        "NVIDIA H200": 989.5e12,
+        "NVIDIA B200": 2250e12,
+    }
+)
+
+
+def nominal_matmul_rate(device_name: str) -> float | None:
+    """The maker's figure for dense 16-bit products on a device, FLOP/s; None if it is not known.
+
+    The shares that others report (MFU) are of this rate.
+    """
+    return _NOMINAL.get(device_name)
+
+
+def rate_remark(dtype: torch.dtype, rate: float, device_name: str) -> str:
+    """A sentence with the measured matmul rate of a GPU, and the nominal one where it is known; FLOP/s."""
+    line = f"products in {_NAMES[dtype]} run at {rate / 1e12:.0f} TFLOP/s on this {device_name}"
+    nominal = None if dtype == torch.float32 else nominal_matmul_rate(device_name)
+    if nominal is None:
+        return line
+    return f"{line}, {rate / nominal:.0%} of the nominal {nominal / 1e12:g}; `matmul_share` is of the former"
+
+
 def _product_seconds(left: torch.Tensor, right: torch.Tensor) -> float:
     _synchronize(left.device)
     start = time.perf_counter()
@@ -61,7 +94,7 @@ def precision_remark(dtype: torch.dtype, rate: float, rate_in_fp32: float) -> st
     """A sentence if products in `dtype` are much slower than in fp32 here; rates in FLOP/s."""
     if rate >= SLOWER * rate_in_fp32:
         return None
-    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
+    name = _NAMES[dtype]
     return (
         f"warning: products in {name} run at {rate / rate_in_fp32:.2f} of fp32's rate on this CPU "
         f"({rate / 1e9:.0f} and {rate_in_fp32 / 1e9:.0f} GFLOP/s); training is faster without --{name}"
@@ -98,6 +131,8 @@ def crowding_remarks(ranks: int, threads: int, cores: int, others: int | None) -
 
 def host_remarks(dtype: torch.dtype, rate: float, device: torch.device, others: int | None) -> list[str]:
     """All remarks for this process; `rate` is the result of `measure_matmul_rate` for `dtype`."""
+    if device.type == "cuda":
+        return [rate_remark(dtype, rate, torch.cuda.get_device_name(device))]
     if device.type != "cpu":
         return []
     slow = None
