@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,8 @@ def build_engine(
         graph_layers(blocks, CudaGraphs())
     rule = build_update_rule(config.optimizer)
     policy = ZeroPolicy.of(config.zero, config.offload, rule.needs, config.training.seed)
+    # Blocks are called as modules, and nobody else reads weights between an update and their forward.
+    policy = replace(policy, late_gather=config.zero.overlap_param_gather)
     units = [
         Unit(number, block, tuple(block.parameters()))
         for number, chunk in chunks.items()

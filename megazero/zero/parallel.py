@@ -96,6 +96,7 @@ class DataParallel:
         """Wait until the step's gradient sums are complete, and free all gathered weights."""
         self._reducer.finish()
         self._gatherer.finish()
+        self._gatherer.arrive()
 
     def need(self, params: Iterable[nn.Parameter]) -> None:
         """Wait until these parameters are whole; they are freed as if their own modules had used them."""

@@ -22,6 +22,8 @@ class ZeroPolicy:
         stage: index of the row in `table.STAGES`.
         bucket_size: size of one reduction or gather.
         overlap_gather: whether to gather ahead of use.
+        late_gather: whether whole weights that were updated in shards are waited for by the modules that use
+            them, beside whose forward they are gathered; otherwise by the update.
         prefetch: how much may be gathered ahead of its use.
         persistence_threshold: parameters smaller than this stay whole in stage 3.
         max_live: gathered parameters are kept for their next use in the step as long as there are no more
@@ -43,6 +45,7 @@ class ZeroPolicy:
     stage: int = 0
     bucket_size: int = 16_000_000
     overlap_gather: bool = True
+    late_gather: bool = False
     prefetch: int = 50_000_000
     persistence_threshold: int = 100_000
     max_live: int = 1_000_000_000

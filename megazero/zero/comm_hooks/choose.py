@@ -84,8 +84,13 @@ def choose_comm_hook(
         context: the groups.
     """
     bucket = _BucketTraffic(key, layout, policy, context)
-    group = context.groups[key.replicas]
-    comm_hook: CommHook = ExactCommHook(group, layout, policy.reduce_dtype, leave_sums=policy.rule_reduces)
+    comm_hook: CommHook = ExactCommHook(
+        context.groups[key.replicas],
+        layout,
+        policy.reduce_dtype,
+        leave_sums=policy.rule_reduces,
+        gathers=context.gathers(key.replicas),
+    )
     for wrap in _AROUND:
         comm_hook = wrap(comm_hook, bucket)
     return comm_hook
