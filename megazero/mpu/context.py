@@ -27,13 +27,15 @@ class ParallelContext:
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:
     ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node) and ``peers``
     (those at the same place of each node). Second communicators (`CommunicatorPlan`) are there where they
-    were asked for. `watch` is the one that watches their calls, if there is one.
+    were asked for. `plan` says what each is for. `watch` is the one that watches their calls, if there is
+    one.
     """
 
     grid: ProcessGrid
     rank: int
     device: torch.device
     groups: Mapping[str, Group]
+    plan: CommunicatorPlan
     watch: Watch | None = None
 
     @property
@@ -119,14 +121,15 @@ def make_context(
         device: where this rank's tensors live.
         maker: opens a communicator.
     """
+    plan = CommunicatorPlan.of(grid, rank, node_size=node_size, seconds=seconds)
     groups: dict[str, Group] = {}
-    for communicator in CommunicatorPlan.of(grid, rank, node_size=node_size, seconds=seconds).communicators:
+    for communicator in plan.communicators:
         name, ranks = communicator.name, communicator.ranks
         group = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)
         groups |= dict.fromkeys(communicator.names, group)
     if (odd := groups.pop("pp_odd", None)) is not None and odd.size > 1:
         groups["pp"] = LinkedGroup(groups["pp"], odd)
-    return ParallelContext(grid, rank, device, groups)
+    return ParallelContext(grid, rank, device, groups, plan)
 
 
 def solo_context(device: torch.device | str = "cpu") -> ParallelContext:

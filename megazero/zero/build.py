@@ -54,7 +54,8 @@ def build_store(
     for key, numbers in plan_buckets(members, policy, lambda name: context.groups[name].size):
         group = context.groups[key.replicas]
         mine = tuple(members[i] for i in numbers)
-        layout = BucketLayout(STAGES[key.row], mine, group.size, group.rank, context.place)
+        row, multiple = STAGES[key.row], policy.shard_multiple
+        layout = BucketLayout(row, mine, group.size, group.rank, context.place, multiple)
         comm_hook = choose_comm_hook(key, layout, policy, context)
         Bucket(key, [params[i] for i in numbers], layout, comm_hook, store, context.device, fill)
     return store

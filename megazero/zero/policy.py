@@ -13,6 +13,10 @@ from megazero.optim.rule import Needs
 
 NOTHING = Needs()
 
+ALIGNED = 128
+"""Elements: 256 bytes of the narrowest dtype. Slices that are multiples of it begin where vector loads and
+NCCL's fast protocols want them, whatever the sizes of parameters."""
+
 
 @dataclass(frozen=True)
 class ZeroPolicy:
@@ -40,6 +44,7 @@ class ZeroPolicy:
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
         own_masters: whether fp32 weights have masters beside them, as they are not always equal.
         matrices_apart: whether parameters made of matrices have buckets of their own, see `optim.Needs`.
+        shard_multiple: the number of elements of which each rank's slice of a bucket is a multiple.
     """
 
     stage: int = 0
@@ -60,6 +65,7 @@ class ZeroPolicy:
     rule_reduces: bool = False
     own_masters: bool = False
     matrices_apart: bool = False
+    shard_multiple: int = 1
 
     @classmethod
     def of(
@@ -84,6 +90,7 @@ class ZeroPolicy:
             rule_reduces=needs.reduces,
             own_masters=needs.in_use,
             matrices_apart=needs.matrices,
+            shard_multiple=ALIGNED,
         )
 
 

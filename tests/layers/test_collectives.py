@@ -121,13 +121,13 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("fused", [[], ["--cross-entropy-loss-fusion"]])
-def test_a_model_copies_no_activations_to_sum_them(fused):
+@pytest.mark.parametrize("head", [[], ["--recompute-logits"]])
+def test_a_model_copies_no_activations_to_sum_them(head):
     """Embedding, two layers and head of one of two tensor-parallel ranks."""
     words = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 32"
     flags = f"{words} --mock-data --micro-batch-size 2 --global-batch-size 2 --train-iters 1 --lr 1e-3"
     flags += " --tensor-model-parallel-size 2 --attention-dropout 0 --hidden-dropout 0"
-    config = parse_config([*flags.split(), *fused], world_size=2).config
+    config = parse_config([*flags.split(), *head], world_size=2).config
     context = recording_context(ProcessGrid(tp=2), 0, TrafficLog(), "cpu")
     plan = training_plan_of(config, 1)
     engine, first = verification_engine(config, plan, context), plan.at(Progress())

@@ -40,6 +40,7 @@ def test_every_setting_arrives():
         rule_reduces=True,
         own_masters=True,
         matrices_apart=True,
+        shard_multiple=128,
     )
     plain = ZeroPolicy.of(config, OffloadConfig())
     assert (plain.rule_reduces, plain.own_masters, plain.shard_alone) == (False, False, False)
@@ -53,4 +54,4 @@ def test_codes_and_how_gradients_are_rounded_to_them():
     assert found.rounding_seed is None
     by_chance = config.model_copy(update={"quantization_rounding": "stochastic"})
     assert ZeroPolicy.of(by_chance, OffloadConfig(), seed=9).rounding_seed == 9
-    assert ZeroPolicy.of(ZeroConfig(), OffloadConfig()) == ZeroPolicy()
+    assert ZeroPolicy.of(ZeroConfig(), OffloadConfig()) == ZeroPolicy(shard_multiple=128)
