@@ -97,12 +97,14 @@ class CommunicatorPlan:
             seconds: the second communicators, such as `second_communicators` names.
         """
         spans = {name: grid.members(rank, axes) for name, axes in COMMUNICATORS.items()}
+        spans |= {name: spans[_BESIDE[name]] for name in seconds}
+        # Last, as only some stages have the first of them: torch names a group after the number of those that
+        # a process has opened before, so all members must have opened as many.
         spans |= {
             "tied": grid.at_stages(rank, TIED_STAGES),
             "node": grid.node(rank, node_size),
             "peers": grid.peers(rank, node_size),
         }
-        spans |= {name: spans[_BESIDE[name]] for name in seconds}
         shared: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
         for name, ranks in spans.items():
             shared.setdefault((name in _BESIDE, ranks), []).append(name)
