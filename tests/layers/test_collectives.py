@@ -13,6 +13,7 @@ from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.layers import collectives
 from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.still_group import StillGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import TrafficLog, recording_context
 from megazero.train.step.timers import Timers
@@ -93,6 +94,13 @@ def test_autograd_refuses_if_the_old_values_were_saved():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         summed(True, torch.tanh)
     assert [here for here, _, _ in summed(False, torch.tanh)] == [False, False]
+    # Even if the group writes to memory behind autograd's back.
+    still = StillGroup("tp", 0, (0, 1))
+    total = collectives.reduce_from_slices(
+        torch.tanh(torch.ones(2, requires_grad=True)), still, given_away=True
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.sum().backward()
 
 
 def test_a_gradient_that_two_readers_share_is_not_overwritten():

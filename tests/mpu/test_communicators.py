@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -257,15 +258,21 @@ def test_a_second_group_of_all_ranks_is_not_the_world(nccl):
     assert nccl[0]["ranks"] == [0, 1, 2, 3]
 
 
-def _join_as_on_nccl(rank: int, world_size: int) -> tuple[bool, float, list[str]]:
-    """Join the pool's Gloo world as a rank on GPUs joins NCCL's."""
-    kept = launch.choose_backend, launch.start_world
+def _join_as_on_nccl(rank: int, world_size: int) -> tuple[float, list[str], list[str | None]]:
+    """Join the pool's world as ranks on GPUs join NCCL's; the message received, the groups, the hosts."""
+    kept, hosts = (launch.choose_backend, launch.start_world, launch.warm_up), []
+
+    def warmed(context, host_of) -> None:
+        warm_up(context, host_of)
+        hosts.extend(map(host_of, range(world_size)))
+
     launch.choose_backend, launch.start_world = (lambda *_: "nccl"), (lambda *_, **__: None)
+    launch.warm_up = warmed
     try:
         config = ParallelConfig(pipeline_model_parallel_size=world_size, device="cpu")
         context = join(config, Launch(rank, world_size, rank), zero_stage=1)
     finally:
-        launch.choose_backend, launch.start_world = kept
+        launch.choose_backend, launch.start_world, launch.warm_up = kept
     context.watch.close()
     number = torch.tensor([float(rank)])
     context.pp.all_reduce(number).wait()
@@ -275,11 +282,12 @@ def _join_as_on_nccl(rank: int, world_size: int) -> tuple[bool, float, list[str]
         work.wait()
     received = next((float(t.tensor) for t in mine if t.kind == "recv"), -1.0)
     launch.close_groups(context)
-    return received, [group.name for group in context.pp.groups]
+    return received, [group.name for group in context.pp.groups], hosts
 
 
 @pytest.mark.gloo
 def test_a_job_opens_second_groups_and_warms_all(pool):
     first, *rest = pool.run(_join_as_on_nccl, 3)
-    assert first == (-1.0, ["pp", "pp_odd"])
-    assert rest == [(3.0, ["pp", "pp_odd"])] * 2
+    names, hosts = ["pp", "pp_odd"], [socket.gethostname()] * 3
+    assert first == (-1.0, names, hosts)
+    assert rest == [(3.0, names, hosts)] * 2
