@@ -169,7 +169,7 @@ def test_what_waits_for_the_weight_half_and_that_nothing_stays(kind, sequence_pa
 
 
 class _Events(TorchDispatchMode):
-    """Writes down products and the starts and ends of collectives, in the order in which they are launched."""
+    """Writes down products, and the starts and ends of collectives, in the order of launches."""
 
     def __init__(self) -> None:
         super().__init__()
