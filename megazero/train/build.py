@@ -31,7 +31,7 @@ from megazero.zero.build import build_store
 from megazero.zero.delayed import DelayedUpdates
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
+from megazero.zero.policy import ZeroPolicy, aligned_multiple
 from megazero.zero.store.choose import store_kind
 from megazero.zero.store.offload import OffloadStore
 from megazero.zero.unit import Unit
@@ -64,7 +64,8 @@ def build_engine(
     rule = build_update_rule(config.optimizer)
     policy = ZeroPolicy.of(config.zero, config.offload, rule.needs, config.training.seed)
     # Blocks are called as modules, and nobody else reads weights between an update and their forward.
-    policy = replace(policy, late_gather=config.zero.overlap_param_gather)
+    multiple = aligned_multiple(context.device)
+    policy = replace(policy, late_gather=config.zero.overlap_param_gather, shard_multiple=multiple)
     units = [
         Unit(number, block, tuple(block.parameters()))
         for number, chunk in chunks.items()

@@ -13,10 +13,6 @@ from megazero.optim.rule import Needs
 
 NOTHING = Needs()
 
-ALIGNED = 128
-"""Elements: 256 bytes of the narrowest dtype. Slices that are multiples of it begin where vector loads and
-NCCL's fast protocols want them, whatever the sizes of parameters."""
-
 
 @dataclass(frozen=True)
 class ZeroPolicy:
@@ -90,8 +86,16 @@ class ZeroPolicy:
             rule_reduces=needs.reduces,
             own_masters=needs.in_use,
             matrices_apart=needs.matrices,
-            shard_multiple=ALIGNED,
         )
+
+
+def aligned_multiple(device: torch.device) -> int:
+    """The `shard_multiple` that suits a device.
+
+    On a GPU each rank's slice then begins where vector loads and NCCL's fast protocols want it, whatever the
+    sizes of parameters: at a multiple of 256 bytes even in the narrowest dtype. A CPU gains nothing by it.
+    """
+    return 128 if device.type == "cuda" else 1
 
 
 def _dtype(name: str) -> torch.dtype:

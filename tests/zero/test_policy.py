@@ -8,7 +8,7 @@ from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.ops.quantize import Quantization
 from megazero.optim.rule import Needs
-from megazero.zero.policy import ZeroPolicy
+from megazero.zero.policy import ZeroPolicy, aligned_multiple
 
 
 def test_every_setting_arrives():
@@ -40,10 +40,14 @@ def test_every_setting_arrives():
         rule_reduces=True,
         own_masters=True,
         matrices_apart=True,
-        shard_multiple=128,
     )
     plain = ZeroPolicy.of(config, OffloadConfig())
     assert (plain.rule_reduces, plain.own_masters, plain.shard_alone) == (False, False, False)
+
+
+def test_slices_are_aligned_on_a_gpu():
+    devices = [torch.device(name) for name in ("cuda", "cpu", "meta")]
+    assert [aligned_multiple(device) for device in devices] == [128, 1, 1]
 
 
 def test_codes_and_how_gradients_are_rounded_to_them():
@@ -54,4 +58,4 @@ def test_codes_and_how_gradients_are_rounded_to_them():
     assert found.rounding_seed is None
     by_chance = config.model_copy(update={"quantization_rounding": "stochastic"})
     assert ZeroPolicy.of(by_chance, OffloadConfig(), seed=9).rounding_seed == 9
-    assert ZeroPolicy.of(ZeroConfig(), OffloadConfig()) == ZeroPolicy(shard_multiple=128)
+    assert ZeroPolicy.of(ZeroConfig(), OffloadConfig()) == ZeroPolicy()
