@@ -70,7 +70,7 @@ class Communicator:
 
     @property
     def purpose(self) -> str:
-        """What it is for, in words."""
+        """Its uses, in words."""
         return "; ".join(_USES[name][0] for name in self.names)
 
 

@@ -68,10 +68,6 @@ class ParallelContext:
         """Ranks that hold the same dense parameters."""
         return self.groups["replica"]
 
-    def gathers(self, replicas: str) -> Group:
-        """The group over which weights of these replicas are gathered: a second one, if there is one."""
-        return self.groups.get(f"{replicas}_gather", self.groups[replicas])
-
     @property
     def tied(self) -> Group:
         """The pipeline stages that hold a tied weight; at other stages, this rank alone."""

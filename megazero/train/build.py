@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,11 +26,11 @@ from megazero.train.resume.teacher import load_teacher
 from megazero.train.step.distillation import Distillation, Teacher
 from megazero.train.step.engine import Engine, LayerMemory, Schedules
 from megazero.train.step.skipping import SkippingPlan
-from megazero.zero.build import build_store
+from megazero.zero.build import aligned_multiple, build_store
 from megazero.zero.delayed import DelayedUpdates
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy, aligned_multiple
+from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.choose import store_kind
 from megazero.zero.store.offload import OffloadStore
 from megazero.zero.unit import Unit
@@ -63,21 +62,20 @@ def build_engine(
         graph_layers(blocks, CudaGraphs())
     rule = build_update_rule(config.optimizer)
     policy = ZeroPolicy.of(config.zero, config.offload, rule.needs, config.training.seed)
-    # Blocks are called as modules, and nobody else reads weights between an update and their forward.
-    multiple = aligned_multiple(context.device)
-    policy = replace(policy, late_gather=config.zero.overlap_param_gather, shard_multiple=multiple)
     units = [
         Unit(number, block, tuple(block.parameters()))
         for number, chunk in chunks.items()
         for block in chunk.blocks()
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
-    store = build_store(units, policy, context, fill, kind=store_kind(config.offload, context.device))
+    kind, multiple = store_kind(config.offload, context.device), aligned_multiple(context.device)
+    store = build_store(units, policy, context, fill, kind=kind, multiple=multiple)
     delayed = None
     if config.offload.delayed_param_update:
         assert isinstance(store, OffloadStore), "rules ask for offloaded state"
         delayed = DelayedUpdates(store, config.offload.delayed_param_update_start)
-    sharding = DataParallel(units, store, policy, context)
+    # Blocks are called as modules, and nobody else reads weights between an update and their forward.
+    sharding = DataParallel(units, store, policy, context, late=config.zero.overlap_param_gather)
     executor = Executor(distillation.beside(chunks), context.pp, sharding, context.device)
     engine = Engine(
         executor,

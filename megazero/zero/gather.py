@@ -43,13 +43,14 @@ class Gatherer:
         units: the units in the order in which forward uses them.
         store: holds the buckets of the units' parameters.
         policy: what is gathered ahead and what is kept.
+        late: whether units wait for weights that stay whole and that an update gathers; else the update does.
 
     Attributes:
         most_live_bytes: the most bytes that gathered weights have held at a time.
         observer: is shown each bucket that is gathered; None for nobody.
     """
 
-    def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy):
+    def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy, *, late: bool = False):
         self.policy = policy
         self.store = store
         self.observer: Callable[[Bucket], None] | None = None
@@ -66,7 +67,7 @@ class Gatherer:
         self._follower: dict[tuple[bool, int], int] = {}
         self._neighbours: dict[tuple[bool, int], int] = {}
         self._previous: int | None = None
-        self._late = [b for b in store.buckets if policy.late_gather and _gathered_after_updates(b)]
+        self._late = [b for b in store.buckets if late and _gathered_after_updates(b)]
         for bucket in self._late:
             bucket.late = True
         for unit in units:

@@ -22,8 +22,6 @@ class ZeroPolicy:
         stage: index of the row in `table.STAGES`.
         bucket_size: size of one reduction or gather.
         overlap_gather: whether to gather ahead of use.
-        late_gather: whether whole weights that were updated in shards are waited for by the modules that use
-            them, beside whose forward they are gathered; otherwise by the update.
         prefetch: how much may be gathered ahead of its use.
         persistence_threshold: parameters smaller than this stay whole in stage 3.
         max_live: gathered parameters are kept for their next use in the step as long as there are no more
@@ -40,13 +38,11 @@ class ZeroPolicy:
         rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
         own_masters: whether fp32 weights have masters beside them, as they are not always equal.
         matrices_apart: whether parameters made of matrices have buckets of their own, see `optim.Needs`.
-        shard_multiple: the number of elements of which each rank's slice of a bucket is a multiple.
     """
 
     stage: int = 0
     bucket_size: int = 16_000_000
     overlap_gather: bool = True
-    late_gather: bool = False
     prefetch: int = 50_000_000
     persistence_threshold: int = 100_000
     max_live: int = 1_000_000_000
@@ -61,7 +57,6 @@ class ZeroPolicy:
     rule_reduces: bool = False
     own_masters: bool = False
     matrices_apart: bool = False
-    shard_multiple: int = 1
 
     @classmethod
     def of(
@@ -87,15 +82,6 @@ class ZeroPolicy:
             own_masters=needs.in_use,
             matrices_apart=needs.matrices,
         )
-
-
-def aligned_multiple(device: torch.device) -> int:
-    """The `shard_multiple` that suits a device.
-
-    On a GPU each rank's slice then begins where vector loads and NCCL's fast protocols want it, whatever the
-    sizes of parameters: at a multiple of 256 bytes even in the narrowest dtype. A CPU gains nothing by it.
-    """
-    return 128 if device.type == "cuda" else 1
 
 
 def _dtype(name: str) -> torch.dtype:

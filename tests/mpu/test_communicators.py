@@ -87,12 +87,13 @@ def test_there_are_second_groups_where_they_are_asked_for():
 
     plain = context(())
     before = set(opened)
-    assert plain.gathers("replica") is plain.replica
+    assert "replica_gather" not in plain.groups
     full = context(second_communicators(grid, 1))
     assert set(opened) - before == {("replica_gather", (0, 1)), ("pp_odd", (0, 2, 4, 6))}
-    assert full.gathers("replica") is not full.replica
-    assert full.gathers("replica") is full.gathers("expert_replica")  # the same ranks
-    assert full.gathers("replica").ranks == full.replica.ranks
+    gathers = full.groups["replica_gather"]
+    assert gathers is not full.replica
+    assert gathers.ranks == full.replica.ranks
+    assert gathers is full.groups["expert_replica_gather"]
 
 
 class Spied(WrappingGroup):

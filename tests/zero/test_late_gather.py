@@ -71,10 +71,11 @@ def stack_events(*, late: bool, stage: int) -> list[str]:
     logged = Logged(context.groups["replica_gather"], events)
     context = replace(context, groups={**context.groups, "replica_gather": logged})
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
-    policy = ZeroPolicy(stage, bucket_size=BUCKET, late_gather=late)
+    policy = ZeroPolicy(stage, bucket_size=BUCKET)
     units = module_units(model)
     store = build_store(units, policy, context)
-    parallel, optimizer = DataParallel(units, store, policy, context), Optimizer(store, Adam(), context, 1.0)
+    parallel = DataParallel(units, store, policy, context, late=late)
+    optimizer = Optimizer(store, Adam(), context, 1.0)
     for number, layer in enumerate(model):
         layer.register_forward_pre_hook(lambda module, args, n=number: events.append(f"layer {n} begins"))
         layer.register_forward_hook(lambda module, args, output, n=number: events.append(f"layer {n} ends"))
@@ -144,10 +145,10 @@ class Run:
         gathers = Posted(context.groups["replica_gather"])
         context = replace(context, groups={**context.groups, "replica_gather": gathers})
         self.model, self.context = Zoo(), context
-        policy = ZeroPolicy(stage, bucket_size=20, late_gather=True)
+        policy = ZeroPolicy(stage, bucket_size=20)
         units = module_units(self.model)
         self.store = build_store(units, policy, context, kind=kind)
-        self.parallel = DataParallel(units, self.store, policy, context)
+        self.parallel = DataParallel(units, self.store, policy, context, late=True)
         late = DelayedUpdates(self.store, 1) if delayed else None
         self.optimizer = Optimizer(self.store, Adam(eps=1e-3), context, 0.5, late)
 

@@ -8,7 +8,7 @@ from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.ops.quantize import Quantization
 from megazero.optim.rule import Needs
-from megazero.zero.policy import ZeroPolicy, aligned_multiple
+from megazero.zero.policy import ZeroPolicy
 
 
 def test_every_setting_arrives():
@@ -43,11 +43,6 @@ def test_every_setting_arrives():
     )
     plain = ZeroPolicy.of(config, OffloadConfig())
     assert (plain.rule_reduces, plain.own_masters, plain.shard_alone) == (False, False, False)
-
-
-def test_slices_are_aligned_on_a_gpu():
-    devices = [torch.device(name) for name in ("cuda", "cpu", "meta")]
-    assert [aligned_multiple(device) for device in devices] == [128, 1, 1]
 
 
 def test_codes_and_how_gradients_are_rounded_to_them():

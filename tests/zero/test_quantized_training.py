@@ -338,17 +338,15 @@ def test_training_resumes_bit_for_bit(tmp_path, layout, zero):
 @pytest.mark.parametrize(("multiple", "alike"), [(1, False), (128, True)])
 def test_aligned_slices_have_the_same_blocks_on_any_number_of_ranks(multiple, alike):
     """Where slices are multiples of a block, blocks lie where one slice would have them: so do the codes."""
-    settings = ZeroPolicy(
-        3, persistence_threshold=0, weight_codes=Quantization("int8", 64), shard_multiple=multiple
-    )
+    settings = ZeroPolicy(3, persistence_threshold=0, weight_codes=Quantization("int8", 64))
 
     def work(context):
         model = nn.Linear(20, 20, bias=False)
         with torch.no_grad():
             model.weight.copy_(torch.linspace(-1, 1, 400).cos().cumsum(0).view(20, 20))
         units = module_units(model)
-        parallel = DataParallel(units, build_store(units, settings, context), settings, context)
-        with parallel.gathered():
+        store = build_store(units, settings, context, multiple=multiple)
+        with DataParallel(units, store, settings, context).gathered():
             return model.weight.clone()
 
     two, three = in_threads(2, work), in_threads(3, work)

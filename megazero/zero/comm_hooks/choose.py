@@ -84,12 +84,13 @@ def choose_comm_hook(
         context: the groups.
     """
     bucket = _BucketTraffic(key, layout, policy, context)
+    group = context.groups[key.replicas]
     comm_hook: CommHook = ExactCommHook(
-        context.groups[key.replicas],
+        group,
         layout,
         policy.reduce_dtype,
         leave_sums=policy.rule_reduces,
-        gathers=context.gathers(key.replicas),
+        gathers=context.groups.get(f"{key.replicas}_gather", group),
     )
     for wrap in _AROUND:
         comm_hook = wrap(comm_hook, bucket)
