@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megazero.config.resolve import parse_config
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.errors import CommunicationError
 from megazero.mpu import launch, torch_group
@@ -23,6 +24,7 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import TrafficLog, recording_context
 from megazero.mpu.warm_up import warm_up
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
+from megazero.train.pretraining import pretrain_on
 
 GRIDS = (
     ProcessGrid(dp=4),
@@ -292,3 +294,15 @@ def test_a_job_opens_second_groups_and_warms_all(pool):
     names, hosts = ["pp", "pp_odd"], [socket.gethostname()] * 3
     assert first == (-1.0, names, hosts)
     assert rest == [(3.0, names, hosts)] * 2
+
+
+@pytest.mark.parametrize("seconds", [(), ("replica_gather",)])
+def test_a_run_with_second_communicators_lists_all_at_its_start(capfd, seconds):
+    words = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 16"
+    flags = f"{words} --mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-3 --zero-stage 1"
+    config = parse_config(flags.split(), world_size=2).config
+    world = ThreadWorld(2, timeout=60.0)
+    world.run(lambda r: pretrain_on(config, thread_context(world, ProcessGrid(dp=2), r, seconds=seconds)))
+    lines = capfd.readouterr().out.splitlines()
+    listed = [line for line in lines if "ranks   high" in line]
+    assert [line.split()[0] for line in listed] == (["data", "replica_gather"] if seconds else [])
