@@ -299,8 +299,8 @@ def test_a_job_opens_second_groups_and_warms_all(pool):
 @pytest.mark.parametrize("seconds", [(), ("replica_gather",)])
 def test_a_run_with_second_communicators_lists_all_at_its_start(capfd, seconds):
     words = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 16"
-    flags = f"{words} --mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-3 --zero-stage 1"
-    config = parse_config(flags.split(), world_size=2).config
+    flags = f"{words} --mock-data --micro-batch-size 1 --global-batch-size 2 --train-iters 1 --lr 1e-3"
+    config = parse_config([*flags.split(), "--zero-stage", "1"], world_size=2).config
     world = ThreadWorld(2, timeout=60.0)
     world.run(lambda r: pretrain_on(config, thread_context(world, ProcessGrid(dp=2), r, seconds=seconds)))
     lines = capfd.readouterr().out.splitlines()
