@@ -42,16 +42,26 @@ def _all_to_all_rows(x: Tensor, group: Group, sent: list[int], received: list[in
     return output
 
 
+def _own(x: Tensor, *, given_away: bool) -> Tensor:
+    """A contiguous tensor of x's values that may be overwritten: x itself if it was given away."""
+    whole = x.contiguous()
+    return x.clone() if whole is x and not given_away else whole
+
+
 class _ReduceFromSlices(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        total = x.contiguous().clone()
+    def forward(ctx: Any, x: Tensor, group: Group, given_away: bool) -> Tensor:
+        # Of a view autograd would rewrite the history, which costs more than the copy.
+        total = _own(x, given_away=given_away and not x._is_view())
+        if total is x:
+            # From here on autograd refuses a backward for which somebody saved the old values.
+            ctx.mark_dirty(x)
         group.all_reduce(total).wait()
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return grad, None
+        return grad, None, None
 
 
 class _ReduceScatterSequence(Function):
@@ -89,15 +99,15 @@ class _GatherForParts(Function):
 
 class _ShareForParts(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: Group, given_away: bool) -> Tensor:
+        ctx.group, ctx.given_away = group, given_away
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        total = grad.contiguous().clone()
+        total = _own(grad, given_away=ctx.given_away)
         ctx.group.all_reduce(total).wait()
-        return total, None
+        return total, None, None
 
 
 class _SplitRows(Function):
@@ -134,9 +144,16 @@ class _GatherFeatures(Function):
         return grad.narrow(-1, ctx.group.rank * ctx.width, ctx.width).contiguous(), None
 
 
-def reduce_from_slices(x: Tensor, group: Group) -> Tensor:
-    """Sum the members' partial results; backward is the identity."""
-    return x if group.size == 1 else apply(_ReduceFromSlices, x, group)
+def reduce_from_slices(x: Tensor, group: Group, *, given_away: bool = False) -> Tensor:
+    """Sum the members' partial results; backward is the identity.
+
+    Args:
+        x: the partial result.
+        group: the members.
+        given_away: whether x may hold the sum afterwards: nobody else reads it, and the operator that made it
+            has not saved it. Autograd raises RuntimeError in backward if one did.
+    """
+    return x if group.size == 1 else apply(_ReduceFromSlices, x, group, given_away)
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
@@ -160,9 +177,17 @@ def gather_for_parts(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else apply(_GatherForParts, x, group)
 
 
-def share_for_parts(x: Tensor, group: Group) -> Tensor:
-    """x, equal on all members, for a computation of which each does a part; backward sums their gradients."""
-    return x if group.size == 1 else apply(_ShareForParts, x, group)
+def share_for_parts(x: Tensor, group: Group, *, given_away: bool = False) -> Tensor:
+    """x, equal on all members, for a computation of which each does a part; backward sums their gradients.
+
+    Args:
+        x: whole on each member.
+        group: the members.
+        given_away: whether backward may overwrite the gradient that it gets: one operator alone reads the
+            result, and makes a tensor of its own of the gradient. A sum, for one, hands the same gradient
+            to all that it added.
+    """
+    return x if group.size == 1 else apply(_ShareForParts, x, group, given_away)
 
 
 def split_rows(x: Tensor, group: Group) -> Tensor:

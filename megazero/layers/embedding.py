@@ -96,9 +96,9 @@ class Embedding(nn.Module):
         x = self._look_up(tokens, tp.rank * len(self.word))
         if tp.size == 1:
             return x
-        return (
-            reduce_scatter_sequence(x, tp) if self.placement.sequence_parallel else reduce_from_slices(x, tp)
-        )
+        if self.placement.sequence_parallel:
+            return reduce_scatter_sequence(x, tp)
+        return reduce_from_slices(x, tp, given_away=True)
 
     def _look_up(self, tokens: Tensor, first: int) -> Tensor:
         """Look tokens up without a check of the ids, which would wait for the device.

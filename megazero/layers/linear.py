@@ -264,8 +264,10 @@ class RowParallelLinear(nn.Module):
             return self.product(x, self.weight, self.bias, alone, False, deferred), None
         # A slice of the inputs needs nothing from the other ranks until the sum.
         partial = self.product(x, self.weight, None, alone, False, deferred)
-        reduce = reduce_scatter_sequence if self.placement.sequence_parallel else reduce_from_slices
-        return reduce(partial, self.placement.tp), self.bias
+        tp = self.placement.tp
+        if self.placement.sequence_parallel:
+            return reduce_scatter_sequence(partial, tp), self.bias
+        return reduce_from_slices(partial, tp, given_away=True), self.bias
 
 
 class ReplicatedLinear(nn.Module):

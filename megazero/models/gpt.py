@@ -54,7 +54,8 @@ class Head(nn.Module):
         if labels is None:
             return column_linear(x, self.weight, None, tp, sequence_parallel, deferred)
         # The weight's gradient is never deferred: that would keep the logits' gradient until then.
-        whole = gather_for_parts(x, tp) if sequence_parallel else share_for_parts(x, tp)
+        # The loss makes a gradient of its own, for this sum alone.
+        whole = gather_for_parts(x, tp) if sequence_parallel else share_for_parts(x, tp, given_away=True)
         matrix = self.weight.flatten(0, -2)
         start = tp.rank * matrix.shape[0]
         return linear_cross_entropy(whole, matrix, labels.t().contiguous(), tp, start, self.vocab_size)

@@ -6,13 +6,15 @@ object.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megazero.mpu.grid import COMMUNICATORS, Place, ProcessGrid
+from megazero.mpu.communicators import CommunicatorPlan
+from megazero.mpu.grid import Place, ProcessGrid
 from megazero.mpu.group import Group
+from megazero.mpu.linked_group import LinkedGroup
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.watch.watch import Watch
@@ -24,13 +26,16 @@ class ParallelContext:
 
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:
     ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node) and ``peers``
-    (those at the same place of each node). `watch` is the one that watches their calls, if there is one.
+    (those at the same place of each node). Second communicators (`CommunicatorPlan`) are there where they
+    were asked for. `plan` says what each is for. `watch` is the one that watches their calls, if there is
+    one.
     """
 
     grid: ProcessGrid
     rank: int
     device: torch.device
     groups: Mapping[str, Group]
+    plan: CommunicatorPlan
     watch: Watch | None = None
 
     @property
@@ -93,33 +98,34 @@ class ParallelContext:
         return self.grid.world_size
 
 
-TIED_STAGES = (0, -1)
-"""The pipeline stages that hold a tied weight: embedding and head."""
-
 GroupMaker = Callable[[str, tuple[int, ...]], Group]
 
 
 def make_context(
-    grid: ProcessGrid, rank: int, device: torch.device, maker: GroupMaker, *, node_size: int = 1
+    grid: ProcessGrid,
+    rank: int,
+    device: torch.device,
+    maker: GroupMaker,
+    *,
+    node_size: int = 1,
+    seconds: Sequence[str] = (),
 ) -> ParallelContext:
     """A context whose groups of more than one rank come from ``maker(name, ranks)``.
 
-    Communicators that span the same ranks share one group: a second communicator over them would only
-    cost memory and connection time. `node_size` is the number of replicas that ``node`` spans.
+    Args:
+        grid, rank, node_size, seconds: as for `CommunicatorPlan.of`.
+        device: where this rank's tensors live.
+        maker: opens a communicator.
     """
-    spans = {name: grid.members(rank, axes) for name, axes in COMMUNICATORS.items()}
-    spans |= {
-        "tied": grid.at_stages(rank, TIED_STAGES),
-        "node": grid.node(rank, node_size),
-        "peers": grid.peers(rank, node_size),
-    }
+    plan = CommunicatorPlan.of(grid, rank, node_size=node_size, seconds=seconds)
     groups: dict[str, Group] = {}
-    opened: dict[tuple[int, ...], Group] = {}
-    for name, ranks in spans.items():
-        if ranks not in opened:
-            opened[ranks] = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)
-        groups[name] = opened[ranks]
-    return ParallelContext(grid, rank, device, groups)
+    for communicator in plan.communicators:
+        name, ranks = communicator.name, communicator.ranks
+        group = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)
+        groups |= dict.fromkeys(communicator.names, group)
+    if (odd := groups.pop("pp_odd", None)) is not None and odd.size > 1:
+        groups["pp"] = LinkedGroup(groups["pp"], odd)
+    return ParallelContext(grid, rank, device, groups, plan)
 
 
 def solo_context(device: torch.device | str = "cpu") -> ParallelContext:
@@ -132,7 +138,7 @@ def solo_context(device: torch.device | str = "cpu") -> ParallelContext:
 
 
 def thread_context(
-    world: ThreadWorld, grid: ProcessGrid, rank: int, *, node_size: int = 1
+    world: ThreadWorld, grid: ProcessGrid, rank: int, *, node_size: int = 1, seconds: Sequence[str] = ()
 ) -> ParallelContext:
     """The context of one rank of a world of threads."""
     assert world.size == grid.world_size
@@ -140,4 +146,4 @@ def thread_context(
     def maker(name: str, ranks: tuple[int, ...]) -> Group:
         return world.group(name, rank, ranks)
 
-    return make_context(grid, rank, torch.device("cpu"), maker, node_size=node_size)
+    return make_context(grid, rank, torch.device("cpu"), maker, node_size=node_size, seconds=seconds)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,12 +15,14 @@ import torch
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.errors import ConfigError
 from megazero.mpu.agreement import Facts, agree_by_notes
+from megazero.mpu.communicators import CommunicatorPlan, second_communicators
 from megazero.mpu.context import ParallelContext, make_context, solo_context
 from megazero.mpu.grid import AXES, ProcessGrid
 from megazero.mpu.group import Group
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.transports import backends
 from megazero.mpu.waits import Waits
+from megazero.mpu.warm_up import warm_up
 from megazero.mpu.watch.group import watched
 from megazero.mpu.watch.job_notes import StoreJobNotes, keeper_of_store
 from megazero.mpu.watch.watch import Watch, WatchLimits
@@ -105,7 +108,12 @@ def choose_backend(wanted: str, device: torch.device) -> str:
 
 
 def join(
-    config: ParallelConfig, launch: Launch, node_size: int = 1, facts: Callable[[], Facts] | None = None
+    config: ParallelConfig,
+    launch: Launch,
+    node_size: int = 1,
+    facts: Callable[[], Facts] | None = None,
+    *,
+    zero_stage: int = 0,
 ) -> ParallelContext:
     """Join the job and open this rank's groups.
 
@@ -114,6 +122,7 @@ def join(
         launch: this process's rank, and the number of ranks.
         node_size: the number of replicas that the group ``node`` spans.
         facts: finds what all ranks must agree on before they open groups.
+        zero_stage: what is sharded over the replicas, which decides on second communicators.
 
     Raises:
         ConfigError: the world does not factor into the configured axes, or the ranks disagree.
@@ -130,7 +139,10 @@ def join(
     patience = timedelta(minutes=config.distributed_timeout_minutes)
     # The world is not bound to the device: torch would then make groups by splitting the world's
     # communicator, which every rank must take part in, while here only a group's members do.
-    start_world(backend, launch.rank, launch.world_size, patience + _LATER)
+    seconds = second_communicators(grid, zero_stage) if backend == "nccl" else ()
+    plan = CommunicatorPlan.of(grid, launch.rank, node_size=node_size, seconds=seconds)
+    urgent = plan.named("world").urgent
+    start_world(backend, launch.rank, launch.world_size, patience + _LATER, urgent=urgent)
     heartbeat = None if config.heartbeat_timeout_minutes is None else 60 * config.heartbeat_timeout_minutes
     job_notes = StoreJobNotes.of_world(
         keeper_of_store(), min(10.0, (heartbeat or patience.total_seconds()) / 4)
@@ -143,7 +155,17 @@ def join(
     check_on = device if config.check_collectives else None
 
     wrap = partial(watched, watch=watch, check_on=check_on)
-    return replace(open_context(config, launch, device, node_size=node_size, wrap=wrap), watch=watch)
+    context = open_context(config, launch, device, node_size=node_size, wrap=wrap, seconds=seconds)
+    context = replace(context, watch=watch)
+    if backend == "nccl":  # Gloo's groups connect when they are opened
+        job_notes.post(_host_note(launch.rank), socket.gethostname())
+        with reporting(context):
+            warm_up(context, lambda rank: job_notes.read(_host_note(rank)))
+    return context
+
+
+def _host_note(rank: int) -> str:
+    return f"host/{rank}"
 
 
 def grid_of(config: ParallelConfig, world_size: int) -> ProcessGrid:
@@ -164,6 +186,7 @@ def open_context(
     *,
     node_size: int = 1,
     wrap: Callable[[Group], Group] = lambda group: group,
+    seconds: Sequence[str] = (),
 ) -> ParallelContext:
     """The context of a rank that has joined the world.
 
@@ -171,14 +194,19 @@ def open_context(
         config, launch, node_size: as for `join`.
         device: where this rank's tensors live.
         wrap: applied to each group when it is opened.
+        seconds: the second communicators to open.
     """
     timeout = timedelta(minutes=config.distributed_timeout_minutes) + _LATER
+    grid = grid_of(config, launch.world_size)
+    plan = CommunicatorPlan.of(grid, launch.rank, node_size=node_size, seconds=seconds)
 
     def maker(name: str, ranks: tuple[int, ...]) -> Group:
-        return wrap(open_group(name, launch.rank, ranks, timeout))
+        planned = plan.named(name)
+        return wrap(
+            open_group(name, launch.rank, ranks, timeout, urgent=planned.urgent, second=planned.second)
+        )
 
-    grid = grid_of(config, launch.world_size)
-    return make_context(grid, launch.rank, device, maker, node_size=node_size)
+    return make_context(grid, launch.rank, device, maker, node_size=node_size, seconds=seconds)
 
 
 def leave(context: ParallelContext) -> None:

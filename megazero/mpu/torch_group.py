@@ -131,13 +131,27 @@ def joined_world() -> tuple[int, int] | None:
     return (dist.get_rank(), dist.get_world_size()) if joined else None
 
 
-def start_world(backend: str, rank: int, world_size: int, timeout: timedelta, **where: Any) -> None:
-    """Join the world. `where` is torch's init_method, store or device_id; the environment is the default."""
+def start_world(
+    backend: str, rank: int, world_size: int, timeout: timedelta, *, urgent: bool = False, **where: Any
+) -> None:
+    """Join the world.
+
+    Args:
+        backend, rank, world_size, timeout: as for `torch.distributed.init_process_group`.
+        urgent: as for `open_group`.
+        where: torch's init_method, store or device_id; the environment is the default.
+
+    Raises:
+        CommunicationError: the other ranks could not be reached.
+    """
     try:
         kept = None if where else agent_store(timeout)
         if kept is not None:
             where["store"] = store_of_attempt(kept, rank, world_size, timeout)
-        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout, **where)
+        options = _stream_options(timeout) if urgent and backend == "nccl" else None
+        dist.init_process_group(
+            backend, rank=rank, world_size=world_size, timeout=timeout, pg_options=options, **where
+        )
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(
             f"rank {rank} of {world_size} could not join the {backend} world: {error}"
@@ -150,14 +164,42 @@ def join_file_world(path: str, rank: int, world_size: int, timeout: timedelta) -
     start_world("gloo", rank, world_size, timeout, store=store)
 
 
-def open_group(name: str, world_rank: int, ranks: tuple[int, ...], timeout: timedelta) -> TorchGroup:
-    """Open the group of `ranks`. Only its members need to call this."""
-    if len(ranks) == dist.get_world_size():
+def open_group(
+    name: str,
+    world_rank: int,
+    ranks: tuple[int, ...],
+    timeout: timedelta,
+    *,
+    urgent: bool = False,
+    second: bool = False,
+) -> TorchGroup:
+    """Open the group of `ranks`. Only its members need to call this.
+
+    Args:
+        name: the communicator's name.
+        world_rank: this process's rank.
+        ranks: the members' world ranks, in group order.
+        timeout: how long a call may take.
+        urgent: whether NCCL gives its stream a high priority, so that its kernels get the first free
+            multiprocessor. If the group is that of all ranks, `start_world` has decided that.
+        second: whether it is another group than one of the same ranks that is open already.
+    """
+    if len(ranks) == dist.get_world_size() and not second:
         world = dist.group.WORLD
         assert world is not None, "the world has not been joined"
         return TorchGroup(name, world_rank, ranks, world)
-    handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    options = _stream_options(timeout) if urgent and dist.get_backend() == "nccl" else None
+    handle = dist.new_group(
+        list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True, group_desc=name
+    )
     return TorchGroup(name, world_rank, ranks, handle)
+
+
+def _stream_options(timeout: timedelta) -> Any:
+    """NCCL's options with a stream of high priority; a torch without NCCL has none, and no use for them."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns of one that differs from the call's
+    return options
 
 
 def leave_world() -> None:

@@ -89,10 +89,12 @@ def recording_context(
     device: torch.device | str = "meta",
     *,
     node_size: int = 1,
+    seconds: Sequence[str] = (),
 ) -> ParallelContext:
     """The context of one rank in a job that does not run: its groups move nothing, and `log` counts calls."""
 
     def maker(name: str, ranks: tuple[int, ...]) -> Group:
         return StillGroup(name, ranks.index(rank), ranks)
 
-    return count_traffic(make_context(grid, rank, torch.device(device), maker, node_size=node_size), log)
+    context = make_context(grid, rank, torch.device(device), maker, node_size=node_size, seconds=seconds)
+    return count_traffic(context, log)

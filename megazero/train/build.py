@@ -26,7 +26,7 @@ from megazero.train.resume.teacher import load_teacher
 from megazero.train.step.distillation import Distillation, Teacher
 from megazero.train.step.engine import Engine, LayerMemory, Schedules
 from megazero.train.step.skipping import SkippingPlan
-from megazero.zero.build import build_store
+from megazero.zero.build import aligned_multiple, build_store
 from megazero.zero.delayed import DelayedUpdates
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
@@ -68,12 +68,14 @@ def build_engine(
         for block in chunk.blocks()
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
-    store = build_store(units, policy, context, fill, kind=store_kind(config.offload, context.device))
+    kind, multiple = store_kind(config.offload, context.device), aligned_multiple(context.device)
+    store = build_store(units, policy, context, fill, kind=kind, multiple=multiple)
     delayed = None
     if config.offload.delayed_param_update:
         assert isinstance(store, OffloadStore), "rules ask for offloaded state"
         delayed = DelayedUpdates(store, config.offload.delayed_param_update_start)
-    sharding = DataParallel(units, store, policy, context)
+    # Blocks are called as modules, and nobody else reads weights between an update and their forward.
+    sharding = DataParallel(units, store, policy, context, late=config.zero.overlap_param_gather)
     executor = Executor(distillation.beside(chunks), context.pp, sharding, context.device)
     engine = Engine(
         executor,

@@ -73,6 +73,8 @@ class Pretraining(Task):
     def remarks(self, run: Run) -> Iterable[str]:
         engine, dtype = run.resumed.engine, DTYPES[run.resumed.config.precision.dtype]
         yield from host_remarks(dtype, run.meters.matmul_rate, engine.context.device, self._others)
+        if any(communicator.second for communicator in engine.context.plan.communicators):
+            yield from ("communicators of the first rank:", *engine.context.plan.table())
         yield from (*run.resumed.remarks, *self._compared, *engine.distillation.remarks)
         datasets = (dataset for dataset in run.feeds.datasets if dataset is not None)
         yield from dict.fromkeys(note for dataset in datasets for note in dataset.notes)

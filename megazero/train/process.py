@@ -49,7 +49,7 @@ def in_job(
     choose_products(tf32=config.precision.tf32)
     place, nodes = launch or Launch.from_environment(), replicas_per_node(config.zero)
     facts = partial(settings_and_code, config, place.speaks_for_node)
-    joined = join(config.parallel, place, nodes, facts)
+    joined = join(config.parallel, place, nodes, facts, zero_stage=config.zero.stage)
     with reporting(joined):
         state = work(joined)
     leave(joined)

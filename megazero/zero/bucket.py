@@ -63,6 +63,8 @@ class Bucket:
         storage: the storage of `full`.
         sums_scale: the factor by which its gradient sums are still to be multiplied: that of the update that
             used them, if it left them as they are.
+        late: whether the weights that `publish` gathers are waited for where they are used; a `Gatherer` that
+            sees to that sets it.
 
     Args:
         key: the properties that the parameters have in common.
@@ -94,6 +96,7 @@ class Bucket:
         self.store = store
         self.presence = ShardedState.WHOLE
         self.sums_scale = 1.0
+        self.late = False
         self._work: Work = DONE
         self.full = torch.zeros(layout.padded, dtype=key.dtype, device=device)
         self.storage = self.full.untyped_storage()
@@ -119,7 +122,7 @@ class Bucket:
         self.presence = ShardedState.ARRIVING
 
     def wait(self) -> None:
-        """Wait until the whole weights that `unshard` started to gather have arrived, or raise an error."""
+        """Wait until the whole weights that are being gathered have arrived, or raise an error."""
         if self.presence is not ShardedState.ARRIVING:
             return
         try:
@@ -128,8 +131,9 @@ class Bucket:
             layer = self.layout.specs[0].name
             raise CommunicationError(f"the layer of `{layer}` could not be gathered: {error}") from error
         self._work = DONE
-        for param, view in zip(self.params, self._views, strict=True):
-            param.data = view
+        if self.layout.row.shard_params:
+            for param, view in zip(self.params, self._views, strict=True):
+                param.data = view
         self.presence = ShardedState.WHOLE
 
     def reshard(self) -> None:
@@ -147,13 +151,14 @@ class Bucket:
 
         Args:
             weights: the tensor from the store's `open_weights`, with the new weights in it.
+
+        Returns:
+            The gather, unless it is waited for where the weights are used.
         """
         if weights is not None:
             self.store.close_weights(self, weights)
-        self.comm_hook.weights_changed()
-        if self.layout.row.shard_state and self.presence is ShardedState.WHOLE:
-            return self.comm_hook.gather(self.full, self.store.shard(self))
-        return DONE
+        self._gather_again()
+        return DONE if self.late else self
 
     def show_masters(self, master: Tensor) -> None:
         """Gather the whole weights exactly as the masters are, even if the hook rounds.
@@ -169,13 +174,13 @@ class Bucket:
 
     def weights_in_use(self) -> Tensor:
         """The weights that forward reads, over `state_range`; they must not be offloaded."""
+        self.wait()
         return self.store.shard(self) if self.layout.row.shard_params else self.full[self.layout.state_range]
 
     def show_in_use(self) -> None:
         """Gather the weights again, because `weights_in_use` has been written to."""
-        self.comm_hook.weights_changed()
-        if self.layout.row.shard_state and self.presence is ShardedState.WHOLE:
-            self.comm_hook.gather(self.full, self.store.shard(self)).wait()
+        self._gather_again()
+        self.wait()
 
     def adopt_full(self) -> None:
         """Copy the changes to the whole weights into the shard and the master."""
@@ -183,6 +188,13 @@ class Bucket:
         self.store.adopt(self)
         self.comm_hook.round_weights(self.full)
         self.comm_hook.weights_changed()
+
+    def _gather_again(self) -> None:
+        """Start to gather weights of which this rank's slice has changed, if they are whole between uses."""
+        self.comm_hook.weights_changed()
+        if self.layout.row.shard_state and self.presence is ShardedState.WHOLE:
+            self._work = self.comm_hook.gather(self.full, self.store.shard(self))
+            self.presence = ShardedState.ARRIVING
 
     def _allocate(self, numel: int) -> None:
         """Give the whole buffer room for `numel` elements; meta tensors have no memory."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from megazero.mpu.context import ParallelContext
@@ -29,6 +30,7 @@ def build_store(
     fill: Fill | None = None,
     groups: Mapping[int, int] | None = None,
     kind: Callable[[ZeroPolicy], Store] = DeviceStore,
+    multiple: int = 1,
 ) -> Store:
     """Move the parameters of `units` into buckets, in the order in which backward completes them.
 
@@ -42,6 +44,7 @@ def build_store(
         fill: called with each bucket's parameters, writes their initial values; needed for meta parameters.
         groups: parameter groups by ``id`` of the parameter; parameters that it leaves out are in group 0.
         kind: makes the store.
+        multiple: the number of elements of which each rank's slice of a bucket is a multiple.
 
     Returns:
         The store, with its buckets in that order.
@@ -54,10 +57,19 @@ def build_store(
     for key, numbers in plan_buckets(members, policy, lambda name: context.groups[name].size):
         group = context.groups[key.replicas]
         mine = tuple(members[i] for i in numbers)
-        layout = BucketLayout(STAGES[key.row], mine, group.size, group.rank, context.place)
+        layout = BucketLayout(STAGES[key.row], mine, group.size, group.rank, context.place, multiple)
         comm_hook = choose_comm_hook(key, layout, policy, context)
         Bucket(key, [params[i] for i in numbers], layout, comm_hook, store, context.device, fill)
     return store
+
+
+def aligned_multiple(device: torch.device) -> int:
+    """The elements of which slices are to be multiples on a device.
+
+    On a GPU each rank's slice then begins where vector loads and NCCL's fast protocols want it, whatever the
+    sizes of parameters: at a multiple of 256 bytes even in the narrowest dtype. A CPU gains nothing by it.
+    """
+    return 128 if device.type == "cuda" else 1
 
 
 def _members(

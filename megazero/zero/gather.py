@@ -1,4 +1,7 @@
-"""Gathers sharded weights for each use and frees them afterwards (stage 3)."""
+"""Gathers sharded weights for each use and frees them afterwards (stage 3).
+
+Weights that stay whole are gathered once, after the update of their shards; here they are waited for.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,21 @@ class Gatherer:
     collected, unless the policy has room to keep them for the next use. A forward that runs within a backward
     frees nothing: it recomputes what the backward is about to need.
 
+    Weights that stay whole and that an update has gathered anew (`Bucket.late`) are waited for before the
+    forward of the first unit that uses them.
+
     Args:
         units: the units in the order in which forward uses them.
-        store: holds the buckets of the units' parameters; those whose weights are not sharded are ignored.
+        store: holds the buckets of the units' parameters.
         policy: what is gathered ahead and what is kept.
+        late: whether units wait for weights that stay whole and that an update gathers; else the update does.
 
     Attributes:
         most_live_bytes: the most bytes that gathered weights have held at a time.
         observer: is shown each bucket that is gathered; None for nobody.
     """
 
-    def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy):
+    def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy, *, late: bool = False):
         self.policy = policy
         self.store = store
         self.observer: Callable[[Bucket], None] | None = None
@@ -60,7 +67,11 @@ class Gatherer:
         self._follower: dict[tuple[bool, int], int] = {}
         self._neighbours: dict[tuple[bool, int], int] = {}
         self._previous: int | None = None
+        self._late = [b for b in store.buckets if late and _gathered_after_updates(b)]
+        for bucket in self._late:
+            bucket.late = True
         for unit in units:
+            self._hook_late(unit)
             mine = self.of(unit.params)
             if mine:
                 self._hook(unit.module, len(self._units))
@@ -130,6 +141,11 @@ class Gatherer:
         for bucket in self.buckets:
             self.reshard(bucket)
 
+    def arrive(self) -> None:
+        """Wait for the weights of an update that no unit has used since, so that the next one may begin."""
+        for bucket in self._late:
+            bucket.wait()
+
     def unshard(self, bucket: Bucket) -> None:
         """Start gathering a bucket."""
         if bucket.presence is ShardedState.SHARD:
@@ -143,8 +159,8 @@ class Gatherer:
             self.most_live_bytes = max(self.most_live_bytes, self._live_bytes)
 
     def reshard(self, bucket: Bucket) -> None:
-        """Free a bucket's whole weights."""
-        if bucket.presence is not ShardedState.SHARD:
+        """Free a bucket's whole weights, if they are sharded."""
+        if bucket.layout.row.shard_params and bucket.presence is not ShardedState.SHARD:
             bucket.reshard()
             self._live -= bucket.layout.padded
             self._live_bytes -= bucket.full.nbytes
@@ -166,6 +182,17 @@ class Gatherer:
     def _drop(self, bucket: Bucket) -> None:
         if self._live > self.policy.max_live and not self._users[id(bucket)]:
             self.reshard(bucket)
+
+    def _hook_late(self, unit: Unit) -> None:
+        used = set(map(id, unit.params))
+        mine = [bucket for bucket in self._late if any(id(param) in used for param in bucket.params)]
+
+        def before(module: nn.Module, args: Any) -> None:
+            for bucket in mine:
+                bucket.wait()
+
+        if mine:
+            unit.module.register_forward_pre_hook(before)
 
     def _hook(self, module: nn.Module, unit: int) -> None:
         def before(module: nn.Module, args: Any) -> None:
@@ -253,6 +280,11 @@ class Gatherer:
             for bucket in ahead:
                 self.unshard(bucket)
             unit = self._follower.get((backward, unit))
+
+
+def _gathered_after_updates(bucket: Bucket) -> bool:
+    row = bucket.layout.row
+    return row.shard_state and not row.shard_params
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -48,6 +48,7 @@ class BucketLayout:
         ranks: number of replicas.
         rank: this replica's number.
         place: this rank's place in the grid.
+        multiple: the number of elements of which a slice is a multiple, if there are several.
     """
 
     row: StageRow
@@ -55,6 +56,7 @@ class BucketLayout:
     ranks: int
     rank: int
     place: Place
+    multiple: int = 1
 
     @cached_property
     def numel(self) -> int:
@@ -64,7 +66,8 @@ class BucketLayout:
     @cached_property
     def shard_size(self) -> int:
         """Number of elements of one replica's slice, padding included; at least one."""
-        return max(1, -(-self.numel // self.ranks))
+        multiple = self.multiple if self.row.shard_state and self.ranks > 1 else 1
+        return max(1, -(-self.numel // (self.ranks * multiple))) * multiple
 
     @cached_property
     def padded(self) -> int:

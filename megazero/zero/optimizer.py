@@ -173,7 +173,8 @@ class Optimizer:
         for visited in self.store.stream(everything, buckets, changes=(WEIGHT, *changed)):
             loaded_buckets = [replace(r, weights=self.store.open_weights(r.bucket)) for r in visited]
             update.apply(loaded_buckets)
-            works += [loaded.bucket.publish(loaded.weights) for loaded in loaded_buckets]
+            # Of the buckets of a visit, the next forward uses the last first.
+            works += [loaded.bucket.publish(loaded.weights) for loaded in reversed(loaded_buckets)]
         return works
 
     def _publish(self, loaded: LoadedBucket) -> Work:
@@ -189,7 +190,7 @@ class Optimizer:
         works = []
         kinds = (WEIGHT, *self._moments) if self.rule.needs.in_use else (WEIGHT,)
         for loaded_buckets in self.store.stream(kinds, self.store.buckets):
-            works += [self._publish(loaded) for loaded in loaded_buckets]
+            works += [self._publish(loaded) for loaded in reversed(loaded_buckets)]
         for work in works:
             work.wait()
 

@@ -29,12 +29,22 @@ class DataParallel:
         store: the store that `build_store` made of these units.
         policy: the policy given to `build_store`.
         context: the process groups.
+        late: whether weights that an update gathers are waited for by the units that use them, beside whose
+            forward they arrive; otherwise the update waits. Then nobody else reads weights in between.
     """
 
-    def __init__(self, units: Sequence[Unit], store: Store, policy: ZeroPolicy, context: ParallelContext):
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        store: Store,
+        policy: ZeroPolicy,
+        context: ParallelContext,
+        *,
+        late: bool = False,
+    ):
         self.store = store
         self._reducer = GradientReducer(store, policy, context)
-        self._gatherer = Gatherer(units, store, policy)
+        self._gatherer = Gatherer(units, store, policy, late=late)
         self._chunk = 0
         for bucket in store.buckets:
             for param in bucket.params if bucket.key.trainable else ():
@@ -96,6 +106,7 @@ class DataParallel:
         """Wait until the step's gradient sums are complete, and free all gathered weights."""
         self._reducer.finish()
         self._gatherer.finish()
+        self._gatherer.arrive()
 
     def need(self, params: Iterable[nn.Parameter]) -> None:
         """Wait until these parameters are whole; they are freed as if their own modules had used them."""

@@ -139,3 +139,21 @@ def test_flags_that_argparse_refuses_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
+
+
+def test_the_communicators_of_a_training(capsys):
+    """Names that span the same ranks share one; weights have one beside that of gradients."""
+    flags = [*TRAINING.split(), "--global-batch-size", "8", "--zero-stage", "1"]
+    assert main(["communicators", "--nproc", "4", "--", *flags]) == 0
+    rows = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
+    assert [row[:4] for row in rows] == [
+        ["pp", "2", "ranks", "high"],
+        ["data", "2", "ranks", "high"],
+        ["world", "4", "ranks", "normal"],
+        ["replica_gather", "2", "ranks", "high"],
+    ]
+    assert (
+        rows[0][4] == "messages between pipeline stages; what a model agrees on; gradients of a tied weight"
+    )
+    assert main(["communicators", "--nproc", "4"]) == 2
+    assert "flags of a training must follow after `--`" in capsys.readouterr().err

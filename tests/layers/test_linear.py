@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
@@ -21,7 +22,9 @@ from megazero.layers.rows import Rows
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.mpu.still_group import StillGroup
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.wrapping_group import WrappingGroup
 from tests.layers.live_bytes import LiveBytes
 from tests.layers.samples import causal_layer
 
@@ -163,3 +166,61 @@ def test_what_waits_for_the_weight_half_and_that_nothing_stays(kind, sequence_pa
     for waiting, after in on_ranks(2, work):
         assert waiting == 4 * elements
         assert after == 4 * H * V // 2  # the gradient
+
+
+class _Events(TorchDispatchMode):
+    """Writes down products, and the starts and ends of collectives, in the order of launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+class _LoggedGroup(WrappingGroup):
+    def __init__(self, inner, events: list[str]):
+        super().__init__(inner)
+        self.events = events
+
+    def _collective(self, call):
+        self.events.append(f"start {call.operation}")
+        call.start(self.inner)
+        return _End(call.operation, self.events)
+
+
+@dataclass(frozen=True)
+class _End:
+    operation: str
+    events: list[str]
+
+    def wait(self) -> None:
+        self.events.append(f"wait {self.operation}")
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "expected"),
+    [
+        (False, ["product", "start all_reduce", "product", "wait all_reduce"]),
+        (
+            True,
+            [
+                *("start all_gather", "product", "start reduce_scatter", "wait all_gather"),
+                *("product", "wait reduce_scatter"),
+            ],
+        ),
+    ],
+)
+def test_the_input_s_gradient_travels_beside_the_product_for_the_weight_s(sequence_parallel, expected):
+    """It is launched first, so that a device which keeps to the order of launches overlaps the two."""
+    with _Events() as log:
+        group = _LoggedGroup(StillGroup("tp", 0, (0, 1)), log.events)
+        weight = nn.Parameter(torch.ones(6, H))
+        x = torch.ones(S, B, H, requires_grad=True)
+        y = column_linear(x, weight, None, group, sequence_parallel)
+        log.events.clear()
+        y.sum().backward()
+    assert log.events == expected

@@ -133,7 +133,7 @@ def test_groups_give_up_a_minute_later_than_the_watch(monkeypatch):
     """So the one that tells who is missing speaks first."""
     asked = []
 
-    def opened(name, rank, ranks, timeout):
+    def opened(name, rank, ranks, timeout, **options):
         asked.append((name, timeout))
         return SoloGroup(name, rank)
 

@@ -47,6 +47,8 @@ class Trainer:
         kind: of store.
         rule: updates the weights.
         overlap: reduce while backward runs.
+        late: see `DataParallel`.
+        multiple: see `build_store`.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class Trainer:
         rule: UpdateRule | None = None,
         *,
         overlap: bool = True,
+        late: bool = False,
+        multiple: int = 1,
     ):
         self.model, self.loss, self.context = model, loss, context
         units = module_units(model) if units is None else units
-        self.store = build_store(units, policy, context, fill, kind=kind)
-        self.parallel = DataParallel(units, self.store, policy, context)
+        self.store = build_store(units, policy, context, fill, kind=kind, multiple=multiple)
+        self.parallel = DataParallel(units, self.store, policy, context, late=late)
         self.optimizer = Optimizer(self.store, rule or Adam(eps=1e-3), context, 0.5)
         self.every = policy.stage >= 2
         self.overlap = overlap

@@ -16,7 +16,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import InitialValues, ParamSpec
 from megazero.mpu.traffic import TrafficLog, recording_context
 from megazero.optim.elementwise import Adam
-from megazero.zero.build import build_store
+from megazero.zero.build import aligned_multiple, build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
 from megazero.zero.policy import ZeroPolicy
@@ -240,3 +240,8 @@ def test_everything_constructs_on_meta():
     states = [optimizer.store.at_rest(bucket) for bucket in store.buckets]
     assert [set(state) for state in states] == [{"weight", "exp_avg", "exp_avg_sq"}] * 2
     assert all(t.is_meta for state in states for t in state.values())
+
+
+def test_slices_are_aligned_on_a_gpu():
+    devices = [torch.device(name) for name in ("cuda", "cpu", "meta")]
+    assert [aligned_multiple(device) for device in devices] == [128, 1, 1]

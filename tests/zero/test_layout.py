@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -40,6 +42,22 @@ def test_members_follow_each_other_and_are_padded_to_equal_slices():
     assert found.own == slice(6, 9)
     empty = layout(1, 4, 2, members=(member("nothing", 0),))
     assert (empty.numel, empty.shard_size, empty.padded) == (0, 1, 4)
+
+
+def test_slices_are_multiples_so_that_each_begins_aligned():
+    def sizes(stage: int, ranks: int, numel: int) -> tuple[int, int]:
+        found = replace(layout(stage, ranks, 0, members=(member("m", numel),)), multiple=128)
+        return found.shard_size, found.padded
+
+    for stage in (1, 2, 3):
+        assert sizes(stage, 4, 512) == (128, 512)  # nothing is added to what fits
+        assert sizes(stage, 4, 513) == (256, 1024)
+        assert sizes(stage, 3, 1) == (128, 384)
+        assert sizes(stage, 1, 513) == (513, 513)  # a single slice begins with its bucket
+    assert sizes(0, 4, 513) == (129, 516)  # nobody has a slice
+    found = replace(layout(1, 3, 2, members=(member("m", 700),)), multiple=128)
+    assert found.own == slice(512, 768)
+    assert [(n, span) for n, span, _ in found.member_pieces(torch.zeros(256))] == [(0, slice(512, 700))]
 
 
 @pytest.mark.parametrize(

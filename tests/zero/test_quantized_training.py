@@ -26,8 +26,11 @@ from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.verify.run import run_in_threads
+from megazero.zero.build import build_store
 from megazero.zero.copies import CopyCheck
+from megazero.zero.parallel import DataParallel
 from megazero.zero.policy import ZeroPolicy
+from megazero.zero.unit import module_units
 from tests.layouts.layout import VOCABULARY, Layout
 from tests.zero.harness import SAMPLES, Record, Trainer, in_threads
 from tests.zero.late_group import with_late_groups
@@ -330,3 +333,22 @@ def test_training_resumes_bit_for_bit(tmp_path, layout, zero):
         assert [name for name, _ in straight] == [name for name, _ in resumed]
         for (name, want), (_, got) in zip(straight, resumed, strict=True):
             assert all(torch.equal(want[kind], got[kind]) for kind in want), name
+
+
+@pytest.mark.parametrize(("multiple", "alike"), [(1, False), (128, True)])
+def test_aligned_slices_have_the_same_blocks_on_any_number_of_ranks(multiple, alike):
+    """Where slices are multiples of a block, blocks lie where one slice would have them: so do the codes."""
+    settings = ZeroPolicy(3, persistence_threshold=0, weight_codes=Quantization("int8", 64))
+
+    def work(context):
+        model = nn.Linear(20, 20, bias=False)
+        with torch.no_grad():
+            model.weight.copy_(torch.linspace(-1, 1, 400).cos().cumsum(0).view(20, 20))
+        units = module_units(model)
+        store = build_store(units, settings, context, multiple=multiple)
+        with DataParallel(units, store, settings, context).gathered():
+            return model.weight.clone()
+
+    two, three = in_threads(2, work), in_threads(3, work)
+    assert all(torch.equal(weight, two[0]) for weight in two)
+    assert all(torch.equal(weight, two[0]) == alike for weight in three)

@@ -52,6 +52,34 @@ def test_every_kind_of_parameter(stage, size, overlap):
             assert_same(record, zoo())
 
 
+@pytest.mark.parametrize("multiple", [8, 128])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("stage", range(len(STAGES)))
+def test_aligned_slices(stage, size, multiple):
+    """With 128, all of the zoo's state may be on the first rank, and nothing but padding on the others."""
+    for bucket_size in (1, 10**9):
+        settings = policy(stage, bucket_size=bucket_size)
+
+        def work(context, settings=settings):
+            trainer = Trainer(Zoo(), zoo_loss, settings, context, multiple=multiple, late=True)
+            return trainer.train(3, 2)
+
+        for record in in_threads(size, work):
+            assert_same(record, zoo())
+
+
+@pytest.mark.parametrize("changes", [{}, {"hpz": 2}, {"max_live": 2000}], ids=str)
+def test_aligned_slices_of_a_model(changes):
+    settings = policy(3, bucket_size=300, **changes)
+
+    def train(context):
+        model = make_gpt()
+        return Trainer(model, gpt_loss, settings, context, layer_units(model), multiple=128).train()
+
+    for record in in_threads(4, train, node_size=changes.get("hpz", 1)):
+        assert_same(record, gpt())
+
+
 def test_the_zoo_learns():
     # The law would hold for a training that moves nothing.
     first, last = zoo().weights[0], zoo().weights[-1]

@@ -7,9 +7,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megazero.config.derive import replicas_per_node
 from megazero.config.resolve import parse_config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
+from megazero.mpu.communicators import CommunicatorPlan, second_communicators
 from megazero.pipeline.lower import add_transfers
 from megazero.pipeline.render import chrome_trace, draw, render_text
 from megazero.pipeline.schedules import KINDS, build_schedule
@@ -44,6 +46,13 @@ def build_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--transfer", type=float, default=0.0, help="time of a message (default 0)")
     schedule.add_argument("--output", help="also draw it into this file (.png, .svg or .pdf)")
     schedule.add_argument("--trace", help="also write it for chrome://tracing into this file (.json)")
+    communicators = subjects.add_parser(
+        "communicators",
+        help="what a training opens between its ranks over NCCL",
+        description="List the communicators that the first rank of a training opens on GPUs, with their "
+        "priorities and uses. The flags of the training follow after `--`.",
+    )
+    communicators.add_argument("--nproc", type=int, required=True, help="ranks of the training")
     return parser
 
 
@@ -51,7 +60,19 @@ def main(argv: Sequence[str]) -> int:
     """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
     own, training = split_training_flags(argv)
     flags = build_parser().parse_args(own)
-    return exit_status(lambda: _plan_schedule(flags, training))
+    plan = _plan_schedule if flags.subject == "schedule" else _plan_communicators
+    return exit_status(lambda: plan(flags, training))
+
+
+def _plan_communicators(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
+    if training is None:
+        raise ConfigError("flags of a training must follow after `--`, but there are none; add them")
+    from megazero.mpu.launch import grid_of
+
+    config = parse_config(training, world_size=flags.nproc).config
+    grid, nodes = grid_of(config.parallel, flags.nproc), replicas_per_node(config.zero)
+    seconds = second_communicators(grid, config.zero.stage)
+    print(*CommunicatorPlan.of(grid, 0, node_size=nodes, seconds=seconds).table(), sep="\n")
 
 
 def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) -> None:

@@ -33,7 +33,8 @@ class ZeroConfig(Section):
     )
     overlap_param_gather: bool = option(
         True,
-        "gather the parameters of stage 3 when they are used instead of ahead",
+        "gather the parameters of stage 3 when they are used instead of ahead, and wait for those that "
+        "stages 1 and 2 have updated before the step ends instead of where the next forward uses them",
         flag="--no-overlap-param-gather",
         switches={"--overlap-param-gather": True},
     )

@@ -72,7 +72,7 @@ class ColumnLinear(SlicedLinear):
         if self.used is not None:
             weight = weight.narrow(1 if self.inputs_first else 0, *self.used)
             bias = None if bias is None else bias.narrow(0, *self.used)
-        y = self.product(share_for_parts(x, self.group), weight, bias)
+        y = self.product(share_for_parts(x, self.group, given_away=True), weight, bias)
         return y if self.outputs is None else gather_features(y, self.group)[..., : self.outputs]
 
 
@@ -81,7 +81,7 @@ class RowLinear(SlicedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """The summed product, plus the bias once."""
-        y = reduce_from_slices(self.product(x, self.weight, None), self.group)
+        y = reduce_from_slices(self.product(x, self.weight, None), self.group, given_away=True)
         return y if self.bias is None else y + self.bias
 
 

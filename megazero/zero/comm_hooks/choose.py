@@ -85,7 +85,13 @@ def choose_comm_hook(
     """
     bucket = _BucketTraffic(key, layout, policy, context)
     group = context.groups[key.replicas]
-    comm_hook: CommHook = ExactCommHook(group, layout, policy.reduce_dtype, leave_sums=policy.rule_reduces)
+    comm_hook: CommHook = ExactCommHook(
+        group,
+        layout,
+        policy.reduce_dtype,
+        leave_sums=policy.rule_reduces,
+        gathers=context.groups.get(f"{key.replicas}_gather", group),
+    )
     for wrap in _AROUND:
         comm_hook = wrap(comm_hook, bucket)
     return comm_hook

@@ -27,6 +27,7 @@ class CommHook(Protocol):
     """One bucket's connection between the replicas. It may have state, such as the errors of compression."""
 
     group: Group  # the replicas
+    gathers: Group  # the same ranks, for gathers of weights
 
     @property
     def reduces(self) -> bool:
@@ -70,6 +71,7 @@ class WrappedCommHook(CommHook):
 
     def __init__(self, comm_hook: CommHook):
         self.group = comm_hook.group
+        self.gathers = comm_hook.gathers
         self._comm_hook = comm_hook
 
     @property

@@ -18,10 +18,20 @@ class ExactCommHook(CommHook):
         layout: the bucket's layout.
         dtype: dtype of gradients sent between ranks.
         leave_sums: whether the update rule sums the gradients itself.
+        gathers: the group for gathers of weights; `group` by default.
     """
 
-    def __init__(self, group: Group, layout: BucketLayout, dtype: torch.dtype, *, leave_sums: bool):
+    def __init__(
+        self,
+        group: Group,
+        layout: BucketLayout,
+        dtype: torch.dtype,
+        *,
+        leave_sums: bool,
+        gathers: Group | None = None,
+    ):
         self.group = group
+        self.gathers = gathers or group
         self.layout = layout
         self.dtype = dtype
         self.leave_sums = leave_sums
@@ -39,7 +49,7 @@ class ExactCommHook(CommHook):
         return None  # one step is like another
 
     def gather(self, whole: Tensor, shard: Tensor) -> Work:
-        return self.group.all_gather(whole, shard, async_op=True)
+        return self.gathers.all_gather(whole, shard, async_op=True)
 
     def round_weights(self, weights: Tensor) -> None:
         return None

@@ -39,7 +39,7 @@ class QuantizedWeights(WrappedCommHook):
     def gather(self, whole: Tensor, shard: Tensor) -> Work:
         sent = quantize(shard.view(1, -1), self._how)
         received = sent.new_empty(self.group.size, sent.shape[1])
-        work = self.group.all_gather(received, sent, async_op=True)
+        work = self.gathers.all_gather(received, sent, async_op=True)
         return _Arriving(sent, received, whole, self._how, work)
 
     @torch.no_grad()

@@ -106,6 +106,7 @@ class DeviceStore(Store):
         return add_up(item for bucket in self.buckets for item in self._items(bucket))
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        bucket.wait()
         return self._held[bucket].state
 
     def _items(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
@@ -123,6 +124,8 @@ class DeviceStore(Store):
     ) -> Iterator[Sequence[LoadedBucket]]:
         everything = []
         for bucket in buckets:
+            if WEIGHT in kinds:
+                bucket.wait()
             held = self._held[bucket]
             flats = {**held.state, **held.own_sums}
             everything.append(LoadedBucket(bucket, {kind: flats[kind] for kind in kinds if kind in flats}))

@@ -208,6 +208,7 @@ class OffloadStore(Store):
         tier.put(sums, there)
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
+        bucket.wait()
         self._finish(bucket)
         kept = self._kept[bucket]
         return {
@@ -223,6 +224,8 @@ class OffloadStore(Store):
         for number, bucket in enumerate(buckets):
             for other in buckets[number : number + 1 + _AHEAD]:
                 self._prefetch(other, kinds)
+            if WEIGHT in kinds:
+                bucket.wait()
             self._finish(bucket)
             visited = self._fetch(bucket, kinds)
             try:
