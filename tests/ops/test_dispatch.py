@@ -41,6 +41,7 @@ from megazero.ops.sort_by_expert import MOST_EXPERTS, sort_by_expert
 from megazero.ops.square_sum import square_sum
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
+from megazero.ops.to_fp8 import to_fp8
 from megazero.ops.top_k import top_k
 from megazero.ops.update import StepFacts, UpdateCall, update_step
 from megazero.optim.elementwise import Adam, Sgd
@@ -280,6 +281,9 @@ RUNS: dict[str, Callable] = {
     "square_sum": _run_square_sum,
     "squared_relu": lambda facts: squared_relu(_randn(facts, 3, 8)),
     "swiglu": lambda facts: swiglu(_randn(facts, 3, 2, 8)),
+    "to_fp8": lambda facts: to_fp8(
+        torch.ones(2, 3, dtype=facts.dtype), torch.ones(()), torch.float8_e4m3fn
+    ),
     "top_k": _run_top_k,
     "update": _run_update,
 }
