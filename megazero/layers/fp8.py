@@ -149,7 +149,7 @@ class Fp8Scaling:
         return apply(_Fp8Linear, x, matrix, vector, group, sequence_parallel, self, kept, notes)
 
     def weight_codes(self, weight: Tensor) -> Codes | None:
-        """The codes of the weight [..., h] as [n, h], made by the first call of a step; None if none are kept."""
+        """The codes of the weight [..., h] as [n, h], made by a step's first call; None if none are kept."""
         if torch.compiler.is_compiling():
             return self.kept
         # A CUDA graph would hold those of the step in which it was captured.
@@ -172,7 +172,7 @@ class Fp8Scaling:
         return self.recipe.scales(largest, self.largest[which])
 
     def cast(self, which: int, x: Tensor, scale: Tensor, *, notes: bool = True, turns: bool = True) -> Codes:
-        """The codes of x [m, k], with its transpose on a GPU unless not `turns`; `notes` its amax for the step."""
+        """The codes of x [m, k], on a GPU with the transpose if it `turns`; the step's amax `notes` x's."""
         noted = self.amax[which] if notes and self.recipe.delayed else None
         inverse = self.inverse[which] if self.passing and self.recipe.delayed else scale.reciprocal()
         turned = turns and on_tensor_cores(x)  # elsewhere a product takes a view
