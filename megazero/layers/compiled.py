@@ -44,7 +44,8 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     for layer in layers:
         linears = [m for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
         if layer.placement.tp.size > 1:
-            for module in linears:
+            apart: Sequence[nn.Module] = linears
+            for module in apart:
                 module.forward = torch.compiler.disable(module.forward)
         compiled = torch.compile(layer.forward, dynamic=False, backend=backend)
         in_8_bits = [(m.product, m.weight) for m in linears if isinstance(m.product, Fp8Scaling)]

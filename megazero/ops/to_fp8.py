@@ -81,7 +81,10 @@ TO_FP8: Operator[_Cast] = Operator(
 )
 
 
-@torch.library.custom_op("megazero::to_fp8", mutates_args={"noted"})
+_SCHEMA = "(Tensor x, Tensor scale, int number, Tensor(a!)? noted, bool turned) -> (Tensor, Tensor)"
+
+
+@torch.library.custom_op("megazero::to_fp8", mutates_args={"noted"}, schema=_SCHEMA)
 def _opaque(
     x: Tensor, scale: Tensor, number: int, noted: Tensor | None, turned: bool
 ) -> tuple[Tensor, Tensor]:

@@ -143,7 +143,7 @@ class Launches(TorchDispatchMode):
         "empty_like",
         "alias",
     )
-    FREE += ("unsqueeze", "expand", "_unsafe_view", "unbind", "split", "split_with_sizes", "as_strided")
+    FREE += ("alias", "unsqueeze", "expand", "_unsafe_view", "unbind", "split", "split_with_sizes", "as_strided")
 
     def __init__(self):
         super().__init__()
