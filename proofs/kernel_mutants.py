@@ -210,6 +210,20 @@ FAULTS = (
         "for (int distance = lanes / 4; distance > 0; distance /= 2) {",
     ),
     KernelFault(
+        "a clamp hides infinities from the loss scaler",
+        "to_fp8",
+        "csrc/to_fp8/cuda.cu",
+        "return zero != zero ?",
+        "return wide != wide && zero != zero ?",
+    ),
+    KernelFault(
+        "columns are read before all of them are there",
+        "to_fp8",
+        "csrc/to_fp8/cuda.cu",
+        "by_column[n];\n    __syncthreads();",
+        "by_column[n];",
+    ),
+    KernelFault(
         "a narrowed accumulator: squares are rounded to fp32",
         "square_sum",
         "csrc/square_sum/cuda.cu",

@@ -8,6 +8,7 @@
 //
 // 2 to 32 lanes of a warp take a block, four elements of it at a time; those of a block of up to 256 stay in registers
 // between the search for the largest and the rounding; those of a larger one are read again, mostly from the cache.
+#include "common/cuda_fp8.hpp"
 #include "common/cuda_splitmix.hpp"
 
 namespace megazero {
@@ -114,23 +115,11 @@ __device__ __forceinline__ unsigned integer_code(float x, float largest) {
   return __float_as_uint(__fadd_rn(within, 0x1.8p23f)) - __float_as_uint(0x1.8p23f);
 }
 
-// To the nearest fp8, ties to even. Below 2^-6 codes are multiples of 2^-9, as are floats next to 2^14; above, the
-// significand loses 20 bits.
-__device__ __forceinline__ unsigned fp8_code(float x) {
-  const unsigned bits = __float_as_uint(x);
-  const float absolute = __uint_as_float(bits & 0x7fffffffu);
-  const float within = absolute > 448.0f ? 448.0f : absolute;
-  const unsigned kept = __float_as_uint(within);
-  const unsigned small = __float_as_uint(__fadd_rn(within, 0x1p14f)) - __float_as_uint(0x1p14f);
-  const unsigned normal = ((kept + 0x7ffffu + (kept >> 20 & 1u)) >> 20) - (120u << 3);
-  return (within < 0x1p-6f ? small : normal) | (bits >> 24 & 0x80u);
-}
-
 template <std::int64_t format>
 __device__ __forceinline__ unsigned code_of(float quotient) {
   if constexpr (format == kInt8) return integer_code(quotient, 127.0f) & 255u;
   if constexpr (format == kInt4) return integer_code(quotient, 7.0f) & 15u;
-  return fp8_code(quotient);
+  return E4m3::code(quotient);
 }
 
 // What a code stands for, in units of the scale.

@@ -10,14 +10,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError
+from megazero.layers.fp8 import Fp8Scaling
 from megazero.layers.inputs import LayerInputs
-from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.sums import Sums
 from megazero.layers.transformer import Forward, TransformerLayer, use_forward
 
@@ -26,8 +27,9 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     """Make torch.compile compute the training passes of the layers among `blocks` from now on.
 
     Shapes are constants: another sequence length is compiled anew. Passes without gradients, with a cache or
-    for some rows only run as before. Where the ranks of a tensor-parallel group communicate, and around
-    products of 8-bit floats, a region ends before the linear layer and another begins behind it.
+    for some rows only run as before. Where the ranks of a tensor-parallel group communicate, a region ends
+    before the linear layer and another begins behind it. The codes of weights that are multiplied as 8-bit
+    floats are made before a region, so that it is the same for all micro-batches of a step.
 
     Args:
         blocks: the blocks of a chunk; embedding and head stay as they are.
@@ -40,12 +42,14 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     if backend == "inductor" and layers:
         _check_tools(layers[0].placement.device)
     for layer in layers:
-        for module in layer.modules():
-            linear = isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-            if linear and (layer.placement.tp.size > 1 or module.product is not column_linear):
+        linears = [m for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
+        if layer.placement.tp.size > 1:
+            apart: Sequence[nn.Module] = linears
+            for module in apart:
                 module.forward = torch.compiler.disable(module.forward)
         compiled = torch.compile(layer.forward, dynamic=False, backend=backend)
-        use_forward(layer, _choosing(layer.layer, layer.forward, compiled))
+        in_8_bits = [(m.product, m.weight) for m in linears if isinstance(m.product, Fp8Scaling)]
+        use_forward(layer, _choosing(layer.layer, layer.forward, compiled, in_8_bits))
 
 
 def _check_tools(device: torch.device) -> None:
@@ -61,11 +65,15 @@ def _check_tools(device: torch.device) -> None:
         )
 
 
-def _choosing(layer: int, plain: Forward, compiled: Forward) -> Forward:
+def _choosing(
+    layer: int, plain: Forward, compiled: Forward, in_8_bits: Sequence[tuple[Fp8Scaling, nn.Parameter]]
+) -> Forward:
     def forward(x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
         special = inputs.wanted is not None or inputs.generating
         if special or not torch.is_grad_enabled():
             return plain(x, inputs)
+        for scaling, weight in in_8_bits:
+            scaling.weight_codes(weight)
         return compiled(x, inputs.at(layer))
 
     return forward

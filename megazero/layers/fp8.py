@@ -10,10 +10,9 @@ Engine) takes it from the amaxes of earlier steps, so that all micro-batches of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ from megazero.mpu.group import Group
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.autograd import Gradients, apply
+from megazero.ops.to_fp8 import LARGEST, amax, to_fp8
 
-LARGEST = MappingProxyType({torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0})
-"""The largest number of each format."""
 _INPUT, _WEIGHT, _GRADIENT = range(3)
 
 
@@ -77,8 +75,30 @@ class Fp8Recipe:
         return torch.where(amaxes.isfinite() & (amaxes > 0), scales, before)
 
 
+@dataclass(frozen=True)
+class Codes:
+    """A matrix as 8-bit floats.
+
+    Attributes:
+        rows: [m, k].
+        columns: the transpose, [k, m] in memory; None if it was not written.
+        inverse: 1 / the scale, a float32 scalar.
+    """
+
+    rows: Tensor
+    columns: Tensor | None
+    inverse: Tensor
+
+    @property
+    def turned(self) -> Tensor:
+        """The transpose [k, m], in memory or as a view."""
+        return self.rows.t() if self.columns is None else self.columns
+
+
 class Fp8Scaling:
-    """The scales of one layer's input, weight and output gradient.
+    """The scales of one layer's input, weight and output gradient, and the layer's product.
+
+    While an `Fp8State` has it in `passes`, weights do not change: their codes are made once then, and kept.
 
     Args:
         name: global name of the layer.
@@ -86,71 +106,96 @@ class Fp8Scaling:
         group: the ranks that hold parts of the tensors; an amax is that of all parts.
         sliced_gradient: whether the gradient too is in parts.
         device: the scales' device.
+        keeps: whether codes of the weight may be kept; not where the weight itself is let go of in between.
     """
 
     def __init__(
-        self, name: str, recipe: Fp8Recipe, group: Group, sliced_gradient: bool, device: torch.device
+        self,
+        name: str,
+        recipe: Fp8Recipe,
+        group: Group,
+        sliced_gradient: bool,
+        device: torch.device,
+        keeps: bool = True,
     ):
         self.name = name
         self.recipe = recipe
-        self.group = group
-        self.sliced_gradient = sliced_gradient
+        self.groups = (group, group, group if sliced_gradient else SoloGroup())
+        self.keeps = keeps
+        self.passing = False
+        self.kept: Codes | None = None
         self.largest = torch.stack([torch.full((), LARGEST[f], device=device) for f in recipe.formats()])
         self.scale = torch.ones(3, device=device)
+        self.inverse = torch.ones(3, device=device)  # of `scale`, while `passing`
         self.amax = torch.zeros(3, device=device)
         self.history = torch.zeros(recipe.history, 3, device=device)
 
-    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales of the input and the weight, or of parts of them."""
-        amaxes = torch.stack([_amax(x), _amax(weight)])
-        scale_x, scale_w = self._of(amaxes, slice(_INPUT, _GRADIENT), self.group).unbind()
-        return scale_x, scale_w
+    def __call__(
+        self,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: Group,
+        sequence_parallel: bool,
+        deferred: Deferred | None = None,
+    ) -> Tensor:
+        """`column_linear` in 8-bit products: x [s, b, h] or [s/tp, b, h] -> [s, b, n/tp].
 
-    def backward(self, grad: Tensor) -> Tensor:
-        """The scale of the gradient, or of a part of it."""
-        group = self.group if self.sliced_gradient else SoloGroup()
-        return self._of(_amax(grad).unsqueeze(0), slice(_GRADIENT, 3), group)[0]
+        A pass without gradients records no amax, so an evaluation changes no later step.
+        """
+        assert deferred is None, "rules refuse a split backward in 8-bit products"
+        matrix, vector = weight.flatten(0, -2), None if bias is None else bias.flatten()
+        kept, notes = self.weight_codes(weight), torch.is_grad_enabled()
+        return apply(_Fp8Linear, x, matrix, vector, group, sequence_parallel, self, kept, notes)
 
-    def _of(self, amaxes: Tensor, which: slice, group: Group) -> Tensor:
+    def weight_codes(self, weight: Tensor) -> Codes | None:
+        """The codes of the weight [..., h] as [n, h], made by a step's first call; None if none are kept."""
+        if torch.compiler.is_compiling():
+            return self.kept
+        # A CUDA graph would hold those of the step in which it was captured.
+        captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
+        if captured or not (self.passing and self.keeps):
+            return None
+        if self.kept is None:
+            with torch.no_grad():
+                matrix = weight.detach().flatten(0, -2)
+                self.kept = self.cast(_WEIGHT, matrix, self.scale_of(_WEIGHT, matrix))
+        return self.kept
+
+    def scale_of(self, which: int, x: Tensor) -> Tensor:
+        """The scale of a tensor, or of a part of it: a float32 scalar."""
         if self.recipe.delayed:
-            self.amax[which] = torch.maximum(self.amax[which], amaxes)
             return self.scale[which]
+        largest, group = amax(x), self.groups[which]
         if group.size > 1:
-            group.all_reduce(amaxes, "max").wait()
-        return self.recipe.scales(amaxes, self.largest[which])
+            group.all_reduce(largest, "max").wait()
+        return self.recipe.scales(largest, self.largest[which])
 
-    def advance(self) -> None:
-        """Add the step's amaxes to the history, and compute the next step's scales."""
-        # In place, because a CUDA graph knows these tensors by their addresses.
-        self.history.copy_(torch.cat([self.amax.unsqueeze(0), self.history[:-1]]))
-        latest = self.history[0] if self.recipe.most_recent else self.history.amax(0)
-        self.scale.copy_(self.recipe.scales(latest, self.largest, self.scale))
-        self.amax.zero_()
-
-
-def _amax(x: Tensor) -> Tensor:
-    largest: Tensor = torch.linalg.vector_norm(x.detach(), torch.inf)
-    return largest.float()
+    def cast(self, which: int, x: Tensor, scale: Tensor, *, notes: bool = True, turns: bool = True) -> Codes:
+        """The codes of x [m, k], on a GPU with the transpose if it `turns`; the step's amax `notes` x's."""
+        noted = self.amax[which] if notes and self.recipe.delayed else None
+        inverse = self.inverse[which] if self.passing and self.recipe.delayed else scale.reciprocal()
+        turned = turns and on_tensor_cores(x)  # elsewhere a product takes a view
+        return Codes(*to_fp8(x, scale, self.recipe.formats()[which], noted=noted, turned=turned), inverse)
 
 
-def to_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """x times `scale`, rounded to `dtype`.
+def on_tensor_cores(x: Tensor) -> bool:
+    """Whether products of such tensors are `torch._scaled_mm`'s, which wants rows of both in memory."""
+    return x.is_cuda
 
-    A value that is too large becomes the largest number of `dtype`; inf and NaN become NaN.
+
+def fp8_product(
+    a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
+    """a b^T inverse_a inverse_b for 8-bit floats a [m, k] and b [n, k], summed in fp32: [m, n].
+
+    `fast` lets tensor cores keep fewer digits of their sums, as Transformer Engine does in forward.
     """
-    wide = x.float() * scale
-    limit = LARGEST[dtype]
-    # A difference of equals is 0, but NaN of infinities, which the limit would hide from the loss scaler.
-    return (wide.clamp(-limit, limit) + (wide - wide)).to(dtype)
-
-
-def fp8_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b^T / (scale_a scale_b) for 8-bit floats a [m, k] and b [n, k], summed in fp32: [m, n]."""
-    if a.is_cuda:
-        inverses = (scale_a.reciprocal(), scale_b.reciprocal())
-        product = torch._scaled_mm(_padded(a), _padded(b).t(), *inverses, out_dtype=dtype)
+    if on_tensor_cores(a):
+        matrices = _padded(a), _padded(b).t()
+        product = torch._scaled_mm(*matrices, inverse_a, inverse_b, out_dtype=dtype, use_fast_accum=fast)
         return product[: len(a), : len(b)]
-    return ((a.float() @ b.float().t()) * (scale_a.reciprocal() * scale_b.reciprocal())).to(dtype)
+    return ((a.float() @ b.float().t()) * (inverse_a * inverse_b)).to(dtype)
 
 
 def _padded(codes: Tensor) -> Tensor:
@@ -176,86 +221,113 @@ class _Fp8Linear(Function):
         group: Group,
         sequence_parallel: bool,
         scaling: Fp8Scaling,
+        kept: Codes | None,
+        notes: bool,
     ) -> Tensor:
-        scale_x, scale_w = (scale.clone() for scale in scaling.forward(x, weight))
-        shard = to_fp8(x, scale_x, torch.float8_e4m3fn)
-        ctx.save_for_backward(shard, weight, scale_x, scale_w)
+        matrix = x.flatten(0, -2)
+        turns = notes and not sequence_parallel
+        inputs = scaling.cast(_INPUT, matrix, scaling.scale_of(_INPUT, x), notes=notes, turns=turns)
         ctx.group, ctx.sequence_parallel, ctx.scaling = group, sequence_parallel, scaling
-        ctx.has_bias, ctx.dtype = bias is not None, x.dtype
+        ctx.has_bias, ctx.dtype, ctx.shape = bias is not None, x.dtype, x.shape
+        ctx.by_column, ctx.kept = inputs.columns is not None, kept is not None
+        if kept is None:
+            scale = scaling.scale_of(_WEIGHT, weight)
+            codes = scaling.cast(_WEIGHT, weight, scale, notes=notes, turns=False)
+            saved, ctx.weight_dtype = (weight, scale), weight.dtype
+        else:
+            codes = kept
+            saved, ctx.weight_dtype = (codes.turned, codes.inverse), weight.dtype
+        held = inputs.rows if inputs.columns is None else inputs.columns
+        ctx.save_for_backward(held, inputs.inverse, *saved)
+        shard = inputs.rows.view(x.shape)
         whole = _gathered(shard, group) if sequence_parallel else shard
-        codes = to_fp8(weight, scale_w, torch.float8_e4m3fn)
-        y = fp8_product(whole.flatten(0, -2), codes, scale_x, scale_w, x.dtype)
+        y = fp8_product(whole.flatten(0, -2), codes.rows, inputs.inverse, codes.inverse, x.dtype, fast=True)
         y = y if bias is None else y + bias
         out: Tensor = y.unflatten(0, whole.shape[:-1])
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        shard, weight, scale_x, scale_w = ctx.saved_tensors
-        group: Group = ctx.group
-        scale_g = ctx.scaling.backward(grad)
-        rows = to_fp8(grad.flatten(0, -2), scale_g, ctx.scaling.recipe.gradients)
-        codes = to_fp8(weight, scale_w, torch.float8_e4m3fn)
-        grad_x = fp8_product(rows, codes.t(), scale_g, scale_w, ctx.dtype).unflatten(0, grad.shape[:-1])
-        whole = shard
+        held, inverse, weight, scale = ctx.saved_tensors
+        scaling, group = ctx.scaling, ctx.group
+        if ctx.kept:
+            turned, weight_inverse = weight, scale
+        else:
+            codes = scaling.cast(_WEIGHT, weight, scale, notes=False)
+            turned, weight_inverse = codes.turned, codes.inverse
+        rows = grad.flatten(0, -2)
+        grads = scaling.cast(_GRADIENT, rows, scaling.scale_of(_GRADIENT, grad))
+        grad_x = fp8_product(grads.rows, turned, grads.inverse, weight_inverse, ctx.dtype)
+        grad_x = grad_x.unflatten(0, grad.shape[:-1])
         if ctx.sequence_parallel:
-            whole, grad_x = _gathered(shard, group), reduce_scatter_rows(grad_x, group)
+            held, grad_x = _gathered(held.view(ctx.shape), group), reduce_scatter_rows(grad_x, group)
         elif group.size > 1:
             group.all_reduce(grad_x).wait()
-        inputs = whole.flatten(0, -2)
-        grad_weight = fp8_product(rows.t(), inputs.t(), scale_g, scale_x, weight.dtype)
-        grad_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        inputs = held if ctx.by_column else held.flatten(0, -2).t()
+        grad_weight = fp8_product(grads.turned, inputs, grads.inverse, inverse, ctx.weight_dtype)
+        grad_bias = rows.sum(0) if ctx.has_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _gathered(codes: Tensor, group: Group) -> Tensor:
     return gather_rows(codes.view(torch.uint8), group).view(codes.dtype)
 
 
-def fp8_linear(
-    scaling: Fp8Scaling,
-    x: Tensor,
-    weight: nn.Parameter,
-    bias: nn.Parameter | None,
-    group: Group,
-    sequence_parallel: bool,
-    deferred: Deferred | None = None,
-) -> Tensor:
-    """`column_linear` in 8-bit products: x [s, b, h] or [s/tp, b, h] -> [s, b, n/tp].
-
-    A pass without gradients records no amax, so an evaluation changes no later step.
-    """
-    assert deferred is None, "rules refuse a split backward in 8-bit products"
-    matrix, vector = weight.flatten(0, -2), None if bias is None else bias.flatten()
-    if torch.is_grad_enabled():
-        return apply(_Fp8Linear, x, matrix, vector, group, sequence_parallel, scaling)
-    kept = scaling.amax.clone()
-    y = apply(_Fp8Linear, x, matrix, vector, group, sequence_parallel, scaling)
-    scaling.amax.copy_(kept)
-    return y
-
-
 class Fp8State:
     """The scales of all layers of this stage, and the amaxes that they keep from step to step.
 
     Args:
-        scalings: the scalings of the stage's linear layers.
+        scalings: the scalings of the stage's linear layers, of one recipe.
         stage: the ranks of the stage, which agree on amaxes.
     """
 
     def __init__(self, scalings: Iterable[Fp8Scaling], stage: Group):
-        self.scalings = tuple(scaling for scaling in scalings if scaling.recipe.delayed)
+        self._all = tuple(scalings)
+        self.scalings = tuple(scaling for scaling in self._all if scaling.recipe.delayed)
         self.stage = stage
 
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Run the forwards and backwards of one step within it, which see the same weights and scales.
+
+        Nothing is kept beyond it: whatever changes weights, an update, a checkpoint or a guard, does so
+        outside.
+        """
+        if self.scalings:
+            inverses = torch.stack([scaling.scale for scaling in self.scalings]).reciprocal()
+            torch._foreach_copy_([scaling.inverse for scaling in self.scalings], list(inverses))
+        try:
+            for scaling in self._all:
+                scaling.passing = True
+            yield
+        finally:
+            for scaling in self._all:
+                scaling.passing, scaling.kept = False, None
+
+    @torch.no_grad()
     def advance(self) -> None:
-        """End a step: the amax of a tensor is that of all micro-batches and all ranks that hold parts."""
+        """End a step: the amax of a tensor is that of all micro-batches and all ranks that hold parts.
+
+        Amaxes go into the histories, from which the next step's scales follow. All layers take as many
+        launches as one.
+        """
         if not self.scalings:
             return
-        amaxes = torch.stack([scaling.amax for scaling in self.scalings])
-        self.stage.all_reduce(amaxes, "max").wait()
-        for scaling, amax in zip(self.scalings, amaxes, strict=True):
-            scaling.amax.copy_(amax)
-            scaling.advance()
+        first = self.scalings[0]
+        amaxes, histories, scales, inputs = (
+            [getattr(scaling, name) for scaling in self.scalings]
+            for name in ("amax", "history", "scale", "largest")
+        )
+        latest = torch.stack(amaxes)
+        self.stage.all_reduce(latest, "max").wait()
+        history = torch.cat([latest.unsqueeze(1), torch.stack(histories)[:, :-1]], 1)
+        if not first.recipe.most_recent:
+            latest = history.amax(1)
+        following = first.recipe.scales(latest, inputs[0], torch.stack(scales))
+        # In place, because a CUDA graph knows these tensors by their addresses.
+        torch._foreach_copy_(histories, list(history))
+        torch._foreach_copy_(scales, list(following))
+        torch._foreach_zero_(amaxes)
 
     def state(self) -> Mapping[str, Tensor]:
         """The tensors of a checkpoint by global name: [steps, 3] histories, and the scales [3] in use.
@@ -270,7 +342,11 @@ class Fp8State:
 
 
 def use_fp8(
-    blocks: Iterable[nn.Module], config: PrecisionConfig, layers: int, device: torch.device
+    blocks: Iterable[nn.Module],
+    config: PrecisionConfig,
+    layers: int,
+    device: torch.device,
+    keeps: bool = True,
 ) -> list[Fp8Scaling]:
     """Make the linear layers of the transformer layers among `blocks` multiply 8-bit floats from now on.
 
@@ -279,6 +355,7 @@ def use_fp8(
         config: the recipe, and which layers at both ends of the model are left out.
         layers: the number of layers of the whole model.
         device: the scales' device; parameters may still be on the meta device.
+        keeps: whether codes of weights may be kept during a step, a byte or two for each element.
 
     Returns:
         The scales, which an `Fp8State` keeps.
@@ -292,7 +369,7 @@ def use_fp8(
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 sliced_gradient = isinstance(module, ColumnParallelLinear)
                 name = spec_of(module.weight).name.removesuffix(".weight")
-                scaling = Fp8Scaling(name, recipe, module.placement.tp, sliced_gradient, device)
-                module.product = partial(fp8_linear, scaling)
+                scaling = Fp8Scaling(name, recipe, module.placement.tp, sliced_gradient, device, keeps)
+                module.product = scaling
                 scalings.append(scaling)
     return scalings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,12 @@ def capacities(config: RoutingConfig, lengths: Tensor, experts: int, factor: flo
     """
     room = (lengths.double() * (config.moe_router_topk * factor / experts) - _ROUNDING).ceil()
     return room.long().clamp_min(config.moe_min_capacity)
+
+
+def capacity(config: RoutingConfig, length: int, experts: int, factor: float) -> int:
+    """`capacities` of one sequence whose length the host knows."""
+    room = math.ceil(length * (config.moe_router_topk * factor / experts) - _ROUNDING)
+    return max(room, config.moe_min_capacity)
 
 
 def kept_choices(
@@ -81,7 +89,7 @@ def kept_choices(
         0, cell, torch.ones_like(cell)
     )
     place = torch.arange(len(cell), device=cell.device) - (filled.cumsum(0) - filled)[cell[order]]
-    rooms = torch.cat([room.repeat_interleave(experts), room.new_zeros(1)])
+    rooms = torch.cat([room.unsqueeze(1).expand(-1, experts).reshape(-1), room.new_zeros(1)])
     kept = torch.empty_like(cell, dtype=torch.bool).scatter_(0, order, place < rooms[cell[order]])
     return tokens.own(kept.view(chosen.shape[1], -1).t().contiguous())
 

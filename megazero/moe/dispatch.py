@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from megazero.layers.collectives import (
 from megazero.mpu.group import Group
 from megazero.ops.chosen_rows import chosen_rows
 from megazero.ops.gathered_sum import gathered_sum
+from megazero.ops.grouped_linear import Groups
 from megazero.ops.permute import permute as permuted
 from megazero.ops.sort_by_expert import sort_by_expert
 
@@ -58,6 +60,15 @@ class Rows:
             return self
         return Rows(self.choice[:count], self.slots.clamp_max(count), self.counts, False)
 
+    def blanked(self) -> Rows:
+        """All rows, blank ones where a choice is not kept, for which nobody waits."""
+        if self.all_kept:
+            return self
+        m, kept = len(self.choice), self.counts.sum()
+        numbers = torch.arange(m, device=self.choice.device)
+        choice, slots = self.choice.where(numbers < kept, -1), self.slots.where(self.slots < kept, m)
+        return Rows(choice, slots, self.counts, False)
+
 
 def permute(x: Tensor, rows: Rows) -> Tensor:
     """The rows [m, h] of x [n, h], sorted by expert; blank ones are zeros."""
@@ -92,13 +103,15 @@ class ExpertPlacement:
         group: the ranks that hold all experts; those that share each part of them are neighbours.
         slices: how many ranks share each expert; each gets the same rows.
         room: rows that each expert gets from each rank, blank ones among them; None: as many as were chosen.
+        reads_sizes: whether `apply` needs the numbers of rows on the host.
     """
 
     experts: int
-    apply: Callable[[Tensor, Sequence[int]], Tensor]
+    apply: Callable[[Tensor, Groups], Tensor]
     group: Group
     slices: int
     room: int | None = None
+    reads_sizes: bool = True
 
     @property
     def each(self) -> int:
@@ -119,34 +132,57 @@ def all_to_all_dispatch(
     experts_placement: ExpertPlacement, x: Tensor, weights: Tensor, chosen: Tensor, kept: Tensor | None
 ) -> Tensor:
     """A `Dispatch` that sends rows to the ranks of their experts and gets the results back (all-to-all)."""
-    group, slices, per_rank = experts_placement.group, experts_placement.slices, experts_placement.each
-    rows = Rows.sort(chosen, kept, experts_placement.experts, experts_placement.room)
-    if experts_placement.room is None:
-        every = rows.counts.unsqueeze(0)
-        table = _on_host(gather_rows(every, group) if group.size > 1 else every, chosen.numel())
+    group, room = experts_placement.group, experts_placement.room
+    rows = Rows.sort(chosen, kept, experts_placement.experts, room)
+    if group.size == 1:
+        if room is not None:
+            groups = Groups.even(experts_placement.experts, room, x.device)
+        elif experts_placement.reads_sizes:
+            (sizes,) = _on_host(rows.counts.unsqueeze(0), chosen.numel())
+            groups = Groups.of(sizes, x.device)
+            rows = rows.first(groups.rows)
+        else:
+            rows = rows.blanked()
+            groups = Groups.on(rows.counts, len(rows.choice))
+        return _local(x, weights, rows, lambda sorted_rows: experts_placement.apply(sorted_rows, groups))
+    if room is None:
+        table = _on_host(gather_rows(rows.counts.unsqueeze(0), group), chosen.numel())
     else:
-        table = [[experts_placement.room] * experts_placement.experts] * group.size
-    mine = table[group.rank]
+        table = [[room] * experts_placement.experts] * group.size
+    through = partial(_exchanged, experts_placement, table)
+    return _local(x, weights, rows.first(sum(table[group.rank])), through)
 
-    def through(sorted_rows: Tensor) -> Tensor:
-        if group.size == 1:
-            return experts_placement.apply(sorted_rows, mine)
-        firsts = range(0, experts_placement.experts, per_rank)
-        parts = [sum(mine[first : first + per_rank]) for first in firsts]
-        sent_sizes = [part for part in parts for _ in range(slices)]
-        if slices > 1:
-            sorted_rows = torch.cat([block for block in sorted_rows.split(parts) for _ in range(slices)])
-        here = slice(experts_placement.first, experts_placement.first + per_rank)
-        received = [source[here] for source in table]
-        sizes = [sum(column) for column in zip(*received, strict=True)]
-        totals = [sum(source) for source in received]
-        arrived = exchange_rows(sorted_rows, group, sent_sizes, totals)
+
+def _exchanged(
+    experts_placement: ExpertPlacement, table: Sequence[Sequence[int]], sorted_rows: Tensor
+) -> Tensor:
+    """The results of this rank's rows from the ranks of their experts; `table` [ranks, E] counts all rows."""
+    group, slices, per_rank = experts_placement.group, experts_placement.slices, experts_placement.each
+    mine, room = table[group.rank], experts_placement.room
+    parts = [sum(mine[first : first + per_rank]) for first in range(0, experts_placement.experts, per_rank)]
+    sent_sizes = [part for part in parts for _ in range(slices)]
+    if slices > 1:
+        sorted_rows = torch.cat([block for block in sorted_rows.split(parts) for _ in range(slices)])
+    here = slice(experts_placement.first, experts_placement.first + per_rank)
+    received = [source[here] for source in table]
+    totals = [sum(source) for source in received]
+    arrived = exchange_rows(sorted_rows, group, sent_sizes, totals)
+    if room is not None:  # blocks of equal size change places
+        groups = Groups.even(per_rank, group.size * room, arrived.device)
+        outputs = experts_placement.apply(_blocks_turned(arrived, group.size, per_rank, room), groups)
+        sorted_back = _blocks_turned(outputs, per_rank, group.size, room)
+    else:
+        groups = Groups.of([sum(column) for column in zip(*received, strict=True)], arrived.device)
         by_expert, inverse = _regrouping(received, arrived.device)
-        outputs = experts_placement.apply(chosen_rows(arrived, by_expert, inverse), sizes)
-        back = exchange_rows(chosen_rows(outputs, inverse, by_expert), group, totals, sent_sizes)
-        return back if slices == 1 else _summed_slices(back, parts, slices)
+        outputs = experts_placement.apply(chosen_rows(arrived, by_expert, inverse), groups)
+        sorted_back = chosen_rows(outputs, inverse, by_expert)
+    back = exchange_rows(sorted_back, group, totals, sent_sizes)
+    return back if slices == 1 else _summed_slices(back, parts, slices)
 
-    return _local(x, weights, rows.first(sum(mine)), through)
+
+def _blocks_turned(rows: Tensor, outer: int, inner: int, room: int) -> Tensor:
+    """Rows by (outer, inner) blocks of `room`, in the order of (inner, outer) blocks."""
+    return rows.view(outer, inner, room, -1).transpose(0, 1).reshape(rows.shape)
 
 
 def _regrouping(received: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -193,8 +229,9 @@ def all_gather_dispatch(
         experts_placement.first : experts_placement.first + experts_placement.each
     ]
     everyone, weights = gather_for_parts(x, group), gather_for_parts(weights, group)
+    groups = Groups.of(mine, x.device)
     partial_sums = _local(
-        everyone, weights, rows.first(sum(mine)), lambda rows: experts_placement.apply(rows, mine)
+        everyone, weights, rows.first(groups.rows), lambda rows: experts_placement.apply(rows, groups)
     )
     return reduce_scatter_sequence(partial_sums, group)[:n]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -17,7 +16,14 @@ from megazero.layers.placement import Placement
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.autograd import Gradients, apply
-from megazero.ops.grouped_linear import grouped_linear, grouped_outer
+from megazero.ops.grouped_linear import (
+    Groups,
+    add_by_group,
+    grouped_linear,
+    grouped_outer,
+    reads_sizes,
+    sums_by_group,
+)
 
 _Defer = Callable[[Tensor, Tensor], None]
 """Keeps the input of a product and the gradient of its output, from which the weight's follows later."""
@@ -28,60 +34,59 @@ class _GroupedLinear(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sizes: list[int], defer: _Defer | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, defer: _Defer | None
     ) -> Tensor:
         assert defer is None or not weight.requires_grad, "the weight half computes this weight's gradient"
         ctx.save_for_backward(x, weight)
-        ctx.sizes, ctx.defer, ctx.has_bias = sizes, defer, bias is not None
-        y = grouped_linear(x, weight, sizes)
+        ctx.groups, ctx.defer, ctx.has_bias = groups, defer, bias is not None
+        y = grouped_linear(x, weight, groups)
         if bias is not None:
-            for rows, vector in zip(y.split(sizes), bias, strict=True):
-                rows.add_(vector)
+            add_by_group(y, bias, groups)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_x = grouped_linear(grad, weight.transpose(1, 2), ctx.sizes)
+        grad_x = grouped_linear(grad, weight.transpose(1, 2), ctx.groups)
         grad_weight = grad_bias = None
         if ctx.defer is None:
-            grad_weight = grouped_outer(grad, x, ctx.sizes)
+            grad_weight = grouped_outer(grad, x, ctx.groups)
         else:
             ctx.defer(x.detach(), grad.detach())
         if ctx.has_bias:
-            grad_bias = torch.stack([rows.sum(0) for rows in grad.split(ctx.sizes)])
+            grad_bias = sums_by_group(grad, ctx.groups)
         return grad_x, grad_weight, grad_bias, None, None
 
 
 class _GroupedWeightHalf:
     """Adds a stacked weight's gradient to its `grad`, once, and releases the activations."""
 
-    def __init__(self, weight: nn.Parameter, x: Tensor, grad: Tensor, sizes: list[int]):
+    def __init__(self, weight: nn.Parameter, x: Tensor, grad: Tensor, groups: Groups):
         self.weight = weight
-        self._held: tuple[Tensor, Tensor, list[int]] | None = (x, grad, sizes)
+        self._held: tuple[Tensor, Tensor, Groups] | None = (x, grad, groups)
 
     def __call__(self) -> nn.Parameter:
         assert self._held is not None, "this weight gradient has been computed already"
-        (x, grad, sizes), self._held = self._held, None
-        gradient = grouped_outer(grad, x, sizes).view_as(self.weight)
+        (x, grad, groups), self._held = self._held, None
+        gradient = grouped_outer(grad, x, groups).view_as(self.weight)
         self.weight.grad = gradient if self.weight.grad is None else self.weight.grad.add_(gradient)
         return self.weight
 
 
 def _linear(
-    x: Tensor, weight: nn.Parameter, bias: Tensor | None, sizes: list[int], deferred: Deferred | None
+    x: Tensor, weight: nn.Parameter, bias: Tensor | None, groups: Groups, deferred: Deferred | None
 ) -> Tensor:
     """x [R, K] -> [R, n], for weight [E, ..., K] whose middle dims are n when flattened."""
     stack = weight.flatten(1, -2)
     vectors = None if bias is None else bias.flatten(1)
     if deferred is None or not x.requires_grad:
-        return apply(_GroupedLinear, x, stack, vectors, sizes, None)
+        return apply(_GroupedLinear, x, stack, vectors, groups, None)
 
     def defer(x: Tensor, grad: Tensor) -> None:
-        deferred.append(_GroupedWeightHalf(weight, x, grad, sizes))
+        deferred.append(_GroupedWeightHalf(weight, x, grad, groups))
 
-    return apply(_GroupedLinear, x, stack.detach(), vectors, sizes, defer)
+    return apply(_GroupedLinear, x, stack.detach(), vectors, groups, defer)
 
 
 class Experts(nn.Module):
@@ -128,18 +133,23 @@ class Experts(nn.Module):
         """Number of experts on this rank."""
         return len(self.up)
 
-    def forward(self, rows: Tensor, sizes: Sequence[int], deferred: Deferred | None = None) -> Tensor:
+    @property
+    def reads_sizes(self) -> bool:
+        """Whether its products need the numbers of rows on the host, unless they are equal by design."""
+        widths = (self.up.shape[-1], self.down.shape[-1], self.up[0].numel() // self.up.shape[-1])
+        return reads_sizes(self.up.device, self.up.dtype, widths)
+
+    def forward(self, rows: Tensor, groups: Groups, deferred: Deferred | None = None) -> Tensor:
         """Compute rows [R, h] -> [R, h]; the caller sums the result over `etp`.
 
         Args:
             rows: the rows of each expert here, one expert's after the other's.
-            sizes: how many rows each has.
+            groups: how many rows each has.
             deferred: where backward leaves the gradients of the weights; None if it computes them.
         """
-        sizes = list(sizes)
-        inner = _linear(rows, self.up, self.up_bias, sizes, deferred)
+        inner = _linear(rows, self.up, self.up_bias, groups, deferred)
         inner = activated(inner, self.activation)
-        return _linear(inner, self.down, self._bias_once(), sizes, deferred)
+        return _linear(inner, self.down, self._bias_once(), groups, deferred)
 
     def _bias_once(self) -> Tensor | None:
         """The second bias on the first slice, and on the others zeros with the same gradient.

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megazero.config.derive import experts_of, moe_layers
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.routing import RoutingConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.mlp import MLP, MLPResult
 from megazero.layers.placement import Placement
 from megazero.layers.sums import Sums
-from megazero.moe.capacity import capacities, factor_of, kept_choices
+from megazero.moe.capacity import capacity, factor_of, kept_choices
 from megazero.moe.dispatch import Dispatch, ExpertPlacement, all_gather_dispatch, all_to_all_dispatch
 from megazero.moe.experts import Experts
 from megazero.moe.losses import router_terms
 from megazero.moe.router import Router, router_weight
 from megazero.moe.tokens import give_back, take_share
+from megazero.mpu.group import Group
 from megazero.mpu.param_spec import InitialValues, ParamSpec
+from megazero.ops.grouped_linear import Groups
 
 
 class MoEMLP(nn.Module):
@@ -76,24 +77,25 @@ class MoEMLP(nn.Module):
     def _experts_placement(self, x: Tensor, inputs: LayerInputs) -> ExpertPlacement:
         groups = self.placement.groups
 
-        def apply(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        def apply(rows: Tensor, sizes: Groups) -> Tensor:
             outputs: Tensor = self.experts(rows, sizes, inputs.deferred)
             return outputs
 
-        room = self._room(x.shape[1], inputs)
-        return ExpertPlacement(self.total, apply, groups["expert"], groups["etp"].size, room)
+        group, reads = groups["expert"], self.experts.reads_sizes
+        padded = pads(self.config, x.device, group, reads)
+        room = self._room(x.shape[1], inputs) if padded else None
+        return ExpertPlacement(self.total, apply, group, groups["etp"].size, room, reads)
 
     def _room(self, b: int, inputs: LayerInputs) -> int | None:
-        """Rows that each expert is padded to, the capacity of `b` sequences of full length, or None.
+        """Rows that each expert is padded to, the capacity of `b` sequences of full length; None without one.
 
         It is the same on all ranks, though their sequences may be trimmed to other lengths.
         """
         config, factor = self.config, factor_of(self.config, inputs)
-        if not config.moe_pad_expert_input_to_capacity or factor is None:
+        if factor is None:
             return None
         together = config.moe_capacity_scope == "micro_batch"
-        length = torch.tensor([config.seq_length * (b if together else 1)])
-        room = int(capacities(config, length, self.total, factor))
+        room = capacity(config, config.seq_length * (b if together else 1), self.total, factor)
         return room if together else b * room
 
     def _with_dense(self, out: Tensor, x: Tensor, inputs: LayerInputs) -> Tensor:
@@ -107,6 +109,15 @@ class MoEMLP(nn.Module):
             weights: Tensor = self.coefficient(x).softmax(-1).to(out.dtype)
             return out * weights[..., :1] + _biased(self.dense(x, inputs)) * weights[..., 1:]
         return out
+
+
+def pads(config: RoutingConfig, device: torch.device, group: Group, reads: bool) -> bool:
+    """Whether experts that have a capacity get blank rows up to it.
+
+    It is so by the setting, and also where a GPU would be waited for because products read the sizes on the
+    host; but what is sent to other ranks stays as small as it can be.
+    """
+    return config.moe_pad_expert_input_to_capacity or (reads and device.type == "cuda" and group.size == 1)
 
 
 def _biased(result: MLPResult) -> Tensor:

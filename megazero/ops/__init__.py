@@ -37,6 +37,7 @@ from megazero.ops.sort_by_expert import SORT_BY_EXPERT
 from megazero.ops.square_sum import SQUARE_SUM
 from megazero.ops.squared_relu import SQUARED_RELU
 from megazero.ops.swiglu import SWIGLU
+from megazero.ops.to_fp8 import TO_FP8
 from megazero.ops.top_k import TOP_K
 from megazero.ops.update import UPDATE
 
@@ -74,6 +75,7 @@ def operators() -> tuple[Operator[Any], ...]:
         SQUARE_SUM,
         SQUARED_RELU,
         SWIGLU,
+        TO_FP8,
         TOP_K,
         UPDATE,
     )

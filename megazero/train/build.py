@@ -55,7 +55,8 @@ def build_engine(
     check_device(config, context.device)
     distillation = Distillation.of(config.distillation, chunks, teacher)
     blocks = [block for chunk in chunks.values() for block in chunk.blocks()]
-    scalings = use_fp8(blocks, config.precision, config.model.num_layers, context.device)
+    whole = config.zero.stage < 3
+    scalings = use_fp8(blocks, config.precision, config.model.num_layers, context.device, keeps=whole)
     if config.acceleration.compile:
         compile_layers(blocks, config.acceleration.compile_backend)
     if config.acceleration.cuda_graph:

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from megazero.moe.capacity import capacities, factor_of, kept_choices
+from megazero.moe.capacity import capacities, capacity, factor_of, kept_choices
 from megazero.moe.router import Routing
 from tests.moe.samples import choice, config, inputs, laid_out, on_ranks, randn, tokens
 
@@ -219,3 +219,14 @@ def test_ranks_that_share_the_tokens_agree(policy, scope, ranks):
     (whole,) = on_ranks(work)
     assert torch.equal(torch.cat(on_ranks(work, ranks, tp=ranks)), whole)
     assert 0 < whole.sum() < 2 * sum(lengths)
+
+
+@pytest.mark.parametrize("least", [0, 4])
+def test_the_room_of_a_length_that_the_host_knows(least):
+    lengths = torch.arange(1, 200)
+    for topk in (1, 2, 3):
+        for experts in (4, 7):
+            for factor in (0.5, 1.0, 1.25, 1.1):
+                model = config(moe_router_topk=topk, moe_min_capacity=least)
+                found = [capacity(model, length, experts, factor) for length in lengths.tolist()]
+                assert found == capacities(model, lengths, experts, factor).tolist()

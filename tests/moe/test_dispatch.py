@@ -77,7 +77,9 @@ def plain(load: Load) -> tuple[Tensor, Tensor, Tensor]:
     return out.detach(), *zeros
 
 
-def dispatched(dispatch, ranks: int, slices: int, given: list[Load], room: int | None = None) -> list:
+def dispatched(
+    dispatch, ranks: int, slices: int, given: list[Load], room: int | None = None, reads_sizes: bool = True
+) -> list:
     """On each rank: the result, the gradients of x and weights, and the sizes that its experts saw."""
     world = ThreadWorld(ranks, 20.0)
 
@@ -85,16 +87,17 @@ def dispatched(dispatch, ranks: int, slices: int, given: list[Load], room: int |
         group = world.group("expert", rank, tuple(range(ranks)))
         load, seen = given[rank], []
 
-        def apply(rows: Tensor, sizes) -> Tensor:
-            seen.append(list(sizes))
+        def apply(rows: Tensor, groups) -> Tensor:
+            sizes = groups.read()
+            seen.append(sizes)
             first, part = (
                 rank // slices * (E * slices // ranks),
                 (0.25, 0.75)[rank % slices] if slices > 1 else 1.0,
             )
-            blocks = rows.split(list(sizes))
+            blocks = rows.split(sizes)
             return torch.cat([part * expert(block, first + e) for e, block in enumerate(blocks)])
 
-        experts_placement = ExpertPlacement(E, apply, group, slices, room)
+        experts_placement = ExpertPlacement(E, apply, group, slices, room, reads_sizes)
         x, weights = load.x.clone().requires_grad_(), load.weights.clone().requires_grad_()
         out = dispatch(experts_placement, x, weights, load.chosen, load.kept)
         out.backward(load.grad)
@@ -136,6 +139,19 @@ def test_blank_rows_change_nothing(kind, ranks, slices):
             assert torch.allclose(got, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", DISPATCHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_that_stay_on_the_device_change_no_bit(kind, name):
+    """Choices that are not kept are then blank rows of the last expert."""
+    given = loads(kind, 1)
+    ours, theirs = (
+        dispatched(DISPATCHES[name], 1, 1, given, reads_sizes=reads)[0] for reads in (False, True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True))
+    blank = given[0].chosen.numel() - sum(theirs[3])
+    assert ours[3] == [*theirs[3][:-1], theirs[3][-1] + blank]
+
+
 @pytest.mark.parametrize("room", [None, 7])
 def test_an_exchange_has_the_same_bits_on_any_number_of_ranks(room):
     given = loads("dropped", 4)
@@ -168,8 +184,8 @@ def test_a_sum_over_choices_is_in_their_order_and_in_fp32():
     values = torch.tensor([1e8, 1.0, -1e8])
     world = ThreadWorld(1)
 
-    def apply(rows: Tensor, sizes) -> Tensor:
-        return rows * values.bfloat16().repeat_interleave(torch.tensor(sizes)).unsqueeze(1)
+    def apply(rows: Tensor, groups) -> Tensor:
+        return rows * values.bfloat16()[groups.numbers].unsqueeze(1)
 
     experts_placement = ExpertPlacement(3, apply, world.group("expert", 0, (0,)), 1)
     ones = torch.ones(1, 3)

@@ -13,10 +13,16 @@ from torch import Tensor
 from megazero.layers.placement import Placement
 from megazero.moe.experts import Experts
 from megazero.mpu.context import solo_context
+from megazero.ops.grouped_linear import Groups
 from tests.moe.samples import built, config, on_ranks, randn
 
 SIZES = [3, 0, 1, 4]
+CPU = torch.device("cpu")
 ACTIVATIONS = ("gelu", "gelu_exact", "swiglu", "squared_relu")
+
+
+def grouped(sizes: list[int]) -> Groups:
+    return Groups.of(sizes, CPU)
 
 
 def model(activation: str = "gelu", *, bias: bool = True):
@@ -65,7 +71,7 @@ def test_each_expert_is_its_formula(activation, bias):
     leaves = dict(own.named_parameters())
     assert leaves.keys() == ({"up", "down", "up_bias", "down_bias"} if bias else {"up", "down"})
     x, to = randn(1, sum(SIZES), 8), randn(2, sum(SIZES), 8)
-    found = gradients(lambda x: own(x, SIZES), x, leaves, to)
+    found = gradients(lambda x: own(x, grouped(SIZES)), x, leaves, to)
     again = {name: each.detach().clone().requires_grad_() for name, each in leaves.items()}
     expected = gradients(lambda x: formula(x, again, activation, SIZES), x, again, to)
     for name, each in expected.items():
@@ -109,7 +115,7 @@ def test_two_halves_of_a_backward_are_the_whole(activation, dtype):
         own = experts_of(solo_context(), activation, dtype=dtype)
         leaf = x.clone().requires_grad_()
         for _ in range(2):  # the second use adds to the first one's gradients
-            own(leaf, SIZES, deferred).backward(to)
+            own(leaf, grouped(SIZES), deferred).backward(to)
         if deferred is not None:
             assert own.up.grad is None
             assert own.down.grad is None
@@ -138,7 +144,7 @@ def test_slices_of_the_width_add_up_and_biases_count_once(activation, tp, ep, sp
         part = context.place.index("ep")
         mine = slice(starts[part * own.count], starts[(part + 1) * own.count])
         leaf, deferred = x[mine].clone().requires_grad_(), [] if split else None
-        out = own(leaf, SIZES[part * own.count : (part + 1) * own.count], deferred)
+        out = own(leaf, grouped(SIZES[part * own.count : (part + 1) * own.count]), deferred)
         out.backward(to[mine])
         for half in deferred or ():
             half()

@@ -142,7 +142,7 @@ def test_padding_is_neither_routed_nor_counted(kind):
         ids[0, :S], ids[1, :5] = 0, 0
         padded = torch.cat([x, x.new_full((columns - S, B, H), 50.0)])
         leaf, mlp, rows = padded.requires_grad_(), mixture(**settings), []
-        mlp.experts.register_forward_pre_hook(lambda _, given: rows.extend(given[1]))
+        mlp.experts.register_forward_pre_hook(lambda _, given: rows.extend(given[1].read()))
         out, _, sums = mlp(leaf, inputs(ids=ids, s=columns))
         mask = (ids[:, :S] >= 0).t().unsqueeze(-1)
         trained = [sums.terms[term.name] * term.coefficient for term in terms_of(mlp.config)]

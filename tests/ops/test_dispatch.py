@@ -26,7 +26,7 @@ from megazero.ops.dropout import AttentionDropout, Dropout
 from megazero.ops.embedding import embedding
 from megazero.ops.gate import Gating, gate
 from megazero.ops.gathered_sum import gathered_sum
-from megazero.ops.grouped_linear import grouped_linear, grouped_outer
+from megazero.ops.grouped_linear import Groups, grouped_linear, grouped_outer
 from megazero.ops.kept_columns import LONGEST, kept_columns
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
 from megazero.ops.lamb import LambMoments, LambTerms, lamb_move, lamb_norms
@@ -41,6 +41,7 @@ from megazero.ops.sort_by_expert import MOST_EXPERTS, sort_by_expert
 from megazero.ops.square_sum import square_sum
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
+from megazero.ops.to_fp8 import to_fp8
 from megazero.ops.top_k import top_k
 from megazero.ops.update import StepFacts, UpdateCall, update_step
 from megazero.optim.elementwise import Adam, Sgd
@@ -183,16 +184,20 @@ def _run_update(facts) -> None:
     update_step(UpdateCall(rule, StepFacts(1, 0.1, 0.1), p, g, [[tensor for (tensor,) in states]], [None]))
 
 
+def _groups(facts) -> Groups:
+    return Groups.even(2, 3, torch.device("cpu")) if facts.even else Groups.of((2, 4), torch.device("cpu"))
+
+
 def _run_grouped_linear(facts) -> None:
     width = 8 if facts.aligned else 3  # three elements are never a multiple of 16 bytes
-    grouped_linear(
-        torch.ones(5, width, dtype=facts.dtype), torch.ones(2, 16, width, dtype=facts.dtype), (2, 3)
-    )
+    x, weight = torch.ones(6, width, dtype=facts.dtype), torch.ones(2, 16, width, dtype=facts.dtype)
+    grouped_linear(x, weight, _groups(facts))
 
 
 def _run_grouped_outer(facts) -> None:
     width = 8 if facts.aligned else 3
-    grouped_outer(torch.ones(5, width, dtype=facts.dtype), torch.ones(5, 16, dtype=facts.dtype), (2, 3))
+    x = torch.ones(6, 16, dtype=facts.dtype)
+    grouped_outer(torch.ones(6, width, dtype=facts.dtype), x, _groups(facts))
 
 
 def _run_lamb_norms(facts) -> None:
@@ -216,6 +221,10 @@ def _run_dequantize(facts) -> None:
 
 def _run_square_sum(facts) -> None:
     square_sum([torch.ones(3, dtype=facts.dtype)])
+
+
+def _run_to_fp8(facts) -> None:
+    to_fp8(torch.ones(2, 3, dtype=facts.dtype), torch.ones(()), torch.float8_e4m3fn)
 
 
 def _run_top_k(facts) -> None:
@@ -280,6 +289,7 @@ RUNS: dict[str, Callable] = {
     "square_sum": _run_square_sum,
     "squared_relu": lambda facts: squared_relu(_randn(facts, 3, 8)),
     "swiglu": lambda facts: swiglu(_randn(facts, 3, 2, 8)),
+    "to_fp8": _run_to_fp8,
     "top_k": _run_top_k,
     "update": _run_update,
 }

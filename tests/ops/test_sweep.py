@@ -15,7 +15,7 @@ from tests.ops.cases import Case, all_cases
 CASES = all_cases()
 TABLES = {operator.name: operator for operator in operators()}
 UPDATES = {"lamb_move", "lamb_norms", "update"}
-CODES = {"quantize", "dequantize", "kept_columns", "sort_by_expert"}
+CODES = {"quantize", "dequantize", "kept_columns", "sort_by_expert", "to_fp8"}
 SUMS = {"square_sum"}
 LOSSES = {"cross_entropy", "kl_divergence", "linear_cross_entropy"}
 # Of the largest magnitude of the truth, or of 0.1 where terms of order one cancel: a few roundings.

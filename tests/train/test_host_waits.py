@@ -14,7 +14,8 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.host_waits import HostWaits
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.ops.dispatch import Operator
+from megazero.ops import grouped_linear
+from megazero.ops.dispatch import CUDA, Operator, where
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import Layout
@@ -130,6 +131,32 @@ def operators_of(request, monkeypatch):
 def test_a_step_waits_for_the_losses_and_the_norm_alone(operators_of, layout):
     """Cross-entropy once asked for the range of its targets and every dropout copied its keys."""
     assert waits_of_a_step(solo_context(), **layout) == ALLOWED
+
+
+@pytest.fixture
+def kernel_for_groups(monkeypatch):
+    """A GPU whose torch multiplies all groups of rows in one kernel."""
+    serves = where(CUDA, frozenset({torch.bfloat16}), aligned=True)
+    for name in ("GROUPED_LINEAR", "GROUPED_OUTER"):
+        table = getattr(grouped_linear, name)
+        rows = [replace(row, serves=serves) if row.name == "torch" else row for row in table.implementations]
+        monkeypatch.setattr(grouped_linear, name, replace(table, implementations=tuple(rows)))
+
+
+@pytest.mark.parametrize("experts", ["top2", "first-come", "random", "shared"])
+def test_nor_do_experts_where_products_take_sizes_from_the_device(kernel_for_groups, operators_of, experts):
+    """Each layer once waited for its sizes, and copied their ends to the device six times."""
+    found = waits_of_a_step(solo_context(), experts=experts, dtype="bf16", samples=4)
+    if operators_of == "cpu" and experts != "random":  # which fills up to the capacity
+        sizes = found.pop(("moe/dispatch.py:_on_host", "reads numbers"))
+        assert sizes == 2 * 4, "of each layer and micro-batch, by the loop over experts"
+    assert found == ALLOWED
+
+
+@pytest.mark.parametrize("layout", [{}, {"zero": 3, "recompute": "full"}], ids=str)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_nor_do_8_bit_products(operators_of, recipe, layout):
+    assert waits_of_a_step(solo_context(), fp8=recipe, samples=4, **layout) == ALLOWED
 
 
 @pytest.mark.parametrize(

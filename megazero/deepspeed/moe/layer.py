@@ -23,6 +23,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.counter_random import derive
+from megazero.ops.grouped_linear import Groups
 
 JITTER = 1e-2
 """How far `noisy_gate_policy` Jitter moves the router's input, as a share of it."""
@@ -186,8 +187,8 @@ class MoE(nn.Module):
         total = tokens.lengths[0].clamp_min(1).float()
         return out, switch_loss(balanced.float(), choice.probabilities.sum(0), total, counted), counts
 
-    def _run_experts(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        outputs: Tensor = self.experts(rows, sizes)
+    def _run_experts(self, rows: Tensor, groups: Groups) -> Tensor:
+        outputs: Tensor = self.experts(rows, groups.read())
         return outputs
 
     def _noise_key(self, device: torch.device) -> Tensor | None:

@@ -217,7 +217,8 @@ class Engine:
             # Everything that counts weighs the same, on whichever rank and micro-batch it fell.
             factors = loss_factors(self.executor.terms, counts, scale)
             program, step = self.programs.train(len(batches)), self.optimizer.updates
-            sums = self.executor.train(program, batches, factors, step)
+            with self.fp8.passes():
+                sums = self.executor.train(program, batches, factors, step)
         with timers("optimizer"):
             local = sums.terms.clone()
             losses, _ = self._losses(sums.terms, counts)
