@@ -14,6 +14,7 @@ import torch
 from megazero.mpu.grid import COMMUNICATORS, Place, ProcessGrid
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.streams import INLINE, Streams, streams_of
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.watch.watch import Watch
 
@@ -25,6 +26,7 @@ class ParallelContext:
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:
     ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node) and ``peers``
     (those at the same place of each node). `watch` is the one that watches their calls, if there is one.
+    `streams` are those of the device.
     """
 
     grid: ProcessGrid
@@ -32,6 +34,7 @@ class ParallelContext:
     device: torch.device
     groups: Mapping[str, Group]
     watch: Watch | None = None
+    streams: Streams = INLINE
 
     @property
     def place(self) -> Place:
@@ -119,7 +122,7 @@ def make_context(
         if ranks not in opened:
             opened[ranks] = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)
         groups[name] = opened[ranks]
-    return ParallelContext(grid, rank, device, groups)
+    return ParallelContext(grid, rank, device, groups, streams=streams_of(device))
 
 
 def solo_context(device: torch.device | str = "cpu") -> ParallelContext:

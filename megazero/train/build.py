@@ -68,7 +68,7 @@ def build_engine(
         for block in chunk.blocks()
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
-    store = build_store(units, policy, context, fill, kind=store_kind(config.offload, context.device))
+    store = build_store(units, policy, context, fill, kind=store_kind(config.offload, context))
     delayed = None
     if config.offload.delayed_param_update:
         assert isinstance(store, OffloadStore), "rules ask for offloaded state"
