@@ -49,9 +49,11 @@ class AwayInput:
     def __init__(self, x: Tensor, shelf: Shelf, before: AwayInput | None):
         self._shelf = shelf
         self._before = before
-        self._here: Tensor | None = x.contiguous()
-        self._like = x.new_empty(0), x.shape
-        self._memory = shelf.take(x)
+        # In the order in which memory has it: with other strides, other sums may be computed from it.
+        self._dims = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+        self._here: Tensor | None = x.permute(self._dims).contiguous()
+        self._like = x.new_empty(0), self._here.shape
+        self._memory = shelf.take(self._here)
         self._moving: Point = shelf.streams.copy(self._on_host(), self._here)
 
     def leave(self) -> None:
@@ -74,7 +76,7 @@ class AwayInput:
         here = self._here
         assert here is not None, "it has been fetched"
         self.leave()
-        return here
+        return here.permute([self._dims.index(dim) for dim in range(here.dim())])
 
     def _on_host(self) -> Tensor:
         empty, shape = self._like
