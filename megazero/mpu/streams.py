@@ -71,7 +71,8 @@ class Streams(Protocol):
             size: bytes.
 
         Returns:
-            Unlocks them; None if nothing was locked, so that copies there are slower and the host waits.
+            Waits for all copies, and unlocks them; None if nothing was locked, so that copies there are slower
+            and the host waits for each.
         """
 
 
@@ -141,7 +142,7 @@ class CudaStreams(Streams):
         with torch.cuda.device(self._device):
             code = cudart.cudaHostRegister(start, size, 0)
         if code == cudart.cudaError.success:
-            return lambda: cudart.cudaHostUnregister(start)
+            return lambda: self._unlock(start)
         warnings.warn(
             f"{size / 2**20:.1f} MiB of the host's memory must be locked for copies beside what the device "
             f"computes, but: {code}; these copies hold up the host; raise `ulimit -l`, or free some memory",
@@ -150,6 +151,11 @@ class CudaStreams(Streams):
         with contextlib.suppress(RuntimeError):  # torch would raise the error at the next kernel's launch
             torch.zeros(1, device=self._device).add_(1)
         return None
+
+    def _unlock(self, start: int) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+        torch.cuda.cudart().cudaHostUnregister(start)
 
 
 class _Event(Point):

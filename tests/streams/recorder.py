@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import random
 import threading
 import weakref
 from collections import Counter
@@ -38,20 +37,21 @@ class Recorder:
     """Records one rank.
 
     Args:
-        seed: of the dice that say whether a copy has been made when somebody looks.
+        quick: whether every copy has been made when somebody looks; otherwise none has, and each is waited for.
 
     Attributes:
         order: what is known.
         copied: bytes that were copied on the copy stream.
-        blocking: copies between device and host for which the host waited, by operation; and their bytes.
+        blocking: copies between device and host in the queue of what is computed, by operation.
+        blocking_bytes: their bytes.
     """
 
-    def __init__(self, seed: int = 0):
+    def __init__(self, *, quick: bool = False):
         self.order = Order()
         self.copied = 0
         self.blocking: Counter[str] = Counter()
         self.blocking_bytes = 0
-        self.dice = random.Random(seed)
+        self.quick = quick
         self._regions: dict[int, int] = {}  # start -> stop, of the host's memory
         self._starts: list[int] = []
         self._storages: dict[int, tuple[int, str]] = {}  # by the C++ object: number, and whose
@@ -76,11 +76,12 @@ class Recorder:
         return "host" if place is None else place[1]
 
     def host_memory(self, start: int, size: int) -> Callable[[], None]:
-        """Take memory for the host's; returns what ends that."""
+        """Take memory for the host's; returns what ends that, after all copies."""
         self._regions[start] = start + size
         bisect.insort(self._starts, start)
 
         def end() -> None:
+            self.order.after(self.thread, self.order.now(COPY))
             self.order.access(self.thread, ("host", start), 0, size, writes=True, what="unmapped")
             self.order.forget(("host", start))
             if self._regions.pop(start, None):
@@ -92,6 +93,16 @@ class Recorder:
         """Take a tensor that torch's operators did not make for the host's."""
         self._adopt(tensor, "host")
 
+    def begin_steps(self) -> None:
+        """Count copies from now on."""
+        self.copied = self.blocking_bytes = 0
+        self.blocking.clear()
+
+    def waited_copy(self, what: str, size: int) -> None:
+        """Count a copy between device and host for which the device's own queue waits."""
+        self.blocking[what] += 1
+        self.blocking_bytes += size
+
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor is in the host's memory."""
         return self._place(tensor)[1] == "host"
@@ -101,7 +112,9 @@ class Recorder:
         if tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
             return
         where, _, base = self._place(tensor)
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         self.order.access(agent, where, base, base + extent * tensor.element_size(), writes=writes, what=what)
 
     def enqueue(self, agent: str, *after: str) -> None:
@@ -142,10 +155,16 @@ class Recorder:
         if agent == COMPUTE:
             self.enqueue(COMPUTE)
         if both:
-            self.blocking[name] += 1
-            self.blocking_bytes += sum(tensor.nbytes for tensor in (*writes, *made))
+            self.waited_copy(name, sum(tensor.nbytes for tensor in (*writes, *made)))
+        awaited = [t for t in reads if agent != COMPUTE and self._place(t)[1] == "device"]  # by `on_device`
+        if awaited:
+            self.operation("aten::_local_scalar_dense", awaited, [], [])
         for tensor in reads:
-            scalar = not tensor.dim() and self.is_host(tensor)  # the host reads it when it queues the operation
+            if agent != COMPUTE and self._place(tensor)[1] == "device":
+                continue
+            scalar = not tensor.dim() and self.is_host(
+                tensor
+            )  # the host reads it when it queues the operation
             self.touch(self.thread if scalar else agent, tensor, writes=False, what=name)
         for tensor in (*writes, *made):
             self.touch(agent, tensor, writes=True, what=name)
@@ -235,12 +254,9 @@ class RecordedPoint(Point):
     @property
     def reached(self) -> bool:
         order, thread = self.recorder.order, self.recorder.thread
-        if order.knows(thread, self.clock):
-            return True
-        if self.recorder.dice.random() < 0.8:
-            return False
-        order.after(thread, self.clock)
-        return True
+        if self.recorder.quick:
+            order.after(thread, self.clock)
+        return order.knows(thread, self.clock)
 
     def compute_waits(self) -> None:
         self.recorder.enqueue(COMPUTE)
@@ -257,6 +273,7 @@ class RecordingStreams(Streams):
 
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
+        self.stream = COPY
 
     def copy(self, target: Tensor, source: Tensor) -> Point:
         self.before_copy()
@@ -273,12 +290,22 @@ class RecordingStreams(Streams):
         self.recorder.copied += target.nbytes
         with muted():
             target.copy_(source)
-        self.recorder.touch(COPY, source, writes=False, what="copied")
-        self.recorder.touch(COPY, target, writes=True, what="copied to")
-        return RecordedPoint(self.recorder, self.recorder.order.now(COPY))
+        self.recorder.touch(self.stream, source, writes=False, what="copied")
+        self.recorder.touch(self.stream, target, writes=True, what="copied to")
+        return RecordedPoint(self.recorder, self.recorder.order.now(self.stream))
 
     def holds(self, tensor: Tensor) -> bool:
         return not self.recorder.is_host(tensor)
 
     def lock(self, start: int, size: int) -> Callable[[], None]:
         return self.recorder.host_memory(start, size)
+
+
+class WaitingStreams(RecordingStreams):
+    """Makes each copy among what is computed, and waits for it, as a device without a stream for copies."""
+
+    apart = False
+
+    def copy(self, target: Tensor, source: Tensor) -> Point:
+        target.copy_(source)
+        return RecordedPoint(self.recorder, {})

@@ -76,7 +76,10 @@ class RecordedGroup(WrappingGroup):
         for tensors, writing in ((reads, False), (writes, True)):
             for tensor in tensors:
                 # What sends from the host waits there; the device's stream sends the rest.
-                agent = recorder.thread if recorder.is_host(tensor) else stream
+                agent = stream
+                if recorder.is_host(tensor):
+                    agent = recorder.thread
+                    recorder.waited_copy(what, tensor.nbytes)
                 recorder.touch(agent, tensor, writes=writing, what=what)
         return RecordedPoint(recorder, recorder.order.now(stream))
 
@@ -178,8 +181,9 @@ def _tolist(self: Tensor) -> Any:
         recorder, thread = place
         if recorder.is_host(self):
             recorder.touch(thread, self, writes=False, what="tolist")
-        else:
-            recorder.operation("aten::_local_scalar_dense", [self], [], [])
+        else:  # the host may read losses and norms a step later, so no order may come from that
+            recorder.enqueue(COMPUTE)
+            recorder.touch(COMPUTE, self, writes=False, what="tolist")
     return _TOLIST(self)
 
 

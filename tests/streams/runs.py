@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
+from megazero.config.derive import replicas_per_node
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.config.tree.config import Config
@@ -18,7 +20,7 @@ from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import VOCABULARY, Layout
-from tests.streams.recorder import Recorder
+from tests.streams.recorder import Recorder, RecordingStreams
 from tests.streams.recording import recorded_context, recordings
 
 
@@ -31,6 +33,7 @@ class Run:
         offload: changes to what it offloads.
         inputs: whether the inputs of its layers, which are then recomputed, are offloaded.
         saves: whether it is saved in the background after each step.
+        repeats: whether each step begins with an attempt whose gradients nobody reads.
         steps: how many.
     """
 
@@ -38,14 +41,15 @@ class Run:
     offload: dict[str, Any] = field(default_factory=dict)
     inputs: bool = False
     saves: bool = False
+    repeats: bool = False
     steps: int = 2
 
     @property
     def name(self) -> str:
         places = "-".join(f"{name}={value}" for name, value in self.offload.items())
         marks = [self.layout.dtype, *([places] if places else [])]
-        marks += ["inputs"] if self.inputs else []
-        return "-".join([self.layout.name, *marks, *(["saves"] if self.saves else [])])
+        marks += [name for name in ("inputs", "saves", "repeats") if getattr(self, name)]
+        return "-".join([self.layout.name, *marks])
 
     def config(self, folder: str) -> Config:
         """The configuration, with a folder for what it writes."""
@@ -77,8 +81,12 @@ def train(config: Config, context: ParallelContext, recorder: Recorder, run: Run
     if run.saves:
         snapshots = Snapshots(config, plan, engine, context, VOCABULARY, config.training.seed)
     losses = []
+    recorder.begin_steps()
     for _ in range(run.steps):
         step = plan.at(state.progress)
+        if run.repeats:
+            with mock.patch.object(engine.optimizer, "grad_norm", lambda: 1.0):
+                engine.attempt(micro_batches(config, context, step), state.progress, timers)
         attempt = engine.attempt(micro_batches(config, context, step), state.progress, timers)
         if snapshots is not None:
             snapshots.saver.wait_for_copies()
@@ -95,7 +103,9 @@ def train(config: Config, context: ParallelContext, recorder: Recorder, run: Run
     return Outcome(recorder, losses, weights)
 
 
-def record(run: Run, *, watched: bool = True, seed: int = 0) -> list[Outcome]:
+def record(
+    run: Run, *, watched: bool = True, quick: bool = False, streams: type[RecordingStreams] = RecordingStreams
+) -> list[Outcome]:
     """Train and record a run on ranks as threads; without `watched`, as it is on a CPU."""
     world, grid = ThreadWorld(run.layout.world_size), run.layout.grid
 
@@ -103,12 +113,12 @@ def record(run: Run, *, watched: bool = True, seed: int = 0) -> list[Outcome]:
         config = run.config(folder)
 
         def work(rank: int) -> Outcome:
-            recorder = Recorder(seed + rank)
-            context = thread_context(world, grid, rank)
+            recorder = Recorder(quick=quick)
+            context = thread_context(world, grid, rank, node_size=replicas_per_node(config.zero))
             if not watched:
                 return train(config, context, recorder, run)
             with recorder.on_thread():
-                return train(config, recorded_context(context, recorder), recorder, run)
+                return train(config, recorded_context(context, recorder, streams(recorder)), recorder, run)
 
         with recordings():
             return world.run(work)

@@ -90,7 +90,7 @@ class Landing:
 
 @dataclass(frozen=True)
 class Loan:
-    """Content of a slot that a copy to the device reads."""
+    """Content of a slot in a buffer of its tier, which a copy to the device reads."""
 
     tier: Tier
     slot: TierSlot
@@ -198,13 +198,15 @@ class Ferry:
             self._landings[landing.slot] = landing
 
     def lend(self, loan: Loan) -> None:
-        """Let a copy to the device read a slot."""
-        if loan.point.reached:
-            loan.end()
+        """Let a copy to the device read a slot.
+
+        Where it is kept in place, there is nothing to give back, and it is not written before the sums of
+        its bucket have come to the host, which is a later copy.
+        """
+        if loan.tier.in_place:
             return
         self._loans[loan.slot] = loan
-        apart = [slot for slot, other in self._loans.items() if not other.tier.in_place]
-        for slot in apart[:-_MOST_LENT]:
+        for slot in list(self._loans)[:-_MOST_LENT]:
             self._loans.pop(slot).end()
 
     def settle(self, slot: TierSlot) -> None:

@@ -43,7 +43,7 @@ class Slices:
         self._ahead = set(wanted)
         for slot in wanted:
             if slot not in self._lifted:
-                self._settle(slot)
+                self._ferry.settle(slot)
                 self._tier.prefetch(slot)
                 if self._ferry.apart and self._tier.ready(slot):
                     self._lifted[slot] = self._lift(slot, device)
@@ -57,15 +57,9 @@ class Slices:
         point.compute_waits()
         return on_device
 
-    def _settle(self, slot: TierSlot) -> None:
-        """Make the slot's content readable; what is read where it is kept may be read twice at a time."""
-        self._ferry.arrive(slot)
-        if not self._tier.in_place:
-            self._ferry.settle(slot)
-
     def _lift(self, slot: TierSlot, device: torch.device) -> tuple[Tensor, Point]:
         """Start to copy a slice to the device: the copy, and its end."""
-        self._settle(slot)
+        self._ferry.settle(slot)
         content = self._tier.fetch(slot)
         if not self._ferry.apart:
             on_device = content.to(device, copy=not self._tier.in_place)
