@@ -50,7 +50,7 @@ class AwayInput:
         self._shelf = shelf
         self._before = before
         # In the order in which memory has it: with other strides, other sums may be computed from it.
-        self._dims = sorted(range(x.dim()), key=lambda dim: -x.stride(dim))
+        self._dims = sorted(range(x.dim()), key=lambda dim: x.stride()[dim], reverse=True)
         self._here: Tensor | None = x.permute(self._dims).contiguous()
         self._like = x.new_empty(0), self._here.shape
         self._memory = shelf.take(self._here)

@@ -71,7 +71,7 @@ class Streams(Protocol):
             size: bytes.
 
         Returns:
-            Waits for all copies, and unlocks them; None if nothing was locked, so that copies there are slower
+            Waits for all copies, and unlocks them; None if nothing was locked: then copies there are slower,
             and the host waits for each.
         """
 
@@ -165,7 +165,7 @@ class _Event(Point):
 
     @property
     def reached(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())
 
     def compute_waits(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)

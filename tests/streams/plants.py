@@ -1,4 +1,4 @@
-"""Faults in the order of things: each is planted where the order is made, and a recording must show a race."""
+"""Faults in the order of things, planted where the order is made: a recording must show a race for each."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def without(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..
 
     def makes(method: Callable[..., Any]) -> Callable[..., Any]:
         def faulty(*args: Any, **kwargs: Any) -> Any:
-            with mock.patch.object(owner, name, lambda *_: None):
+            with mock.patch.object(owner, name, _no_method):
                 return method(*args, **kwargs)
 
         return faulty
@@ -73,17 +73,22 @@ def without(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..
     return makes
 
 
+def _no_method(*args: Any) -> None:
+    return None
+
+
 def nothing(method: Callable[..., Any]) -> Callable[..., Any]:
     """No method at all."""
-    return lambda *args, **kwargs: None
+    return _no_method
 
 
 def _put_first(method: Callable[..., Any]) -> Callable[..., Any]:
     def end(self: Landing) -> None:
         if self.there is None:
-            return method(self)
-        self.tier.put(self.slot, self.there)
-        self.point.host_waits()
+            method(self)
+        else:
+            self.tier.put(self.slot, self.there)
+            self.point.host_waits()
 
     return end
 

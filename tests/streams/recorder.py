@@ -37,7 +37,7 @@ class Recorder:
     """Records one rank.
 
     Args:
-        quick: whether every copy has been made when somebody looks; otherwise none has, and each is waited for.
+        quick: whether every copy has been made when somebody looks; otherwise none has.
 
     Attributes:
         order: what is known.
@@ -52,6 +52,7 @@ class Recorder:
         self.blocking: Counter[str] = Counter()
         self.blocking_bytes = 0
         self.quick = quick
+        self._counts = False
         self._regions: dict[int, int] = {}  # start -> stop, of the host's memory
         self._starts: list[int] = []
         self._storages: dict[int, tuple[int, str]] = {}  # by the C++ object: number, and whose
@@ -93,15 +94,22 @@ class Recorder:
         """Take a tensor that torch's operators did not make for the host's."""
         self._adopt(tensor, "host")
 
-    def begin_steps(self) -> None:
-        """Count copies from now on."""
-        self.copied = self.blocking_bytes = 0
-        self.blocking.clear()
+    @contextlib.contextmanager
+    def over_steps(self) -> Iterator[None]:
+        """Count copies within the block."""
+        self._counts = True
+        yield
+        self._counts = False
+
+    def count_copy(self, size: int) -> None:
+        """Count a copy on the copy stream."""
+        self.copied += size if self._counts else 0
 
     def waited_copy(self, what: str, size: int) -> None:
         """Count a copy between device and host for which the device's own queue waits."""
-        self.blocking[what] += 1
-        self.blocking_bytes += size
+        if self._counts:
+            self.blocking[what] += 1
+            self.blocking_bytes += size
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether a tensor is in the host's memory."""
@@ -285,9 +293,11 @@ class RecordingStreams(Streams):
 
     def make_copy(self, target: Tensor, source: Tensor) -> Point:
         """Make a copy and record it."""
-        assert target.is_contiguous() and source.is_contiguous() and target.dtype == source.dtype
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        assert target.dtype == source.dtype
         assert self.recorder.is_host(target) != self.recorder.is_host(source), "from the one to the other"
-        self.recorder.copied += target.nbytes
+        self.recorder.count_copy(target.nbytes)
         with muted():
             target.copy_(source)
         self.recorder.touch(self.stream, source, writes=False, what="copied")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -103,10 +104,9 @@ class RecordedThreads(ThreadPoolExecutor):
         if place is None:
             return super().submit(work, *args, **kwargs)
         recorder, point = place[0], place[0].order.now(place[1])
-        made: list[_RecordedFuture] = []
 
         def run() -> Any:
-            name = f"thread {self._thread_name_prefix}"
+            name = f"thread {threading.current_thread().name}"
             with recorder.on_thread(name, point):
                 try:
                     return work(*args, **kwargs)
@@ -116,7 +116,6 @@ class RecordedThreads(ThreadPoolExecutor):
         ends: list[Clock] = []
         future = super().submit(run)
         future.__class__ = _RecordedFuture
-        made.append(future)
         future.recorder = recorder
         future.add_done_callback(lambda done: setattr(done, "point", ends[0] if ends else None))
         return future

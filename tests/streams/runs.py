@@ -1,4 +1,4 @@
-"""Trainings that are recorded: a layout, what of it is offloaded, and whether it is saved while it goes on."""
+"""Trainings that are recorded: a layout, what of it is offloaded, and whether it is saved meanwhile."""
 
 from __future__ import annotations
 
@@ -81,20 +81,20 @@ def train(config: Config, context: ParallelContext, recorder: Recorder, run: Run
     if run.saves:
         snapshots = Snapshots(config, plan, engine, context, VOCABULARY, config.training.seed)
     losses = []
-    recorder.begin_steps()
-    for _ in range(run.steps):
-        step = plan.at(state.progress)
-        if run.repeats:
-            with mock.patch.object(engine.optimizer, "grad_norm", lambda: 1.0):
-                engine.attempt(micro_batches(config, context, step), state.progress, timers)
-        attempt = engine.attempt(micro_batches(config, context, step), state.progress, timers)
-        if snapshots is not None:
-            snapshots.saver.wait_for_copies()
-        result = engine.update(attempt, state.progress, timers)
-        state = state.after(step, result.skipped)
-        losses.append(result.losses.labelled())
-        if snapshots is not None:
-            snapshots.save(state)
+    with recorder.over_steps():
+        for _ in range(run.steps):
+            step = plan.at(state.progress)
+            if run.repeats:
+                with mock.patch.object(engine.optimizer, "grad_norm", return_value=1.0):
+                    engine.attempt(micro_batches(config, context, step), state.progress, timers)
+            attempt = engine.attempt(micro_batches(config, context, step), state.progress, timers)
+            if snapshots is not None:
+                snapshots.saver.wait_for_copies()
+            result = engine.update(attempt, state.progress, timers)
+            state = state.after(step, result.skipped)
+            losses.append(result.losses.labelled())
+            if snapshots is not None:
+                snapshots.save(state)
     if snapshots is not None:
         while snapshots.saver.unsettled:
             snapshots.saver.settle()

@@ -52,7 +52,7 @@ class Slices:
 
     def take(self, slot: TierSlot, device: torch.device) -> Tensor:
         """A slice on the device."""
-        on_device, point = self._lifted.pop(slot, None) or self._lift(slot, device)
+        on_device, point = self._lifted.pop(slot) if slot in self._lifted else self._lift(slot, device)
         self._ahead.discard(slot)
         point.compute_waits()
         return on_device
