@@ -139,8 +139,7 @@ class CudaStreams(Streams):
 
     def lock(self, start: int, size: int) -> Callable[[], None] | None:
         cudart = torch.cuda.cudart()
-        with torch.cuda.device(self._device):
-            code = cudart.cudaHostRegister(start, size, 0)
+        code = cudart.cudaHostRegister(start, size, 0)
         if code == cudart.cudaError.success:
             return lambda: self._unlock(start)
         warnings.warn(

@@ -32,6 +32,7 @@ WHOLE = Run(Layout(dtype="bf16", micro_batch=4), {"optimizer": "cpu"})
 ON_DISK = Run(Layout(zero=3, store="nvme", **TWO))
 SLICES = Run(Layout(zero=3, dtype="bf16", **TWO), {"parameters": "cpu"})
 SLICES_ON_DISK = Run(Layout(zero=3, dtype="bf16", **TWO), {"parameters": "nvme"})
+UNUSED = Run(Layout(zero=3, layers=4, micro_batch=4, method="layer-drop"), {"parameters": "cpu"}, steps=3)
 HALF = Run(Layout(zero=1, dtype="bf16", **TWO), {"optimizer": "cpu", "gradients": "none"})
 INPUTS = Run(Layout(micro_batch=4, layers=4), inputs=True)
 SAVED = Run(Layout(micro_batch=4), saves=True)
@@ -156,6 +157,7 @@ PLANTS = (
     Plant("copies do not wait for what is computed", SUMS, RecordingStreams, "before_copy", _no_event),
     Plant("slices are read before they have arrived", SLICES, Slices, "take", COMPUTE_WAITS),
     Plant("the wait for a slice comes after its first reader", SLICES, Slices, "take", _waits_later),
+    Plant("a slice read for nothing is let go of at once", UNUSED, Slices, "read_ahead", COMPUTE_WAITS),
     Plant("weights are read before they are back", WHOLE, Ferry, "lift_weights", COMPUTE_WAITS),
     Plant("sums are used on the host before they have arrived", SUMS, Landing, "end", HOST_WAITS),
     Plant("sums are read without asking whether they are under way", ONCE, Ferry, "arrive", nothing),

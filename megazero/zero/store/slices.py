@@ -37,7 +37,9 @@ class Slices:
         """Start to read these slices, and drop others that were read ahead."""
         for slot in self._ahead.difference(wanted):
             if slot in self._lifted:
-                self._lifted.pop(slot)[1].compute_waits()  # before its memory is used for something else
+                on_device, point = self._lifted.pop(slot)
+                point.compute_waits()
+                del on_device  # now its memory may be used for something else
             else:
                 self._tier.drop(slot, self._tier.fetch(slot))
         self._ahead = set(wanted)
