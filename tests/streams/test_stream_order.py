@@ -22,7 +22,7 @@ CLEAN = (
     plants.INPUTS,
     plants.SAVED,
     plants.DELAYED,
-    # A slice that was read for nothing, as its layer was skipped, once left the device while it arrived there:
+    # A slice read for nothing, as its layer was skipped, once left the device while it arrived there:
     # the pair of it and its point was let go of before the point's method was called.
     plants.UNUSED,
 )
