@@ -144,7 +144,7 @@ class CudaStreams(Streams):
             return lambda: self._unlock(start)
         warnings.warn(
             f"{size / 2**20:.1f} MiB of the host's memory must be locked for copies beside what the device "
-            f"computes, but: {code}; these copies hold up the host; raise `ulimit -l`, or free some memory",
+            f"computes, but: CUDA says {code}; these copies hold up the host; free some memory there",
             stacklevel=2,
         )
         with contextlib.suppress(RuntimeError):  # torch would raise the error at the next kernel's launch

@@ -84,7 +84,7 @@ def test_memory_that_cannot_be_locked_is_used_with_a_word(monkeypatch):
     zeros = torch.zeros
     monkeypatch.setattr(module.torch.cuda, "cudart", Cudart)
     monkeypatch.setattr(module.torch, "zeros", lambda *a, **k: (launched.append(1), zeros(*a))[1])
-    with pytest.warns(UserWarning, match=r"host's memory must be locked .*, but: 2; .* raise `ulimit -l`"):
+    with pytest.warns(UserWarning, match=r"must be locked .*, but: CUDA says 2; .* hold up the host"):
         memory = Slab(CudaStreams(torch.device("cpu"))).take(PAGE)
     assert launched, "torch would raise the error at the next kernel"
     memory.fill_(1)
