@@ -96,7 +96,7 @@ INLINE = InlineStreams()
 
 
 class StillStreams(Streams):
-    """Those of a device that is planned for: nothing is copied, but all buffers are made."""
+    """Streams of a device that is planned for: nothing is copied, but all buffers are made."""
 
     apart = True
 
@@ -114,7 +114,7 @@ STILL = StillStreams()
 
 
 class CudaStreams(Streams):
-    """Those of a CUDA device: its current stream computes, another one copies; events order the two.
+    """Streams of a CUDA device: its current one computes, another one copies; events order the two.
 
     Args:
         device: the device.
