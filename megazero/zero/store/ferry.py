@@ -116,12 +116,13 @@ class Ferry:
         streams: the device's.
 
     Attributes:
+        streams: the device's.
         apart: as that of `streams`.
     """
 
     def __init__(self, streams: Streams):
         slab = Slab(streams)
-        self._streams = streams
+        self.streams = streams
         self.apart = streams.apart
         self._leaving = Ring(1, None)
         self._sums, self._weights = Ring(2, slab), Ring(2, slab)
@@ -150,7 +151,7 @@ class Ferry:
             target.copy_(source)
             return REACHED
         if lasting and source.dtype == target.dtype:
-            return self._streams.copy(target, source)
+            return self.streams.copy(target, source)
         leaving = self.leaving(source, target.dtype)
         leaving.copy_(source)
         return self.left(target, leaving)
@@ -170,13 +171,9 @@ class Ferry:
 
     def left(self, target: Tensor, leaving: Tensor) -> Point:
         """Copy the buffer on the device to the host."""
-        point = self._streams.copy(target, leaving)
+        point = self.streams.copy(target, leaving)
         self._leaving.until(point)
         return point
-
-    def lift(self, content: Tensor, target: Tensor) -> Point:
-        """Copy from the host to the device, on whose side the point is to be waited for."""
-        return self._streams.copy(target, content)
 
     def new_weights(self, like: Tensor) -> Tensor:
         """A buffer on the host for weights that `lift_weights` takes to the device."""
@@ -184,7 +181,7 @@ class Ferry:
 
     def lift_weights(self, written: Tensor, target: Tensor) -> None:
         """Copy the buffer of weights that was taken last to the device, which waits for it."""
-        point = self._streams.copy(target, written)
+        point = self.streams.copy(target, written)
         self._weights.until(point)
         point.compute_waits()
 

@@ -68,6 +68,6 @@ class Slices:
             self._tier.drop(slot, content)
             return on_device, REACHED
         on_device = torch.empty_like(content, device=device)
-        point = self._ferry.lift(content, on_device)
+        point = self._ferry.streams.copy(on_device, content)
         self._ferry.lend(Loan(self._tier, slot, content, point))
         return on_device, point
