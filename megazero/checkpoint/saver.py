@@ -132,9 +132,9 @@ class Saver:
         )
         if not self.in_flight:
             job = _done_here(lambda: self._write(folder, parts))
-            self._flights.append(_PendingSave(iteration, facts, Staging(), job, job))
+            self._flights.append(_PendingSave(iteration, facts, Staging(self.context.streams), job, job))
             return [*visible, self.settle()]
-        staging = self._free.pop() if self._free else Staging()
+        staging = self._free.pop() if self._free else Staging(self.context.streams)
         copies, fill = staging.take([part for part in parts if not part.offloaded])
         offloaded = [part for part in parts if part.offloaded]
 

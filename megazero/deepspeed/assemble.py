@@ -101,7 +101,7 @@ def _optimize(
     rule = rule_of(client.param_groups)
     policy = ZeroPolicy.of(settings.zero, settings.offload, rule.needs)
     groups, whole = group_numbers(model, client.param_groups), matrix_groups(client)
-    kind = store_kind(settings.offload, context.device)
+    kind = store_kind(settings.offload, context)
     parallel = shard(Sharding(client, policy, groups, whole, kind), context)
     shards = Optimizer(parallel.store, rule, context, settings.clip_grad)
     scaler = build_deepspeed_scaler(settings.precision, consecutive=extras.consecutive_hysteresis)

@@ -14,6 +14,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import Place
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import ParamSpec
+from megazero.mpu.streams import INLINE, Streams
 
 TokenDispatcher = Literal["alltoall", "allgather"]
 
@@ -29,6 +30,7 @@ class Placement:
         dtype: the dtype of parameters and activations.
         device: the device of parameters; ``meta`` builds shapes only.
         token_dispatcher: the collective that takes tokens to the ranks of their experts.
+        streams: those of the device.
     """
 
     place: Place
@@ -37,6 +39,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     token_dispatcher: TokenDispatcher = "alltoall"
+    streams: Streams = INLINE
 
     @classmethod
     def of(
@@ -49,8 +52,8 @@ class Placement:
     ) -> Placement:
         """The placement of a rank's layers; sequence parallelism over a single rank is turned off."""
         sequence_parallel = sequence_parallel and context.tp.size > 1
-        device = context.device
-        return cls(context.place, context.groups, sequence_parallel, dtype, device, token_dispatcher)
+        device, streams = context.device, context.streams
+        return cls(context.place, context.groups, sequence_parallel, dtype, device, token_dispatcher, streams)
 
     @property
     def tp(self) -> Group:

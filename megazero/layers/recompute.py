@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.collectives import gather_rows
+from megazero.layers.input_offload import AwayInput, Pass, Shelf
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.layers.skipping import run_layer
@@ -50,17 +51,33 @@ class InputKeeping:
         partition: the ranks that have equal inputs: each keeps 1/size of the input, and backward gathers it
             again (P_a of ZeRO-R, Rajbhandari et al. 2020). None: each rank keeps the whole input.
         offload: whether it is kept in host memory.
+        shelf: that memory, where the device's is apart and copies run beside what it computes; otherwise
+            the copies are among what is computed.
     """
 
     partition: Group | None = None
     offload: bool = False
+    shelf: Shelf | None = None
 
     @classmethod
     def of(cls, config: RecomputeConfig, placement: Placement) -> InputKeeping:
         """The way that `config` asks for, applied to layers at `placement`."""
         wanted = config.partition_activations and placement.tp.size > 1
         assert not (wanted and placement.sequence_parallel), "sequence parallelism already partitions them"
-        return cls(placement.tp if wanted else None, config.offload)
+        shelf = Shelf(placement.streams) if config.offload and placement.streams.apart else None
+        return cls(placement.tp if wanted else None, config.offload, shelf)
+
+    @contextmanager
+    def over_a_pass(self) -> Iterator[Callable[[], AbstractContextManager[object]]]:
+        """Context of one pass, with what gives a context for each unit: autograd keeps its input this way."""
+        if self.shelf is None:
+            yield self.hooks
+            return
+        sent = Pass(self.shelf)
+        yield lambda: saved_tensors_hooks(
+            lambda x: (sent.send(self._part(x)), x.shape, x.device), self._unpack
+        )
+        sent.end()
 
     def hooks(self) -> AbstractContextManager[object]:
         """A context manager in which autograd keeps the tensors it saves in this way."""
@@ -68,19 +85,21 @@ class InputKeeping:
             return nullcontext()
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, x: Tensor) -> tuple[Tensor, torch.Size, torch.device]:
+    def _part(self, x: Tensor) -> Tensor:
         kept = x.detach()
-        if self.partition is not None:
-            kept = kept.reshape(self.partition.size, -1)[self.partition.rank]
+        return kept if self.partition is None else kept.reshape(self.partition.size, -1)[self.partition.rank]
+
+    def _pack(self, x: Tensor) -> tuple[Tensor | AwayInput, torch.Size, torch.device]:
+        kept = self._part(x)
         # A separate buffer, so that no part of `x` stays in memory.
         pin = self.offload and x.is_cuda
         own = torch.empty_like(kept, device="cpu" if self.offload else None, pin_memory=pin)
         return own.copy_(kept, non_blocking=True), x.shape, x.device
 
-    def _unpack(self, packed: tuple[Tensor, torch.Size, torch.device]) -> Tensor:
+    def _unpack(self, packed: tuple[Tensor | AwayInput, torch.Size, torch.device]) -> Tensor:
         kept, shape, device = packed
-        kept = kept.to(device, non_blocking=True)
-        return kept if self.partition is None else gather_rows(kept, self.partition).view(shape)
+        here = kept.take() if isinstance(kept, AwayInput) else kept.to(device, non_blocking=True)
+        return here if self.partition is None else gather_rows(here, self.partition).view(shape)
 
 
 def run_layers(
@@ -114,12 +133,13 @@ def run_layers(
         return x, sums
 
     total = Sums()
-    for span, again in units:
-        if again and torch.is_grad_enabled():
-            # Everything that the unit itself saves is dropped, so the hooks see only its input.
-            with keeping.hooks():
-                x, sums = checkpoint(run, x, span, use_reentrant=False, preserve_rng_state=False)
-        else:
-            x, sums = run(x, span)
-        total = total.plus(sums)
+    with keeping.over_a_pass() as hooks:
+        for span, again in units:
+            if again and torch.is_grad_enabled():
+                # Everything that the unit itself saves is dropped, so the hooks see only its input.
+                with hooks():
+                    x, sums = checkpoint(run, x, span, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x, sums = run(x, span)
+            total = total.plus(sums)
     return x, total

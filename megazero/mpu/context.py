@@ -16,6 +16,7 @@ from megazero.mpu.grid import Place, ProcessGrid
 from megazero.mpu.group import Group
 from megazero.mpu.linked_group import LinkedGroup
 from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.streams import INLINE, Streams, streams_of
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.watch.watch import Watch
 
@@ -28,7 +29,7 @@ class ParallelContext:
     ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node) and ``peers``
     (those at the same place of each node). Second communicators (`CommunicatorPlan`) are there where they
     were asked for. `plan` says what each is for. `watch` is the one that watches their calls, if there is
-    one.
+    one. `streams` are those of the device.
     """
 
     grid: ProcessGrid
@@ -37,6 +38,7 @@ class ParallelContext:
     groups: Mapping[str, Group]
     plan: CommunicatorPlan
     watch: Watch | None = None
+    streams: Streams = INLINE
 
     @property
     def place(self) -> Place:
@@ -125,7 +127,7 @@ def make_context(
         groups |= dict.fromkeys(communicator.names, group)
     if (odd := groups.pop("pp_odd", None)) is not None and odd.size > 1:
         groups["pp"] = LinkedGroup(groups["pp"], odd)
-    return ParallelContext(grid, rank, device, groups, plan)
+    return ParallelContext(grid, rank, device, groups, plan, streams=streams_of(device))
 
 
 def solo_context(device: torch.device | str = "cpu") -> ParallelContext:

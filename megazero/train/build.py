@@ -69,7 +69,7 @@ def build_engine(
         for block in chunk.blocks()
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
-    kind, multiple = store_kind(config.offload, context.device), aligned_multiple(context.device)
+    kind, multiple = store_kind(config.offload, context), aligned_multiple(context.device)
     store = build_store(units, policy, context, fill, kind=kind, multiple=multiple)
     delayed = None
     if config.offload.delayed_param_update:

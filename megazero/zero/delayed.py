@@ -69,22 +69,10 @@ class DelayedUpdates:
             work.wait()
         if self._thread is None:
             self._thread = helper_pool(1, "update")
-        copied = _event()
         for loaded in loaded_buckets:
-            self.store.updates[loaded.bucket] = self._thread.submit(_apply, update, loaded, copied)
+            self.store.updates[loaded.bucket] = self._thread.submit(_apply, update, loaded)
 
 
 @torch.no_grad()
-def _apply(update: Update, loaded: LoadedBucket, copied: torch.cuda.Event | None) -> None:
-    if copied is not None:
-        copied.synchronize()
+def _apply(update: Update, loaded: LoadedBucket) -> None:
     update.apply([loaded])
-
-
-def _event() -> torch.cuda.Event | None:
-    """An event after the work that is queued on a CUDA device; it reads masters that are about to change."""
-    if not torch.cuda.is_initialized():
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -29,6 +29,7 @@ SMALL = (
     "--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --eval-iters 0 --train-iters 2 "
     "--zero-reduce-bucket-size 4000 --zero-param-persistence-threshold 100"
 )
+LARGEST = 4096
 AT_REST = ("weights", "masters", "moments", "gradients")
 
 
@@ -158,6 +159,28 @@ def test_what_is_planned_is_what_a_run_holds(tmp_path, flags, size):
         taken = each.places["device"]["activations"] / wanted["device"]["activations"]
         assert 0.4 < taken < 1.1  # kernels of the CPU keep less than references do
     assert "memory" not in json.loads((tmp_path / "m.jsonl").read_text().splitlines()[1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "device", "host"),
+    [
+        # The largest slice has 128 x 32 elements of fp32: once on the device, four times on the host.
+        ("--zero-stage 2 --offload-optimizer cpu", 4 * LARGEST, 4 * 4 * LARGEST),
+        ("--zero-stage 2 --offload-optimizer cpu --bf16", 4 * LARGEST, 4 * 4 * LARGEST),
+        ("--offload-optimizer cpu --offload-gradients none --bf16", 0, 4 * 4 * LARGEST),
+        ("--zero-stage 1", 0, 0),
+    ],
+)
+def test_buffers_of_copies_are_planned_for_a_device_whose_memory_is_apart(flags, device, host):
+    def planned(where: str) -> dict:
+        words = f"{SMALL} {flags} --device {where}".split()
+        return dict(planned_memory(parse_config(words, world_size=1).config, 1)[0].places)
+
+    here, apart = planned("cpu"), planned("cuda")
+    buffers = [each.get(place, {}).get("buffers", 0) for each in (here, apart) for place in ("device", "cpu")]
+    assert buffers == [buffers[0], 0, buffers[0] + device, host]
+    for place, kinds in here.items():
+        assert {kind: kinds.get(kind) for kind in AT_REST} == {k: apart[place].get(k) for k in AT_REST}
 
 
 def test_without_a_file_of_metrics_nothing_is_measured(tmp_path, monkeypatch):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from megazero.commands.memory_report.table import RankMemory
 from megazero.config.derive import replicas_per_node
@@ -15,6 +17,7 @@ from megazero.models.batch import MicroBatch
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.launch import grid_of
+from megazero.mpu.streams import STILL
 from megazero.mpu.traffic import TrafficLog, recording_context
 from megazero.train.build import build_model
 from megazero.train.observe.memory import MemoryMeter
@@ -52,6 +55,9 @@ def _of_rank(
     config: Config, training_plan: TrainingPlan, vocabulary: Vocabulary, grid: ProcessGrid, rank: int
 ) -> Mapping[str, Mapping[str, int]]:
     context = recording_context(grid, rank, TrafficLog(), node_size=replicas_per_node(config.zero))
+    wanted = config.parallel.device
+    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
+        context = replace(context, streams=STILL)  # its memory is apart, so offload takes buffers
     engine = build_model(vocabulary, context, config, training_plan)
     batches = _batches(config, training_plan, vocabulary, context)
     meter = MemoryMeter.of(engine)

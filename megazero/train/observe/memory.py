@@ -24,11 +24,11 @@ class MemoryMeter:
 
     Weights, masters, moments and gradient sums are what the store holds, padding included. Buffers are the
     most bytes that gathered weights and transient gradients took at a time, each counted apart, and those
-    through which state moves to and from a disk. Activations are measured: the peak of a step less all
-    of the device's other kinds, so that these add up to the peak. Temporaries of operators and of the update
-    are thus among them; where buffers and activations peak at different moments, activations come out
-    smaller. The peak is that of torch's allocator on a CUDA device; elsewhere, the meta device included, the
-    outputs of operators on this thread are counted.
+    through which state moves to and from a disk, and between the device and the host. Activations are
+    measured: the peak of a step less all of the device's other kinds, so that these add up to the peak.
+    Temporaries of operators and of the update are thus among them; where buffers and activations peak at
+    different moments, activations come out smaller. The peak is that of torch's allocator on a CUDA device;
+    elsewhere, the meta device included, the outputs of operators on this thread are counted.
 
     Args:
         store: holds the state.
@@ -65,8 +65,10 @@ class MemoryMeter:
         """Bytes by place (``device``, ``cpu``, ``nvme``) and by `KINDS`, of which only those above zero."""
         gathered, transient = self.sharding.most_buffer_bytes
         held: Sizes = self.store.sizes()
+        kept = held.get("device", {})
+        transient += kept.get("buffers", 0)  # both are made while a step runs
         device = {
-            **held.get("device", {}),
+            **kept,
             "buffers": gathered + transient,
             "activations": max(0, self._peak - transient),
         }

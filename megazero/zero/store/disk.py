@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import OffloadError
+from megazero.mpu.slab import Slab
 from megazero.mpu.threads import helper_pool
 from megazero.zero.store.tier import Tier, TierSlot, Traffic
 
@@ -55,6 +56,7 @@ class DiskTier(Tier):
     Args:
         folder: a folder on the disk.
         settings: how it is read and written.
+        slab: makes the buffers; by default, no device copies from and to them by itself.
 
     Raises:
         OffloadError: no file can be made there.
@@ -62,11 +64,9 @@ class DiskTier(Tier):
 
     name = "nvme"
     in_place = False
-    pin = False
 
-    def __init__(self, folder: Path, settings: DiskSettings = DiskSettings()):
-        self._folder = folder
-        self._settings = settings
+    def __init__(self, folder: Path, settings: DiskSettings = DiskSettings(), slab: Slab | None = None):
+        self._slab = slab or Slab()
         self._file = _OpenFile(folder, settings)
         self._size = 0
         self._slots: list[TierSlot] = []
@@ -94,6 +94,9 @@ class DiskTier(Tier):
         buffer = self._take(slot)
         self._read += _room(slot)
         self._reading[slot] = self._file.start(os.preadv, slot.start, memoryview(buffer)[: _room(slot)])
+
+    def ready(self, slot: TierSlot) -> bool:
+        return slot in self._reading and self._reading[slot].done()
 
     def fetch(self, slot: TierSlot) -> Tensor:
         self.prefetch(slot)
@@ -170,7 +173,7 @@ class DiskTier(Tier):
             chosen = min(fitting or self._idle, key=len)
             self._idle = [buffer for buffer in self._idle if buffer is not chosen]
         try:
-            self._buffers[slot] = chosen if fitting else _buffer(size)
+            self._buffers[slot] = chosen if fitting else self._slab.pages(size)
         except OSError as error:
             raise OffloadError(
                 f"the host must have room for a buffer of {size / 2**20:.0f} MiB, but: {error}; choose a "
@@ -188,11 +191,6 @@ class DiskTier(Tier):
         """Let go of the pages of `at_rest`; the file has everything that was written to them."""
         if self._mapped is not None:
             self._mapped.madvise(mmap.MADV_DONTNEED)
-
-
-def _buffer(size: int) -> mmap.mmap:
-    """Private memory of this process, which begins at a page."""
-    return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _room(slot: TierSlot) -> int:

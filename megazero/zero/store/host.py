@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megazero.errors import OffloadError
-from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot, Traffic
+from megazero.mpu.slab import Slab
+from megazero.zero.store.tier import Tier, TierSlot, Traffic
 
 _GROUPS = Path("/sys/fs/cgroup")
 _CGROUPS = (
@@ -23,19 +24,18 @@ class HostTier(Tier):
     """Keeps tensors in the host's memory, where they are worked on too, so nothing is moved.
 
     Args:
-        pin: lock the memory, so that a CUDA device reads and writes it directly.
+        slab: the memory; by default, no device copies from and to it by itself.
     """
 
     name = "cpu"
     in_place = True
 
-    def __init__(self, *, pin: bool = False):
-        self.pin = pin
+    def __init__(self, slab: Slab | None = None):
+        self._slab = slab or Slab()
         self._kept: dict[TierSlot, Tensor] = {}
 
     def make(self, numel: int, dtype: torch.dtype, lead: int = 0) -> TierSlot:
         slot = TierSlot(numel, dtype, lead)
-        skipped = lead // dtype.itemsize
         available = available_memory()
         if slot.nbytes > available:
             raise OffloadError(
@@ -44,13 +44,14 @@ class HostTier(Tier):
                 "hosts"
             )
         # Writing makes the system set the room aside now, and not when training is under way.
-        room = torch.empty(numel + skipped, dtype=dtype, pin_memory=self.pin).zero_()
-        assert room.data_ptr() % ALIGNMENT == 0, "torch aligns what it allocates"
-        self._kept[slot] = room[skipped:]
+        self._kept[slot] = self._slab.take(lead + slot.nbytes)[lead:].zero_().view(dtype)
         return slot
 
     def prefetch(self, slot: TierSlot) -> None:
         return None  # it is here
+
+    def ready(self, slot: TierSlot) -> bool:
+        return True
 
     def fetch(self, slot: TierSlot) -> Tensor:
         return self._kept[slot]

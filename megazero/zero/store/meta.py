@@ -16,7 +16,6 @@ class MetaTier(Tier):
     """
 
     in_place = True
-    pin = False
     nbytes = 0
     buffer_bytes = 0
 
@@ -30,6 +29,9 @@ class MetaTier(Tier):
 
     def prefetch(self, slot: TierSlot) -> None:
         return None
+
+    def ready(self, slot: TierSlot) -> bool:
+        return True
 
     def fetch(self, slot: TierSlot) -> Tensor:
         return torch.empty(slot.numel, dtype=slot.dtype, device="meta")

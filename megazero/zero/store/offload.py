@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
 from torch import Tensor
 
+from megazero.mpu.streams import INLINE, REACHED, Point, Streams
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.ferry import Ferry, Landing
+from megazero.zero.store.kept import Kept, lead_of, of_slot, slot_of
+from megazero.zero.store.slices import Slices
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, Store, add_up, held_as
-from megazero.zero.store.tier import ALIGNMENT, Tier, TierSlot
+from megazero.zero.store.tier import Tier, TierSlot
 
-_HOST = torch.device("cpu")
 _AHEAD = 1  # buckets whose state is read while one is worked on
 
 
@@ -49,23 +52,6 @@ class StatePlacement:
         return tuple(dict.fromkeys(t for t in (self.state, self.gradients, self.parameters) if t is not None))
 
 
-@dataclass
-class _Kept:
-    """The state that the store holds for a bucket: tensors on the device, and slots of tiers, by kind.
-
-    Attributes:
-        shard: this rank's slice of the weights, or its slot.
-        weights: the weights over `state_range` on the device; None if only the slot of `shard` has them.
-        sums: gradient sums on the device, [padded], or [shard_size] if sharded; None if there are none.
-        state: masters, moments and gradient sums over `state_range`, or their slots.
-    """
-
-    shard: Tensor | TierSlot
-    weights: Tensor | None
-    sums: Tensor | None = None
-    state: dict[str, Tensor | TierSlot] = field(default_factory=dict)
-
-
 class OffloadStore(Store):
     """Keeps state in the tiers that a placement names, and brings it to the host bucket by bucket.
 
@@ -74,40 +60,50 @@ class OffloadStore(Store):
     first buckets of an update are read during the backward before it, into buffers that the last one left.
     Sums and norms round exactly as in `DeviceStore`.
 
+    Where the device's memory is apart, a `Ferry` copies beside what the device computes: sums go to the host
+    while backward goes on, new weights come back while the next bucket is updated, and slices that are read
+    ahead go on to the device.
+
     Args:
         policy: the dtypes of masters and sums.
         placement: what is kept where.
+        streams: those of the device.
 
     Attributes:
         updates: updates of buckets that run on another thread; whatever touches their state waits for them.
     """
 
-    def __init__(self, policy: ZeroPolicy, placement: StatePlacement):
+    def __init__(self, policy: ZeroPolicy, placement: StatePlacement, streams: Streams = INLINE):
         self.policy = policy
         self.placement = placement
         self.buckets: list[Bucket] = []
         self.tiers = placement.tiers
         self.offloaded: dict[Bucket, set[str]] = {}
-        self._kept: dict[Bucket, _Kept] = {}
+        self._kept: dict[Bucket, Kept] = {}
         self.updates: dict[Bucket, Future[None]] = {}
         self._elements = self._offloaded = 0
-        self._ahead: set[TierSlot] = set()  # slices that are being read before they are asked for
+        self._ferry = Ferry(streams)
+        self._slices = None if placement.parameters is None else Slices(placement.parameters, self._ferry)
+        self._lowered: dict[tuple[Bucket, str], tuple[Tensor, Point]] = {}  # for the visits that come next
+        self._leaving: dict[Bucket, Point] = {}  # copies that read the device's sums
 
     def admit(self, bucket: Bucket) -> None:
         layout, full = bucket.layout, bucket.full
         own = full[layout.own]
         if layout.row.shard_params and self.placement.parameters is not None:
-            kept, source = _Kept(self._put_away(self.placement.parameters, own, 0), None), own
+            kept, source = Kept(self._put_away(self.placement.parameters, own, 0), None), own
         else:
             shard = own.clone() if layout.row.shard_params else own
             source = shard if layout.row.shard_state else full
-            kept = _Kept(shard, source)
+            kept = Kept(shard, source)
         if bucket.key.trainable:
             self._admit_state(bucket, kept, source)
         else:
             kept.state[WEIGHT] = kept.shard if kept.weights is None else kept.weights
         self.buckets.append(bucket)
         self._kept[bucket] = kept
+        dtypes = (self.policy.main_dtype, self.policy.accumulation_dtype, own.dtype)
+        self._ferry.expect(source.numel() * max(dtype.itemsize for dtype in dtypes))
         self._note_offloaded(bucket)
 
     def make_moments(
@@ -118,33 +114,23 @@ class OffloadStore(Store):
             for loaded_buckets in self.stream((WEIGHT,), [bucket]):
                 made = init_state(bucket, loaded_buckets[0].flats[WEIGHT].float())
             if isinstance(state[WEIGHT], TierSlot):
-                tier = _of_slot(self.placement.state)
+                tier = of_slot(self.placement.state)
                 state.update({kind: self._put_away(tier, flat, 0) for kind, flat in made.items()})
             else:
                 state.update(made)
             self._note_offloaded(bucket)
 
     def read_ahead(self, buckets: Sequence[Bucket]) -> None:
-        tier, slots = self.placement.parameters, [self._kept[bucket].shard for bucket in buckets]
-        if tier is None:
-            return
-        wanted = dict.fromkeys(slot for slot in slots if isinstance(slot, TierSlot))
-        for slot in self._ahead - wanted.keys():
-            tier.drop(slot, tier.fetch(slot))
-        for slot in wanted:
-            tier.prefetch(slot)
-        self._ahead = set(wanted)
+        slots = [shard for bucket in buckets if isinstance(shard := self._kept[bucket].shard, TierSlot)]
+        if self._slices is not None:
+            self._slices.read_ahead(slots, self.buckets[0].full.device)
 
     def shard(self, bucket: Bucket) -> Tensor:
         shard = self._kept[bucket].shard
         if not isinstance(shard, TierSlot):
             return shard
-        tier = _of_slot(self.placement.parameters)
-        content = tier.fetch(shard)
-        self._ahead.discard(shard)
-        on_device = content.to(bucket.full.device, copy=not tier.in_place)
-        tier.drop(shard, content)
-        return on_device
+        assert self._slices is not None, "a slot belongs to a tier"
+        return self._slices.take(shard, bucket.full.device)
 
     def open_weights(self, bucket: Bucket) -> Tensor | None:
         kept = self._kept[bucket]
@@ -152,38 +138,48 @@ class OffloadStore(Store):
         if master is kept.shard or master is weights:
             return None
         if weights is None:
-            return _of_slot(self.placement.parameters).blank(_slot(kept.shard))
-        if isinstance(master, TierSlot) and weights.device.type not in ("cpu", "meta"):
-            pin = _of_slot(self.placement.state).pin
-            return torch.empty(weights.shape, dtype=weights.dtype, pin_memory=pin)
+            shard = slot_of(kept.shard)
+            if self._ferry.apart and isinstance(master, Tensor):
+                return self._ferry.leaving(master, shard.dtype)
+            self._ferry.settle(shard)
+            return of_slot(self.placement.parameters).blank(shard)
+        if self._ferry.apart and isinstance(master, TierSlot):
+            return self._ferry.new_weights(weights)
         return weights
 
     def close_weights(self, bucket: Bucket, weights: Tensor) -> None:
         kept = self._kept[bucket]
         if kept.weights is None:
-            _of_slot(self.placement.parameters).put(_slot(kept.shard), weights)
+            tier, shard = of_slot(self.placement.parameters), slot_of(kept.shard)
+            if self._ferry.apart and isinstance(kept.state[WEIGHT], Tensor):
+                self._ferry.settle(shard)
+                there = tier.blank(shard)
+                self._ferry.land(Landing(tier, shard, there, there, self._ferry.left(there, weights)))
+            else:
+                tier.put(shard, weights)
         elif weights is not kept.weights:
-            kept.weights.copy_(weights, non_blocking=True)
+            self._ferry.lift_weights(weights, kept.weights)
 
     def adopt(self, bucket: Bucket) -> None:
         self._finish(bucket)
         kept, layout = self._kept[bucket], bucket.layout
         own = bucket.full[layout.own]
         if isinstance(kept.shard, TierSlot):
-            self._fill(_of_slot(self.placement.parameters), kept.shard, own)
+            self._fill(of_slot(self.placement.parameters), kept.shard, own)
         elif layout.row.shard_params:
             kept.shard.copy_(own)
         master, weights = kept.state[WEIGHT], own if kept.weights is None else kept.weights
         if master is kept.shard:
             return
         if isinstance(master, TierSlot):
-            self._fill(_of_slot(self.placement.state), master, weights)
+            self._fill(of_slot(self.placement.state), master, weights)
         elif master is not weights:
             master.copy_(weights)
 
     def sums(self, bucket: Bucket) -> Tensor:
         sums = self._kept[bucket].sums
         assert sums is not None, "a frozen bucket has no gradients"
+        self._leaving.pop(bucket, REACHED).compute_waits()
         return sums
 
     @torch.no_grad()
@@ -195,47 +191,61 @@ class OffloadStore(Store):
             if result.data_ptr() != sums.data_ptr():  # otherwise they were reduced in place
                 sums.copy_(result) if first else sums.add_(result)
             return
-        tier = _of_slot(self.placement.gradients)
+        tier, on_device = of_slot(self.placement.gradients), self._kept[bucket].sums
+        lasting = on_device is not None and result.is_set_to(on_device[bucket.layout.state_range])
+        self._ferry.settle(sums)
         if first:
-            self._fill(tier, sums, result)
-            return
-        tier.prefetch(sums)
-        at = self.buckets.index(bucket)
-        for other in self.buckets[at + 1 : at + 1 + _AHEAD]:
-            self._prefetch(other, (GRADIENT,))
-        there = tier.fetch(sums)
-        there.add_(_on_host(result))
-        tier.put(sums, there)
+            there = tier.blank(sums)
+            arriving, point = there, self._ferry.lower(result, there, lasting=lasting)
+        else:
+            there = None
+            tier.prefetch(sums)
+            at = self.buckets.index(bucket)
+            for other in self.buckets[at + 1 : at + 1 + _AHEAD]:
+                self._prefetch(other, (GRADIENT,))
+            arriving, point = self._ferry.lower_sums(result, lasting=lasting)
+        if lasting:
+            self._leaving[bucket] = point
+        self._ferry.land(Landing(tier, sums, there, arriving, point))
 
     def at_rest(self, bucket: Bucket) -> Mapping[str, Tensor]:
         bucket.wait()
         self._finish(bucket)
-        kept = self._kept[bucket]
-        return {
-            kind: self._tier_of(kept, kind).at_rest(held) if isinstance(held, TierSlot) else held
-            for kind, held in kept.state.items()
-            if kind != GRADIENT
-        }
+        kept, rest = self._kept[bucket], {}
+        for kind, held in kept.state.items():
+            if isinstance(held, TierSlot) and kind != GRADIENT:
+                self._ferry.settle(held)
+                rest[kind] = self._tier_of(kept, kind).at_rest(held)
+            elif isinstance(held, Tensor) and kind != GRADIENT:
+                rest[kind] = held
+        return rest
 
     @torch.no_grad()
     def stream(
         self, kinds: Collection[str], buckets: Sequence[Bucket], changes: Collection[str] = ()
     ) -> Iterator[Sequence[LoadedBucket]]:
-        for number, bucket in enumerate(buckets):
-            for other in buckets[number : number + 1 + _AHEAD]:
-                self._prefetch(other, kinds)
-            if WEIGHT in kinds:
-                bucket.wait()
-            self._finish(bucket)
-            visited = self._fetch(bucket, kinds)
-            try:
-                yield [LoadedBucket(bucket, visited)]
-            finally:  # a visitor may have seen enough
-                self._put_back(bucket, visited, changes)
+        try:
+            for number, bucket in enumerate(buckets):
+                for other in buckets[number : number + 1 + _AHEAD]:
+                    if WEIGHT in kinds:
+                        other.wait()
+                    self._prefetch(other, kinds)
+                    self._lower(other, kinds)
+                self._finish(bucket)
+                visited = self._fetch(bucket, kinds)
+                try:
+                    yield [LoadedBucket(bucket, visited)]
+                finally:  # a visitor may have seen enough
+                    self._put_back(bucket, visited, changes)
+        finally:
+            self._lowered.clear()
 
     def sizes(self) -> Sizes:
         items = [item for bucket in self.buckets for item in self._items(bucket)]
+        on_device, on_host = self._ferry.buffer_bytes
+        slices = 0 if self._slices is None else self._slices.most_bytes
         buffers = [("cpu", "buffers", tier.buffer_bytes) for tier in self.placement.tiers]
+        buffers += [("device", "buffers", on_device + slices), ("cpu", "buffers", on_host)]
         return add_up([*items, *(item for item in buffers if item[2])])
 
     def _read_for_update(self) -> None:
@@ -259,7 +269,7 @@ class OffloadStore(Store):
     def _items(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         kept = self._kept[bucket]
         weights = kept.shard if bucket.layout.row.shard_params else bucket.full
-        place = _of_slot(self.placement.parameters).name if isinstance(weights, TierSlot) else "device"
+        place = of_slot(self.placement.parameters).name if isinstance(weights, TierSlot) else "device"
         yield place, "weights", weights.nbytes
         for kind, held in kept.state.items():
             if isinstance(held, TierSlot):
@@ -270,7 +280,7 @@ class OffloadStore(Store):
         if kept.sums is not None:
             yield "device", "gradients", kept.sums.nbytes
 
-    def _admit_state(self, bucket: Bucket, kept: _Kept, weights: Tensor) -> None:
+    def _admit_state(self, bucket: Bucket, kept: Kept, weights: Tensor) -> None:
         """Give a trained bucket masters and gradient sums."""
         layout, policy, state = bucket.layout, self.policy, kept.state
         self._elements += layout.padded
@@ -278,8 +288,8 @@ class OffloadStore(Store):
             self._offloaded += layout.padded
             lead = 0
             if not layout.row.shard_params and policy.main_dtype == bucket.key.dtype:
-                lead = _lead(layout.state_range.start, policy.main_dtype)
-            tier = _of_slot(self.placement.state)
+                lead = lead_of(layout.state_range.start, policy.main_dtype)
+            tier = of_slot(self.placement.state)
             state[WEIGHT] = self._put_away(tier, weights.to(policy.main_dtype), lead)
         elif kept.weights is None:
             state[WEIGHT] = weights.to(policy.main_dtype, copy=True)
@@ -287,7 +297,7 @@ class OffloadStore(Store):
             state[WEIGHT] = kept.weights.to(policy.main_dtype, copy=policy.own_masters)
         self._admit_sums(bucket, kept, weights.numel())
 
-    def _admit_sums(self, bucket: Bucket, kept: _Kept, numel: int) -> None:
+    def _admit_sums(self, bucket: Bucket, kept: Kept, numel: int) -> None:
         """Give a trained bucket, which has its masters, gradient sums; `state_range` has `numel` elements."""
         layout, state = bucket.layout, kept.state
         dtype, sharded = self.policy.accumulation_dtype, layout.row.shard_grads
@@ -299,7 +309,7 @@ class OffloadStore(Store):
         lead = 0
         if not sharded:
             kept.sums = bucket.full.new_zeros(layout.padded, dtype=dtype)
-            lead = _lead(layout.state_range.start, dtype)
+            lead = lead_of(layout.state_range.start, dtype)
         state[GRADIENT] = self.placement.gradients.make(numel, dtype, lead)
 
     def _offloads(self, bucket: Bucket) -> bool:
@@ -323,15 +333,16 @@ class OffloadStore(Store):
 
     @torch.no_grad()
     def _fill(self, tier: Tier, slot: TierSlot, content: Tensor) -> None:
+        self._ferry.settle(slot)
         there = tier.blank(slot)
         there.copy_(content)
         tier.put(slot, there)
 
-    def _tier_of(self, kept: _Kept, kind: str) -> Tier:
+    def _tier_of(self, kept: Kept, kind: str) -> Tier:
         if kind == GRADIENT:
-            return _of_slot(self.placement.gradients)
+            return of_slot(self.placement.gradients)
         whole_shard = kept.state[kind] is kept.shard
-        return _of_slot(self.placement.parameters if whole_shard else self.placement.state)
+        return of_slot(self.placement.parameters if whole_shard else self.placement.state)
 
     def _slots(self, bucket: Bucket, kinds: Collection[str]) -> dict[str, tuple[Tier, TierSlot]]:
         kept = self._kept[bucket]
@@ -340,7 +351,19 @@ class OffloadStore(Store):
 
     def _prefetch(self, bucket: Bucket, kinds: Collection[str]) -> None:
         for tier, slot in self._slots(bucket, kinds).values():
+            self._ferry.settle(slot)
             tier.prefetch(slot)
+
+    def _lower(self, bucket: Bucket, kinds: Collection[str]) -> None:
+        """Start to copy to the host what a visit needs there and the device keeps: gradient sums."""
+        if not self._slots(bucket, kinds):
+            return
+        for kind in kinds:
+            held = self._kept[bucket].state.get(kind)
+            if isinstance(held, Tensor) and (bucket, kind) not in self._lowered:
+                self._lowered[bucket, kind] = self._ferry.lower_sums(held, lasting=True)
+                if self._ferry.apart:
+                    self._leaving[bucket] = self._lowered[bucket, kind][1]
 
     def _fetch(self, bucket: Bucket, kinds: Collection[str]) -> dict[str, Tensor]:
         """All kinds of a bucket on one device: on the host if any of them is kept there."""
@@ -349,9 +372,13 @@ class OffloadStore(Store):
         for kind in (kind for kind in kinds if kind in kept.state):
             held = kept.state[kind]
             if isinstance(held, TierSlot):
+                self._ferry.settle(held)
                 flats[kind] = self._tier_of(kept, kind).fetch(held)
+            elif slots:
+                flats[kind], point = self._lowered.pop((bucket, kind))
+                point.host_waits()
             else:
-                flats[kind] = _on_host(held) if slots else held
+                flats[kind] = held
         return flats
 
     def _put_back(self, bucket: Bucket, flats: Mapping[str, Tensor], changes: Collection[str]) -> None:
@@ -362,23 +389,4 @@ class OffloadStore(Store):
                 tier = self._tier_of(kept, kind)
                 tier.put(held, flat) if kind in changes else tier.drop(held, flat)
             elif kind in changes and flat is not held:
-                held.copy_(flat)
-
-
-def _of_slot(tier: Tier | None) -> Tier:
-    assert tier is not None, "a slot belongs to a tier"
-    return tier
-
-
-def _slot(shard: Tensor | TierSlot) -> TierSlot:
-    assert isinstance(shard, TierSlot), "without weights on the device, their slice is in a slot"
-    return shard
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else tensor.to(_HOST)
-
-
-def _lead(first: int, dtype: torch.dtype) -> int:
-    """Bytes from an aligned address to element `first` of an aligned buffer."""
-    return first * dtype.itemsize % ALIGNMENT
+                held.copy_(flat)  # the host waits for it: few rules change what the device keeps

@@ -65,9 +65,6 @@ class Tier(Protocol):
     in_place: bool
     """Whether content is worked on where it is kept."""
 
-    pin: bool
-    """Whether its memory is locked, so that a CUDA device reads and writes it directly."""
-
     def make(self, numel: int, dtype: torch.dtype, lead: int = 0) -> TierSlot:
         """A new slot of zeros.
 
@@ -77,6 +74,9 @@ class Tier(Protocol):
 
     def prefetch(self, slot: TierSlot) -> None:
         """Start to read the slot, so that the next `fetch` waits less."""
+
+    def ready(self, slot: TierSlot) -> bool:
+        """Whether `fetch` would not wait."""
 
     def fetch(self, slot: TierSlot) -> Tensor:
         """The slot's content to work on: flat, on the host.

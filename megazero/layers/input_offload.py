@@ -1,0 +1,111 @@
+"""Inputs of recomputed units: to the host beside forward, and back one unit ahead of backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megazero.mpu.slab import Slab
+from megazero.mpu.streams import Point, Streams
+
+
+class Shelf:
+    """Memory on the host for inputs, which later inputs use again.
+
+    Args:
+        streams: those of the device.
+    """
+
+    def __init__(self, streams: Streams):
+        self.streams = streams
+        self._slab = Slab(streams)
+        self._free: list[Tensor] = []
+
+    def take(self, like: Tensor) -> Tensor:
+        """Memory in the shape and dtype of `like`; what is free and too small is given up for it."""
+        fitting = [memory for memory in self._free if memory.nbytes >= like.nbytes]
+        chosen = min(fitting or self._free, key=lambda memory: memory.nbytes, default=None)
+        self._free = [memory for memory in self._free if memory is not chosen]
+        if not fitting:
+            size = like.nbytes
+            chosen = like.new_empty(size, dtype=torch.uint8) if like.is_meta else self._slab.take(size)
+        assert chosen is not None, "a new one, or one that fits"
+        return chosen
+
+    def give_back(self, memory: Tensor) -> None:
+        """Take back memory, which copies in the queue may still use: those of its next user come later."""
+        self._free.append(memory)
+
+
+class AwayInput:
+    """The input of a unit, on the host from when the next unit runs until its own backward is next.
+
+    Args:
+        x: the input, or this rank's part of it, on the device.
+        shelf: has memory on the host.
+        before: the input of the unit before, whose backward comes after this one's.
+    """
+
+    def __init__(self, x: Tensor, shelf: Shelf, before: AwayInput | None):
+        self._shelf = shelf
+        self._before = before
+        # In the order in which memory has it: with other strides, other sums may be computed from it.
+        self._dims = sorted(range(x.dim()), key=lambda dim: x.stride()[dim], reverse=True)
+        self._here: Tensor | None = x.permute(self._dims).contiguous()
+        self._like = x.new_empty(0), self._here.shape
+        self._memory = shelf.take(self._here)
+        self._moving: Point = shelf.streams.copy(self._on_host(), self._here)
+
+    def leave(self) -> None:
+        """Let go of the input on the device."""
+        self._moving.compute_waits()  # its memory is used for something else then
+        self._here = None
+
+    def fetch(self) -> None:
+        """Start to copy the input to the device."""
+        if self._here is None:
+            empty, shape = self._like
+            self._here = empty.new_empty(shape)
+            self._moving = self._shelf.streams.copy(self._here, self._on_host())
+
+    def take(self) -> Tensor:
+        """The input on the device; the one before it sets out."""
+        self.fetch()
+        if self._before is not None:
+            self._before.fetch()
+        here = self._here
+        assert here is not None, "it has been fetched"
+        self.leave()
+        return here.permute([self._dims.index(dim) for dim in range(here.dim())])
+
+    def _on_host(self) -> Tensor:
+        empty, shape = self._like
+        size = shape.numel() * empty.itemsize
+        return self._memory[:size].view(empty.dtype).view(shape)
+
+    def __del__(self) -> None:
+        self._moving.compute_waits()
+        self._shelf.give_back(self._memory)
+
+
+class Pass:
+    """Takes the inputs of one pass through some units to the host, unit after unit.
+
+    Args:
+        shelf: has memory on the host.
+    """
+
+    def __init__(self, shelf: Shelf):
+        self._shelf = shelf
+        self._last: AwayInput | None = None
+
+    def send(self, x: Tensor) -> AwayInput:
+        """Start to copy an input to the host; the one before it leaves the device."""
+        self.end()
+        self._last = AwayInput(x, self._shelf, self._last)
+        return self._last
+
+    def end(self) -> None:
+        """Let the last input leave the device."""
+        if self._last is not None:
+            self._last.leave()
