@@ -89,14 +89,6 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-// Calls body with an element of the type of x and one of the residual's: that or float.
-template <typename Body>
-int with_elements(std::int64_t dtype, std::int64_t residual_dtype, const Body& body) {
-  return with_element(dtype, [&](auto element) {
-    return residual_dtype == dtype ? body(element, element) : residual_dtype == 0 ? body(element, float{}) : 1;
-  });
-}
-
 }  // namespace megazero
 
 using namespace megazero;
@@ -139,6 +131,6 @@ extern "C" int megazero_cuda_bias_dropout_add_backward(std::int64_t dtype, std::
     return with_row_shape<T>(launch, width, start, grad, grad_x, partials);
   });
   if (code != 0 || grad_bias == nullptr) return code;
-  return megazero_cuda_column_sum(groups, width, partials, grad_bias, stream);
+  return megazero_cuda_column_sum(0, groups, width, partials, grad_bias, stream);
 }
 MEGAZERO_EXPORT(bias_dropout_add_backward)
