@@ -154,15 +154,16 @@ def norm_examples(name: str, vectors: int, rows: int) -> Callable[[], Iterator[E
 
     def moves(dtype: torch.dtype) -> dict[str, int]:
         """Matrices: x and y; x and both gradients; for a sum also the residual, the sum and its gradient."""
-        matrix, vector, statistics = rows * width * dtype.itemsize, width * 4, rows * vectors * 4
+        matrix, vector, wide = rows * width * dtype.itemsize, width * dtype.itemsize, width * 4
+        statistics = rows * vectors * 4
         plain = name.removeprefix("add_")
         return {
             f"{plain}_forward": (4 if added else 2) * matrix + vectors * vector + statistics,
             f"{plain}_backward": (4 if added else 3) * matrix
             + vector
             + statistics
-            + MOST_GROUPS * vectors * vector,
-            "column_sum": (MOST_GROUPS + 1) * vectors * vector,
+            + MOST_GROUPS * vectors * wide,
+            "column_sum": MOST_GROUPS * vectors * wide + vectors * vector,
         }
 
     def call(f: Callable[..., Tensor | Pair], *tensors: Tensor) -> Tensor | Pair:
