@@ -24,7 +24,7 @@ class ParallelContext:
 
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:
     ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node) and ``peers``
-    (those at the same place of each node). `watch` is the one that watches their calls, if there is one.
+    (those at the same place of each node); and ``host``, all ranks, for tensors on the host. `watch` is the one that watches their calls, if there is one.
     """
 
     grid: ProcessGrid
@@ -89,6 +89,11 @@ class ParallelContext:
         return self.groups["world"]
 
     @property
+    def host(self) -> Group:
+        """All ranks, for tensors on the host: nothing waits for a device."""
+        return self.groups["host"]
+
+    @property
     def world_size(self) -> int:
         return self.grid.world_size
 
@@ -100,9 +105,17 @@ GroupMaker = Callable[[str, tuple[int, ...]], Group]
 
 
 def make_context(
-    grid: ProcessGrid, rank: int, device: torch.device, maker: GroupMaker, *, node_size: int = 1
+    grid: ProcessGrid,
+    rank: int,
+    device: torch.device,
+    maker: GroupMaker,
+    *,
+    node_size: int = 1,
+    host: GroupMaker | None = None,
 ) -> ParallelContext:
     """A context whose groups of more than one rank come from ``maker(name, ranks)``.
+
+    ``host`` makes the group of that name where another one than the world's is needed.
 
     Communicators that span the same ranks share one group: a second communicator over them would only
     cost memory and connection time. `node_size` is the number of replicas that ``node`` spans.
@@ -119,6 +132,8 @@ def make_context(
         if ranks not in opened:
             opened[ranks] = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)
         groups[name] = opened[ranks]
+    world = groups["world"]
+    groups["host"] = world if host is None or world.size == 1 else host("host", tuple(world.ranks))
     return ParallelContext(grid, rank, device, groups)
 
 

@@ -133,9 +133,11 @@ def join(
         agree_by_notes(job_notes, launch.rank, launch.world_size, facts(), patience.total_seconds())
     limits = WatchLimits(patience.total_seconds(), patience=heartbeat)
     watch = Watch(job_notes, launch.rank, launch.world_size, limits, waits=Waits(device))
-    check_on = device if config.check_collectives else None
 
-    wrap = partial(watched, watch=watch, check_on=check_on)
+    def wrap(group: Group) -> Group:
+        compared_on = torch.device("cpu") if group.name == "host" else device
+        return watched(group, watch, check_on=compared_on if config.check_collectives else None)
+
     return replace(open_context(config, launch, device, node_size=node_size, wrap=wrap), watch=watch)
 
 
@@ -170,8 +172,13 @@ def open_context(
     def maker(name: str, ranks: tuple[int, ...]) -> Group:
         return wrap(open_group(name, launch.rank, ranks, timeout))
 
+    def on_host(name: str, ranks: tuple[int, ...]) -> Group:
+        return wrap(open_group(name, launch.rank, ranks, timeout, backend="gloo"))
+
     grid = grid_of(config, launch.world_size)
-    return make_context(grid, launch.rank, device, maker, node_size=node_size)
+    nccl = choose_backend(config.distributed_backend, device) == "nccl"
+    host = on_host if nccl else None
+    return make_context(grid, launch.rank, device, maker, node_size=node_size, host=host)
 
 
 def leave(context: ParallelContext) -> None:

@@ -147,13 +147,15 @@ def join_file_world(path: str, rank: int, world_size: int, timeout: timedelta) -
     start_world("gloo", rank, world_size, timeout, store=store)
 
 
-def open_group(name: str, world_rank: int, ranks: tuple[int, ...], timeout: timedelta) -> TorchGroup:
-    """Open the group of `ranks`. Only its members need to call this."""
-    if len(ranks) == dist.get_world_size():
+def open_group(
+    name: str, world_rank: int, ranks: tuple[int, ...], timeout: timedelta, backend: str | None = None
+) -> TorchGroup:
+    """Open the group of `ranks`, with the world's backend unless it has its own. Its members call this."""
+    if backend is None and len(ranks) == dist.get_world_size():
         world = dist.group.WORLD
         assert world is not None, "the world has not been joined"
         return TorchGroup(name, world_rank, ranks, world)
-    handle = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+    handle = dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True)
     return TorchGroup(name, world_rank, ranks, handle)
 
 

@@ -149,9 +149,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return LAYER_NORM.choose(CallFacts.of(x)).fn(x, weight, bias, eps)
 
 
-def add_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
-) -> Pair:
+def add_layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Pair:
     """Layer norm of t = x + residual, for x and residual [..., h] of one dtype; and t itself.
 
     weight and bias are [h]. t is rounded to x's dtype before it is normalized, so the result is that of an

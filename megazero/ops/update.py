@@ -70,6 +70,7 @@ class UpdateCall:
         states: for each tensor of masters its state, a tensor of each kind, of the masters' dtype.
         weights: for each, the tensor that also gets the new weights, rounded to its dtype; None for none.
         scale: a factor that gradients are multiplied by once they are widened.
+        signals: inputs of the step that only the device knows; `heeds_signals` says where they may be given.
     """
 
     rule: ElementRule
@@ -79,6 +80,7 @@ class UpdateCall:
     states: Sequence[Sequence[Tensor]]
     weights: Sequence[Tensor | None]
     scale: float = 1.0
+    signals: DeviceSignals = NO_SIGNALS
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None]]:
         """Masters, gradient, state and weights of one tensor after the other."""
@@ -94,14 +96,11 @@ def update_native_cpu(call: UpdateCall) -> None:
 
 
 @torch.no_grad()
-def update_cuda(
-    call: UpdateCall, *, signals: DeviceSignals = NO_SIGNALS, kernels: KernelLibrary | None = None
-) -> None:
+def update_cuda(call: UpdateCall, *, kernels: KernelLibrary | None = None) -> None:
     """The kernel for GPUs: one pass over memory for all tensors of one pair of dtypes.
 
     Args:
         call: the step; a gradient that is not contiguous or is fp64 is copied.
-        signals: the inputs of the step that only the device knows.
         kernels: the library; None for that of this process.
     """
     groups: dict[tuple[torch.dtype, torch.dtype | None], list[list[Any]]] = {}
@@ -119,7 +118,7 @@ def update_cuda(
             len(masters),
             lengths_of(masters, grads, outs, *kinds),
             *(masters, grads, outs, len(kinds), [tensor for kind in kinds for tensor in kind]),
-            *(call.scale, signals.scale, signals.overflow),
+            *(call.scale, call.signals.scale, call.signals.overflow),
             [float(number) for number in call.rule.coefficients(call.at)],
         )
 
@@ -205,7 +204,14 @@ UPDATE: Operator[Callable[..., None]] = Operator(
 )
 
 
+def heeds_signals(device: str, rule: str) -> bool:
+    """Whether a step of such a rule on fp32 masters may have `signals` there."""
+    return UPDATE.choose(UpdateFacts(device, torch.float32, rule)).fn is update_cuda
+
+
 def update_step(call: UpdateCall) -> None:
     """One step in place on masters and states; weights are written beside."""
     if call.params:
-        UPDATE.choose(UpdateFacts.of(call.params[0], rule=call.rule.name)).fn(call)
+        chosen = UPDATE.choose(UpdateFacts.of(call.params[0], rule=call.rule.name))
+        assert call.signals == NO_SIGNALS or chosen.fn is update_cuda, f"{chosen.name} knows no signals"
+        chosen.fn(call)

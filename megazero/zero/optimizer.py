@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from megazero.mpu.group import Work
 from megazero.mpu.host import on_device, read_values
 from megazero.mpu.messages import gather_values
 from megazero.mpu.param_spec import ParamSpec
-from megazero.optim.grad_norm import clip_coefficient, local_square_sum
+from megazero.optim.grad_norm import clip_coefficient, clipped_on_device, local_square_sum
 from megazero.optim.rule import SERVER_ERROR, WORKER_ERROR, UpdateRule, is_matrix_rule
 from megazero.zero.bucket import Bucket, whole_state
 from megazero.zero.comm_hooks.exact import ExactCommHook
@@ -119,6 +119,23 @@ class Optimizer:
         rest = [bucket for bucket in self._trained if not bucket.key.matrices]
         return [(self.rule, matrices), (self.rule.rest, rest)]
 
+    @cached_property
+    def queues(self) -> bool:
+        """Whether an update can be queued before the host knows the gradient norm: the device decides."""
+        by_the_host = self.delayed is not None or bool(self.store.tiers)
+        return not by_the_host and self.rule.heeds_signals(self.context.device.type)
+
+    @torch.no_grad()
+    def queue(self, lr: PerGroup, weight_decay: PerGroup, grad_scale: float, norm: Tensor) -> None:
+        """Queue the update that a `step` with `queued` ends; it changes nothing where the norm is not finite.
+
+        Args:
+            lr, weight_decay, grad_scale: those of the step.
+            norm: global norm of the gradient sums, fp64 [], on the device.
+        """
+        signals = clipped_on_device(norm * grad_scale, self.clip_grad, grad_scale)
+        self._make(UpdateFacts(self.updates + 1, lr, weight_decay, 1.0, signals))
+
     @torch.no_grad()
     def step(
         self,
@@ -126,6 +143,8 @@ class Optimizer:
         weight_decay: PerGroup,
         grad_scale: float = 1.0,
         norm: float | None = None,
+        *,
+        queued: bool = False,
     ) -> StepReport:
         """Update the model from the gradient sums, and leave the sums as the update used them.
 
@@ -136,6 +155,7 @@ class Optimizer:
             weight_decay: weight decay of the parameters that decay; one, or one per parameter group.
             grad_scale: factor applied to the sums first (loss unscaling and averaging).
             norm: the result of `grad_norm`, if it is known already; NaN lets nothing change.
+            queued: whether the update is queued already, with the same values.
 
         Returns:
             The report, the same on all ranks.
@@ -147,15 +167,21 @@ class Optimizer:
             clip = clip_coefficient(norm, self.clip_grad)
         number = self.updates + 1
         facts = UpdateFacts(number, lr, weight_decay, grad_scale * clip)
-        if self.delayed is not None and number > self.delayed.after:
+        if queued:
+            for bucket in self._trained:
+                bucket.sums_scale *= facts.factor
+        elif self.delayed is not None and number > self.delayed.after:
             update = Update(self.rule, facts, self.context)
             self.delayed.begin(update, self._trained, self.rule.state_names, self._publish)
         else:
-            works = [work for rule, buckets in self._parts() for work in self._update(rule, buckets, facts)]
-            for work in works:
-                work.wait()
+            self._make(facts)
         self.updates = number
         return StepReport(norm, True)
+
+    def _make(self, facts: UpdateFacts) -> None:
+        works = [work for rule, buckets in self._parts() for work in self._update(rule, buckets, facts)]
+        for work in works:
+            work.wait()
 
     def _update(self, rule: UpdateRule, buckets: Sequence[Bucket], facts: UpdateFacts) -> list[Work]:
         """Update these buckets by a rule and start to bring the masters to the weights."""
@@ -194,13 +220,17 @@ class Optimizer:
             work.wait()
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the gradient sums; the same on all ranks. NaN on the meta device.
+        """Global L2 norm of the gradient sums, as of `grad_squares`. NaN on the meta device."""
+        return math.sqrt(_read(self.grad_squares()))
+
+    def grad_squares(self) -> Tensor:
+        """The square of the global L2 norm of the gradient sums, fp64 []; the same on all ranks.
 
         Where the rule sums gradients itself, and has not done so yet, the norm is estimated: each replica's
         own sum times the number of replicas stands for the whole, and the estimate is the root mean square
         of their norms.
         """
-        return math.sqrt(self._total(GRADIENT, self._square_sum, degree=2, estimates=not self._sums_exactly))
+        return self._total(GRADIENT, self._square_sum, degree=2, estimates=not self._sums_exactly)
 
     @torch.no_grad()
     def gradient_norms(self) -> dict[str, float]:
@@ -217,7 +247,7 @@ class Optimizer:
 
     def params_norm(self) -> float:
         """Global L2 norm of the master weights of trained parameters; the same on all ranks."""
-        return math.sqrt(self._total(WEIGHT, self._square_sum))
+        return math.sqrt(_read(self._total(WEIGHT, self._square_sum)))
 
     def count_zero_grads(self) -> int:
         """Count the gradient elements of the whole model that are exactly zero; padding does not count."""
@@ -227,7 +257,7 @@ class Optimizer:
             return torch.stack(counts).sum().double()
 
         present = {bucket: present_parts(bucket.layout) for bucket in self._trained}
-        return round(self._total(GRADIENT, zeros, present))
+        return round(_read(self._total(GRADIENT, zeros, present)))
 
     @torch.no_grad()
     def full_state(self, kinds: Sequence[str] | None = None) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
@@ -304,8 +334,8 @@ class Optimizer:
         *,
         degree: int = 0,
         estimates: bool = False,
-    ) -> float:
-        """The sum of a measure of a kind over the elements of the whole model, each counted once.
+    ) -> Tensor:
+        """The sum of a measure of a kind over the elements of the whole model, each counted once; fp64 [].
 
         One sum over the world is enough: elements that n ranks hold whole count as one n-th on each.
 
@@ -337,8 +367,7 @@ class Optimizer:
             measured = factor * measure(pieces if self.store.tiers else list(pieces))
             total += on_device(measured * copies if estimates else measured / copies, total.device)
         self.context.world.all_reduce(total).wait()
-        (value,) = read_values(total) or (math.nan,)
-        return value
+        return total
 
     @torch.no_grad()
     def _first_bad_parameter(self) -> str:
@@ -359,6 +388,11 @@ class Optimizer:
                     if not piece.isfinite().all():
                         member = loaded.bucket.layout.members[number]
                         yield member.order, member.spec.name
+
+
+def _read(total: Tensor) -> float:
+    (value,) = read_values(total) or (math.nan,)
+    return value
 
 
 def _as_used(bucket: Bucket, sums: Tensor) -> Tensor:

@@ -93,7 +93,9 @@ def test_parameters_keep_their_dtypes():
     assert (grad_weight.dtype, grad_bias.dtype) == (torch.bfloat16, torch.float64)
 
 
-@pytest.mark.parametrize("make", [layer_norm, rms_norm, add_layer_norm, add_rms_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "make", [layer_norm, rms_norm, add_layer_norm, add_rms_norm], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize(("rows", "width"), [(5, 24), (9, 33), (3, 8200), (0, 8)])
 def test_parameters_in_the_dtype_of_x_are_read_as_they_are(make, dtype, rows, width):

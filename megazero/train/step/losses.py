@@ -38,6 +38,14 @@ def loss_factors(terms: Sequence[LossTerm], counts: Tensor, scale: float) -> Ten
     return torch.where(counts > 0, weights / counts, 0.0).float()
 
 
+def total_on_device(terms: Sequence[LossTerm], sums: Tensor, counts: Tensor) -> Tensor:
+    """`Losses.total` from float64 [terms] on a device, float64 []; NaN if nothing counts for a trained term."""
+    trained = [i for i, term in enumerate(terms) if term.trained]
+    means = [torch.where(counts[i] > 0, terms[i].coefficient * (sums[i] / counts[i]), 0.0) for i in trained]
+    counted = torch.stack([counts[i] for i in trained]).amax() > 0
+    return torch.where(counted, torch.stack(means).sum(), torch.nan)
+
+
 @dataclass(frozen=True)
 class Losses:
     """The loss terms of a step or an evaluation; the same on all ranks.
