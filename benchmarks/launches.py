@@ -48,7 +48,7 @@ from megazero.mpu.context import solo_context
 from megazero.mpu.host_waits import HostWaits
 from megazero.mpu.rng import sample_keys
 from megazero.ops import cuda
-from megazero.ops.dispatch import Operator
+from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
 from megazero.train.step.timers import Timers
@@ -174,9 +174,16 @@ class Step:
 def as_on_cuda(library: KernelLibrary) -> Iterator[None]:
     """Operators take the implementations that they have for a GPU, and kernels are those of `library`."""
     choose = Operator.choose
+
+    def of(cls: type[CallFacts], tensor: torch.Tensor, **own) -> CallFacts:
+        return cls("cuda", tensor.dtype, **own)
+
+    def on_cuda(self: Operator, facts: CallFacts) -> Implementation:
+        return choose(self, facts if facts.device == "cuda" else replace(facts, device="cuda"))
+
     with ExitStack() as stack:
         stack.enter_context(patch.dict(cuda._BACKEND.__dict__, library=library))
-        on_cuda = lambda self, facts: choose(self, replace(facts, device="cuda"))  # noqa: E731
+        stack.enter_context(patch.object(CallFacts, "of", classmethod(of)))  # most calls; no time for a copy
         stack.enter_context(patch.object(Operator, "choose", on_cuda))
         yield
 

@@ -171,14 +171,6 @@ __device__ __forceinline__ float row_max(float value) {
 extern "C" int megazero_cuda_column_sum(std::int64_t dtype, std::int64_t groups, std::int64_t width,
                                         const float* partials, void* out, void* stream);
 
-// Calls body with an element of a matrix and one of what goes with it: of the same type, or float.
-template <typename Body>
-int with_elements(std::int64_t dtype, std::int64_t other, const Body& body) {
-  return with_element(dtype, [&](auto element) {
-    return other == dtype ? body(element, element) : other == 0 ? body(element, float{}) : 1;
-  });
-}
-
 // The widest pack, up to 16 bytes, in which rows of `width` elements at these addresses can be reached: 16 / sizeof(T)
 // elements or one.
 template <typename T, typename... Pointers>

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import on_device
+from megazero.ops.gradient_sum import Summand, adds_together, gradient_sum_cuda, gradient_sum_reference
 from megazero.zero.bucket import Bucket
 from megazero.zero.comm_hooks.comm_hook import Reduction
 from megazero.zero.layout import own_sums
@@ -20,6 +21,10 @@ from megazero.zero.store.store import GRADIENT, Store
 # How many buffers besides the sums may be held by reductions in flight while the next bucket fills. One hides
 # a reduction behind backward; a second would cost one more buffer, and mostly queue behind the first.
 _IN_FLIGHT = 1
+
+# Bytes of gradients that wait to be added to their sums together; a launch takes the host as long as a GPU
+# needs for about as many.
+_MOST_WAITING = 32 << 20
 
 Observer = Callable[[Bucket, Tensor], None]
 """Sees a bucket, and this rank's own gradients of it, [padded], before they are reduced."""
@@ -132,6 +137,9 @@ class GradientReducer:
             self._launch_all(chunk)
         else:
             self._owed.add(chunk)
+        for progress in self._progress:
+            if progress.fill is not None:
+                progress.fill.settle()
         self._current = None
 
     def reduce(self, chunk: int) -> None:
@@ -267,7 +275,8 @@ class GradientReducer:
 class _Fill:
     """The buffer that a bucket's gradients arrive in: the first `padded` elements of `source`.
 
-    `source` holds the bucket's sums, or is a transient buffer.
+    `source` holds the bucket's sums, or is a transient buffer. On a GPU gradients are added in groups, after
+    `settle` at the latest.
     """
 
     def __init__(self, bucket: Bucket, source: Tensor, *, transient: bool):
@@ -278,17 +287,30 @@ class _Fill:
         self._tail = source[layout.numel : layout.padded]
         self._views = layout.views(source)
         self._written = [False] * len(bucket.params)
+        self._waiting: list[Summand] = []
+        self._waiting_bytes = 0
 
     def add(self, slot: int, grad: Tensor) -> None:
         """Add the gradient of parameter number `slot`."""
-        if self._written[slot]:
-            self._views[slot].add_(grad)
-        else:
-            self._views[slot].copy_(grad)
-            self._written[slot] = True
+        one = Summand(self._views[slot], grad, begins=not self._written[slot])
+        self._written[slot] = True
+        if not adds_together(one):
+            gradient_sum_reference([one])
+            return
+        self._waiting.append(one)
+        self._waiting_bytes += grad.nbytes
+        if self._waiting_bytes > _MOST_WAITING:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add the gradients that wait for others."""
+        if self._waiting:
+            gradient_sum_cuda(self._waiting)
+            self._waiting, self._waiting_bytes = [], 0
 
     def complete(self) -> None:
         """Write zeros where no gradient has arrived: the parameter may be in use on another rank."""
+        self.settle()
         self._tail.zero_()
         for view, written in zip(self._views, self._written, strict=True):
             if not written:
