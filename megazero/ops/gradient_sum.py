@@ -89,5 +89,14 @@ GRADIENT_SUM: Operator[Callable[[Sequence[Summand]], None]] = Operator(
 
 
 def adds_together(one: Summand) -> bool:
-    """Whether it pays to add this one with others in a call of `gradient_sum_cuda`, a little later."""
+    """Whether it pays to add this one together with others, a little later."""
     return GRADIENT_SUM.choose(one.facts).fn is gradient_sum_cuda
+
+
+def gradient_sum(summands: Sequence[Summand]) -> None:
+    """Add each gradient to its sum, or begin the sum with it; no two have one sum."""
+    by_facts: dict[SumFacts, list[Summand]] = {}
+    for one in summands:
+        by_facts.setdefault(one.facts, []).append(one)
+    for facts, alike in by_facts.items():
+        GRADIENT_SUM.choose(facts).fn(alike)

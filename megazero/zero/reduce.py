@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import on_device
-from megazero.ops.gradient_sum import Summand, adds_together, gradient_sum_cuda, gradient_sum_reference
+from megazero.ops.gradient_sum import Summand, adds_together, gradient_sum
 from megazero.zero.bucket import Bucket
 from megazero.zero.comm_hooks.comm_hook import Reduction
 from megazero.zero.layout import own_sums
@@ -295,7 +295,7 @@ class _Fill:
         one = Summand(self._views[slot], grad, begins=not self._written[slot])
         self._written[slot] = True
         if not adds_together(one):
-            gradient_sum_reference([one])
+            gradient_sum([one])
             return
         self._waiting.append(one)
         self._waiting_bytes += grad.nbytes
@@ -305,7 +305,7 @@ class _Fill:
     def settle(self) -> None:
         """Add the gradients that wait for others."""
         if self._waiting:
-            gradient_sum_cuda(self._waiting)
+            gradient_sum(self._waiting)
             self._waiting, self._waiting_bytes = [], 0
 
     def complete(self) -> None:

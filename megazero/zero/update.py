@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import on_device
+from megazero.ops.segments import NO_SIGNALS, DeviceSignals
 from megazero.optim.rule import (
     SERVER_ERROR,
     WORKER_ERROR,
@@ -23,7 +24,6 @@ from megazero.optim.rule import (
     is_norm_rule,
     is_reducing_rule,
 )
-from megazero.ops.segments import NO_SIGNALS, DeviceSignals
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket
