@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import on_device
 from megazero.ops.gradient_sum import Summand, adds_together, gradient_sum
+from megazero.ops.product_sum import Product
 from megazero.zero.bucket import Bucket
 from megazero.zero.comm_hooks.comm_hook import Reduction
 from megazero.zero.layout import own_sums
@@ -106,17 +107,17 @@ class GradientReducer:
         for progress in self._of(chunk):
             progress.begin()
 
-    def collect(self, param: nn.Parameter) -> None:
-        """Take over `param.grad`."""
+    def collect(self, param: nn.Parameter, product: Product | None = None) -> None:
+        """Take over `param.grad`, or a gradient that is still a product."""
         progress, slot = self._place[id(param)]
         name = progress.bucket.layout.specs[slot].name
         assert self._current is not None, f"{name}: a gradient outside a backward"
         # Taken away, so that autograd neither keeps it for the whole backward nor adds the next one to it.
-        grad, param.grad = param.grad, None
+        grad, param.grad = product or param.grad, None
         assert grad is not None, f"{name}: no gradient to take"
         # A buffer for a bucket out of turn would be held until its turn comes: a third one, or worse.
         if progress.fill is None and progress.needs_buffer and not self._has_turn(progress):
-            progress.wait(slot, grad, self.policy.reduce_dtype)
+            progress.wait(slot, _value(grad), self.policy.reduce_dtype)
         else:
             self._open(progress).add(slot, grad)
         # One parameter that two chunks on this rank use: it has its turn in its own chunk's backward, or in
@@ -290,8 +291,15 @@ class _Fill:
         self._waiting: list[Summand] = []
         self._waiting_bytes = 0
 
-    def add(self, slot: int, grad: Tensor) -> None:
+    def add(self, slot: int, gradient: Tensor | Product) -> None:
         """Add the gradient of parameter number `slot`."""
+        if isinstance(gradient, Product):
+            if any(one.total is self._views[slot] for one in self._waiting):
+                self.settle()
+            if gradient.add_to(self._views[slot], begins=not self._written[slot]):
+                self._written[slot] = True
+                return
+        grad = _value(gradient)
         one = Summand(self._views[slot], grad, begins=not self._written[slot])
         self._written[slot] = True
         if not adds_together(one):
@@ -316,6 +324,10 @@ class _Fill:
             if not written:
                 view.zero_()
         self._written = [True] * len(self._views)
+
+
+def _value(gradient: Tensor | Product) -> Tensor:
+    return gradient.value() if isinstance(gradient, Product) else gradient
 
 
 @dataclass
