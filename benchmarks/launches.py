@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -60,6 +60,7 @@ _FREE = frozenset(
         "_reshape_alias", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "record_stream",
     }
 )  # fmt: skip
+SMALL = Shape(layers=1, hidden=64, heads=2, sequence=8, vocab=128, micro_batch=2)
 NO_OP = "megazero_cuda_driver_error"  # of a library for the CPU: returns 0
 
 
@@ -141,7 +142,7 @@ class Case:
     dtype: str = "bf16"
     dropout: float = 0.0
     micro_batches: int = 1
-    shape: Shape = Shape(layers=1, hidden=64, heads=2, sequence=8, vocab=128, micro_batch=2)
+    shape: Shape = field(default_factory=lambda: SMALL)
 
 
 class Step:

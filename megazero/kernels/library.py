@@ -54,7 +54,8 @@ class KernelLibrary:
         arguments that the function does not take.
         """
         function = self._functions.get(name) or self._function(name)
-        values, devices = [], set()
+        values: list[Any] = []
+        devices: set[int] = set()
         for argument in arguments:
             if isinstance(argument, Tensor):
                 values.append(_address(argument, devices))

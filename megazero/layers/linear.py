@@ -176,7 +176,7 @@ LinearProduct = Callable[[Tensor, nn.Parameter, nn.Parameter | None, Group, bool
 def sum_in_products(
     blocks: Iterable[nn.Module], collect: Callable[[nn.Parameter, Product], None], blas: Blas
 ) -> None:
-    """Hand the gradients of linear layers' weights over as products, which are added to sums as they are made.
+    """Hand the gradients of linear layers' weights over as products, which sums take in as they are made.
 
     Args:
         blocks: the blocks of a chunk.
@@ -206,9 +206,10 @@ def sum_in_products(
 
     for block in blocks:
         for module in block.modules():
-            if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
-                if module.product is column_linear:
-                    module.product = linear
+            if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                continue
+            if module.product is column_linear:
+                module.product = linear
 
 
 class ColumnParallelLinear(nn.Module):

@@ -22,9 +22,10 @@ from megazero.mpu.watch.watch import Watch
 class ParallelContext:
     """One rank's view of the job.
 
-    `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:
-    ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node) and ``peers``
-    (those at the same place of each node); and ``host``, all ranks, for tensors on the host. `watch` is the one that watches their calls, if there is one.
+    `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and four that are not products of axes:
+    ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node), ``peers`` (those
+    at the same place of each node) and ``host`` (all ranks, for tensors on the host). `watch` is the one that
+    watches their calls, if there is one.
     """
 
     grid: ProcessGrid
@@ -87,11 +88,6 @@ class ParallelContext:
     def world(self) -> Group:
         """All ranks."""
         return self.groups["world"]
-
-    @property
-    def host(self) -> Group:
-        """All ranks, for tensors on the host: nothing waits for a device."""
-        return self.groups["host"]
 
     @property
     def world_size(self) -> int:

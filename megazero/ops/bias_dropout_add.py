@@ -67,7 +67,7 @@ class _Keys:
 
     @property
     def launched(self) -> tuple[Tensor | None, Tensor | None, list[int], int, float]:
-        """Keys, positions, numbers about both, the threshold and the factor, as kernels for GPUs take them."""
+        """Keys, positions, numbers about both, the threshold and the factor, as kernels take them."""
         if self.dropout is None:
             return None, None, [1, 0, 0, 0, 0, 0, 0], 0, 1.0
         keys, positions, site = self.dropout.keys, self.dropout.positions, self.dropout.site

@@ -1,4 +1,4 @@
-"""The product that is a weight's gradient, added to an fp32 sum by cuBLAS itself: neither is written in between.
+"""The product that is a weight's gradient, added to an fp32 sum by cuBLAS: it is written nowhere in between.
 
 torch can give such a product in fp32, but adds it to a sum of fp32 only from 2.12 on. cuBLAS has had it all
 along (`cublasGemmEx`, "C = alpha A B + beta C" with A and B in 16 bits and C in fp32), and torch says which
@@ -64,7 +64,8 @@ class Blas:
         left, right = left.contiguous(), right.contiguous()
         (rows, n), h, kind = left.shape, right.shape[1], _TYPES[left.dtype]
         assert total.dtype == torch.float32, "sums are in fp32"
-        assert total.is_contiguous() and total.shape == (n, h), "the sum is contiguous, [n, h]"
+        assert total.is_contiguous(), "a sum is contiguous"
+        assert total.shape == (n, h), "a sum has the product's shape"
         alpha, beta = ctypes.c_float(1.0), ctypes.c_float(0.0 if begins else 1.0)
         # cuBLAS counts down columns, for which row-major matrices are transposed: total.T = right.T @ left.
         code = self.gemm_ex(

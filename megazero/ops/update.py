@@ -35,11 +35,16 @@ _FP32 = frozenset({torch.float32})
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The numbers of a step that are not the optimizer's own: its number from 1, and two rates."""
+    """The numbers of a step that are not the optimizer's own: its number from 1, and two rates.
+
+    Attributes:
+        signals: further ones, which only the device knows; `heeds_signals` says where there may be any.
+    """
 
     step: int
     lr: float
     weight_decay: float
+    signals: DeviceSignals = NO_SIGNALS
 
 
 class ElementRule(Protocol):
@@ -70,7 +75,6 @@ class UpdateCall:
         states: for each tensor of masters its state, a tensor of each kind, of the masters' dtype.
         weights: for each, the tensor that also gets the new weights, rounded to its dtype; None for none.
         scale: a factor that gradients are multiplied by once they are widened.
-        signals: inputs of the step that only the device knows; `heeds_signals` says where they may be given.
     """
 
     rule: ElementRule
@@ -80,7 +84,6 @@ class UpdateCall:
     states: Sequence[Sequence[Tensor]]
     weights: Sequence[Tensor | None]
     scale: float = 1.0
-    signals: DeviceSignals = NO_SIGNALS
 
     def pieces(self) -> Iterator[tuple[Tensor, Tensor, Sequence[Tensor], Tensor | None]]:
         """Masters, gradient, state and weights of one tensor after the other."""
@@ -118,7 +121,7 @@ def update_cuda(call: UpdateCall, *, kernels: KernelLibrary | None = None) -> No
             len(masters),
             lengths_of(masters, grads, outs, *kinds),
             *(masters, grads, outs, len(kinds), [tensor for kind in kinds for tensor in kind]),
-            *(call.scale, call.signals.scale, call.signals.overflow),
+            *(call.scale, call.at.signals.scale, call.at.signals.overflow),
             [float(number) for number in call.rule.coefficients(call.at)],
         )
 
@@ -213,5 +216,5 @@ def update_step(call: UpdateCall) -> None:
     """One step in place on masters and states; weights are written beside."""
     if call.params:
         chosen = UPDATE.choose(UpdateFacts.of(call.params[0], rule=call.rule.name))
-        assert call.signals == NO_SIGNALS or chosen.fn is update_cuda, f"{chosen.name} knows no signals"
+        assert call.at.signals == NO_SIGNALS or chosen.fn is update_cuda, f"{chosen.name} knows no signals"
         chosen.fn(call)

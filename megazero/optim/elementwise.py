@@ -41,13 +41,12 @@ class Elementwise(UpdateRule, ElementRule):
         for decay, chosen in pieces.by_decay():
             call = UpdateCall(
                 self,
-                StepFacts(pieces.step, lr, decay),
+                StepFacts(pieces.step, lr, decay, pieces.signals),
                 [pieces.params[i] for i in chosen],
                 [pieces.grads[i] for i in chosen],
                 [tuple(pieces.states[i].values()) for i in chosen],
                 [weights[i] for i in chosen],
                 pieces.scale,
-                pieces.signals,
             )
             update_step(call)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -12,17 +12,16 @@ from torch import Tensor
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Work
-from megazero.mpu.host import on_device, read_values
 from megazero.mpu.messages import gather_values
 from megazero.mpu.param_spec import ParamSpec
-from megazero.optim.grad_norm import clip_coefficient, clipped_on_device, local_square_sum
+from megazero.optim.grad_norm import clip_coefficient, clipped_on_device
 from megazero.optim.rule import SERVER_ERROR, WORKER_ERROR, UpdateRule, is_matrix_rule
 from megazero.zero.bucket import Bucket, whole_state
 from megazero.zero.comm_hooks.exact import ExactCommHook
 from megazero.zero.delayed import DelayedUpdates
 from megazero.zero.fitting import check_matrices, check_reduction
-from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.matrices import WholeMatrices
+from megazero.zero.measures import Measures, as_used, read_total
 from megazero.zero.norms import ParameterNorms
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Store
 from megazero.zero.update import PerGroup, Update, UpdateFacts, in_use, sums_exactly
@@ -75,7 +74,7 @@ class Optimizer:
         self.context = context
         self.clip_grad = clip_grad
         self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
-        self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
+        self.measures = Measures(store, self._trained, context)
         check_reduction(rule, store, self._trained)
         check_matrices(rule, self._trained)
         for part, buckets in self._parts():
@@ -221,7 +220,7 @@ class Optimizer:
 
     def grad_norm(self) -> float:
         """Global L2 norm of the gradient sums, as of `grad_squares`. NaN on the meta device."""
-        return math.sqrt(_read(self.grad_squares()))
+        return math.sqrt(read_total(self.grad_squares()))
 
     def grad_squares(self) -> Tensor:
         """The square of the global L2 norm of the gradient sums, fp64 []; the same on all ranks.
@@ -230,34 +229,7 @@ class Optimizer:
         own sum times the number of replicas stands for the whole, and the estimate is the root mean square
         of their norms.
         """
-        return self._total(GRADIENT, self._square_sum, degree=2, estimates=not self._sums_exactly)
-
-    @torch.no_grad()
-    def gradient_norms(self) -> dict[str, float]:
-        """L2 norm of the gradient sums of each trained parameter of this stage, by its global name."""
-        norms = ParameterNorms(self._trained, self.context, 1)
-        for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
-            for loaded in loaded_buckets:
-                for number, _, piece in loaded.bucket.layout.member_pieces(loaded.flats[GRADIENT]):
-                    norms.add(loaded.bucket, number, [_as_used(loaded.bucket, piece)])
-        norms.reduce()
-        members = [(b, i, spec.name) for b in self._trained for i, spec in enumerate(b.layout.specs)]
-        values = torch.cat([norms.of(bucket, number) for bucket, number, _ in members]).tolist()
-        return {name: value for (_, _, name), value in zip(members, values, strict=True)}
-
-    def params_norm(self) -> float:
-        """Global L2 norm of the master weights of trained parameters; the same on all ranks."""
-        return math.sqrt(_read(self._total(WEIGHT, self._square_sum)))
-
-    def count_zero_grads(self) -> int:
-        """Count the gradient elements of the whole model that are exactly zero; padding does not count."""
-
-        def zeros(pieces: Iterable[Tensor]) -> Tensor:
-            counts = [piece.numel() - piece.count_nonzero() for piece in pieces]
-            return torch.stack(counts).sum().double()
-
-        present = {bucket: present_parts(bucket.layout) for bucket in self._trained}
-        return round(_read(self._total(GRADIENT, zeros, present)))
+        return self.measures.squares(GRADIENT, estimates=not self._sums_exactly)
 
     @torch.no_grad()
     def full_state(self, kinds: Sequence[str] | None = None) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
@@ -287,7 +259,7 @@ class Optimizer:
         for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
             for loaded in loaded_buckets:
                 layout = loaded.bucket.layout
-                whole = _as_used(loaded.bucket, whole_state(loaded.bucket, loaded.flats[GRADIENT]))
+                whole = as_used(loaded.bucket, whole_state(loaded.bucket, loaded.flats[GRADIENT]))
                 yield from zip(layout.specs, layout.views(whole), strict=True)
 
     @torch.no_grad()
@@ -322,53 +294,6 @@ class Optimizer:
             sizes |= {WORKER_ERROR: layout.padded, SERVER_ERROR: layout.shard_size}
         return rule.init_state(master) | {kind: master.new_zeros(size) for kind, size in sizes.items()}
 
-    def _square_sum(self, pieces: Iterable[Tensor]) -> Tensor:
-        return local_square_sum(pieces, self.context.device)
-
-    @torch.no_grad()
-    def _total(
-        self,
-        kind: str,
-        measure: Callable[[Iterable[Tensor]], Tensor],
-        parts: Mapping[Bucket, Sequence[slice]] | None = None,
-        *,
-        degree: int = 0,
-        estimates: bool = False,
-    ) -> Tensor:
-        """The sum of a measure of a kind over the elements of the whole model, each counted once; fp64 [].
-
-        One sum over the world is enough: elements that n ranks hold whole count as one n-th on each.
-
-        Args:
-            kind: the kind of state.
-            measure: takes the pieces of some buckets, one after another.
-            parts: where this rank's pieces of each bucket are; by default, with padding, which is zero.
-            degree: the power of the factor of gradients by which the measure grows.
-            estimates: whether each replica's own gradients, a fraction of the whole, are measured as an
-                estimate: their squares then count n times, not one n-th.
-        """
-        parts = self._counted if parts is None else parts
-        alike: dict[tuple[int, float], list[Bucket]] = {}
-        for bucket in self._trained:
-            layout = bucket.layout
-            if parts[bucket]:
-                copies = 1 if layout.row.shard_state else layout.ranks
-                factor = bucket.sums_scale**degree if kind == GRADIENT else 1.0
-                alike.setdefault((copies, factor), []).append(bucket)
-        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for (copies, factor), buckets in alike.items():
-            pieces = (
-                loaded.flats[kind][where]
-                for loaded_buckets in self.store.stream((kind,), buckets)
-                for loaded in loaded_buckets
-                for where in parts[loaded.bucket]
-            )
-            # A visit's tensors are gone after it, if they come from other memory.
-            measured = factor * measure(pieces if self.store.tiers else list(pieces))
-            total += on_device(measured * copies if estimates else measured / copies, total.device)
-        self.context.world.all_reduce(total).wait()
-        return total
-
     @torch.no_grad()
     def _first_bad_parameter(self) -> str:
         """The first parameter of the model with a gradient that is not finite, and the rank it is on."""
@@ -388,13 +313,3 @@ class Optimizer:
                     if not piece.isfinite().all():
                         member = loaded.bucket.layout.members[number]
                         yield member.order, member.spec.name
-
-
-def _read(total: Tensor) -> float:
-    (value,) = read_values(total) or (math.nan,)
-    return value
-
-
-def _as_used(bucket: Bucket, sums: Tensor) -> Tensor:
-    """Multiply gradient sums by the factor of the update that read them, if it left them as they were."""
-    return sums if bucket.sums_scale == 1.0 else sums * bucket.sums_scale

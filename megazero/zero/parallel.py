@@ -80,7 +80,7 @@ class DataParallel:
         self._gatherer.begin_backward(chunk)
 
     def collect(self, param: nn.Parameter, product: Product | None = None) -> None:
-        """Take `param.grad`, or a product in its place.
+        """Take `param.grad`, or a gradient that is still a product.
 
         A hook calls this where autograd accumulates, other code calls it itself.
         """

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import on_device
-from megazero.ops.gradient_sum import Summand, adds_together, gradient_sum
 from megazero.ops.product_sum import Product
 from megazero.zero.bucket import Bucket
 from megazero.zero.comm_hooks.comm_hook import Reduction
+from megazero.zero.fill import Fill, value_of
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import GRADIENT, Store
@@ -22,10 +22,6 @@ from megazero.zero.store.store import GRADIENT, Store
 # How many buffers besides the sums may be held by reductions in flight while the next bucket fills. One hides
 # a reduction behind backward; a second would cost one more buffer, and mostly queue behind the first.
 _IN_FLIGHT = 1
-
-# Bytes of gradients that wait to be added to their sums together; a launch takes the host as long as a GPU
-# needs for about as many.
-_MOST_WAITING = 32 << 20
 
 Observer = Callable[[Bucket, Tensor], None]
 """Sees a bucket, and this rank's own gradients of it, [padded], before they are reduced."""
@@ -117,7 +113,7 @@ class GradientReducer:
         assert grad is not None, f"{name}: no gradient to take"
         # A buffer for a bucket out of turn would be held until its turn comes: a third one, or worse.
         if progress.fill is None and progress.needs_buffer and not self._has_turn(progress):
-            progress.wait(slot, _value(grad), self.policy.reduce_dtype)
+            progress.wait(slot, value_of(grad), self.policy.reduce_dtype)
         else:
             self._open(progress).add(slot, grad)
         # One parameter that two chunks on this rank use: it has its turn in its own chunk's backward, or in
@@ -176,13 +172,13 @@ class GradientReducer:
         chunk = self._of(self._current)
         return self._reduce and self._next < len(chunk) and chunk[self._next] is progress
 
-    def _open(self, progress: _BucketSums) -> _Fill:
+    def _open(self, progress: _BucketSums) -> Fill:
         """The buffer that currently takes the bucket's gradients."""
         if progress.fill is None:
             bucket = progress.bucket
             transient = progress.needs_buffer
             source = self._buffers.take(bucket) if transient else self.store.sums(bucket)
-            progress.fill = _Fill(bucket, source, transient=transient)
+            progress.fill = Fill(bucket, source, transient=transient)
             while progress.waiting:
                 progress.fill.add(*progress.waiting.popitem())
         return progress.fill
@@ -273,63 +269,6 @@ class GradientReducer:
         return [progress.bucket for progress in self._progress]
 
 
-class _Fill:
-    """The buffer that a bucket's gradients arrive in: the first `padded` elements of `source`.
-
-    `source` holds the bucket's sums, or is a transient buffer. On a GPU gradients are added in groups, after
-    `settle` at the latest.
-    """
-
-    def __init__(self, bucket: Bucket, source: Tensor, *, transient: bool):
-        layout = bucket.layout
-        self.source = source
-        self.transient = transient
-        self.buffer = source[: layout.padded]
-        self._tail = source[layout.numel : layout.padded]
-        self._views = layout.views(source)
-        self._written = [False] * len(bucket.params)
-        self._waiting: list[Summand] = []
-        self._waiting_bytes = 0
-
-    def add(self, slot: int, gradient: Tensor | Product) -> None:
-        """Add the gradient of parameter number `slot`."""
-        if isinstance(gradient, Product):
-            if any(one.total is self._views[slot] for one in self._waiting):
-                self.settle()
-            if gradient.add_to(self._views[slot], begins=not self._written[slot]):
-                self._written[slot] = True
-                return
-        grad = _value(gradient)
-        one = Summand(self._views[slot], grad, begins=not self._written[slot])
-        self._written[slot] = True
-        if not adds_together(one):
-            gradient_sum([one])
-            return
-        self._waiting.append(one)
-        self._waiting_bytes += grad.nbytes
-        if self._waiting_bytes > _MOST_WAITING:
-            self.settle()
-
-    def settle(self) -> None:
-        """Add the gradients that wait for others."""
-        if self._waiting:
-            gradient_sum(self._waiting)
-            self._waiting, self._waiting_bytes = [], 0
-
-    def complete(self) -> None:
-        """Write zeros where no gradient has arrived: the parameter may be in use on another rank."""
-        self.settle()
-        self._tail.zero_()
-        for view, written in zip(self._views, self._written, strict=True):
-            if not written:
-                view.zero_()
-        self._written = [True] * len(self._views)
-
-
-def _value(gradient: Tensor | Product) -> Tensor:
-    return gradient.value() if isinstance(gradient, Product) else gradient
-
-
 @dataclass
 class _BucketSums:
     """How far one bucket has got in this step.
@@ -344,7 +283,7 @@ class _BucketSums:
     """
 
     bucket: Bucket
-    fill: _Fill | None = None
+    fill: Fill | None = None
     reduced: bool = False
     missing: set[int] = field(default_factory=set)
     early: set[int] = field(default_factory=set)
@@ -383,7 +322,7 @@ class _Flight:
     """
 
     bucket: Bucket
-    fill: _Fill
+    fill: Fill
     reduction: Reduction
     first: bool
     heavy: bool

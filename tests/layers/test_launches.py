@@ -1,4 +1,4 @@
-"""What a layer launches on a GPU, counted on the CPU: the number grows by mistake more easily than it shrinks."""
+"""The launches of a layer on a GPU, counted on the CPU: by mistake they only become more."""
 
 from __future__ import annotations
 

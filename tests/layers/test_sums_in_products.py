@@ -37,7 +37,7 @@ def trained(layout: Layout):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_training_is_the_same_to_rounding(monkeypatch, layout, dtype):
-    """Over micro-batches, stages of ZeRO, recompute, slices, and halves of a backward, which are left alone."""
+    """Over micro-batches, stages of ZeRO, recompute, slices; halves of a backward are left alone."""
     alone, added = trained(Layout(dtype=dtype, **layout)), Counter()
     add_to = Product.add_to
 

@@ -18,9 +18,9 @@ from megazero.mpu.host import Reading
 from megazero.optim.grad_norm import clip_coefficient, clipped_on_device
 from megazero.train.guards.spike_guard import SpikeGuard
 from megazero.train.loop import Loop
-from megazero.train.step import engine as engine_module
+from megazero.train.step import losses
 from megazero.train.step.engine import Engine, Outcome
-from megazero.train.step.losses import Losses, total_on_device
+from megazero.train.step.losses import Totals
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.kernels.harness import library_path, same_bits
@@ -100,7 +100,7 @@ def events(monkeypatch, run) -> list[str]:
             order.append("read")
             return super().values
 
-    monkeypatch.setattr(engine_module, "Reading", Seen)
+    monkeypatch.setattr(losses, "Reading", Seen)
     config = Layout(micro_batch=4, samples=4, bucket_size=10**6).config()
     plan = training_plan_of(config, 1)
     with as_on_cuda(Library(library_path())):
@@ -162,19 +162,21 @@ def test_the_factor_has_the_bits_of_the_hosts(norm, most, scale):
 
 
 @pytest.mark.parametrize(
-    ("sums", "counts"),
+    ("sums", "counts", "sound"),
     [
-        ((6.0, 4.0, 1.0), (3.0, 2.0, 1.0)),
-        ((6.0, 0.0, 1.0), (3.0, 0.0, 1.0)),
-        ((0.0, 0.0, 5.0), (0.0, 0.0, 5.0)),
+        ((6.0, 4.0, 1.0), (3.0, 2.0, 1.0), True),
+        ((6.0, 0.0, 1.0), (3.0, 0.0, 1.0), True),
+        ((0.0, 0.0, 5.0), (0.0, 0.0, 5.0), False),  # nothing to train on
+        ((6.0, torch.inf, 1.0), (3.0, 2.0, 1.0), False),
+        ((6.0, 4.0, torch.nan), (3.0, 2.0, 1.0), True),  # is only reported
+        ((1e308, 1e308, 1.0), (1e-3, 1.0, 1.0), False),
     ],
 )
-def test_the_total_is_that_of_the_host(sums, counts):
-    terms = (
-        LossTerm("lm"),
-        LossTerm("aux", coefficient=0.25),
-        LossTerm("seen", coefficient=0.0),
-    )
-    on_device = total_on_device(terms, *(torch.tensor(x, dtype=torch.float64) for x in (sums, counts)))
-    total = Losses.of(terms, sums, counts).total
-    assert on_device.isnan() if total is None else on_device.item() == total
+def test_the_device_skips_what_the_host_skips(sums, counts, sound):
+    terms = LossTerm("lm"), LossTerm("aux", coefficient=0.25), LossTerm("seen", coefficient=0.0)
+    numbers = (torch.tensor(x, dtype=torch.float64) for x in (sums, counts, 9.0))
+    totals = Totals(terms, *numbers)
+    total = totals.losses.total
+    assert (total is not None and math.isfinite(total)) == sound
+    on_device = totals.norm_on_device()
+    assert on_device.item() == totals.norm == 3.0 if sound else on_device.isnan()

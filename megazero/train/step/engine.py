@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -15,16 +14,14 @@ from torch import Tensor
 from megazero.config.steps import Progress
 from megazero.layers.fp8 import Fp8State
 from megazero.layers.inputs import NOTHING_SKIPPED
-from megazero.loss import LossTerm
 from megazero.models.batch import MicroBatch
 from megazero.moe.loads import RouterLoads
-from megazero.mpu.host import Reading
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedule import LearningRate, WeightDecay
 from megazero.pipeline.actions import Program
 from megazero.pipeline.executor import Executor
 from megazero.train.step.distillation import Distillation
-from megazero.train.step.losses import Losses, local_counts, loss_factors, total_on_device
+from megazero.train.step.losses import Losses, Totals, local_counts, loss_factors
 from megazero.train.step.skipping import SkippingPlan
 from megazero.train.step.timers import Timers
 from megazero.zero.bucket import Bucket
@@ -99,37 +96,29 @@ class Attempt:
     """One pass over a global batch: the gradient sums are there, and nothing has been changed yet.
 
     Attributes:
-        terms: the model's loss terms.
         scale: the loss scale that backward used.
-        totals: sums and counts of the loss terms over the global batch, float64 [2, terms], on the device.
-        squares: the square of the norm of the gradient sums, float64 [], on the device.
-        reading: `totals` and `squares`, on their way to the host.
+        totals: sums over the global batch. What is read from them waits for the device.
         local: this rank's own sums of the loss terms, float64 [terms], on the device.
         prints: fingerprints of this rank's own gradients, by the first parameter of each bucket, on the
             device; in the order of their reductions, and empty unless `Engine.witness` has been called.
         tallies: what routers counted.
     """
 
-    terms: Sequence[LossTerm]
     scale: float
-    totals: Tensor
-    squares: Tensor
-    reading: Reading
+    totals: Totals
     local: Tensor
     prints: Sequence[tuple[str, Tensor]] = ()
     tallies: Mapping[str, Tensor] = field(default_factory=dict)
 
-    @cached_property
+    @property
     def losses(self) -> Losses:
-        """The losses of the global batch. Like the norms, they wait for the device."""
-        return _losses(self.terms, self.reading)
+        """The losses of the global batch."""
+        return self.totals.losses
 
     @property
     def sums_norm(self) -> float:
-        """Global norm of the gradient sums, which contain the loss scale; 0 if there is nothing to train on."""
-        if self.losses.total is None:
-            return 0.0
-        return math.nan if self.reading.values is None else math.sqrt(self.reading.values[-1])
+        """Global norm of the gradient sums, which contain the loss scale; 0 with nothing to train on."""
+        return self.totals.norm
 
     @property
     def grad_norm(self) -> float:
@@ -246,23 +235,20 @@ class Engine:
             sums = self.executor.train(program, batches, factors, step)
         with timers("optimizer"):
             local = sums.terms.clone()
-            totals, squares = self._totals(sums.terms, counts), self.optimizer.grad_squares()
-            reading = Reading(torch.cat([totals.view(-1), squares.view(1)]))
-        terms, prints = self.executor.terms, tuple(self._prints)
-        return Attempt(terms, scale, totals, squares, reading, local, prints, sums.tallies)
+            self._sum_over_ranks(sums.terms)
+            totals = Totals(self.executor.terms, sums.terms, counts, self.optimizer.grad_squares())
+        return Attempt(scale, totals, local, tuple(self._prints), sums.tallies)
 
     def queue_update(self, attempt: Attempt, progress: Progress) -> None:
-        """Queue the update of the latest attempt, where the device can decide about it, so that it never idles.
+        """Queue the update of the latest attempt, where the device can decide about it.
 
-        The host then learns of the losses and the norm while the device updates the weights. To be called
-        only if nobody may hold the update.
+        The host then learns of the losses and the norm while the device updates the weights, not while it
+        idles. To be called only if nobody may hold the update.
         """
         if not self.optimizer.queues:
             return
-        total = total_on_device(attempt.terms, *attempt.totals)
-        norm = torch.where(total.isfinite(), attempt.squares.sqrt(), torch.nan)
         lr, decay = self.schedules.learning_rate.at(progress), self.schedules.weight_decay.at(progress)
-        self.optimizer.queue(lr, decay, 1.0 / attempt.scale, norm)
+        self.optimizer.queue(lr, decay, 1.0 / attempt.scale, attempt.totals.norm_on_device())
         self._queued = attempt
 
     def update(
@@ -313,21 +299,13 @@ class Engine:
             sums += step.terms
             outputs.append(step.outputs)
         self.context.batch.all_reduce(counts).wait()
-        reading = Reading(self._totals(sums, counts))
-        counted = 1 if reading.values is None else round(reading.values[len(terms)])
-        return Evaluation(_losses(terms, reading).evaluated(), counted, outputs)
+        self._sum_over_ranks(sums)
+        totals = Totals(terms, sums, counts)
+        return Evaluation(totals.losses.evaluated(), totals.counted, outputs)
 
-    def _totals(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """Sums and counts of the loss terms, [2, terms], from this rank's sums and all counts, [terms]."""
+    def _sum_over_ranks(self, sums: Tensor) -> None:
+        """Turn this rank's sums of the loss terms, float64 [terms], into those of all, in place."""
         self.context.pp.all_reduce(sums).wait()  # zeros on the stages that add nothing
         self.context.batch.all_reduce(sums).wait()
         if self.context.tp.size > 1:  # what all ranks decide on must be the same to the last bit
             self.context.tp.broadcast(sums, 0).wait()
-        return torch.stack([sums, counts])
-
-
-def _losses(terms: Sequence[LossTerm], reading: Reading) -> Losses:
-    """The losses from sums, then counts; on the meta device they are NaN, and something counts."""
-    n = len(terms)
-    values = reading.values or [math.nan] * n + [1.0] * n
-    return Losses.of(terms, values[:n], values[n : 2 * n])
