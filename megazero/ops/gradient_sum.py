@@ -88,9 +88,9 @@ GRADIENT_SUM: Operator[Callable[[Sequence[Summand]], None]] = Operator(
 )
 
 
-def adds_together(one: Summand) -> bool:
-    """Whether it pays to add this one together with others, a little later."""
-    return GRADIENT_SUM.choose(one.facts).fn is gradient_sum_cuda
+def adds_together(device: str) -> bool:
+    """Whether it pays on a type of device to add a gradient together with others, a little later."""
+    return GRADIENT_SUM.choose(SumFacts(device, torch.float32, known=True)).fn is gradient_sum_cuda
 
 
 def gradient_sum(summands: Sequence[Summand]) -> None:

@@ -28,6 +28,7 @@ class Fill:
         self._tail = source[layout.numel : layout.padded]
         self._views = layout.views(source)
         self._written = [False] * len(bucket.params)
+        self._together = adds_together(source.device.type)
         self._waiting: list[Summand] = []
         self._waiting_bytes = 0
 
@@ -39,16 +40,17 @@ class Fill:
             if gradient.add_to(self._views[slot], begins=not self._written[slot]):
                 self._written[slot] = True
                 return
-        grad = value_of(gradient)
-        one = Summand(self._views[slot], grad, begins=not self._written[slot])
+        grad, begins = value_of(gradient), not self._written[slot]
         self._written[slot] = True
-        if not adds_together(one):
-            gradient_sum([one])
-            return
-        self._waiting.append(one)
-        self._waiting_bytes += grad.nbytes
-        if self._waiting_bytes > _MOST_WAITING:
-            self.settle()
+        if self._together:
+            self._waiting.append(Summand(self._views[slot], grad, begins))
+            self._waiting_bytes += grad.nbytes
+            if self._waiting_bytes > _MOST_WAITING:
+                self.settle()
+        elif begins:
+            self._views[slot].copy_(grad)
+        else:
+            self._views[slot].add_(grad)
 
     def settle(self) -> None:
         """Add the gradients that wait for others."""
