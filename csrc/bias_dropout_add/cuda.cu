@@ -1,6 +1,6 @@
 // residual + dropout(x + bias) over rows (Srivastava et al. 2014, inverted scaling). bias: fp32 [width] or none.
-// row_keys: int64 [count], or none where nothing is dropped. The mask is made again in backward, so nothing is stored
-// for it. x and its gradient have T, the residual and the result have R: T or float.
+// What is dropped follows from the rows' keys and positions (RowKeys). The mask is made again in backward, so nothing is
+// stored for it. x and its gradient have T, the residual and the result have R: T or float.
 //
 // factor: 1 / (1 - p). groups: how many groups of threads take turns with the rows; a thread keeps its columns, so it
 // hashes their indices once. partials: fp32 [groups, width], scratch.
@@ -29,25 +29,25 @@ __device__ __forceinline__ void drop(Row& tile, const TileColumns<Row>& columns,
 template <typename T, typename R, int N, bool whole>
 __global__ void __launch_bounds__(1024)
     bias_dropout_add_forward(std::int64_t count, int width, Global<const T> x, Cached<float> bias,
-                             Global<const R> residual, Global<const std::int64_t> row_keys, std::int32_t threshold,
-                             float factor, Global<R> out) {
+                             Global<const R> residual, RowKeys row_keys, std::int32_t threshold, float factor,
+                             Global<R> out) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
   Row tile, added, biases;
   TileColumns<Row> columns;
   const auto prepare = [&](int t) {
     if (bias) biases.load(bias, width, t);
-    if (row_keys) columns.hash(t);
+    if (row_keys.keys) columns.hash(t);
   };
   if (whole) prepare(0);
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
-    const KeepRow keep = KeepRow::of(row_keys ? static_cast<std::int64_t>(row_keys[row]) : 0);
+    const KeepRow keep = row_keys.of(row);
     for (int t = 0; t < tiles; ++t) {
       if (!whole) prepare(t);
       added.load(residual + row * width, width, t);
       tile.load(x + row * width, width, t);
       if (bias) Row::each([&](int k, int n) { tile.value[k][n] += biases.value[k][n]; });
-      if (row_keys) drop(tile, columns, keep, threshold, factor);
+      if (row_keys.keys) drop(tile, columns, keep, threshold, factor);
       Row::each([&](int k, int n) { tile.value[k][n] += added.value[k][n]; });
       tile.store(out + row * width, width, t);
     }
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(1024)
 // grad_x = mask * factor * grad, or none is written where it would be grad; partials: its sums over each group's rows.
 template <typename T, typename R, int N, bool whole>
 __global__ void __launch_bounds__(1024)
-    bias_dropout_add_backward(std::int64_t count, int width, Global<const R> grad, Global<const std::int64_t> row_keys,
+    bias_dropout_add_backward(std::int64_t count, int width, Global<const R> grad, RowKeys row_keys,
                               std::int32_t threshold, float factor, Global<T> grad_x, Global<float> partials) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
@@ -65,13 +65,13 @@ __global__ void __launch_bounds__(1024)
   Row tile, summed;
   TileColumns<Row> columns;
   Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; });
-  if (whole && row_keys) columns.hash(0);
+  if (whole && row_keys.keys) columns.hash(0);
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
-    const KeepRow keep = KeepRow::of(row_keys ? static_cast<std::int64_t>(row_keys[row]) : 0);
+    const KeepRow keep = row_keys.of(row);
     for (int t = 0; t < tiles; ++t) {
-      if (!whole && row_keys) columns.hash(t);
+      if (!whole && row_keys.keys) columns.hash(t);
       tile.load(grad + row * width, width, t);
-      if (row_keys) drop(tile, columns, keep, threshold, factor);
+      if (row_keys.keys) drop(tile, columns, keep, threshold, factor);
       if (grad_x) tile.store(grad_x + row * width, width, t);
       if (!whole && partials) {
         if (row == first_row()) {
@@ -89,13 +89,23 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-// Calls body with an element of the type of x and one of the residual's: that or float.
-template <typename Body>
-int with_elements(std::int64_t dtype, std::int64_t residual_dtype, const Body& body) {
-  return with_element(dtype, [&](auto element) {
-    return residual_dtype == dtype ? body(element, element) : residual_dtype == 0 ? body(element, float{}) : 1;
-  });
+// Numbers about the rows: sequences, whether keys and positions are those of single rows, the first position and the
+// step to the next, whether keys are a place's already, and its mixed constant.
+enum RowNumber { kSequences, kKeyOfRow, kPositionOfRow, kFirst, kStep, kHasSite, kSite };
+
+inline RowKeys row_keys(const std::int64_t* keys, const std::int64_t* positions, const std::int64_t* numbers) {
+  return {keys,
+          positions,
+          numbers[kFirst],
+          numbers[kStep],
+          static_cast<std::uint64_t>(numbers[kSite]),
+          static_cast<std::uint32_t>(numbers[kSequences]),
+          numbers[kKeyOfRow] != 0,
+          numbers[kPositionOfRow] != 0,
+          numbers[kHasSite] != 0};
 }
+
+constexpr std::int64_t kMostRows = 4294967295;
 
 }  // namespace megazero
 
@@ -104,9 +114,11 @@ using namespace megazero;
 extern "C" int megazero_cuda_bias_dropout_add_forward(std::int64_t dtype, std::int64_t residual_dtype,
                                                       std::int64_t count, std::int64_t width, std::int64_t groups,
                                                       const void* x, const float* bias, const void* residual,
-                                                      const std::int64_t* row_keys, std::int64_t threshold,
+                                                      const std::int64_t* keys, const std::int64_t* positions,
+                                                      const std::int64_t* numbers, std::int64_t threshold,
                                                       double factor, void* out, void* stream) {
   if (count == 0 || width == 0) return 0;
+  if (count > kMostRows) return kInvalidValue;
   const RowLaunch launch = row_launch(count, width, groups);
   return with_elements(dtype, residual_dtype, [&](auto element, auto residual_element) {
     using T = decltype(element);
@@ -114,7 +126,7 @@ extern "C" int megazero_cuda_bias_dropout_add_forward(std::int64_t dtype, std::i
     const auto start = [&](auto pack, auto whole) {
       return MEGAZERO_LAUNCH((bias_dropout_add_forward<T, R, pack(), whole()>), launch.blocks, launch.threads, 0,
                              stream, count, width, static_cast<const T*>(x), bias, static_cast<const R*>(residual),
-                             row_keys, threshold, factor, static_cast<R*>(out));
+                             row_keys(keys, positions, numbers), threshold, factor, static_cast<R*>(out));
     };
     return with_row_shape<T>(launch, width, start, x, bias, residual, out);
   });
@@ -123,22 +135,24 @@ MEGAZERO_EXPORT(bias_dropout_add_forward)
 
 extern "C" int megazero_cuda_bias_dropout_add_backward(std::int64_t dtype, std::int64_t residual_dtype,
                                                        std::int64_t count, std::int64_t width, std::int64_t groups,
-                                                       const void* grad, const std::int64_t* row_keys,
+                                                       const void* grad, const std::int64_t* keys,
+                                                       const std::int64_t* positions, const std::int64_t* numbers,
                                                        std::int64_t threshold, double factor, void* grad_x,
                                                        float* grad_bias, float* partials, void* stream) {
   if (width == 0 || (grad_x == nullptr && grad_bias == nullptr)) return 0;
+  if (count > kMostRows) return kInvalidValue;
   const RowLaunch launch = row_launch(count, width, groups);
   const int code = with_elements(dtype, residual_dtype, [&](auto element, auto residual_element) {
     using T = decltype(element);
     using R = decltype(residual_element);
     const auto start = [&](auto pack, auto whole) {
       return MEGAZERO_LAUNCH((bias_dropout_add_backward<T, R, pack(), whole()>), launch.blocks, launch.threads, 0,
-                             stream, count, width, static_cast<const R*>(grad), row_keys, threshold, factor,
-                             static_cast<T*>(grad_x), partials);
+                             stream, count, width, static_cast<const R*>(grad), row_keys(keys, positions, numbers),
+                             threshold, factor, static_cast<T*>(grad_x), partials);
     };
     return with_row_shape<T>(launch, width, start, grad, grad_x, partials);
   });
   if (code != 0 || grad_bias == nullptr) return code;
-  return megazero_cuda_column_sum(groups, width, partials, grad_bias, stream);
+  return megazero_cuda_column_sum(0, groups, width, partials, grad_bias, stream);
 }
 MEGAZERO_EXPORT(bias_dropout_add_backward)

@@ -111,6 +111,6 @@ extern "C" int megazero_cuda_bias_gelu_backward(std::int64_t dtype, std::int64_t
     };
     return with_columns<T>(bias == nullptr, columns, start, x, bias, grad_y, grad_x, partials);
   });
-  return code != 0 || bias == nullptr ? code : megazero_cuda_column_sum(groups, width, partials, grad_bias, stream);
+  return code != 0 || bias == nullptr ? code : megazero_cuda_column_sum(0, groups, width, partials, grad_bias, stream);
 }
 MEGAZERO_EXPORT(bias_gelu_backward)

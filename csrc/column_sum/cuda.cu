@@ -5,9 +5,11 @@ namespace megazero {
 
 constexpr int kSummands = 8;
 
-// A block of 32 x 8 threads takes 32 columns; each thread adds up every eighth row, then one adds the eight sums.
+// A block of 32 x 8 threads takes 32 columns; each thread adds up every eighth row, then one adds the eight sums and
+// rounds the total to P.
+template <typename P>
 __global__ void __launch_bounds__(256) column_sum(std::int64_t groups, std::int64_t width, Global<const float> partials,
-                                                  Global<float> out) {
+                                                  Global<P> out) {
   MEGAZERO_SHARED(float, sums, kSummands * kWarp);
   const std::int64_t column = static_cast<std::int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   float sum = 0.0f;
@@ -20,7 +22,7 @@ __global__ void __launch_bounds__(256) column_sum(std::int64_t groups, std::int6
     float total = 0.0f;
 #pragma unroll
     for (int i = 0; i < kSummands; ++i) total += sums[i * kWarp + threadIdx.x];
-    out[column] = total;
+    out[column] = from_float<P>(total);
   }
 }
 
@@ -28,11 +30,14 @@ __global__ void __launch_bounds__(256) column_sum(std::int64_t groups, std::int6
 
 using namespace megazero;
 
-extern "C" int megazero_cuda_column_sum(std::int64_t groups, std::int64_t width, const float* partials, float* out,
-                                        void* stream) {
+extern "C" int megazero_cuda_column_sum(std::int64_t dtype, std::int64_t groups, std::int64_t width,
+                                        const float* partials, void* out, void* stream) {
   if (width == 0) return 0;
-  return MEGAZERO_LAUNCH((column_sum), ceil_div(width, kWarp), dim3(kWarp, kSummands), 0, stream, groups, width,
-                         partials, out);
+  return with_element(dtype, [&](auto element) {
+    using P = decltype(element);
+    return MEGAZERO_LAUNCH((column_sum<P>), ceil_div(width, kWarp), dim3(kWarp, kSummands), 0, stream, groups, width,
+                           partials, static_cast<P*>(out));
+  });
 }
 MEGAZERO_EXPORT(column_sum)
 

@@ -143,6 +143,14 @@ int with_element(std::int64_t dtype, const Body& body) {
   }
 }
 
+// Calls body with an element of a matrix and one of what goes with it: of the same type, or float.
+template <typename Body>
+int with_elements(std::int64_t dtype, std::int64_t other, const Body& body) {
+  return with_element(dtype, [&](auto element) {
+    return other == dtype ? body(element, element) : other == 0 ? body(element, float{}) : 1;
+  });
+}
+
 inline int ceil_div(std::int64_t a, std::int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 // Whether the address allows accesses of that many bytes.

@@ -30,4 +30,24 @@ struct KeepRow {
   }
 };
 
+// The rows of hidden states [s, b, h] as dropout knows them (megazero/ops/dropout.py): row i of sequence j has the key
+// keys[j] or keys[i, j], and the position positions[i] or positions[i, j], or without them first + i step.
+struct RowKeys {
+  Cached<std::int64_t> keys, positions;  // no keys: nothing is dropped
+  std::int64_t first, step;
+  std::uint64_t site;  // the mixed constant of a place in the model, which keys are derived from
+  std::uint32_t sequences;
+  bool key_of_row, position_of_row, has_site;
+
+  __device__ __forceinline__ KeepRow of(std::int64_t row) const {
+    if (!keys) return KeepRow::of(0);
+    const std::uint32_t place = static_cast<std::uint32_t>(row) / sequences;
+    std::int64_t key = keys[key_of_row ? row : row - std::int64_t{place} * sequences];
+    if (has_site) key = static_cast<std::int64_t>(derive(site, key));
+    std::int64_t position = first + place * step;
+    if (positions) position = positions[position_of_row ? row : place];
+    return KeepRow::of(static_cast<std::int64_t>(derive(mix_64(static_cast<std::uint64_t>(key)), position)));
+  }
+};
+
 }  // namespace megazero

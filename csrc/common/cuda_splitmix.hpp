@@ -17,4 +17,9 @@ __device__ __forceinline__ std::uint64_t mix_64(std::uint64_t z) {
   return z ^ z >> 31;
 }
 
+// A stream of its own for each key: `start` is the mixed key.
+__device__ __forceinline__ std::uint64_t derive(std::uint64_t start, std::int64_t index) {
+  return mix_64(static_cast<std::uint64_t>(index + 1) * kGoldenGamma + start);
+}
+
 }  // namespace megazero

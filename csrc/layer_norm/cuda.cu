@@ -1,8 +1,8 @@
 // Layer normalization of rows (Ba, Kiros & Hinton 2016), of x or of total = x + residual, which is then written too.
-// weight, bias: fp32 [width]; mean and scale = 1 / sqrt(variance + eps): fp32 [count]. grad_parameters: fp32 [2, width],
-// the weight's gradient and the bias's. partials: fp32 [groups, 2, width], scratch. groups: how many groups of threads
-// add up the parameters' gradients. Null: residual and total, if nothing is added; grad_total, if no gradient arrives
-// for it.
+// weight, bias: [width] of x's type or fp32; mean and scale = 1 / sqrt(variance + eps): fp32 [count]. grad_parameters:
+// [2, width] of the weight's type, its gradient and the bias's. partials: fp32 [groups, 2, width], scratch. groups: how
+// many groups of threads add up the parameters' gradients. Null: residual and total, if nothing is added; grad_total, if
+// no gradient arrives for it.
 #include "common/cuda_norm.hpp"
 
 namespace megazero {
@@ -34,10 +34,10 @@ struct Moments {
   }
 };
 
-template <typename T, int N, bool whole>
+template <typename T, typename P, int N, bool whole>
 __global__ void __launch_bounds__(1024)
     layer_norm_forward(std::int64_t count, int width, Global<const T> x, Global<const T> residual,
-                       Cached<float> weight, Cached<float> bias, float eps, Global<T> total, Global<T> y,
+                       Cached<P> weight, Cached<P> bias, float eps, Global<T> total, Global<T> y,
                        Global<float> mean, Global<float> scale) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
@@ -71,9 +71,9 @@ __global__ void __launch_bounds__(1024)
 
 // With n = (x - mean) * scale and g = grad_y * weight: grad_x = scale * (g - mean(g) - n * mean(g * n)), grad_weight =
 // sum(grad_y * n), grad_bias = sum(grad_y).
-template <typename T, int N, bool whole>
+template <typename T, typename P, int N, bool whole>
 __global__ void __launch_bounds__(1024)
-    layer_norm_backward(std::int64_t count, int width, Global<const T> x, Cached<float> weight,
+    layer_norm_backward(std::int64_t count, int width, Global<const T> x, Cached<P> weight,
                         Global<const float> mean, Global<const float> scale, Global<const T> grad_y,
                         Global<const T> grad_total, Global<T> grad_x, Global<float> partials) {
   using Row = Tile<N, whole>;
@@ -143,17 +143,19 @@ __global__ void __launch_bounds__(1024)
 
 using namespace megazero;
 
-extern "C" int megazero_cuda_layer_norm_forward(std::int64_t dtype, std::int64_t count, std::int64_t width,
-                                                const void* x, const void* residual, const float* weight,
-                                                const float* bias, double eps, void* total, void* y, float* mean,
-                                                float* scale, void* stream) {
+extern "C" int megazero_cuda_layer_norm_forward(std::int64_t dtype, std::int64_t parameter_dtype,
+                                                std::int64_t count, std::int64_t width, const void* x,
+                                                const void* residual, const void* weight, const void* bias, double eps,
+                                                void* total, void* y, float* mean, float* scale, void* stream) {
   if (count == 0 || width == 0) return 0;
   const RowLaunch launch = row_launch(count, width);
-  return with_element(dtype, [&](auto element) {
+  return with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
     using T = decltype(element);
+    using P = decltype(parameter);
     const auto start = [&](auto pack, auto whole) {
-      return MEGAZERO_LAUNCH((layer_norm_forward<T, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
-                             width, static_cast<const T*>(x), static_cast<const T*>(residual), weight, bias, eps,
+      return MEGAZERO_LAUNCH((layer_norm_forward<T, P, pack(), whole()>), launch.blocks, launch.threads, 0, stream,
+                             count, width, static_cast<const T*>(x), static_cast<const T*>(residual),
+                             static_cast<const P*>(weight), static_cast<const P*>(bias), eps,
                              static_cast<T*>(total), static_cast<T*>(y), mean, scale);
     };
     return with_row_shape<T>(launch, width, start, x, residual, weight, bias, total, y);
@@ -161,24 +163,27 @@ extern "C" int megazero_cuda_layer_norm_forward(std::int64_t dtype, std::int64_t
 }
 MEGAZERO_EXPORT(layer_norm_forward)
 
-extern "C" int megazero_cuda_layer_norm_backward(std::int64_t dtype, std::int64_t count, std::int64_t width,
-                                                 std::int64_t groups, const void* x, const float* weight,
-                                                 const float* mean, const float* scale, const void* grad_y,
-                                                 const void* grad_total, void* grad_x, float* grad_parameters,
-                                                 float* partials, void* stream) {
+extern "C" int megazero_cuda_layer_norm_backward(std::int64_t dtype, std::int64_t parameter_dtype,
+                                                 std::int64_t count, std::int64_t width, std::int64_t groups,
+                                                 const void* x, const void* weight, const float* mean,
+                                                 const float* scale, const void* grad_y, const void* grad_total,
+                                                 void* grad_x, void* grad_parameters, float* partials, void* stream) {
   if (width == 0) return 0;
   const RowLaunch launch = row_launch(count, width, groups);
-  const int code = with_element(dtype, [&](auto element) {
+  const int code = with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
     using T = decltype(element);
+    using P = decltype(parameter);
     const auto start = [&](auto pack, auto whole) {
       // The addresses of a row that is not in packs leave no registers in which to keep it.
       constexpr bool kept = whole() && pack() > 1;
-      return MEGAZERO_LAUNCH((layer_norm_backward<T, pack(), kept>), launch.blocks, launch.threads, 0, stream, count,
-                             width, static_cast<const T*>(x), weight, mean, scale, static_cast<const T*>(grad_y),
-                             static_cast<const T*>(grad_total), static_cast<T*>(grad_x), partials);
+      return MEGAZERO_LAUNCH((layer_norm_backward<T, P, pack(), kept>), launch.blocks, launch.threads, 0, stream, count,
+                             width, static_cast<const T*>(x), static_cast<const P*>(weight), mean, scale,
+                             static_cast<const T*>(grad_y), static_cast<const T*>(grad_total), static_cast<T*>(grad_x),
+                             partials);
     };
     return with_row_shape<T>(launch, width, start, x, weight, grad_y, grad_total, grad_x, partials);
   });
-  return code != 0 ? code : megazero_cuda_column_sum(groups, 2 * width, partials, grad_parameters, stream);
+  if (code != 0) return code;
+  return megazero_cuda_column_sum(parameter_dtype, groups, 2 * width, partials, grad_parameters, stream);
 }
 MEGAZERO_EXPORT(layer_norm_backward)

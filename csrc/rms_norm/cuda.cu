@@ -1,15 +1,15 @@
 // Root-mean-square normalization of rows (Zhang & Sennrich 2019), of x or of total = x + residual, which is then
-// written too. weight and its gradient: fp32 [width]; scale = 1 / sqrt(mean(x^2) + eps): fp32 [count]. partials: fp32
-// [groups, width], scratch. groups: how many groups of threads add up the weight's gradient. Null: residual and total,
-// if nothing is added; grad_total, if no gradient arrives for it.
+// written too. weight and its gradient: [width] of x's type or fp32; scale = 1 / sqrt(mean(x^2) + eps): fp32 [count].
+// partials: fp32 [groups, width], scratch. groups: how many groups of threads add up the weight's gradient. Null:
+// residual and total, if nothing is added; grad_total, if no gradient arrives for it.
 #include "common/cuda_norm.hpp"
 
 namespace megazero {
 
 // One block that must fit: without that hint ptxas allows itself 32 registers, and spills.
-template <typename T, int N, bool whole>
+template <typename T, typename P, int N, bool whole>
 __global__ void __launch_bounds__(1024, 1)
-    rms_norm_forward(std::int64_t count, int width, Global<const T> x, Global<const T> residual, Cached<float> weight,
+    rms_norm_forward(std::int64_t count, int width, Global<const T> x, Global<const T> residual, Cached<P> weight,
                      float eps, Global<T> total, Global<T> y, Global<float> scale) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(1024, 1)
 }
 
 // With n = x * scale and g = grad_y * weight: grad_x = scale * (g - n * mean(g * n)), grad_weight = sum(grad_y * n).
-template <typename T, int N, bool whole>
+template <typename T, typename P, int N, bool whole>
 __global__ void __launch_bounds__(1024)
-    rms_norm_backward(std::int64_t count, int width, Global<const T> x, Cached<float> weight, Global<const float> scale,
+    rms_norm_backward(std::int64_t count, int width, Global<const T> x, Cached<P> weight, Global<const float> scale,
                       Global<const T> grad_y, Global<const T> grad_total, Global<T> grad_x, Global<float> partials) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
@@ -92,16 +92,19 @@ __global__ void __launch_bounds__(1024)
 
 using namespace megazero;
 
-extern "C" int megazero_cuda_rms_norm_forward(std::int64_t dtype, std::int64_t count, std::int64_t width, const void* x,
-                                              const void* residual, const float* weight, double eps, void* total,
-                                              void* y, float* scale, void* stream) {
+extern "C" int megazero_cuda_rms_norm_forward(std::int64_t dtype, std::int64_t parameter_dtype, std::int64_t count,
+                                              std::int64_t width, const void* x, const void* residual,
+                                              const void* weight, double eps, void* total, void* y, float* scale,
+                                              void* stream) {
   if (count == 0 || width == 0) return 0;
   const RowLaunch launch = row_launch(count, width);
-  return with_element(dtype, [&](auto element) {
+  return with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
     using T = decltype(element);
+    using P = decltype(parameter);
     const auto start = [&](auto pack, auto whole) {
-      return MEGAZERO_LAUNCH((rms_norm_forward<T, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
-                             width, static_cast<const T*>(x), static_cast<const T*>(residual), weight, eps,
+      return MEGAZERO_LAUNCH((rms_norm_forward<T, P, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
+                             width, static_cast<const T*>(x), static_cast<const T*>(residual),
+                             static_cast<const P*>(weight), eps,
                              static_cast<T*>(total), static_cast<T*>(y), scale);
     };
     return with_row_shape<T>(launch, width, start, x, residual, weight, total, y);
@@ -109,21 +112,25 @@ extern "C" int megazero_cuda_rms_norm_forward(std::int64_t dtype, std::int64_t c
 }
 MEGAZERO_EXPORT(rms_norm_forward)
 
-extern "C" int megazero_cuda_rms_norm_backward(std::int64_t dtype, std::int64_t count, std::int64_t width,
-                                               std::int64_t groups, const void* x, const float* weight,
-                                               const float* scale, const void* grad_y, const void* grad_total,
-                                               void* grad_x, float* grad_weight, float* partials, void* stream) {
+extern "C" int megazero_cuda_rms_norm_backward(std::int64_t dtype, std::int64_t parameter_dtype, std::int64_t count,
+                                               std::int64_t width, std::int64_t groups, const void* x,
+                                               const void* weight, const float* scale, const void* grad_y,
+                                               const void* grad_total, void* grad_x, void* grad_weight,
+                                               float* partials, void* stream) {
   if (width == 0) return 0;
   const RowLaunch launch = row_launch(count, width, groups);
-  const int code = with_element(dtype, [&](auto element) {
+  const int code = with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
     using T = decltype(element);
+    using P = decltype(parameter);
     const auto start = [&](auto pack, auto whole) {
-      return MEGAZERO_LAUNCH((rms_norm_backward<T, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
-                             width, static_cast<const T*>(x), weight, scale, static_cast<const T*>(grad_y),
-                             static_cast<const T*>(grad_total), static_cast<T*>(grad_x), partials);
+      return MEGAZERO_LAUNCH((rms_norm_backward<T, P, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
+                             width, static_cast<const T*>(x), static_cast<const P*>(weight), scale,
+                             static_cast<const T*>(grad_y), static_cast<const T*>(grad_total), static_cast<T*>(grad_x),
+                             partials);
     };
     return with_row_shape<T>(launch, width, start, x, weight, grad_y, grad_total, grad_x, partials);
   });
-  return code != 0 ? code : megazero_cuda_column_sum(groups, width, partials, grad_weight, stream);
+  if (code != 0) return code;
+  return megazero_cuda_column_sum(parameter_dtype, groups, width, partials, grad_weight, stream);
 }
 MEGAZERO_EXPORT(rms_norm_backward)

@@ -21,6 +21,7 @@ from megazero.deepspeed.zero.parameter import Home, ZeroParamStatus, mark
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import spec_of
+from megazero.ops.product_sum import Product
 from megazero.zero.bucket import Bucket, ShardedState
 from megazero.zero.parallel import DataParallel
 from megazero.zero.policy import ZeroPolicy
@@ -156,8 +157,9 @@ class UserParallel(DataParallel, Home):
         """Note that the backward has failed: `start` will drop what it has brought."""
         self._in_backward = False
 
-    def collect(self, param: nn.Parameter) -> None:
+    def collect(self, param: nn.Parameter, product: Product | None = None) -> None:
         """Take `param.grad`."""
+        assert product is None, "a user's layers hand no products over"
         if not self._in_backward and self.uninvited is not None:
             self.uninvited()
         if self.factor != 1.0 and param.grad is not None:

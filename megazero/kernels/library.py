@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -39,6 +38,7 @@ class KernelLibrary:
         self.path = path
         self._library = ctypes.CDLL(str(path))
         self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
+        self._functions: dict[str, Any] = {}
 
     def driver_error(self) -> str | None:
         """The reason, in CUDA's words, why this machine's driver cannot run the library; None if it can."""
@@ -53,23 +53,37 @@ class KernelLibrary:
         host memory. Raises RuntimeError if CUDA refuses the launch, and ctypes.ArgumentError or TypeError for
         arguments that the function does not take.
         """
-        tensors = list(tensors_among(arguments))
-        assert all(tensor.is_contiguous() for tensor in tensors), f"{name} takes contiguous tensors"
-        assert len({tensor.device for tensor in tensors}) == 1, f"{name} takes tensors of one device"
-        with self._on(tensors) as stream:
-            code = self._function(name)(*map(_as_c, arguments), stream)
+        function = self._functions.get(name) or self._function(name)
+        values: list[Any] = []
+        devices: set[int] = set()
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                values.append(_address(argument, devices))
+            elif isinstance(argument, torch.dtype):
+                values.append(DTYPE_CODES[argument])
+            elif isinstance(argument, (list, tuple)):
+                values.append(_array(argument, devices))
+            else:
+                values.append(argument)
+        assert len(devices) == 1, f"{name} takes tensors of one device"
+        code = self._start(function, values, *devices)
         if code != 0:
             text = self._error_text(code)
             raise RuntimeError(f"the kernel `{name}` must start, but CUDA says: {text} ({code}).")
 
     def column_groups(self, count: int, width: int) -> int:
         """The number of groups in the fp32 workspace [groups, width] in which kernels sum `count` rows."""
-        groups: int = self._function("column_groups")(count, width)
+        function = self._functions.get("column_groups") or self._function("column_groups")
+        groups: int = function(count, width)
         return groups
 
-    def _on(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[int]:
-        """A context in which the tensors' device is current, and which yields the stream to launch on."""
-        return _device_and_stream(tensors[0].device)
+    def _start(self, function: Any, values: list[Any], device: int) -> int:
+        """Call the function for a device, by its number, and return CUDA's code."""
+        if device == torch.cuda.current_device():
+            code: int = function(*values, current_stream(device))
+            return code
+        with torch.cuda.device(device):
+            return self._start(function, values, device)
 
     def _error_text(self, code: int) -> str:
         text: bytes = self._library.megazero_cuda_error_text(code)
@@ -77,17 +91,16 @@ class KernelLibrary:
 
     def _function(self, name: str) -> Any:
         function = getattr(self._library, f"megazero_cuda_{name}")
-        if function.argtypes is None:
-            signature = getattr(self._library, f"megazero_cuda_{name}_signature")
-            signature.restype = ctypes.c_char_p
-            function.argtypes = [_C_TYPES[letter] for letter in signature().decode()]
-        return function
+        signature = getattr(self._library, f"megazero_cuda_{name}_signature")
+        signature.restype = ctypes.c_char_p
+        function.argtypes = [_C_TYPES[letter] for letter in signature().decode()]
+        return self._functions.setdefault(name, function)
 
 
-@contextlib.contextmanager
-def _device_and_stream(device: torch.device) -> Iterator[int]:
-    with torch.cuda.device(device):
-        yield torch.cuda.current_stream(device).cuda_stream
+def current_stream(device: int) -> int:
+    """The address of a device's current stream; torch's `Stream` objects take several microseconds."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device)
+    return stream
 
 
 def tensors_among(arguments: Sequence[Argument]) -> Iterator[Tensor]:
@@ -99,13 +112,14 @@ def tensors_among(arguments: Sequence[Argument]) -> Iterator[Tensor]:
             yield from tensors_among(argument)
 
 
-def _as_c(argument: Argument) -> Any:
-    if isinstance(argument, Tensor):
-        return argument.data_ptr()
-    if isinstance(argument, torch.dtype):
-        return DTYPE_CODES[argument]
-    if isinstance(argument, (list, tuple)):
-        values = [_as_c(member) or 0 for member in argument]
-        element = ctypes.c_double if any(isinstance(member, float) for member in argument) else ctypes.c_int64
-        return (element * len(values))(*values)
-    return argument
+def _address(tensor: Tensor, devices: set[int]) -> int:
+    """A tensor's address. Its device joins `devices`: a number, -1 for the CPU."""
+    assert tensor.is_contiguous(), "kernels take contiguous tensors"
+    devices.add(tensor.get_device())
+    return tensor.data_ptr()
+
+
+def _array(members: Sequence[Any], devices: set[int]) -> ctypes.Array[Any]:
+    values = [_address(x, devices) if isinstance(x, Tensor) else x or 0 for x in members]
+    element = ctypes.c_double if any(isinstance(x, float) for x in members) else ctypes.c_int64
+    return (element * len(values))(*values)

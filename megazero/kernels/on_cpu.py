@@ -5,14 +5,12 @@ csrc/common/cuda_on_cpu.h says what is imitated, and csrc/common/on_cpu/watch.hp
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
 import json
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
+from typing import Any
 
 from megazero.kernels.library import MOST_GROUPS, Argument, KernelLibrary, tensors_among
 
@@ -127,6 +125,7 @@ class WatchedLibrary(KernelLibrary):
         """Forget counts and faults."""
         self._library.megazero_on_cpu_reset()
 
-    def _on(self, tensors: list[Tensor]) -> contextlib.AbstractContextManager[int]:
+    def _start(self, function: Any, values: list[Any], device: int) -> int:
         self._library.megazero_on_cpu_order(*self._order)
-        return contextlib.nullcontext(0)
+        code: int = function(*values, None)
+        return code

@@ -158,13 +158,13 @@ class LayerInputs:
         """The dropout of this rank's rows of hidden states at `site` of the model."""
         if self.rows.keys is None or p == 0.0:
             return None
-        return self.rows.dropout(p, self._derived(*site))
+        return self.rows.dropout(p, self.rows.keys, site_key(*site))
 
     def layer_dropout(self, p: float, layer: int, place: str) -> Dropout | None:
         """The dropout of a layer's contribution to this rank's rows at one of `PLACES`."""
-        if self.rows.keys is None or p == 0.0:
-            return None
-        return self.rows.dropout(p, self.keys_of(layer, place))
+        if self.rows.keys is None or self.site_keys is None or p == 0.0:
+            return self.dropout(p, "hidden", layer, place)
+        return self.rows.dropout(p, self.site_keys[place])
 
     def _derived(self, *site: str | int) -> Tensor:
         assert self.rows.keys is not None, "without keys nothing is drawn"

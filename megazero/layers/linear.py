@@ -11,9 +11,10 @@ gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -26,6 +27,7 @@ from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.autograd import Gradients, apply
+from megazero.ops.product_sum import Blas, Product
 
 ONE_MATRIX = Matrices()
 """A weight [..., h] whose rows all belong together."""
@@ -167,8 +169,47 @@ def column_linear(
     return apply(_ColumnLinear, x, matrix, vector, group, sequence_parallel)
 
 
-Product = Callable[[Tensor, nn.Parameter, nn.Parameter | None, Group, bool, Deferred | None], Tensor]
+LinearProduct = Callable[[Tensor, nn.Parameter, nn.Parameter | None, Group, bool, Deferred | None], Tensor]
 """The product of a linear layer, with the arguments of `column_linear`."""
+
+
+def sum_in_products(
+    blocks: Iterable[nn.Module], collect: Callable[[nn.Parameter, Product], None], blas: Blas
+) -> None:
+    """Hand the gradients of linear layers' weights over as products, which sums take in as they are made.
+
+    Args:
+        blocks: the blocks of a chunk.
+        collect: takes a weight and the product that is its gradient, in backward.
+        blas: adds products to sums.
+    """
+
+    def linear(
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        group: Group,
+        sequence_parallel: bool,
+        deferred: Deferred | None = None,
+    ) -> Tensor:
+        taken = weight.requires_grad and x.requires_grad and torch.is_grad_enabled()
+        if deferred is not None or not taken:
+            return column_linear(x, weight, bias, group, sequence_parallel, deferred)
+
+        def hand_over(x: Tensor, grad: Tensor) -> None:
+            whole = gather_rows(x, group) if sequence_parallel else x
+            collect(weight, Product(_rows(grad), _rows(whole), weight.shape, blas))
+
+        vector = None if bias is None else bias.flatten()
+        matrix = weight.detach().flatten(0, -2)
+        return apply(_InputHalf, x, matrix, vector, group, sequence_parallel, hand_over)
+
+    for block in blocks:
+        for module in block.modules():
+            if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
+                continue
+            if module.product is column_linear:
+                module.product = linear
 
 
 class ColumnParallelLinear(nn.Module):
@@ -206,7 +247,7 @@ class ColumnParallelLinear(nn.Module):
         if bias:
             self.bias = placement.parameter(ParamSpec(f"{name}.bias", shape, zeros, cuts, weight_decay=False))
         self.local_shape = tuple(self.weight.shape[:-1])
-        self.product: Product = column_linear
+        self.product: LinearProduct = column_linear
 
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
         """The product plus the bias; `deferred` is as in `column_linear`."""
@@ -252,7 +293,7 @@ class RowParallelLinear(nn.Module):
                     partial_grad=placement.sequence_parallel,
                 )
             )
-        self.product: Product = column_linear
+        self.product: LinearProduct = column_linear
 
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
         """The product, and the bias that the caller still has to add (it fuses with what follows).

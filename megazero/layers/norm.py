@@ -32,9 +32,14 @@ class Norm(nn.Module):
         self.weight = vector("weight", "ones")
         self.bias = vector("bias", "zeros") if kind == "LayerNorm" else None
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The norm of x; or, with a residual, the norm of x + residual, and that sum."""
-        if residual is not None:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, both: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The norm of x; or, with a residual, the norm of x + residual, and that sum.
+
+        With `both` and no residual the pair is the norm of x and x, for what comes after to use.
+        """
+        if both or residual is not None:
             if self.bias is None:
                 return add_rms_norm(x, residual, self.weight, self.eps)
             return add_layer_norm(x, residual, self.weight, self.bias, self.eps)

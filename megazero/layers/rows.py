@@ -97,13 +97,13 @@ class Rows:
             rotary=rotary,
         )
 
-    def dropout(self, p: float, keys: Tensor) -> Dropout:
-        """The dropout of this rank's rows of hidden states, with `keys` [b] or [s, b] of one site."""
+    def dropout(self, p: float, keys: Tensor, site: int | None = None) -> Dropout:
+        """The dropout of this rank's rows of hidden states, with `keys` [b] or [s, b], at `site`."""
         positions, spread = self.positions, self.spread
         if spread.split:
             positions = positions[spread.run(self.whole_length)]
             keys = keys if keys.dim() == 1 else spread.own(keys)
-        return Dropout(p, keys, positions)
+        return Dropout(p, keys, positions, site)
 
 
 def keys_at(keys: Tensor, columns: Tensor | None) -> Tensor:

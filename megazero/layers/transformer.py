@@ -44,7 +44,7 @@ class TransformerLayer(nn.Module):
         self.mlp = mlp
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
-        normed = self.input_norm(x)
+        normed, x = self.input_norm(x, both=True)
         out, bias = self.attention(normed.to(self.placement.dtype), inputs)
         residual = inputs.narrow(normed if self.residual_after_norm else x)
         inputs = inputs.narrowed()
@@ -54,7 +54,7 @@ class TransformerLayer(nn.Module):
             normed, x = self.mlp_norm(out.to(residual.dtype), residual)
         else:
             x = bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)
-            normed = self.mlp_norm(x)
+            normed, x = self.mlp_norm(x, both=True)
         out, bias, sums = self.mlp(normed.to(self.placement.dtype), inputs)
         out, bias = _scaled(out, bias, inputs.branch_scale)
         residual = normed if self.residual_after_norm else x

@@ -25,11 +25,11 @@ from megazero.mpu.watch.watch import Watch
 class ParallelContext:
     """One rank's view of the job.
 
-    `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and three that are not products of axes:
-    ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node) and ``peers``
-    (those at the same place of each node). Second communicators (`CommunicatorPlan`) are there where they
-    were asked for. `plan` says what each is for. `watch` is the one that watches their calls, if there is
-    one. `streams` are those of the device.
+    `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and four that are not products of axes:
+    ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node), ``peers`` (those
+    at the same place of each node) and ``host`` (all ranks, for tensors on the host). Second communicators
+    (`CommunicatorPlan`) are there where they were asked for. `plan` says what each is for. `watch` is the one
+    that watches their calls, if there is one. `streams` are those of the device.
     """
 
     grid: ProcessGrid
@@ -111,6 +111,7 @@ def make_context(
     *,
     node_size: int = 1,
     seconds: Sequence[str] = (),
+    host: GroupMaker | None = None,
 ) -> ParallelContext:
     """A context whose groups of more than one rank come from ``maker(name, ranks)``.
 
@@ -118,15 +119,19 @@ def make_context(
         grid, rank, node_size, seconds: as for `CommunicatorPlan.of`.
         device: where this rank's tensors live.
         maker: opens a communicator.
+        host: opens the group ``host``, where another one than the world's is needed.
     """
     plan = CommunicatorPlan.of(grid, rank, node_size=node_size, seconds=seconds)
     groups: dict[str, Group] = {}
+    if host is not None and grid.world_size > 1:  # first, as all ranks are in it: see `CommunicatorPlan.of`
+        groups["host"] = host("host", tuple(range(grid.world_size)))
     for communicator in plan.communicators:
         name, ranks = communicator.name, communicator.ranks
         group = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)
         groups |= dict.fromkeys(communicator.names, group)
     if (odd := groups.pop("pp_odd", None)) is not None and odd.size > 1:
         groups["pp"] = LinkedGroup(groups["pp"], odd)
+    groups.setdefault("host", groups["world"])
     return ParallelContext(grid, rank, device, groups, plan, streams=streams_of(device))
 
 

@@ -7,17 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 
+class Reading:
+    """The elements of a tensor on their way from the device.
+
+    Args:
+        tensor: what is queued now is read: work that is queued later is not waited for, and may not change
+            the tensor before `values` has been read.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._tensor, self._event = tensor.reshape(-1), None
+        if tensor.is_cuda:
+            there = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+            self._tensor = there.copy_(self._tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    @cached_property
+    def values(self) -> list[float] | None:
+        """The elements as floats, for which the host waits; None on the meta device, where there are none."""
+        if self._tensor.is_meta:
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        return [float(value) for value in self._tensor.tolist()]
+
+
 def read_values(tensor: Tensor) -> list[float] | None:
     """The elements of a tensor as floats; None on the meta device, where nothing has a value."""
-    if tensor.is_meta:
-        return None
-    with _waiting(tensor.device):
-        return [float(value) for value in tensor.reshape(-1).tolist()]
+    return Reading(tensor).values
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 
 import torch
 
@@ -152,9 +151,11 @@ def join(
     limits = WatchLimits(patience.total_seconds(), patience=heartbeat)
     new_mark = torch.cuda.Event if backend == "nccl" else None
     watch = Watch(job_notes, launch.rank, launch.world_size, limits, waits=Waits(device), new_mark=new_mark)
-    check_on = device if config.check_collectives else None
 
-    wrap = partial(watched, watch=watch, check_on=check_on)
+    def wrap(group: Group) -> Group:
+        compared_on = torch.device("cpu") if group.name == "host" else device
+        return watched(group, watch, check_on=compared_on if config.check_collectives else None)
+
     context = open_context(config, launch, device, node_size=node_size, wrap=wrap, seconds=seconds)
     context = replace(context, watch=watch)
     if backend == "nccl":  # Gloo's groups connect when they are opened
@@ -206,7 +207,19 @@ def open_context(
             open_group(name, launch.rank, ranks, timeout, urgent=planned.urgent, second=planned.second)
         )
 
-    return make_context(grid, launch.rank, device, maker, node_size=node_size, seconds=seconds)
+    def on_host(name: str, ranks: tuple[int, ...]) -> Group:
+        return wrap(open_group(name, launch.rank, ranks, timeout, backend="gloo"))
+
+    nccl = choose_backend(config.distributed_backend, device) == "nccl"
+    return make_context(
+        grid,
+        launch.rank,
+        device,
+        maker,
+        node_size=node_size,
+        seconds=seconds,
+        host=on_host if nccl else None,
+    )
 
 
 def leave(context: ParallelContext) -> None:

@@ -172,6 +172,7 @@ def open_group(
     *,
     urgent: bool = False,
     second: bool = False,
+    backend: str | None = None,
 ) -> TorchGroup:
     """Open the group of `ranks`. Only its members need to call this.
 
@@ -183,14 +184,20 @@ def open_group(
         urgent: whether NCCL gives its stream a high priority, so that its kernels get the first free
             multiprocessor. If the group is that of all ranks, `start_world` has decided that.
         second: whether it is another group than one of the same ranks that is open already.
+        backend: its own backend, if it is not the world's.
     """
-    if len(ranks) == dist.get_world_size() and not second:
+    if len(ranks) == dist.get_world_size() and not second and backend is None:
         world = dist.group.WORLD
         assert world is not None, "the world has not been joined"
         return TorchGroup(name, world_rank, ranks, world)
-    options = _stream_options(timeout) if urgent and dist.get_backend() == "nccl" else None
+    options = _stream_options(timeout) if urgent and (backend or dist.get_backend()) == "nccl" else None
     handle = dist.new_group(
-        list(ranks), timeout=timeout, pg_options=options, use_local_synchronization=True, group_desc=name
+        list(ranks),
+        timeout=timeout,
+        backend=backend,
+        pg_options=options,
+        use_local_synchronization=True,
+        group_desc=name,
     )
     return TorchGroup(name, world_rank, ranks, handle)
 

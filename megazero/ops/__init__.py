@@ -22,6 +22,7 @@ from megazero.ops.dispatch import Operator
 from megazero.ops.embedding import EMBEDDING
 from megazero.ops.gate import GATE
 from megazero.ops.gathered_sum import GATHERED_SUM
+from megazero.ops.gradient_sum import GRADIENT_SUM
 from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
 from megazero.ops.kept_columns import KEPT_COLUMNS
 from megazero.ops.kl_divergence import KL_DIVERGENCE
@@ -58,6 +59,7 @@ def operators() -> tuple[Operator[Any], ...]:
         EMBEDDING,
         GATE,
         GATHERED_SUM,
+        GRADIENT_SUM,
         GROUPED_LINEAR,
         GROUPED_OUTER,
         KEPT_COLUMNS,

@@ -13,7 +13,14 @@ from torch.autograd.function import once_differentiable
 from megazero.kernels.library import MOST_GROUPS, KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier, keep_threshold
+from megazero.ops.counter_random import (
+    KeepRows,
+    keep_columns,
+    keep_multiplier,
+    keep_threshold,
+    mix_64,
+    signed_64,
+)
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import Dropout, dropout_mask_hidden, hidden_row_keys
@@ -48,10 +55,30 @@ def bias_dropout_add_reference(
 
 @dataclass(frozen=True)
 class _Keys:
-    """The dropout of a call: a share, and a key for each row; without dropout there are no keys."""
+    """The dropout of a call; for kernels that do not derive it themselves, also each row's key."""
 
-    rows: Tensor | None
-    p: float
+    dropout: Dropout | None
+    rows: Tensor | None = None
+
+    @property
+    def p(self) -> float:
+        """The share that is dropped."""
+        return 0.0 if self.dropout is None else self.dropout.p
+
+    @property
+    def launched(self) -> tuple[Tensor | None, Tensor | None, list[int], int, float]:
+        """Keys, positions, numbers about both, the threshold and the factor, as kernels take them."""
+        if self.dropout is None:
+            return None, None, [1, 0, 0, 0, 0, 0, 0], 0, 1.0
+        keys, positions, site = self.dropout.keys, self.dropout.positions, self.dropout.site
+        by_row, first, step, given = 0, 0, 0, None
+        if isinstance(positions, range):
+            first, step = positions.start, positions.step
+        else:
+            by_row, given = int(positions.dim() == 2), positions.contiguous()
+        mixed = (0, 0) if site is None else (1, signed_64(mix_64(site)))
+        numbers = [keys.shape[-1], int(keys.dim() == 2), by_row, first, step, *mixed]
+        return keys.contiguous(), given, numbers, keep_threshold(self.p), 1 / (1 - self.p)
 
 
 @dataclass(frozen=True)
@@ -90,18 +117,19 @@ class _BiasDropoutAdd(torch.autograd.Function):
         bias: Tensor | None,
         residual: Tensor,
         row_keys: Tensor | None,
-        p: float,
+        dropout: Dropout | None,
         kernel: DropoutKernel,
     ) -> Tensor:
         ctx.save_for_backward(row_keys)
-        ctx.p, ctx.kernel, ctx.shape = p, kernel, _Shape(x.dtype, None if bias is None else bias.dtype)
+        ctx.dropout, ctx.kernel = dropout, kernel
+        ctx.shape = _Shape(x.dtype, None if bias is None else bias.dtype)
         wide_bias = None if bias is None else bias.to(compute_dtype(x.dtype)).contiguous()
-        return kernel.forward(x.contiguous(), wide_bias, residual.contiguous(), _Keys(row_keys, p))
+        return kernel.forward(x.contiguous(), wide_bias, residual.contiguous(), _Keys(dropout, row_keys))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        keys = _Keys(ctx.saved_tensors[0], ctx.p)
+        keys = _Keys(ctx.dropout, ctx.saved_tensors[0])
         grad_x, grad_bias = ctx.kernel.backward(grad.contiguous(), keys, ctx.shape)
         return grad_x, None if grad_bias is None else grad_bias.to(ctx.shape.bias), grad, None, None, None
 
@@ -175,9 +203,8 @@ def _on_gpu(library: KernelLibrary) -> DropoutKernel:
         # The kernels know residuals in x's dtype and in fp32.
         known = residual if residual.dtype == x.dtype else residual.float()
         out, sizes = torch.empty_like(known), rows_and_groups(x)
-        tensors = (x, bias, known, keys.rows)
-        numbers = (keep_threshold(keys.p), 1 / (1 - keys.p))
-        library.launch("bias_dropout_add_forward", x.dtype, out.dtype, *sizes, *tensors, *numbers, out)
+        given = (x.dtype, out.dtype, *sizes, x, bias, known)
+        library.launch("bias_dropout_add_forward", *given, *keys.launched, out)
         return out.to(residual.dtype)
 
     def backward(grad: Tensor, keys: _Keys, shape: _Shape) -> tuple[Tensor, Tensor | None]:
@@ -186,15 +213,14 @@ def _on_gpu(library: KernelLibrary) -> DropoutKernel:
         _, width, groups = sizes
         # Without dropout and in one dtype the gradient of x is that of the sum.
         grad_x, grad_bias, partials = None, None, None
-        if keys.rows is not None or grad.dtype != shape.x:
+        if keys.dropout is not None or grad.dtype != shape.x:
             grad_x = torch.empty_like(known, dtype=shape.x)
         if shape.bias is not None:
             grad_bias = known.new_empty(width, dtype=torch.float32)
             partials = known.new_empty(groups, width, dtype=torch.float32)
         if grad_x is not None or grad_bias is not None:
-            numbers, made = (keep_threshold(keys.p), 1 / (1 - keys.p)), (grad_x, grad_bias, partials)
-            given = (shape.x, known.dtype, *sizes, known, keys.rows)
-            library.launch("bias_dropout_add_backward", *given, *numbers, *made)
+            given, made = (shape.x, known.dtype, *sizes, known), (grad_x, grad_bias, partials)
+            library.launch("bias_dropout_add_backward", *given, *keys.launched, *made)
         return grad if grad_x is None else grad_x, grad_bias
 
     return DropoutKernel(forward, backward)
@@ -209,7 +235,7 @@ def bias_dropout_add_native_cpu(
 ) -> Tensor:
     """residual + dropout(x + bias) for x and residual [s, b, h] of one dtype, fp32 or bf16, on CPU."""
     assert dropout is not None
-    return apply(_BiasDropoutAdd, x, bias, residual, _row_keys(dropout), dropout.p, _NATIVE)
+    return apply(_BiasDropoutAdd, x, bias, residual, _row_keys(dropout), dropout, _NATIVE)
 
 
 def bias_dropout_add_chunked(
@@ -217,7 +243,7 @@ def bias_dropout_add_chunked(
 ) -> Tensor:
     """residual + dropout(x + bias), in row chunks that stay in cache; shapes [s, b, h]."""
     assert dropout is not None
-    return apply(_BiasDropoutAdd, x, bias, residual, _row_keys(dropout), dropout.p, _CHUNKED)
+    return apply(_BiasDropoutAdd, x, bias, residual, _row_keys(dropout), dropout, _CHUNKED)
 
 
 def bias_dropout_add_cuda(
@@ -228,8 +254,7 @@ def bias_dropout_add_cuda(
     kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """residual + dropout(x + bias) for fp32, fp16 or bf16 x [s, b, h] on a GPU, in the residual's dtype."""
-    keys, p = (None, 0.0) if dropout is None else (_row_keys(dropout), dropout.p)
-    return apply(_BiasDropoutAdd, x, bias, residual, keys, p, _on_gpu(kernels or cuda_kernels()))
+    return apply(_BiasDropoutAdd, x, bias, residual, None, dropout, _on_gpu(kernels or cuda_kernels()))
 
 
 def bias_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None) -> Tensor:
@@ -260,8 +285,8 @@ def _examples() -> Iterator[Example]:
     s, b, width = shape = (48, 2, 1024)
 
     def moves(dtype: torch.dtype) -> dict[str, int]:
-        """Three matrices forward, two backward, a key per row, the bias and sums of its gradient."""
-        matrix, keys, vector = s * b * width * dtype.itemsize, s * b * 8, width * 4
+        """Three matrices forward, two backward, a key per sequence, the bias and sums of its gradient."""
+        matrix, keys, vector = s * b * width * dtype.itemsize, b * 8, width * 4
         return {
             "bias_dropout_add_forward": 3 * matrix + keys + vector,
             "bias_dropout_add_backward": 2 * matrix + keys + MOST_GROUPS * vector,

@@ -80,7 +80,10 @@ class Requirements:
     requirements: tuple[Requirement, ...]
 
     def __call__(self, facts: CallFacts) -> bool:
-        return all(requirement.met(facts) for requirement in self.requirements)
+        for requirement in self.requirements:  # noqa: SIM110 -- a generator takes a microsecond
+            if not requirement.met(facts):
+                return False
+        return True
 
     def unmet(self, facts: CallFacts) -> str | None:
         """The reason why a call is not served, or None if it is."""

@@ -23,11 +23,13 @@ class Dropout:
     keys: int64 [b], one per sequence, or [s, b] where sequences share a column of rows (packing); equal on
         every rank that holds a part of the sequence.
     positions: the rows' positions in their sequences.
+    site: the constant of a place in the model that `keys` are still to be mixed with; None: they are its own.
     """
 
     p: float
     keys: Tensor
     positions: Positions
+    site: int | None = None
 
     def __post_init__(self) -> None:
         _check_share(self.p)
@@ -66,8 +68,9 @@ class AttentionDropout:
 
 def hidden_row_keys(dropout: Dropout) -> Tensor:
     """int64 [s, b]: the key of each (position, sequence)."""
+    keys = dropout.keys if dropout.site is None else derive(dropout.site, dropout.keys)
     positions = position_tensor(dropout.positions, dropout.keys.device)
-    return derive(dropout.keys, positions if positions.dim() == 2 else positions.unsqueeze(1)).contiguous()
+    return derive(keys, positions if positions.dim() == 2 else positions.unsqueeze(1)).contiguous()
 
 
 def attention_row_keys(dropout: AttentionDropout, heads: int) -> Tensor:

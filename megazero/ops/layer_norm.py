@@ -116,7 +116,7 @@ def layer_norm_cuda(
 
 def add_layer_norm_cuda(
     x: Tensor,
-    residual: Tensor,
+    residual: Tensor | None,
     weight: Tensor,
     bias: Tensor,
     eps: float,
@@ -149,11 +149,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return LAYER_NORM.choose(CallFacts.of(x)).fn(x, weight, bias, eps)
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Pair:
+def add_layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Pair:
     """Layer norm of t = x + residual, for x and residual [..., h] of one dtype; and t itself.
 
     weight and bias are [h]. t is rounded to x's dtype before it is normalized, so the result is that of an
-    add and `layer_norm`. Raises ValueError if residual differs from x in shape or dtype.
+    add and `layer_norm`. Without a residual t is x; a kernel then adds up both of its gradients. Raises
+    ValueError if residual differs from x in shape or dtype.
     """
     check_residual(x, residual)
     return ADD_LAYER_NORM.choose(CallFacts.of(x)).fn(x, residual, weight, bias, eps)

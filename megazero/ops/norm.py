@@ -25,9 +25,11 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class NormKernel:
-    """The two passes of a norm; parameters are wide, and all tensors are contiguous.
+    """The two passes of a norm; all tensors are contiguous.
 
     Attributes:
+        reads: the dtypes of x and of all parameters -> whether the passes take such parameters as they are,
+            and make gradients like them; otherwise parameters are widened, and gradients are wide.
         forward: x, a residual or None, the parameters and eps -> x + residual (x itself without one), the
             norm of that, and each row's statistics.
         backward: the sum, the weight, the statistics, the gradient of the norm and, if one arrives, that of
@@ -36,6 +38,7 @@ class NormKernel:
 
     forward: Callable[[Tensor, Tensor | None, list[Tensor], float], Normalized]
     backward: Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor | None], list[Tensor]]
+    reads: Callable[[torch.dtype, set[torch.dtype]], bool] = lambda x, parameters: False
 
 
 class Norm(torch.autograd.Function):
@@ -43,18 +46,25 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kernel: NormKernel, eps: float, x: Tensor, residual: Tensor | None, *parameters: Tensor
+        ctx: Any,
+        kernel: NormKernel,
+        eps: float,
+        x: Tensor,
+        residual: Tensor | None,
+        both: bool,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        """The norm, and the sum if there is a residual."""
-        wide_type = compute_dtype(x.dtype)
-        wide = [parameter.to(wide_type).contiguous() for parameter in parameters]
-        added = None if residual is None else residual.contiguous()
-        total, y, statistics = kernel.forward(x.contiguous(), added, wide, eps)
-        ctx.save_for_backward(total, wide[0], *statistics)  # the bias takes no part in backward
+        """The norm, and the sum (x itself without a residual) if `both` are wanted."""
         ctx.kernel, ctx.dtypes = kernel, [parameter.dtype for parameter in parameters]
+        wide_type = compute_dtype(x.dtype)
+        as_is = kernel.reads(x.dtype, set(ctx.dtypes))
+        taken = [(p if as_is else p.to(wide_type)).contiguous() for p in parameters]
+        added = None if residual is None else residual.contiguous()
+        total, y, statistics = kernel.forward(x.contiguous(), added, taken, eps)
+        ctx.save_for_backward(total, taken[0], *statistics)  # the bias takes no part in backward
         ctx.added = residual is not None
         ctx.set_materialize_grads(False)
-        return (y,) if residual is None else (y, total)
+        return (y, total) if both else (y,)
 
     @staticmethod
     @once_differentiable
@@ -65,17 +75,17 @@ class Norm(torch.autograd.Function):
         grad_total = None if grad_total is None else grad_total.contiguous()
         grad_x, *grads = ctx.kernel.backward(total, weight, statistics, grad, grad_total)
         own = [summed.to(dtype) for summed, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return None, None, grad_x, grad_x if ctx.added else None, *own
+        return None, None, grad_x, grad_x if ctx.added else None, None, *own
 
 
 def normalized(kernel: NormKernel, eps: float, x: Tensor, *parameters: Tensor) -> Tensor:
     """The norm of x [..., h]; parameters [h] may have any float type."""
-    return apply(Norm, kernel, eps, x, None, *parameters)[0]
+    return apply(Norm, kernel, eps, x, None, False, *parameters)[0]
 
 
-def added(kernel: NormKernel, eps: float, x: Tensor, residual: Tensor, *parameters: Tensor) -> Pair:
-    """The norm of x + residual, and x + residual, in one pass over memory."""
-    y, total = apply(Norm, kernel, eps, x, residual, *parameters)
+def added(kernel: NormKernel, eps: float, x: Tensor, residual: Tensor | None, *parameters: Tensor) -> Pair:
+    """The norm of x + residual, and x + residual, in one pass over memory; and so backward."""
+    y, total = apply(Norm, kernel, eps, x, residual, True, *parameters)
     return y, total
 
 
@@ -90,7 +100,8 @@ def on_gpu(name: str, kernels: KernelLibrary | None) -> NormKernel:
         total, y = None if residual is None else torch.empty_like(x), torch.empty_like(x)
         statistics = [x.new_empty(count, dtype=torch.float32) for _ in range(numbers)]
         tensors = (total, y, *statistics)
-        library.launch(f"{name}_forward", x.dtype, count, width, x, residual, *parameters, eps, *tensors)
+        kind = (x.dtype, parameters[0].dtype)
+        library.launch(f"{name}_forward", *kind, count, width, x, residual, *parameters, eps, *tensors)
         return x if total is None else total, y, statistics
 
     def backward(
@@ -99,20 +110,20 @@ def on_gpu(name: str, kernels: KernelLibrary | None) -> NormKernel:
         count, width = statistics[0].numel(), x.shape[-1]
         groups = library.column_groups(count, width)
         grad_x, grads = torch.empty_like(x), weight.new_empty(numbers, width)
-        partials = weight.new_empty(groups, numbers, width)
+        partials = weight.new_empty(groups, numbers, width, dtype=torch.float32)
         tensors = (x, weight, *statistics, grad, grad_total, grad_x, grads, partials)
-        library.launch(f"{name}_backward", x.dtype, count, width, groups, *tensors)
-        return [grad_x, *grads]
+        library.launch(f"{name}_backward", x.dtype, weight.dtype, count, width, groups, *tensors)
+        return [grad_x, *grads.unbind()]
 
-    return NormKernel(forward, backward)
+    return NormKernel(forward, backward, lambda x, dtypes: dtypes in ({x}, {torch.float32}))
 
 
 def _of_a_sum(norm: Callable[..., Tensor]) -> Callable[..., Pair]:
     """A norm after torch's add: the norm of t = x + residual, and t."""
 
     @wraps(norm)
-    def added(x: Tensor, residual: Tensor, *rest: Any) -> Pair:
-        total = x + residual
+    def added(x: Tensor, residual: Tensor | None, *rest: Any) -> Pair:
+        total = x if residual is None else x + residual
         return norm(total, *rest), total
 
     return added
@@ -128,9 +139,9 @@ def of_sums(
     return Operator(f"add_{plain.name}", tuple(rows), examples=examples)
 
 
-def check_residual(x: Tensor, residual: Tensor) -> None:
-    """Raise ValueError unless the residual has x's shape and dtype."""
-    if (residual.shape, residual.dtype) != (x.shape, x.dtype):
+def check_residual(x: Tensor, residual: Tensor | None) -> None:
+    """Raise ValueError unless a residual has x's shape and dtype."""
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"`residual` must have the shape and dtype of `x`, {list(x.shape)} of {x.dtype}, but is "
             f"{list(residual.shape)} of {residual.dtype}; convert one of them first."
@@ -143,15 +154,16 @@ def norm_examples(name: str, vectors: int, rows: int) -> Callable[[], Iterator[E
 
     def moves(dtype: torch.dtype) -> dict[str, int]:
         """Matrices: x and y; x and both gradients; for a sum also the residual, the sum and its gradient."""
-        matrix, vector, statistics = rows * width * dtype.itemsize, width * 4, rows * vectors * 4
+        matrix, vector, wide = rows * width * dtype.itemsize, width * dtype.itemsize, width * 4
+        statistics = rows * vectors * 4
         plain = name.removeprefix("add_")
         return {
             f"{plain}_forward": (4 if added else 2) * matrix + vectors * vector + statistics,
             f"{plain}_backward": (4 if added else 3) * matrix
             + vector
             + statistics
-            + MOST_GROUPS * vectors * vector,
-            "column_sum": (MOST_GROUPS + 1) * vectors * vector,
+            + MOST_GROUPS * vectors * wide,
+            "column_sum": MOST_GROUPS * vectors * wide + vectors * vector,
         }
 
     def call(f: Callable[..., Tensor | Pair], *tensors: Tensor) -> Tensor | Pair:

@@ -105,7 +105,7 @@ def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary 
 
 
 def add_rms_norm_cuda(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary | None = None
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kernels: KernelLibrary | None = None
 ) -> Pair:
     """RMSNorm of x + residual, and x + residual, in one pass over memory."""
     return added(on_gpu("rms_norm", kernels), eps, x, residual, weight)
@@ -133,11 +133,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return RMS_NORM.choose(CallFacts.of(x)).fn(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Pair:
+def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Pair:
     """RMSNorm of t = x + residual, for x and residual [..., h] of one dtype and weight [h]; and t itself.
 
-    t is rounded to x's dtype before it is normalized, so the result is that of an add and `rms_norm`. Raises
-    ValueError if residual differs from x in shape or dtype.
+    t is rounded to x's dtype before it is normalized, so the result is that of an add and `rms_norm`. Without
+    a residual t is x; a kernel then adds up both of its gradients. Raises ValueError if residual differs from
+    x in shape or dtype.
     """
     check_residual(x, residual)
     return ADD_RMS_NORM.choose(CallFacts.of(x)).fn(x, residual, weight, eps)

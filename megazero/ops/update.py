@@ -35,11 +35,16 @@ _FP32 = frozenset({torch.float32})
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The numbers of a step that are not the optimizer's own: its number from 1, and two rates."""
+    """The numbers of a step that are not the optimizer's own: its number from 1, and two rates.
+
+    Attributes:
+        signals: further ones, which only the device knows; `heeds_signals` says where there may be any.
+    """
 
     step: int
     lr: float
     weight_decay: float
+    signals: DeviceSignals = NO_SIGNALS
 
 
 class ElementRule(Protocol):
@@ -94,14 +99,11 @@ def update_native_cpu(call: UpdateCall) -> None:
 
 
 @torch.no_grad()
-def update_cuda(
-    call: UpdateCall, *, signals: DeviceSignals = NO_SIGNALS, kernels: KernelLibrary | None = None
-) -> None:
+def update_cuda(call: UpdateCall, *, kernels: KernelLibrary | None = None) -> None:
     """The kernel for GPUs: one pass over memory for all tensors of one pair of dtypes.
 
     Args:
         call: the step; a gradient that is not contiguous or is fp64 is copied.
-        signals: the inputs of the step that only the device knows.
         kernels: the library; None for that of this process.
     """
     groups: dict[tuple[torch.dtype, torch.dtype | None], list[list[Any]]] = {}
@@ -119,7 +121,7 @@ def update_cuda(
             len(masters),
             lengths_of(masters, grads, outs, *kinds),
             *(masters, grads, outs, len(kinds), [tensor for kind in kinds for tensor in kind]),
-            *(call.scale, signals.scale, signals.overflow),
+            *(call.scale, call.at.signals.scale, call.at.signals.overflow),
             [float(number) for number in call.rule.coefficients(call.at)],
         )
 
@@ -205,7 +207,14 @@ UPDATE: Operator[Callable[..., None]] = Operator(
 )
 
 
+def heeds_signals(device: str, rule: str) -> bool:
+    """Whether a step of such a rule on fp32 masters may have `signals` there."""
+    return UPDATE.choose(UpdateFacts(device, torch.float32, rule)).fn is update_cuda
+
+
 def update_step(call: UpdateCall) -> None:
     """One step in place on masters and states; weights are written beside."""
     if call.params:
-        UPDATE.choose(UpdateFacts.of(call.params[0], rule=call.rule.name)).fn(call)
+        chosen = UPDATE.choose(UpdateFacts.of(call.params[0], rule=call.rule.name))
+        assert call.at.signals == NO_SIGNALS or chosen.fn is update_cuda, f"{chosen.name} knows no signals"
+        chosen.fn(call)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from megazero.ops.update import ElementRule, StepFacts, UpdateCall, update_step
+from megazero.ops.update import ElementRule, StepFacts, UpdateCall, heeds_signals, update_step
 from megazero.optim.rule import Needs, Pieces, UpdateRule
 
 
@@ -31,6 +31,9 @@ class Elementwise(UpdateRule, ElementRule):
     needs: ClassVar[Needs] = Needs(one_pass=True)
     takes_signs: ClassVar[bool] = False
 
+    def heeds_signals(self, device: str) -> bool:
+        return heeds_signals(device, self.name)
+
     def step(self, pieces: Pieces, lr: float) -> None:
         """Update the pieces, those of one weight decay in one call of the kernel."""
         pieces.check(self.state_names)
@@ -38,7 +41,7 @@ class Elementwise(UpdateRule, ElementRule):
         for decay, chosen in pieces.by_decay():
             call = UpdateCall(
                 self,
-                StepFacts(pieces.step, lr, decay),
+                StepFacts(pieces.step, lr, decay, pieces.signals),
                 [pieces.params[i] for i in chosen],
                 [pieces.grads[i] for i in chosen],
                 [tuple(pieces.states[i].values()) for i in chosen],

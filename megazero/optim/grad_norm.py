@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import NumericsError
+from megazero.ops.segments import DeviceSignals
 from megazero.ops.square_sum import square_sum
 
 # Added to the norm before dividing, as torch's and Megatron's clipping do.
@@ -38,6 +39,21 @@ def local_square_sum(tensors: Iterable[Tensor], device: torch.device | str = "cp
         part = square_sum(together)
         total = part if total is None else total + part
     return torch.zeros((), dtype=torch.float64, device=device) if total is None else total
+
+
+def clipped_on_device(norm: Tensor, max_norm: float, grad_scale: float) -> DeviceSignals:
+    """The factor of gradients `grad_scale` with the `clip_coefficient` of a norm that only the device knows.
+
+    Args:
+        norm: fp64 [], of the gradients after `grad_scale`. Where it is inf or NaN, the step is skipped.
+        max_norm: the largest norm; 0 turns clipping off.
+        grad_scale: a factor of the gradients.
+
+    Returns:
+        The same bits as those of a factor that the host computes.
+    """
+    clip = torch.ones_like(norm) if max_norm == 0.0 else (max_norm / (norm + _NORM_EPS)).clamp(max=1.0)
+    return DeviceSignals((clip * grad_scale).float(), (~norm.isfinite()).float())
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

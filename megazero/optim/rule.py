@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.group import Group, Reduction
+from megazero.ops.segments import NO_SIGNALS, DeviceSignals
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,12 @@ class PassEnds:
     Attributes:
         scale: factor of the gradients, which are of any width (fp32, bf16 or fp16) and stay as they are.
         weights: for each piece, the tensor for its new weights, rounded; None where only masters are used.
+        signals: inputs of the update that only the device knows; only for rules that `heed` them.
     """
 
     scale: float
     weights: Sequence[Tensor | None]
+    signals: DeviceSignals = NO_SIGNALS
 
 
 _FP32 = (torch.float32,)
@@ -77,6 +80,11 @@ class Pieces:
     def scale(self) -> float:
         """The factor by which gradients are multiplied."""
         return 1.0 if self.ends is None else self.ends.scale
+
+    @property
+    def signals(self) -> DeviceSignals:
+        """Inputs of the update that only the device knows."""
+        return NO_SIGNALS if self.ends is None else self.ends.signals
 
     @property
     def weights(self) -> Sequence[Tensor | None]:
@@ -194,6 +202,12 @@ class UpdateRule(Protocol):
         return {
             name: torch.zeros_like(like, memory_format=torch.contiguous_format) for name in self.state_names
         }
+
+    def heeds_signals(self, device: str) -> bool:
+        """Whether on a type of device its `step` takes the factor of gradients, and whether to change
+        anything, from the device.
+        """
+        return False
 
     step: Callable[..., None]
     """Updates the parameters and states of `Pieces` in place, with a learning rate, its second argument.

@@ -14,8 +14,10 @@ from megazero.layers.compiled import compile_layers
 from megazero.layers.fp8 import Fp8State, use_fp8
 from megazero.layers.graphed import CudaGraphs, graph_layers
 from megazero.layers.initialize import initialize_parameters
+from megazero.layers.linear import sum_in_products
 from megazero.moe.loads import RouterLoads
 from megazero.mpu.context import ParallelContext
+from megazero.ops.product_sum import working_blas
 from megazero.optim.build import build_update_rule
 from megazero.optim.loss_scaler import build_loss_scaler
 from megazero.optim.schedule import build_learning_rate, build_weight_decay
@@ -77,6 +79,9 @@ def build_engine(
         delayed = DelayedUpdates(store, config.offload.delayed_param_update_start)
     # Blocks are called as modules, and nobody else reads weights between an update and their forward.
     sharding = DataParallel(units, store, policy, context, late=config.zero.overlap_param_gather)
+    graphed = config.acceleration.compile or config.acceleration.cuda_graph  # nothing is handed over in there
+    if not graphed and (blas := working_blas(context.device)) is not None:
+        sum_in_products(blocks, sharding.collect, blas)
     executor = Executor(distillation.beside(chunks), context.pp, sharding, context.device)
     engine = Engine(
         executor,

@@ -137,9 +137,11 @@ class Loop:
     def _made(self, state: TrainState, step: Step, batches: Sequence[MicroBatch]) -> StepResult:
         engine, timers = self.meters.engine, self.meters.timers
         attempt = engine.attempt(batches, step.before, timers)
-        attempt, hold = self.guard.judge(state, step, attempt, batches, timers)
         with timers("optimizer"):
             self._wait_for_copies()
+            if not self.guard.may_hold:
+                engine.queue_update(attempt, step.before)
+        attempt, hold = self.guard.judge(state, step, attempt, batches, timers)
         return engine.update(attempt, step.before, timers, hold=hold)
 
     def _stability(self, state: TrainState, result: StepResult) -> Stability | None:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Work
-from megazero.mpu.host import on_device, read_values
 from megazero.mpu.messages import gather_values
 from megazero.mpu.param_spec import ParamSpec
-from megazero.optim.grad_norm import clip_coefficient, local_square_sum
+from megazero.optim.grad_norm import clip_coefficient, clipped_on_device
 from megazero.optim.rule import SERVER_ERROR, WORKER_ERROR, UpdateRule, is_matrix_rule
 from megazero.zero.bucket import Bucket, whole_state
 from megazero.zero.comm_hooks.exact import ExactCommHook
 from megazero.zero.delayed import DelayedUpdates
 from megazero.zero.fitting import check_matrices, check_reduction
-from megazero.zero.layout import counted_parts, present_parts
 from megazero.zero.matrices import WholeMatrices
+from megazero.zero.measures import Measures, as_used, read_total
 from megazero.zero.norms import ParameterNorms
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Store
 from megazero.zero.update import PerGroup, Update, UpdateFacts, in_use, sums_exactly
@@ -75,7 +74,7 @@ class Optimizer:
         self.context = context
         self.clip_grad = clip_grad
         self._trained = [bucket for bucket in store.buckets if bucket.key.trainable]
-        self._counted = {bucket: counted_parts(bucket.layout) for bucket in self._trained}
+        self.measures = Measures(store, self._trained, context)
         check_reduction(rule, store, self._trained)
         check_matrices(rule, self._trained)
         for part, buckets in self._parts():
@@ -119,6 +118,23 @@ class Optimizer:
         rest = [bucket for bucket in self._trained if not bucket.key.matrices]
         return [(self.rule, matrices), (self.rule.rest, rest)]
 
+    @cached_property
+    def queues(self) -> bool:
+        """Whether an update can be queued before the host knows the gradient norm: the device decides."""
+        by_the_host = self.delayed is not None or bool(self.store.tiers)
+        return not by_the_host and self.rule.heeds_signals(self.context.device.type)
+
+    @torch.no_grad()
+    def queue(self, lr: PerGroup, weight_decay: PerGroup, grad_scale: float, norm: Tensor) -> None:
+        """Queue the update that a `step` with `queued` ends; it changes nothing where the norm is not finite.
+
+        Args:
+            lr, weight_decay, grad_scale: those of the step.
+            norm: global norm of the gradient sums, fp64 [], on the device.
+        """
+        signals = clipped_on_device(norm * grad_scale, self.clip_grad, grad_scale)
+        self._make(UpdateFacts(self.updates + 1, lr, weight_decay, 1.0, signals))
+
     @torch.no_grad()
     def step(
         self,
@@ -126,6 +142,8 @@ class Optimizer:
         weight_decay: PerGroup,
         grad_scale: float = 1.0,
         norm: float | None = None,
+        *,
+        queued: bool = False,
     ) -> StepReport:
         """Update the model from the gradient sums, and leave the sums as the update used them.
 
@@ -136,6 +154,7 @@ class Optimizer:
             weight_decay: weight decay of the parameters that decay; one, or one per parameter group.
             grad_scale: factor applied to the sums first (loss unscaling and averaging).
             norm: the result of `grad_norm`, if it is known already; NaN lets nothing change.
+            queued: whether the update is queued already, with the same values.
 
         Returns:
             The report, the same on all ranks.
@@ -147,15 +166,21 @@ class Optimizer:
             clip = clip_coefficient(norm, self.clip_grad)
         number = self.updates + 1
         facts = UpdateFacts(number, lr, weight_decay, grad_scale * clip)
-        if self.delayed is not None and number > self.delayed.after:
+        if queued:
+            for bucket in self._trained:
+                bucket.sums_scale *= facts.factor
+        elif self.delayed is not None and number > self.delayed.after:
             update = Update(self.rule, facts, self.context)
             self.delayed.begin(update, self._trained, self.rule.state_names, self._publish)
         else:
-            works = [work for rule, buckets in self._parts() for work in self._update(rule, buckets, facts)]
-            for work in works:
-                work.wait()
+            self._make(facts)
         self.updates = number
         return StepReport(norm, True)
+
+    def _make(self, facts: UpdateFacts) -> None:
+        works = [work for rule, buckets in self._parts() for work in self._update(rule, buckets, facts)]
+        for work in works:
+            work.wait()
 
     def _update(self, rule: UpdateRule, buckets: Sequence[Bucket], facts: UpdateFacts) -> list[Work]:
         """Update these buckets by a rule and start to bring the masters to the weights."""
@@ -195,40 +220,17 @@ class Optimizer:
             work.wait()
 
     def grad_norm(self) -> float:
-        """Global L2 norm of the gradient sums; the same on all ranks. NaN on the meta device.
+        """Global L2 norm of the gradient sums, as of `grad_squares`. NaN on the meta device."""
+        return math.sqrt(read_total(self.grad_squares()))
+
+    def grad_squares(self) -> Tensor:
+        """The square of the global L2 norm of the gradient sums, fp64 []; the same on all ranks.
 
         Where the rule sums gradients itself, and has not done so yet, the norm is estimated: each replica's
         own sum times the number of replicas stands for the whole, and the estimate is the root mean square
         of their norms.
         """
-        return math.sqrt(self._total(GRADIENT, self._square_sum, degree=2, estimates=not self._sums_exactly))
-
-    @torch.no_grad()
-    def gradient_norms(self) -> dict[str, float]:
-        """L2 norm of the gradient sums of each trained parameter of this stage, by its global name."""
-        norms = ParameterNorms(self._trained, self.context, 1)
-        for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
-            for loaded in loaded_buckets:
-                for number, _, piece in loaded.bucket.layout.member_pieces(loaded.flats[GRADIENT]):
-                    norms.add(loaded.bucket, number, [_as_used(loaded.bucket, piece)])
-        norms.reduce()
-        members = [(b, i, spec.name) for b in self._trained for i, spec in enumerate(b.layout.specs)]
-        values = torch.cat([norms.of(bucket, number) for bucket, number, _ in members]).tolist()
-        return {name: value for (_, _, name), value in zip(members, values, strict=True)}
-
-    def params_norm(self) -> float:
-        """Global L2 norm of the master weights of trained parameters; the same on all ranks."""
-        return math.sqrt(self._total(WEIGHT, self._square_sum))
-
-    def count_zero_grads(self) -> int:
-        """Count the gradient elements of the whole model that are exactly zero; padding does not count."""
-
-        def zeros(pieces: Iterable[Tensor]) -> Tensor:
-            counts = [piece.numel() - piece.count_nonzero() for piece in pieces]
-            return torch.stack(counts).sum().double()
-
-        present = {bucket: present_parts(bucket.layout) for bucket in self._trained}
-        return round(self._total(GRADIENT, zeros, present))
+        return self.measures.squares(GRADIENT, estimates=not self._sums_exactly)
 
     @torch.no_grad()
     def full_state(self, kinds: Sequence[str] | None = None) -> Iterator[tuple[ParamSpec, dict[str, Tensor]]]:
@@ -258,7 +260,7 @@ class Optimizer:
         for loaded_buckets in self.store.stream((GRADIENT,), self._trained):
             for loaded in loaded_buckets:
                 layout = loaded.bucket.layout
-                whole = _as_used(loaded.bucket, whole_state(loaded.bucket, loaded.flats[GRADIENT]))
+                whole = as_used(loaded.bucket, whole_state(loaded.bucket, loaded.flats[GRADIENT]))
                 yield from zip(layout.specs, layout.views(whole), strict=True)
 
     @torch.no_grad()
@@ -293,54 +295,6 @@ class Optimizer:
             sizes |= {WORKER_ERROR: layout.padded, SERVER_ERROR: layout.shard_size}
         return rule.init_state(master) | {kind: master.new_zeros(size) for kind, size in sizes.items()}
 
-    def _square_sum(self, pieces: Iterable[Tensor]) -> Tensor:
-        return local_square_sum(pieces, self.context.device)
-
-    @torch.no_grad()
-    def _total(
-        self,
-        kind: str,
-        measure: Callable[[Iterable[Tensor]], Tensor],
-        parts: Mapping[Bucket, Sequence[slice]] | None = None,
-        *,
-        degree: int = 0,
-        estimates: bool = False,
-    ) -> float:
-        """The sum of a measure of a kind over the elements of the whole model, each counted once.
-
-        One sum over the world is enough: elements that n ranks hold whole count as one n-th on each.
-
-        Args:
-            kind: the kind of state.
-            measure: takes the pieces of some buckets, one after another.
-            parts: where this rank's pieces of each bucket are; by default, with padding, which is zero.
-            degree: the power of the factor of gradients by which the measure grows.
-            estimates: whether each replica's own gradients, a fraction of the whole, are measured as an
-                estimate: their squares then count n times, not one n-th.
-        """
-        parts = self._counted if parts is None else parts
-        alike: dict[tuple[int, float], list[Bucket]] = {}
-        for bucket in self._trained:
-            layout = bucket.layout
-            if parts[bucket]:
-                copies = 1 if layout.row.shard_state else layout.ranks
-                factor = bucket.sums_scale**degree if kind == GRADIENT else 1.0
-                alike.setdefault((copies, factor), []).append(bucket)
-        total = torch.zeros((), dtype=torch.float64, device=self.context.device)
-        for (copies, factor), buckets in alike.items():
-            pieces = (
-                loaded.flats[kind][where]
-                for loaded_buckets in self.store.stream((kind,), buckets)
-                for loaded in loaded_buckets
-                for where in parts[loaded.bucket]
-            )
-            # A visit's tensors are gone after it, if they come from other memory.
-            measured = factor * measure(pieces if self.store.tiers else list(pieces))
-            total += on_device(measured * copies if estimates else measured / copies, total.device)
-        self.context.world.all_reduce(total).wait()
-        (value,) = read_values(total) or (math.nan,)
-        return value
-
     @torch.no_grad()
     def _first_bad_parameter(self) -> str:
         """The first parameter of the model with a gradient that is not finite, and the rank it is on."""
@@ -360,8 +314,3 @@ class Optimizer:
                     if not piece.isfinite().all():
                         member = loaded.bucket.layout.members[number]
                         yield member.order, member.spec.name
-
-
-def _as_used(bucket: Bucket, sums: Tensor) -> Tensor:
-    """Multiply gradient sums by the factor of the update that read them, if it left them as they were."""
-    return sums if bucket.sums_scale == 1.0 else sums * bucket.sums_scale

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megazero.mpu.context import ParallelContext
+from megazero.ops.product_sum import Product
 from megazero.zero.bucket import Bucket, ShardedState
 from megazero.zero.gather import Gatherer
 from megazero.zero.policy import ZeroPolicy
@@ -88,9 +89,12 @@ class DataParallel:
         self._reducer.begin(chunk, reduce=reduce, ends=ends)
         self._gatherer.begin_backward(chunk)
 
-    def collect(self, param: nn.Parameter) -> None:
-        """Take `param.grad`; a hook calls this where autograd accumulates, other code calls it itself."""
-        self._reducer.collect(param)
+    def collect(self, param: nn.Parameter, product: Product | None = None) -> None:
+        """Take `param.grad`, or a gradient that is still a product.
+
+        A hook calls this where autograd accumulates, other code calls it itself.
+        """
+        self._reducer.collect(param, product)
         self._gatherer.collected(param)
 
     def end_backward(self) -> None:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import on_device
+from megazero.ops.product_sum import Product
 from megazero.zero.bucket import Bucket
 from megazero.zero.comm_hooks.comm_hook import Reduction
+from megazero.zero.fill import Fill, value_of
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import GRADIENT, Store
@@ -101,17 +103,17 @@ class GradientReducer:
         for progress in self._of(chunk):
             progress.begin()
 
-    def collect(self, param: nn.Parameter) -> None:
-        """Take over `param.grad`."""
+    def collect(self, param: nn.Parameter, product: Product | None = None) -> None:
+        """Take over `param.grad`, or a gradient that is still a product."""
         progress, slot = self._place[id(param)]
         name = progress.bucket.layout.specs[slot].name
         assert self._current is not None, f"{name}: a gradient outside a backward"
         # Taken away, so that autograd neither keeps it for the whole backward nor adds the next one to it.
-        grad, param.grad = param.grad, None
+        grad, param.grad = product or param.grad, None
         assert grad is not None, f"{name}: no gradient to take"
         # A buffer for a bucket out of turn would be held until its turn comes: a third one, or worse.
         if progress.fill is None and progress.needs_buffer and not self._has_turn(progress):
-            progress.wait(slot, grad, self.policy.reduce_dtype)
+            progress.wait(slot, value_of(grad), self.policy.reduce_dtype)
         else:
             self._open(progress).add(slot, grad)
         # One parameter that two chunks on this rank use: it has its turn in its own chunk's backward, or in
@@ -132,6 +134,9 @@ class GradientReducer:
             self._launch_all(chunk)
         else:
             self._owed.add(chunk)
+        for progress in self._progress:
+            if progress.fill is not None:
+                progress.fill.settle()
         self._current = None
 
     def reduce(self, chunk: int) -> None:
@@ -167,13 +172,13 @@ class GradientReducer:
         chunk = self._of(self._current)
         return self._reduce and self._next < len(chunk) and chunk[self._next] is progress
 
-    def _open(self, progress: _BucketSums) -> _Fill:
+    def _open(self, progress: _BucketSums) -> Fill:
         """The buffer that currently takes the bucket's gradients."""
         if progress.fill is None:
             bucket = progress.bucket
             transient = progress.needs_buffer
             source = self._buffers.take(bucket) if transient else self.store.sums(bucket)
-            progress.fill = _Fill(bucket, source, transient=transient)
+            progress.fill = Fill(bucket, source, transient=transient)
             while progress.waiting:
                 progress.fill.add(*progress.waiting.popitem())
         return progress.fill
@@ -264,38 +269,6 @@ class GradientReducer:
         return [progress.bucket for progress in self._progress]
 
 
-class _Fill:
-    """The buffer that a bucket's gradients arrive in: the first `padded` elements of `source`.
-
-    `source` holds the bucket's sums, or is a transient buffer.
-    """
-
-    def __init__(self, bucket: Bucket, source: Tensor, *, transient: bool):
-        layout = bucket.layout
-        self.source = source
-        self.transient = transient
-        self.buffer = source[: layout.padded]
-        self._tail = source[layout.numel : layout.padded]
-        self._views = layout.views(source)
-        self._written = [False] * len(bucket.params)
-
-    def add(self, slot: int, grad: Tensor) -> None:
-        """Add the gradient of parameter number `slot`."""
-        if self._written[slot]:
-            self._views[slot].add_(grad)
-        else:
-            self._views[slot].copy_(grad)
-            self._written[slot] = True
-
-    def complete(self) -> None:
-        """Write zeros where no gradient has arrived: the parameter may be in use on another rank."""
-        self._tail.zero_()
-        for view, written in zip(self._views, self._written, strict=True):
-            if not written:
-                view.zero_()
-        self._written = [True] * len(self._views)
-
-
 @dataclass
 class _BucketSums:
     """How far one bucket has got in this step.
@@ -310,7 +283,7 @@ class _BucketSums:
     """
 
     bucket: Bucket
-    fill: _Fill | None = None
+    fill: Fill | None = None
     reduced: bool = False
     missing: set[int] = field(default_factory=set)
     early: set[int] = field(default_factory=set)
@@ -349,7 +322,7 @@ class _Flight:
     """
 
     bucket: Bucket
-    fill: _Fill
+    fill: Fill
     reduction: Reduction
     first: bool
     heavy: bool

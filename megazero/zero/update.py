@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import on_device
+from megazero.ops.segments import NO_SIGNALS, DeviceSignals
 from megazero.optim.rule import (
     SERVER_ERROR,
     WORKER_ERROR,
@@ -42,12 +43,14 @@ class UpdateFacts:
         lr: learning rate.
         weight_decay: weight decay of the parameters that decay.
         factor: the factor by which the gradient sums are multiplied first.
+        signals: a further factor, and whether to change anything, if only the device knows.
     """
 
     number: int
     lr: PerGroup
     weight_decay: PerGroup
     factor: float
+    signals: DeviceSignals = NO_SIGNALS
 
 
 @dataclass(frozen=True)
@@ -205,7 +208,7 @@ class Update:
             [piece.state for piece in pieces],
             [piece.decay for piece in pieces],
             self.facts.number,
-            PassEnds(scale, outs) if self.rule.needs.one_pass else None,
+            PassEnds(scale, outs, self.facts.signals) if self.rule.needs.one_pass else None,
         )
 
     def _move(self, loaded_buckets: Sequence[LoadedBucket]) -> None:

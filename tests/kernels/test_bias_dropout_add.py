@@ -44,6 +44,30 @@ def test_masks_are_those_of_the_reference(p, width):
     assert torch.equal(grad_x != 0, kept)
 
 
+@pytest.mark.parametrize("site", [None, 0, -1, 2**62 + 1])
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize(
+    "positions",
+    [
+        range(7, 12),
+        range(40, 0, -8),
+        torch.tensor([3, 1, 2**40, 0, -5]),
+        torch.arange(15).view(3, 5).t() * 2**33,
+    ],
+    ids=["range", "steps", "of rows", "of elements"],
+)
+def test_keys_of_rows_are_derived_as_the_reference_does(site, by_row, positions):
+    """From the keys of sequences or rows, a place in the model, and positions of every form."""
+    shape = (5, 3, 24)
+    keys = torch.tensor([[-1, 2**63 - 1, 17]]) + (torch.arange(5).view(5, 1) * 3 if by_row else 0)
+    dropout = Dropout(0.5, keys if by_row else keys[0], positions, site)
+    kept = dropout_mask_hidden(dropout, *shape)
+    assert 0.3 < kept.float().mean() < 0.7
+    out, grad_x, _ = by_kernels(plain(torch.ones(shape), torch.zeros(shape), dropout), [torch.ones(shape)])
+    assert torch.equal(out != 0, kept)
+    assert torch.equal(grad_x != 0, kept)
+
+
 def test_extreme_values_and_a_residual_of_another_type():
     """Of what is dropped, infinity and NaN are NaN, as in the reference: no overflow goes unnoticed."""
     x = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e-40, 65504, 0, 3, 4]).repeat(3, 2, 1)

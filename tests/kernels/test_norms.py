@@ -1,10 +1,13 @@
 """The kernels of both norms, with and without a residual: sums, missing gradients, extreme rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.kernels.harness import DTYPES, same_bits
 from tests.kernels.sweep import (
+    EPS,
     add_layer_norm,
     add_rms_norm,
     by_kernels,
@@ -88,3 +91,42 @@ def test_parameters_keep_their_dtypes():
     trial = with_inputs(trial, x, weight.bfloat16(), bias.double())
     *_, grad_weight, grad_bias = by_kernels(trial, gradients_for(trial))
     assert (grad_weight.dtype, grad_bias.dtype) == (torch.bfloat16, torch.float64)
+
+
+@pytest.mark.parametrize(
+    "make", [layer_norm, rms_norm, add_layer_norm, add_rms_norm], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(5, 24), (9, 33), (3, 8200), (0, 8)])
+def test_parameters_in_the_dtype_of_x_are_read_as_they_are(make, dtype, rows, width):
+    """Bit for bit as if they had been widened, and their gradients rounded: four launches less."""
+    trial = make(rows, width, dtype)
+    matrices = 2 if make in (add_layer_norm, add_rms_norm) else 1
+    narrow = [x.to(dtype) for x in trial.inputs[matrices:]]
+    narrow_trial = with_inputs(trial, *trial.inputs[:matrices], *narrow)
+    wide_trial = with_inputs(trial, *trial.inputs[:matrices], *(x.float() for x in narrow))
+    grads = gradients_for(trial)
+    ours, theirs = by_kernels(narrow_trial, grads), by_kernels(wide_trial, grads)
+    parameters = len(narrow)
+    assert [x.dtype for x in ours[-parameters:]] == [dtype] * parameters
+    for a, b in zip(ours, theirs, strict=True):
+        assert same_bits(a, b.to(dtype))
+
+
+@ADDED
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("missing", [None, 0, 1])
+def test_without_a_residual_the_sum_is_x(added, dtype, missing):
+    """The pair of a norm and its argument, whose two gradients the kernel adds up, as of x + 0."""
+    whole = added(7, 40, dtype)
+    x, _, *parameters = whole.inputs
+    zeros = with_inputs(whole, x, torch.zeros_like(x), *parameters)
+    alone = replace(whole, call=lambda f, x, *rest, **more: f(x, None, *rest, EPS, **more))
+    alone = with_inputs(alone, x, *parameters)
+    grads = [None if number == missing else grad for number, grad in enumerate(gradients_for(whole))]
+    y, total, grad_x, *rest = by_kernels(alone, grads)
+    expected = by_kernels(zeros, grads)
+    del expected[3]  # the gradient of the zeros
+    for ours, theirs in zip((y, total, grad_x, *rest), expected, strict=True):
+        assert same_bits(ours, theirs)
+    assert same_bits(total, x)

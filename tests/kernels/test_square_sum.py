@@ -76,8 +76,8 @@ def test_an_optimizer_skips_a_step_that_the_sum_finds_not_finite(value, moved):
         p, grad, overflow = torch.ones(5), torch.full((5,), value).half(), torch.empty(1)
         square_sum_cuda([grad], overflow, kernels)
         signals = DeviceSignals(overflow=overflow)
-        step = UpdateCall(Sgd(0.0), StepFacts(1, 0.25, 0.0), [p], [grad], [[]], [None])
-        update_cuda(step, signals=signals, kernels=kernels)
+        step = UpdateCall(Sgd(0.0), StepFacts(1, 0.25, 0.0, signals), [p], [grad], [[]], [None])
+        update_cuda(step, kernels=kernels)
         return [p]
 
     assert in_every_order(run)[0].tolist() == [moved] * 5

@@ -1,8 +1,11 @@
 """The optimizers' kernels against their formulas in fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from megazero.ops.segments import NO_SIGNALS
 from megazero.ops.update import StepFacts, UpdateCall, update_cuda, update_reference
 from megazero.optim.elementwise import ELEMENTWISE, Adam, Sgd
 from tests.kernels.harness import DTYPES, in_every_order, watched
@@ -21,11 +24,12 @@ RULES = (ADAM, *(kind() for name, kind in ELEMENTWISE.items() if name != "adam")
 EVERY_RULE = pytest.mark.parametrize("rule", RULES, ids=repr)
 
 
-def call(function, rule, own, scale=1.0, **others):
+def call(function, rule, own, scale=1.0, signals=NO_SIGNALS, **others):
     """A step of pieces by an implementation."""
+    at = replace(AT, signals=signals)
     states = list(zip(*own.moments, strict=True)) or [()] * len(own.params)
     outs = own.weights or [None] * len(own.params)
-    function(UpdateCall(rule, AT, own.params, own.grads, states, outs, scale), **others)
+    function(UpdateCall(rule, at, own.params, own.grads, states, outs, scale), **others)
 
 
 def one(rule, param, grad, state):

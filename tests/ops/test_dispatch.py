@@ -26,6 +26,7 @@ from megazero.ops.dropout import AttentionDropout, Dropout
 from megazero.ops.embedding import embedding
 from megazero.ops.gate import Gating, gate
 from megazero.ops.gathered_sum import gathered_sum
+from megazero.ops.gradient_sum import Summand, gradient_sum
 from megazero.ops.grouped_linear import Groups, grouped_linear, grouped_outer
 from megazero.ops.kept_columns import LONGEST, kept_columns
 from megazero.ops.kl_divergence import vocab_parallel_kl_divergence
@@ -219,6 +220,13 @@ def _run_dequantize(facts) -> None:
     dequantize(torch.zeros(2, how.row_bytes(9), dtype=torch.uint8), 9, how, facts.dtype)
 
 
+def _run_gradient_sum(facts) -> None:
+    other = torch.float16 if facts.dtype == torch.bfloat16 else torch.bfloat16
+    total = torch.zeros(3, dtype=facts.dtype if facts.known else other)
+    gradient_sum([Summand(total, torch.ones(3, dtype=facts.dtype), begins=False)])
+    assert total.tolist() == [1.0] * 3
+
+
 def _run_square_sum(facts) -> None:
     square_sum([torch.ones(3, dtype=facts.dtype)])
 
@@ -264,6 +272,7 @@ RUNS: dict[str, Callable] = {
     "gathered_sum": lambda facts: gathered_sum(
         _randn(facts, 4, 8), torch.arange(4).view(2, 2), torch.arange(4), _randn(facts, 2, 2)
     ),
+    "gradient_sum": _run_gradient_sum,
     "grouped_linear": _run_grouped_linear,
     "grouped_outer": _run_grouped_outer,
     "kept_columns": _run_kept_columns,

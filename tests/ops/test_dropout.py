@@ -9,6 +9,7 @@ import torch
 
 from megazero.ops import native
 from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD, bias_dropout_add
+from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
 
 WHOLE = Dropout(0.3, torch.tensor([5, 6, -7]), range(12))
@@ -31,6 +32,14 @@ def pick(x: torch.Tensor, rows: range | torch.Tensor) -> torch.Tensor:
     if index.dim() == 1:
         return x[index]
     return torch.stack([x[index[:, i], i] for i in range(x.shape[1])], 1)
+
+
+def test_a_site_is_mixed_into_the_keys():
+    """As if its own keys had been derived before."""
+    drawn = dropout_mask_hidden(Dropout(0.3, WHOLE.keys, WHOLE.positions, 77), 12, 3, 40)
+    derived = dropout_mask_hidden(Dropout(0.3, derive(77, WHOLE.keys), WHOLE.positions), 12, 3, 40)
+    assert torch.equal(drawn, derived)
+    assert not torch.equal(drawn, dropout_mask_hidden(WHOLE, 12, 3, 40))
 
 
 @each_rows

@@ -14,7 +14,7 @@ from tests.ops.cases import Case, all_cases
 
 CASES = all_cases()
 TABLES = {operator.name: operator for operator in operators()}
-UPDATES = {"lamb_move", "lamb_norms", "update"}
+UPDATES = {"gradient_sum", "lamb_move", "lamb_norms", "update"}
 CODES = {"quantize", "dequantize", "kept_columns", "sort_by_expert", "to_fp8"}
 SUMS = {"square_sum"}
 LOSSES = {"cross_entropy", "kl_divergence", "linear_cross_entropy"}

@@ -221,8 +221,8 @@ def recordings() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for target, name, new in (
             (Operator, "choose", lambda self, facts: self.implementations[-1]),
-            (delayed, "ThreadPoolExecutor", RecordedThreads),
-            (saver, "ThreadPoolExecutor", RecordedThreads),
+            (delayed, "helper_pool", RecordedThreads),
+            (saver, "helper_pool", RecordedThreads),
             (saver, "wait", _waited),
             (saver.Saver, "_write", _write),
             (disk._OpenFile, "start", _start),

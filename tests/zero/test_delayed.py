@@ -142,7 +142,7 @@ def test_an_update_runs_beside_the_next_step_and_what_touches_its_state_waits(to
         if touch == "land":
             trained.store.accumulate(bucket, torch.zeros(bucket.layout.shard_size), first=True)
         elif touch == "norm":
-            trained.optimizer.params_norm()
+            trained.optimizer.measures.params_norm()
         elif touch == "state":
             list(trained.optimizer.full_state())
         else:

@@ -214,7 +214,7 @@ def test_norms_do_not_depend_on_the_layout(stage):
         trainer = Trainer(Zoo(), zoo_loss, policy(stage), context)
         trainer.accumulate(0, 1)
         optimizer = trainer.optimizer
-        return optimizer.grad_norm(), optimizer.params_norm(), optimizer.count_zero_grads()
+        return optimizer.grad_norm(), optimizer.measures.params_norm(), optimizer.measures.count_zero_grads()
 
     model = Zoo()
     sum(zoo_loss(model, 0, sample) for sample in range(12)).backward()

@@ -66,9 +66,9 @@ def sums_of(layout: Layout, context: ParallelContext) -> Sums:
     gathered = torch.tensor([zeros, *squares], dtype=torch.float64)
     context.pp.all_reduce(gathered).wait()
     return Sums(
-        optimizer.count_zero_grads(),
+        optimizer.measures.count_zero_grads(),
         optimizer.grad_norm(),
-        optimizer.params_norm(),
+        optimizer.measures.params_norm(),
         int(gathered[0]),
         math.sqrt(gathered[1]),
         math.sqrt(gathered[2]),

@@ -46,7 +46,7 @@ def step_facts(
     """
     context = engine.context
     scale = attempt.grad_norm / attempt.sums_norm if attempt.sums_norm else 1.0
-    norms = {name: norm * scale for name, norm in engine.optimizer.gradient_norms().items()}
+    norms = {name: norm * scale for name, norm in engine.optimizer.measures.gradient_norms().items()}
     first = engine.executor.terms[0]
     mine: _RankFacts = {
         "replica": context.data.rank,

@@ -79,6 +79,11 @@ class SpikeGuard(Concern):
         aside = any(start < end and first < stop for start, stop in state.set_aside)
         return aside or step.after.iteration in self.config.iterations_to_skip
 
+    @property
+    def may_hold(self) -> bool:
+        """Whether a step may have to be judged before its update."""
+        return self.config.rerun_on_fault or self.config.on_spike in ("skip", "rollback")
+
     def judge(
         self, now: TrainState, step: Step, attempt: Attempt, batches: Sequence[MicroBatch], timers: Timers
     ) -> tuple[Attempt, bool]:

@@ -134,7 +134,7 @@ METRICS = (
     Metric(
         "params_norm",
         "of the parameters after the update, if asked for",
-        lambda f: _optimizer(f).params_norm() if _logging(f).log_params_norm else None,
+        lambda f: _optimizer(f).measures.params_norm() if _logging(f).log_params_norm else None,
         Chart("params-norm", over_samples=True),
         shown("params norm: {:.3f}", 215),
         gathered=True,
@@ -142,7 +142,7 @@ METRICS = (
     Metric(
         "num_zeros",
         "elements of the gradient that are zero, if asked for",
-        lambda f: _optimizer(f).count_zero_grads() if _logging(f).log_num_zeros_in_grad else None,
+        lambda f: _optimizer(f).measures.count_zero_grads() if _logging(f).log_num_zeros_in_grad else None,
         Chart("num-zeros", over_samples=True),
         shown("num zeros: {}", 210),
         gathered=True,

@@ -139,8 +139,9 @@ class Together(Concern):
 
     def after(self, now: Moment) -> Verdict:
         seen = [concern.sees(now) for concern in self.concerns]
-        numbers = torch.tensor([x for numbers in seen for x in numbers], device=self.context.device)
-        self.context.world.all_reduce(numbers, "max").wait()
+        # On the host, which would otherwise wait for the update that is queued.
+        numbers = torch.tensor([x for numbers in seen for x in numbers])
+        self.context.groups["host"].all_reduce(numbers, "max").wait()
         most, verdict = numbers.tolist(), now.verdict
         for concern, own in zip(self.concerns, seen, strict=True):
             verdict = verdict.or_stronger(concern.agreed(now, most[: len(own)]))

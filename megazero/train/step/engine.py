@@ -16,13 +16,12 @@ from megazero.layers.fp8 import Fp8State
 from megazero.layers.inputs import NOTHING_SKIPPED
 from megazero.models.batch import MicroBatch
 from megazero.moe.loads import RouterLoads
-from megazero.mpu.host import read_values
 from megazero.optim.loss_scaler import LossScaler
 from megazero.optim.schedule import LearningRate, WeightDecay
 from megazero.pipeline.actions import Program
 from megazero.pipeline.executor import Executor
 from megazero.train.step.distillation import Distillation
-from megazero.train.step.losses import Losses, local_counts, loss_factors
+from megazero.train.step.losses import Losses, Totals, local_counts, loss_factors
 from megazero.train.step.skipping import SkippingPlan
 from megazero.train.step.timers import Timers
 from megazero.zero.bucket import Bucket
@@ -97,21 +96,34 @@ class Attempt:
     """One pass over a global batch: the gradient sums are there, and nothing has been changed yet.
 
     Attributes:
-        losses: the losses of the global batch.
-        sums_norm: global norm of the gradient sums, which contain the loss scale.
-        grad_norm: global norm of the gradient, before clipping.
+        scale: the loss scale that backward used.
+        totals: sums over the global batch. What is read from them waits for the device.
         local: this rank's own sums of the loss terms, float64 [terms], on the device.
         prints: fingerprints of this rank's own gradients, by the first parameter of each bucket, on the
             device; in the order of their reductions, and empty unless `Engine.witness` has been called.
         tallies: what routers counted.
     """
 
-    losses: Losses
-    sums_norm: float
-    grad_norm: float
+    scale: float
+    totals: Totals
     local: Tensor
     prints: Sequence[tuple[str, Tensor]] = ()
     tallies: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def losses(self) -> Losses:
+        """The losses of the global batch."""
+        return self.totals.losses
+
+    @property
+    def sums_norm(self) -> float:
+        """Global norm of the gradient sums, which contain the loss scale; 0 with nothing to train on."""
+        return self.totals.norm
+
+    @property
+    def grad_norm(self) -> float:
+        """Global norm of the gradient, before clipping."""
+        return self.sums_norm * (1.0 / self.scale)
 
 
 @dataclass(frozen=True)
@@ -175,6 +187,7 @@ class Engine:
         self.context = optimizer.context
         self.distillation = distillation or Distillation()
         self._prints: list[tuple[str, Tensor]] = []
+        self._queued: Attempt | None = None
 
     def nothing(self, progress: Progress) -> StepResult:
         """The result of a step that is passed over: no losses and no update."""
@@ -194,7 +207,9 @@ class Engine:
 
     def train_step(self, batches: Sequence[MicroBatch], progress: Progress, timers: Timers) -> StepResult:
         """Train on one global batch: an attempt and its update."""
-        return self.update(self.attempt(batches, progress, timers), progress, timers)
+        attempt = self.attempt(batches, progress, timers)
+        self.queue_update(attempt, progress)
+        return self.update(attempt, progress, timers)
 
     def attempt(self, batches: Sequence[MicroBatch], progress: Progress, timers: Timers) -> Attempt:
         """Forward and backward of a global batch, its losses, and the norm of its gradient.
@@ -221,9 +236,21 @@ class Engine:
                 sums = self.executor.train(program, batches, factors, step)
         with timers("optimizer"):
             local = sums.terms.clone()
-            losses, _ = self._losses(sums.terms, counts)
-            norm = 0.0 if losses.total is None else self.optimizer.grad_norm()
-        return Attempt(losses, norm, norm * (1.0 / scale), local, tuple(self._prints), sums.tallies)
+            self._sum_over_ranks(sums.terms)
+            totals = Totals(self.executor.terms, sums.terms, counts, self.optimizer.grad_squares())
+        return Attempt(scale, totals, local, tuple(self._prints), sums.tallies)
+
+    def queue_update(self, attempt: Attempt, progress: Progress) -> None:
+        """Queue the update of the latest attempt, where the device can decide about it.
+
+        The host then learns of the losses and the norm while the device updates the weights, not while it
+        idles. To be called only if nobody may hold the update.
+        """
+        if not self.optimizer.queues:
+            return
+        lr, decay = self.schedules.learning_rate.at(progress), self.schedules.weight_decay.at(progress)
+        self.optimizer.queue(lr, decay, 1.0 / attempt.scale, attempt.totals.norm_on_device())
+        self._queued = attempt
 
     def update(
         self, attempt: Attempt, progress: Progress, timers: Timers, *, hold: bool = False
@@ -238,7 +265,8 @@ class Engine:
             progress, timers: as for the attempt.
             hold: whether to leave the update out; routers stay as they are then, too.
         """
-        losses, scale = attempt.losses, self.scaler_state.scale
+        losses, scale, queued = attempt.losses, attempt.scale, self._queued is attempt
+        self._queued = None
         lr = self.schedules.learning_rate.at(progress)
         with timers("optimizer"):
             self.fp8.advance()
@@ -246,12 +274,13 @@ class Engine:
                 tokens = self.loads.update(attempt.tallies)
                 return StepResult(losses, 0.0, lr, scale, Outcome.EMPTY, tokens=tokens)
             if hold:
+                assert not queued, "an update that is queued cannot be held"
                 return StepResult(losses, attempt.grad_norm, lr, scale, Outcome.HELD)
             tokens = self.loads.update(attempt.tallies)
             sound = math.isfinite(losses.trained_total) or self.context.device.type == "meta"
             norm = attempt.sums_norm if sound else math.nan
             decay = self.schedules.weight_decay.at(progress)
-            report = self.optimizer.step(lr, decay, 1.0 / scale, norm)
+            report = self.optimizer.step(lr, decay, 1.0 / scale, norm, queued=queued)
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
         outcome = Outcome.UPDATED if report.applied else Outcome.NOT_FINITE
         return StepResult(losses, report.grad_norm, lr, scale, outcome, report.first_bad_parameter, tokens)
@@ -271,21 +300,13 @@ class Engine:
             sums += step.terms
             outputs.append(step.outputs)
         self.context.batch.all_reduce(counts).wait()
-        losses, counted = self._losses(sums, counts)
-        return Evaluation(losses.evaluated(), counted, outputs)
+        self._sum_over_ranks(sums)
+        totals = Totals(terms, sums, counts)
+        return Evaluation(totals.losses.evaluated(), totals.counted, outputs)
 
-    def _losses(self, sums: Tensor, counts: Tensor) -> tuple[Losses, int]:
-        """The losses and the first term's count, from this rank's sums and all counts, both float64 [terms].
-
-        Waits for the device.
-
-        On the meta device the losses are NaN, and something counts.
-        """
+    def _sum_over_ranks(self, sums: Tensor) -> None:
+        """Turn this rank's sums of the loss terms, float64 [terms], into those of all, in place."""
         self.context.pp.all_reduce(sums).wait()  # zeros on the stages that add nothing
         self.context.batch.all_reduce(sums).wait()
         if self.context.tp.size > 1:  # what all ranks decide on must be the same to the last bit
             self.context.tp.broadcast(sums, 0).wait()
-        terms = self.executor.terms
-        values = read_values(torch.cat([sums, counts])) or [math.nan] * len(terms) + [1.0] * len(terms)
-        totals, divisors = values[: len(terms)], values[len(terms) :]
-        return Losses.of(terms, totals, divisors), round(divisors[0])

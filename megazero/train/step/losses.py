@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from torch import Tensor
 from megazero.loss import PADDING, LossTerm
 from megazero.models.batch import MicroBatch
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.host import Reading
 
 
 def local_counts(
@@ -103,3 +106,54 @@ class Losses:
     def record(self) -> dict[str, float | None]:
         """Key -> mean, like `labelled`, with keys as in metrics, such as ``lm_loss``."""
         return {label.replace(" ", "_"): mean for label, mean in self.labelled().items()}
+
+
+class Totals:
+    """Sums over a global batch: on the device, and on their way to the host, where reading them waits.
+
+    Args:
+        terms: the model's loss terms.
+        sums, counts: those of the terms, float64 [terms].
+        squares: the square of the norm of the gradient sums, float64 []; None without gradients.
+    """
+
+    def __init__(
+        self, terms: Sequence[LossTerm], sums: Tensor, counts: Tensor, squares: Tensor | None = None
+    ):
+        self.terms = terms
+        self.sums = sums
+        self.counts = counts
+        self.squares = torch.zeros_like(sums[0]) if squares is None else squares
+        self._reading = Reading(torch.cat([sums, counts, self.squares.view(1)]))
+
+    @cached_property
+    def losses(self) -> Losses:
+        """The losses; on the meta device they are NaN, and something counts."""
+        n, values = len(self.terms), self._values
+        return Losses.of(self.terms, values[:n], values[n : 2 * n])
+
+    @property
+    def counted(self) -> int:
+        """The first term's count."""
+        return round(self._values[len(self.terms)])
+
+    @property
+    def norm(self) -> float:
+        """The norm of the gradient sums; 0 where there is nothing to train on."""
+        return 0.0 if self.losses.total is None else math.sqrt(self._values[-1])
+
+    def norm_on_device(self) -> Tensor:
+        """The norm, float64 []; NaN where the step is to be skipped, be it for its losses or as empty."""
+        trained = [i for i, term in enumerate(self.terms) if term.trained]
+        means = [
+            torch.where(self.counts[i] > 0, self.terms[i].coefficient * (self.sums[i] / self.counts[i]), 0.0)
+            for i in trained
+        ]
+        counted = torch.stack([self.counts[i] for i in trained]).amax() > 0
+        sound = counted & torch.stack(means).sum().isfinite()
+        return torch.where(sound, self.squares.sqrt(), torch.nan)
+
+    @property
+    def _values(self) -> list[float]:
+        n = len(self.terms)
+        return self._reading.values or [math.nan] * n + [1.0] * n + [math.nan]
