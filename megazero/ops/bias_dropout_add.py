@@ -14,6 +14,7 @@ from megazero.kernels.library import MOST_GROUPS, KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.counter_random import (
+    MASK_64,
     KeepRows,
     keep_columns,
     keep_multiplier,
@@ -76,7 +77,7 @@ class _Keys:
             first, step = positions.start, positions.step
         else:
             by_row, given = int(positions.dim() == 2), positions.contiguous()
-        mixed = (0, 0) if site is None else (1, signed_64(mix_64(site)))
+        mixed = (0, 0) if site is None else (1, signed_64(mix_64(site & MASK_64)))
         numbers = [keys.shape[-1], int(keys.dim() == 2), by_row, first, step, *mixed]
         return keys.contiguous(), given, numbers, keep_threshold(self.p), 1 / (1 - self.p)
 

@@ -34,6 +34,11 @@ class Dropout:
     def __post_init__(self) -> None:
         _check_share(self.p)
 
+    @property
+    def own_keys(self) -> Tensor:
+        """The keys of the place itself, in the shape of `keys`."""
+        return self.keys if self.site is None else derive(self.site, self.keys)
+
     def check(self, s: int, b: int) -> None:
         """Raise ValueError unless this describes `b` sequences of `s` rows."""
         _check_keys(self.keys, s, b)
@@ -68,9 +73,9 @@ class AttentionDropout:
 
 def hidden_row_keys(dropout: Dropout) -> Tensor:
     """int64 [s, b]: the key of each (position, sequence)."""
-    keys = dropout.keys if dropout.site is None else derive(dropout.site, dropout.keys)
     positions = position_tensor(dropout.positions, dropout.keys.device)
-    return derive(keys, positions if positions.dim() == 2 else positions.unsqueeze(1)).contiguous()
+    columns = positions if positions.dim() == 2 else positions.unsqueeze(1)
+    return derive(dropout.own_keys, columns).contiguous()
 
 
 def attention_row_keys(dropout: AttentionDropout, heads: int) -> Tensor:

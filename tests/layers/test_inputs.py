@@ -107,7 +107,7 @@ def test_keys_of_sites_samples_and_seeds_share_nothing():
     keys = []
     for seed in (1, 2):
         inputs = LayerInputs(Rows(range(1), keys=torch.from_numpy(sample_keys(seed, range(16)))))
-        keys += [inputs.dropout(0.5, *site).keys for site in sites]
+        keys += [inputs.dropout(0.5, *site).own_keys for site in sites]
         keys += [attention_dropout(placement, inputs, layer).keys for layer in range(8)]
     keys = torch.stack(keys).view(-1)  # 2 seeds, 24 sites, 16 samples
     assert len(set(keys.tolist())) == 2 * 24 * 16
