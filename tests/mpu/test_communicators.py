@@ -261,21 +261,31 @@ def test_a_second_group_of_all_ranks_is_not_the_world(nccl):
     assert nccl[0]["ranks"] == [0, 1, 2, 3]
 
 
+class _PassedEvent:
+    """An event of a device that has nothing left to do."""
+
+    def record(self) -> None:
+        return None
+
+    def query(self) -> bool:
+        return True
+
+
 def _join_as_on_nccl(rank: int, world_size: int) -> tuple[float, list[str], list[str | None]]:
     """Join the pool's world as ranks on GPUs join NCCL's; the message received, the groups, the hosts."""
-    kept, hosts = (launch.choose_backend, launch.start_world, launch.warm_up), []
+    kept, hosts = (launch.choose_backend, launch.start_world, launch.warm_up, torch.cuda.Event), []
 
     def warmed(context, host_of) -> None:
         warm_up(context, host_of)
         hosts.extend(map(host_of, range(world_size)))
 
     launch.choose_backend, launch.start_world = (lambda *_: "nccl"), (lambda *_, **__: None)
-    launch.warm_up = warmed
+    launch.warm_up, torch.cuda.Event = warmed, _PassedEvent
     try:
         config = ParallelConfig(pipeline_model_parallel_size=world_size, device="cpu")
         context = join(config, Launch(rank, world_size, rank), zero_stage=1)
     finally:
-        launch.choose_backend, launch.start_world, launch.warm_up = kept
+        launch.choose_backend, launch.start_world, launch.warm_up, torch.cuda.Event = kept
     context.watch.close()
     number = torch.tensor([float(rank)])
     context.pp.all_reduce(number).wait()
