@@ -21,18 +21,26 @@ class Pages(mmap.mmap):
             self.unlock()
 
 
+_LINE = 64
+_STEP = 5 * _LINE  # odd in lines, so that all offsets in a page have their turn
+
+
 class Slab:
     """Makes memory of the host: ordinary pages, locked one piece at a time.
 
     torch's own locked memory is rounded up to powers of two, so it may take twice what is asked for. A copy
     may not cross two locked pieces, so each lies in one of its own, rounded up to whole pages.
 
+    Pieces begin at different offsets of their pages: work on several at a time, such as an update, would
+    otherwise use the same few lines of a cache for all of them (a sixth slower for Adam, measured).
+
     Args:
-        streams: those of the device that copies; by default, none does.
+        streams: those of the device that copies; by default, none does, and memory is torch's.
     """
 
     def __init__(self, streams: Streams = INLINE):
         self._streams = streams
+        self._offset = 0
 
     def pages(self, size: int) -> Pages:
         """New memory of at least `size` bytes.
@@ -46,5 +54,8 @@ class Slab:
         return pages
 
     def take(self, size: int) -> Tensor:
-        """New memory as a tensor: uint8 [size]."""
-        return torch.frombuffer(self.pages(size), dtype=torch.uint8)[:size]
+        """New memory as a tensor: uint8 [size], with any content; it begins at a multiple of 64 bytes."""
+        if self._streams is INLINE:
+            return torch.empty(size, dtype=torch.uint8)
+        offset, self._offset = self._offset, (self._offset + _STEP) % mmap.PAGESIZE
+        return torch.frombuffer(self.pages(offset + size), dtype=torch.uint8)[offset : offset + size]

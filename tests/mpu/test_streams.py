@@ -51,13 +51,23 @@ def test_memory_is_whole_pages_and_no_power_of_two(size, pages):
 def test_memory_is_unlocked_when_the_last_part_of_it_is_let_go_of():
     streams = Locked()
     slab = Slab(streams)
-    one, other = slab.take(PAGE), slab.take(PAGE)
+    one, other = slab.take(PAGE), slab.take(PAGE - 320)
     part = one[8:].view(torch.float32)
     del one
     assert len(streams.locked) == 2
     part.fill_(1)
     del part
-    assert list(streams.locked) == [other.data_ptr()]
+    assert streams.locked == {other.data_ptr() - 320: PAGE}
+
+
+def test_pieces_begin_at_different_lines_of_a_page():
+    """An update reads several of equal size at a time, whose lines would push one another out of a cache."""
+    slab = Slab(Locked())
+    pieces = [slab.take(4 * PAGE) for _ in range(64)]
+    offsets = [piece.data_ptr() % PAGE for piece in pieces]
+    assert offsets[:4] == [0, 320, 640, 960]
+    assert sorted(offsets) == list(range(0, PAGE, 64))
+    assert Slab().take(100).data_ptr() % 64 == 0
 
 
 def test_on_a_cpu_copies_are_made_at_once():
