@@ -78,7 +78,7 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         self._backwards = 0
         self._losses: list[Tensor] = []
         parallel = states.parallel
-        self._shown = ShownGradients(parallel) if states.shows_gradients else None
+        self._shown = ShownGradients(parallel, states.share) if states.shows_gradients else None
         self._script = ScriptBackward(parallel, self._begin_script, self._end, self._shown)
 
     def __getattr__(self, name: str) -> Any:

@@ -129,15 +129,18 @@ class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
         return not self.param_groups
 
     @property
+    def share(self) -> float:
+        """The factor that makes sums over ranks means, times the loss scale."""
+        return self._divisor / self.parallel.group.size
+
+    @property
     def shows_gradients(self) -> bool:
-        """Whether gradients lie whole on each rank, in the parameters' own type, as means."""
+        """Whether gradients lie whole on each rank, where they can be seen as means: copies in 16 bits."""
         store = self.parallel.store
         trained = [bucket for bucket in store.buckets if bucket.key.trainable]
-        return (
-            not store.tiers
-            and self._divisor == self.parallel.group.size
-            and not any(bucket.layout.row.shard_grads or bucket.layout.row.shard_state for bucket in trained)
-            and all(store.sums(bucket).dtype == bucket.key.dtype for bucket in trained)
+        return not (
+            store.tiers
+            or any(bucket.layout.row.shard_grads or bucket.layout.row.shard_state for bucket in trained)
         )
 
     def begin(self) -> None:
@@ -171,6 +174,8 @@ class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients so far; every rank calls this."""
+        for param in self.parallel.arrived.values():
+            param.grad = None
         if self._pending:
             self.parallel.finish()
             self._pending = False

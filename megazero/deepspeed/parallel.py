@@ -99,6 +99,10 @@ class UserParallel(DataParallel, Home):
         """Whether a backward has begun and has not ended."""
         return self._in_backward
 
+    def start(self, step: int = 0) -> None:
+        super().start(step)
+        self._settled = False
+
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
         if self._gatherer.buckets:
             self.order.check()  # in backward, ranks that differ would wait for each other's calls

@@ -82,6 +82,7 @@ class SteppingEngine(BackwardEngine):
         scale, rates = self.states.cur_scale, tuple(self.get_lr())
         if self._shown is not None:
             self._shown.hide()
+        self.states.begin()  # without gradients, if the script has dropped all of them since the backward
         with self._reporter.phase("step"):
             self.states.step()
         self.states.parallel.arrived.clear()
