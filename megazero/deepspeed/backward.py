@@ -19,7 +19,7 @@ from megazero.deepspeed.answers import (
 )
 from megazero.deepspeed.autocast import Autocast
 from megazero.deepspeed.data import to_half
-from megazero.deepspeed.getters import GETTERS
+from megazero.deepspeed.getters import ATTRIBUTES, GETTERS
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.script_backward import ScriptBackward, ShownGradients
@@ -87,6 +87,8 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         except AttributeError:
             if name in GETTERS:
                 return partial(GETTERS[name], self)
+            if name in ATTRIBUTES:
+                return ATTRIBUTES[name](self)
             module = self.__dict__.get("_modules", {}).get("module")
             if hasattr(module, name) or hasattr(type(module), name):
                 return getattr(module, name)

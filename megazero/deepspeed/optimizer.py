@@ -12,6 +12,7 @@ from megazero.config.deepspeed.extras import Extras
 from megazero.deepspeed.choose_optimizer import of_json
 from megazero.deepspeed.grouped_rule import rates
 from megazero.deepspeed.loss_scale import ScaleAndRate
+from megazero.deepspeed.optimizer_calls import OptimizerCalls
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
 from megazero.errors import ConfigError, MegazeroError
@@ -76,7 +77,7 @@ def idle_rule(groups: Any) -> UpdateRule:
     return Adam(0.9, 0.999, 1e-8)
 
 
-class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
+class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
     """A torch optimizer whose step sums gradients, unscales, clips and updates this rank's shards.
 
     `param_groups` are those of the optimizer that it replaces: a schedule's changes to them take effect.
@@ -117,6 +118,7 @@ class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
         self._rule_of = rule_of
         self._divisor = divisor
         self._pending = False
+        self._overflow: bool | None = None
 
     @property
     def loss_factor(self) -> float:
@@ -161,7 +163,7 @@ class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
         if not self._pending:
             raise MegazeroError("`step` must follow a backward, but there was none; call `engine.backward`")
         self.parallel.finish()
-        self._pending = False
+        self._pending, self._overflow = False, None
         self.shards.rule = self._rule_of(self.param_groups)
         self.report = self.shards.step(
             rates(self.shards.rule, self.param_groups),

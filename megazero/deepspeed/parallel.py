@@ -49,6 +49,9 @@ class UserParallel(DataParallel, Home):
         arrived: the parameters with a gradient since `arrived` was last emptied, by ``id``.
         optimizer: the optimizer over the gradients, which knows how they are scaled.
         has_gradients: whether there has been a backward since the last step.
+        module: the model.
+        stage: the stage of ZeRO.
+        away: what `offload_states` has moved; None if nothing is.
     """
 
     def __init__(
@@ -60,7 +63,9 @@ class UserParallel(DataParallel, Home):
         context: ParallelContext,
     ):
         super().__init__(units, store, policy, context)
-        self.group = context.replica
+        self.context, self.group, self.module = context, context.replica, model
+        self.stage = policy.stage
+        self.away: Any = None
         self._place = {
             id(param): (bucket, number)
             for bucket in store.buckets

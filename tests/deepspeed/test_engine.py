@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed.getters import GETTERS, value_at
+from megazero.deepspeed.config_sections import value_at
+from megazero.deepspeed.getters import GETTERS
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError, ConfigError, MegazeroError
