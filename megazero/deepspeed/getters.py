@@ -20,11 +20,10 @@ from torch.utils.data import IterableDataset
 from megazero.deepspeed.comm.world import process_group
 from megazero.deepspeed.config_sections import AIO, DTYPES, autocast_dtype, value_at
 from megazero.deepspeed.moe.layer import MoE
+from megazero.deepspeed.utils.torch_version import get_default_autocast_lower_precision_modules
 
 _DATA = '{"enabled": false, "num_epochs": 1000, "num_workers": 0, "pin_memory": false}'
-_LOWER = json.dumps(
-    [f"torch.nn.modules.{name}" for name in ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")]
-)
+_LOWER = json.dumps(get_default_autocast_lower_precision_modules())
 _TABLE = f"""
 aio_config aio {AIO}
 autotuning_enabled autotuning.enabled false

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -153,6 +154,24 @@ class DeepSpeedConfig:
     def print(self, name: str) -> None:
         """Print each attribute, under a title."""
         print(f"{name}:", *(f"  {key} {value}" for key, value in sorted(vars(self).items())), sep="\n")
+
+
+class ZeroStageEnum(int, Enum):
+    """The stages of ZeRO by name."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = max_stage = 3
+
+
+def zero_config(**section: Any) -> ConfigSection:
+    """A section `zero_optimization` as an object with DeepSpeed's defaults.
+
+    Raises:
+        ConfigError: names every key or value that is wrong.
+    """
+    return DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": section}).zero_config
 
 
 _OWN_NAMES = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
