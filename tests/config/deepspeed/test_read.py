@@ -250,6 +250,11 @@ EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
         {},
         Extras(checkpoint=CheckpointExtras(use_node_local_storage=True)),
     ),
+    "data_efficiency.data_sampling.dynamic_batching": (
+        {"enabled": True, "max_tokens": 9},
+        {"data_efficiency.enabled": True, "data_efficiency.data_sampling.enabled": True},
+        Extras(sections={"dynamic_batching": {"enabled": True, "max_tokens": 9}}),
+    ),
     "torch_autocast": (
         {"enabled": True, "dtype": "bf16"},
         {},
