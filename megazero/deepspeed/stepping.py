@@ -188,6 +188,9 @@ class SteppingEngine(BackwardEngine):
         self.global_steps, self.global_samples = progress.global_steps, progress.global_samples
         self.micro_steps, self.skipped_steps = progress.micro_steps, progress.skipped_steps
         self._backwards, self._losses = 0, []
+        if self.random_ltd_scheduler is not None:
+            self.random_ltd_scheduler.reset_to_init()
+            self.random_ltd_scheduler.get_total_layer_tokens(self.global_steps)
         self._reporter.restart(self.global_steps)
 
     def get_batch_info(self) -> tuple[int, int, int]:
