@@ -215,8 +215,8 @@ def initialize_layers(model: nn.Module, config: Mapping[str, Any], scheduler: Ra
             listed, count = listed[1:], count + 1
     if count != scheduler.random_ltd_layer_num:
         raise ConfigError(
-            f"`{SECTION}.random_ltd_layer_num` must be the number of layers that `random_ltd_layer_id` lists, "
-            f"but is {scheduler.random_ltd_layer_num}, and {count} are listed and converted"
+            f"`{SECTION}.random_ltd_layer_num` must be the number of layers in `random_ltd_layer_id`, but "
+            f"is {scheduler.random_ltd_layer_num}, and {count} are listed and converted"
         )
 
 

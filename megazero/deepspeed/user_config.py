@@ -133,7 +133,7 @@ class DeepSpeedConfig:
         self.zero_optimization_stage: int = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
         self.float16_config = ConfigSection(**{**_FP16, **_section(given, "fp16")})
-        bf16 = {**_section(given, "bfloat16"), **_section(given, "bf16")}
+        bf16 = _section(given, "bf16" if "bf16" in given else "bfloat16")
         self.bfloat16_config = ConfigSection(**{**_BF16, **bf16})
         for name, default in _PLAIN.items():
             setattr(self, name, given.get(name, default))
