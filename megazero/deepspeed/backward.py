@@ -19,12 +19,13 @@ from megazero.deepspeed.answers import (
 )
 from megazero.deepspeed.autocast import Autocast
 from megazero.deepspeed.data import to_half
-from megazero.deepspeed.getters import GETTERS
+from megazero.deepspeed.getters import ATTRIBUTES, GETTERS
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
+from megazero.deepspeed.random_ltd import initialize_layers, scheduler_of
 from megazero.deepspeed.report import Reporter
 from megazero.deepspeed.script_backward import ScriptBackward, ShownGradients
 from megazero.deepspeed.settings import UserSettings
-from megazero.errors import MegazeroError
+from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu.context import ParallelContext
 
 
@@ -41,6 +42,7 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         optimizer: see `DeepSpeedOptimizer`; None if the engine has none to train with.
         states: the same, or one that only holds the weights.
         lr_scheduler: stepped after each update; may be None.
+        random_ltd_scheduler: says how many tokens layers keep; None without random-LTD.
 
     Args:
         model: the model, its parameters already in the optimizer's buckets.
@@ -72,13 +74,14 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         self.lr_scheduler = lr_scheduler
         self.settings, self.context, self.given = settings, context, given
         self._reporter, self._autocast = reporter, Autocast.of(settings)
+        self.random_ltd_scheduler = scheduler_of(given.config, settings.batch.train)
         self._boundary: bool | None = None
         self._sync, self._together = True, False
         self._reduces = self._scaled = False
         self._backwards = 0
         self._losses: list[Tensor] = []
         parallel = states.parallel
-        self._shown = ShownGradients(parallel) if states.shows_gradients else None
+        self._shown = ShownGradients(parallel, states.share) if states.shows_gradients else None
         self._script = ScriptBackward(parallel, self._begin_script, self._end, self._shown)
 
     def __getattr__(self, name: str) -> Any:
@@ -87,6 +90,8 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         except AttributeError:
             if name in GETTERS:
                 return partial(GETTERS[name], self)
+            if name in ATTRIBUTES:
+                return ATTRIBUTES[name](self)
             module = self.__dict__.get("_modules", {}).get("module")
             if hasattr(module, name) or hasattr(type(module), name):
                 return getattr(module, name)
@@ -107,6 +112,8 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
             kwargs = {**kwargs, "curriculum_seqlen": self.settings.seqlen.at(self.global_steps + 1)}
         if self.settings.layer_drop is not None and self.module.training:
             kwargs = {**kwargs, **self.settings.layer_drop.arguments(self.global_steps)}
+        if self.random_ltd_scheduler is not None and self.module.training:
+            self.random_ltd_scheduler.update_seq(self.global_steps)
         if self.settings.extras.auto_cast:
             args, kwargs = to_half(args), to_half(kwargs)
         explaining, cast = self.states.parallel.order.explaining, self._autocast.around(self.context.device)
@@ -195,6 +202,16 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         self._must_train("allreduce_gradients")
         if self._backwards:
             self.states.parallel.reduce(0)
+
+    def random_ltd_initialize(self) -> None:
+        """Give converted layers their turns; see `convert_to_random_ltd`.
+
+        Raises:
+            ConfigError: random-LTD is off, or the section does not fit the layers.
+        """
+        if self.random_ltd_scheduler is None:
+            raise ConfigError("`data_efficiency.data_routing.random_ltd` must be enabled, but is not")
+        initialize_layers(self.module, self.config, self.random_ltd_scheduler)
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the current micro-batch is the last one before an update."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megazero.deepspeed.getters import value_at
+from megazero.deepspeed.config_sections import value_at
 from megazero.deepspeed.keeping import KeepingEngine
+from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.tenancy import Tenancy
 from megazero.deepspeed.weights import empty_state_dict
 from megazero.deepspeed.zero.states import ZeroCalls
@@ -22,9 +23,15 @@ class DeepSpeedEngine(ZeroCalls, KeepingEngine):
     `KeepingEngine`, and what is sharded moves as `ZeroCalls` says. This class adds the engine's end.
     """
 
+    pipeline_parallelism = False
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         empty_state_dict(self.module)
+
+    @property
+    def _parallel(self) -> UserParallel:
+        return self.states.parallel
 
     def stay(self, tenancy: Tenancy) -> None:
         """Note what the engine has put on the module, for `destroy` to take off."""

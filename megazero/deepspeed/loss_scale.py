@@ -82,6 +82,7 @@ class ScaleAndRate:
     report: StepReport | None
     param_groups: list[dict[str, Any]]
     custom_loss_scaler: ClassVar[bool] = False
+    _overflow: bool | None = None
 
     @property
     def cur_scale(self) -> float:
@@ -117,7 +118,12 @@ class ScaleAndRate:
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step was skipped because a gradient was not finite on some rank."""
+        """Whether the last step was skipped because a gradient was not finite on some rank.
+
+        After `check_overflow`, whether one is so now.
+        """
+        if self._overflow is not None:
+            return self._overflow
         return self.report is not None and not self.report.applied
 
     def set_lr(self, lr: float) -> None:

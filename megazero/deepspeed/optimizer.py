@@ -12,6 +12,7 @@ from megazero.config.deepspeed.extras import Extras
 from megazero.deepspeed.choose_optimizer import of_json
 from megazero.deepspeed.grouped_rule import rates
 from megazero.deepspeed.loss_scale import ScaleAndRate
+from megazero.deepspeed.optimizer_calls import OptimizerCalls
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
 from megazero.errors import ConfigError, MegazeroError
@@ -76,7 +77,7 @@ def idle_rule(groups: Any) -> UpdateRule:
     return Adam(0.9, 0.999, 1e-8)
 
 
-class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
+class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
     """A torch optimizer whose step sums gradients, unscales, clips and updates this rank's shards.
 
     `param_groups` are those of the optimizer that it replaces: a schedule's changes to them take effect.
@@ -117,6 +118,7 @@ class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
         self._rule_of = rule_of
         self._divisor = divisor
         self._pending = False
+        self._overflow: bool | None = None
 
     @property
     def loss_factor(self) -> float:
@@ -129,15 +131,18 @@ class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
         return not self.param_groups
 
     @property
+    def share(self) -> float:
+        """The factor that makes sums over ranks means, times the loss scale."""
+        return self._divisor / self.parallel.group.size
+
+    @property
     def shows_gradients(self) -> bool:
-        """Whether gradients lie whole on each rank, in the parameters' own type, as means."""
+        """Whether gradients lie whole on each rank, where they can be seen as means: copies in 16 bits."""
         store = self.parallel.store
         trained = [bucket for bucket in store.buckets if bucket.key.trainable]
-        return (
-            not store.tiers
-            and self._divisor == self.parallel.group.size
-            and not any(bucket.layout.row.shard_grads or bucket.layout.row.shard_state for bucket in trained)
-            and all(store.sums(bucket).dtype == bucket.key.dtype for bucket in trained)
+        return not (
+            store.tiers
+            or any(bucket.layout.row.shard_grads or bucket.layout.row.shard_state for bucket in trained)
         )
 
     def begin(self) -> None:
@@ -158,7 +163,7 @@ class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
         if not self._pending:
             raise MegazeroError("`step` must follow a backward, but there was none; call `engine.backward`")
         self.parallel.finish()
-        self._pending = False
+        self._pending, self._overflow = False, None
         self.shards.rule = self._rule_of(self.param_groups)
         self.report = self.shards.step(
             rates(self.shards.rule, self.param_groups),
@@ -171,6 +176,8 @@ class DeepSpeedOptimizer(ScaleAndRate, torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients so far; every rank calls this."""
+        for param in self.parallel.arrived.values():
+            param.grad = None
         if self._pending:
             self.parallel.finish()
             self._pending = False

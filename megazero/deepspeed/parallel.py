@@ -50,6 +50,9 @@ class UserParallel(DataParallel, Home):
         arrived: the parameters with a gradient since `arrived` was last emptied, by ``id``.
         optimizer: the optimizer over the gradients, which knows how they are scaled.
         has_gradients: whether there has been a backward since the last step.
+        module: the model.
+        stage: the stage of ZeRO.
+        away: what `offload_states` has moved; None if nothing is.
     """
 
     def __init__(
@@ -61,7 +64,9 @@ class UserParallel(DataParallel, Home):
         context: ParallelContext,
     ):
         super().__init__(units, store, policy, context)
-        self.group = context.replica
+        self.context, self.group, self.module = context, context.replica, model
+        self.stage = policy.stage
+        self.away: Any = None
         self._place = {
             id(param): (bucket, number)
             for bucket in store.buckets
@@ -99,6 +104,10 @@ class UserParallel(DataParallel, Home):
     def in_backward(self) -> bool:
         """Whether a backward has begun and has not ended."""
         return self._in_backward
+
+    def start(self, step: int = 0) -> None:
+        super().start(step)
+        self._settled = False
 
     def begin_backward(self, chunk: int, *, reduce: bool, ends: bool = True) -> None:
         if self._gatherer.buckets:

@@ -14,16 +14,17 @@ from megazero.errors import MegazeroError
 
 
 class ShownGradients:
-    """Gradients as ``param.grad`` between a backward and the step: views of the sums.
+    """Gradients as ``param.grad`` between a backward and the step: views of the sums, or copies in 16 bits.
 
     Args:
-        parallel: holds the sums, which are whole on each rank and of the parameters' type.
+        parallel: holds the sums, which are whole on each rank.
+        share: times this, sums are means; 1 if they are shown as they are.
     """
 
-    def __init__(self, parallel: UserParallel):
-        self._parallel = parallel
-        self._views: dict[int, Tensor] = {}
-        self._up = False
+    def __init__(self, parallel: UserParallel, share: float):
+        self._parallel, self._share = parallel, share
+        self._sums: dict[int, Tensor] = {}
+        self._shown: dict[int, tuple[Tensor, int]] = {}
 
     @property
     def any(self) -> bool:
@@ -31,23 +32,34 @@ class ShownGradients:
         return any(param.grad is not None for param in self._parallel.arrived.values())
 
     def show(self) -> None:
-        """Show the gradients of all parameters that have one."""
-        if not self._views:
+        """Show the gradients of all parameters that have one, in the parameters' type."""
+        if not self._sums:
             store = self._parallel.store
             for bucket in (bucket for bucket in store.buckets if bucket.key.trainable):
                 views = bucket.layout.views(store.sums(bucket))
-                self._views.update({id(p): view for p, view in zip(bucket.params, views, strict=True)})
+                self._sums.update({id(p): view for p, view in zip(bucket.params, views, strict=True)})
         for key, param in self._parallel.arrived.items():
-            param.grad = self._views[key]
-        self._up = True
+            sums, share = self._sums[key], self._share
+            param.grad = (
+                sums if sums.dtype == param.dtype and share == 1.0 else (sums * share).to(param.dtype)
+            )
+            self._shown[key] = (param.grad, param.grad._version)
 
+    @torch.no_grad()
     def hide(self) -> None:
-        """Show none: autograd would add to the sums in place. What a script has dropped counts no more."""
+        """Show none: autograd would add to them in place. What a script has changed counts as changed.
+
+        A gradient that it has dropped counts no more.
+        """
         for key, param in self._parallel.arrived.items():
-            if self._up and param.grad is None:
-                self._views[key].zero_()
+            if key in self._shown:
+                sums, (grad, version) = self._sums[key], self._shown[key]
+                if param.grad is None:
+                    sums.zero_()
+                elif param.grad is not grad or (grad is not sums and grad._version != version):
+                    sums.copy_(param.grad.to(sums.dtype) / self._share)
             param.grad = None
-        self._up = False
+        self._shown.clear()
 
 
 class ScriptBackward:

@@ -29,7 +29,7 @@ JsonSource = str | Path | Mapping[str, Any]
 
 CLIPPED = 1.0
 """The gradient norm to which DeepSpeed clips where `gradient_clipping` is absent, since 0.19.3."""
-_FOR_SCRIPTS_OF_OURS = ("data_efficiency",)
+_FOR_SCRIPTS_OF_OURS = ("data_efficiency.data_sampling.curriculum_learning",)
 _USED = ("zero", "offload", "precision", "logging", "optimizer", "batch", "curriculum", "skipping")
 
 

@@ -82,6 +82,7 @@ class SteppingEngine(BackwardEngine):
         scale, rates = self.states.cur_scale, tuple(self.get_lr())
         if self._shown is not None:
             self._shown.hide()
+        self.states.begin()  # without gradients, if the script has dropped all of them since the backward
         with self._reporter.phase("step"):
             self.states.step()
         self.states.parallel.arrived.clear()
@@ -187,6 +188,9 @@ class SteppingEngine(BackwardEngine):
         self.global_steps, self.global_samples = progress.global_steps, progress.global_samples
         self.micro_steps, self.skipped_steps = progress.micro_steps, progress.skipped_steps
         self._backwards, self._losses = 0, []
+        if self.random_ltd_scheduler is not None:
+            self.random_ltd_scheduler.reset_to_init()
+            self.random_ltd_scheduler.get_total_layer_tokens(self.global_steps)
         self._reporter.restart(self.global_steps)
 
     def get_batch_info(self) -> tuple[int, int, int]:

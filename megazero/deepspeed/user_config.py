@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any
 
 from megazero.config.deepspeed.row import AUTO
+from megazero.deepspeed.config_sections import ConfigSection, sections_of
 from megazero.deepspeed.settings import UserSettings, read_settings
 from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
@@ -31,7 +33,10 @@ _ZERO: Mapping[str, Any] = MappingProxyType(
         **{"round_robin_gradients": False, "zero_hpz_partition_size": 1, "zero_quantized_weights": False},
         **{"zero_quantized_nontrainable_weights": False, "zero_quantized_gradients": False},
         **{"memory_efficient_linear": True, "pipeline_loading_checkpoint": False},
-        **{"override_module_apply": True},
+        **{"override_module_apply": True, "parameter_alignment": False, "enable_sanity_checks": False},
+        **{"log_trace_cache_warnings": False, "save_muon_momentum_buffer_in_memory": False},
+        **{"cpu_offload": None, "cpu_offload_param": None, "cpu_offload_use_pin_memory": None},
+        "gather_fp16_weights_on_model_save": False,
     }
 )
 _OFFLOAD: Mapping[str, Any] = MappingProxyType(
@@ -85,6 +90,7 @@ class DeepSpeedConfig:
             `zero_optimization_stage` are taken from it.
         float16_config, bfloat16_config: the sections `fp16` and `bf16` likewise.
         gradient_clipping: the largest gradient norm; 0 is off.
+        aio_config, checkpoint_config, flops_profiler_config, monitor_config, ...: see `sections_of`.
         optimizer_name, optimizer_params, scheduler_name, scheduler_params: what the JSON names, or None.
         world_size: the ranks that samples are split over.
         settings: the settings as `megazero.initialize` takes them.
@@ -126,11 +132,14 @@ class DeepSpeedConfig:
         self.zero_config = _zero(_section(given, "zero_optimization"))
         self.zero_optimization_stage: int = self.zero_config.stage
         self.zero_enabled = self.zero_optimization_stage > 0
-        self.float16_config = SimpleNamespace(**{**_FP16, **_section(given, "fp16")})
-        bf16 = {**_section(given, "bfloat16"), **_section(given, "bf16")}
-        self.bfloat16_config = SimpleNamespace(**{**_BF16, **bf16})
+        self.float16_config = ConfigSection(**{**_FP16, **_section(given, "fp16")})
+        bf16 = _section(given, "bf16" if "bf16" in given else "bfloat16")
+        self.bfloat16_config = ConfigSection(**{**_BF16, **bf16})
         for name, default in _PLAIN.items():
             setattr(self, name, given.get(name, default))
+        vars(self).update(sections_of(given))
+        self.global_rank = (joined_world() or (0, 1))[0]
+        self.wall_clock_breakdown |= self.flops_profiler_config.enabled
         for kind in ("optimizer", "scheduler"):
             named = _section(given, kind)
             kind_name = named.get("type")
@@ -141,6 +150,28 @@ class DeepSpeedConfig:
     def print_user_config(self) -> None:
         """Print the JSON."""
         print(self._param_dict)
+
+    def print(self, name: str) -> None:
+        """Print each attribute, under a title."""
+        print(f"{name}:", *(f"  {key} {value}" for key, value in sorted(vars(self).items())), sep="\n")
+
+
+class ZeroStageEnum(int, Enum):
+    """The stages of ZeRO by name."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = max_stage = 3
+
+
+def zero_config(**section: Any) -> ConfigSection:
+    """A section `zero_optimization` as an object with DeepSpeed's defaults.
+
+    Raises:
+        ConfigError: names every key or value that is wrong.
+    """
+    return DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": section}).zero_config
 
 
 _OWN_NAMES = frozenset({"adagrad", "adam", "adamw", "lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
@@ -154,14 +185,14 @@ def _section(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {k: v for k, v in section.items() if v != AUTO} if isinstance(section, Mapping) else {}
 
 
-def _zero(section: Mapping[str, Any]) -> SimpleNamespace:
+def _zero(section: Mapping[str, Any]) -> ConfigSection:
     values = {key.removeprefix("stage3_"): value for key, value in section.items()}
     stage = int(values.pop("stage", 0))
     for part, defaults in _OFFLOAD.items():
         own = values.get(part)
-        values[part] = SimpleNamespace(**{**defaults, **own}) if isinstance(own, Mapping) else None
+        values[part] = ConfigSection(**{**defaults, **own}) if isinstance(own, Mapping) else None
     overlap = values.pop("overlap_comm", None)
-    return SimpleNamespace(
+    return ConfigSection(
         **{**_ZERO, **values}, stage=stage, overlap_comm=stage == 3 if overlap is None else overlap
     )
 

@@ -327,3 +327,57 @@ def test_an_engine_counts_the_steps_and_learns_scores():
         optimizer.step()
         scheduler.step()
     assert compressed.compression_scheduler.training_steps == 3
+
+
+class Block(nn.Module):
+    """A residual block as of a ResNet: the channels between its convolutions are its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+        self.conv2, self.bn2 = nn.Conv2d(6, 3, 3, padding=1), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
+
+
+BLOCKS = (["layer....conv1"], [["layer....conv2", "layer....bn1"]])
+ONE_BY_ONE = (["1.0.conv1", "2.0.conv1"], [["1.0.conv2", "1.0.bn1"], ["2.0.conv2", "2.0.bn1"]])
+
+
+@pytest.mark.parametrize("method", ["l1", "topk"])
+@pytest.mark.parametrize(("modules", "related"), [BLOCKS, ONE_BY_ONE])
+def test_batch_norms_shrink_with_the_channels_before_them(modules, related, method):
+    """They kept their sizes, and the cleaned model could not run; their shifts must not count either."""
+    torch.manual_seed(2)
+    net = nn.Sequential()
+    for name in ("layer1", "layer2"):
+        net.add_module(name, nn.Sequential(Block()))
+    channels = config(section("channel_pruning", {"dense_ratio": 0.5}, modules, related, method=method))
+    net, x = init_compression(net, channels), torch.randn(8, 3, 5, 5)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    shifts = net.layer1[0].bn1.bias
+    assert shifts.count_nonzero() == 3  # a pruned channel has no gradient
+    with torch.no_grad():
+        shifts += 0.5
+    before = net.eval()(x)
+    cleaned = redundancy_clean(copy.deepcopy(net), channels)
+    block = cleaned.layer2[0]
+    shapes = {name: tuple(value.shape) for name, value in block.state_dict().items() if value.dim()}
+    assert shapes["conv1.weight"] == (3, 3, 3, 3)
+    assert shapes["bn1.running_var"] == shapes["bn1.bias"] == (3,)
+    assert shapes["conv2.weight"] == (3, 3, 3, 3)
+    assert type(block.bn1) is nn.BatchNorm2d
+    assert block.bn1.num_features == 3
+    assert torch.allclose(cleaned(x), before, atol=1e-5)
+
+
+def test_a_norm_that_is_no_batch_norm_is_no_related_module():
+    net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    rows = config(section("row_pruning", {"dense_ratio": 0.5}, ["0"], [["2", "1"]]))
+    with pytest.raises(ConfigError, match="batch norm for each of the 1 pruned ones, but `1` names 0"):
+        init_compression(net, rows)

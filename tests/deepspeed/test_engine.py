@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import megazero
-from megazero.deepspeed.getters import GETTERS, value_at
+from megazero.deepspeed.config_sections import value_at
+from megazero.deepspeed.getters import GETTERS
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError, ConfigError, MegazeroError
@@ -129,23 +130,26 @@ def test_a_loss_of_two_engines():
         torch.testing.assert_close(mine.module_state_dict(), dict(theirs.state_dict()))
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("drop", ["module", "None", "zeros"])
-def test_gradients_that_a_script_drops_do_not_count(drop):
+def test_gradients_that_a_script_drops_do_not_count(drop, bf16):
     """A GAN drops what the generator's loss has left in the discriminator; it was added to the next one."""
 
     def work(context: ParallelContext):
-        config = settings(0, optimizer=ADAMW, gradient_clipping=0.0)
+        config = settings(0, optimizer=ADAMW, gradient_clipping=0.0, bf16={"enabled": bf16})
         engine = start(context, build(lambda: nn.Linear(2, 1, bias=False)), config)
-        engine(torch.full((1, 2), 7.0)).sum().backward()
+        kind = engine.module.weight.dtype
+        engine(torch.full((1, 2), 7.0, dtype=kind)).sum().backward()
         if drop == "None":
             engine.module.weight.grad = None
         else:
             engine.module.zero_grad(set_to_none=drop == "module")
-        engine(torch.full((1, 2), 1.0 + context.data.rank)).sum().backward()
+        engine(torch.full((1, 2), 1.0 + context.data.rank, dtype=kind)).sum().backward()
         return engine.module.weight.grad.clone()
 
     for shown in on_ranks(2, work):
-        torch.testing.assert_close(shown, torch.full((1, 2), 1.5))
+        assert shown.dtype == (torch.bfloat16 if bf16 else torch.float32)
+        torch.testing.assert_close(shown.float(), torch.full((1, 2), 1.5))
 
 
 def test_a_step_after_all_gradients_have_been_dropped_changes_nothing():

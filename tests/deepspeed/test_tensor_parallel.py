@@ -424,6 +424,13 @@ def test_tp_model_init_and_the_json_must_agree():
         initialize(model=model, config={**settings(), "bf16": {"enabled": True}})
 
 
+def test_a_group_of_the_scripts_own_is_refused_beside_mpu():
+    """It was accepted, and not compared; DeepSpeed refuses it."""
+    model = tp_model_init(tiny("llama"), 2, torch.float32, tp_group=object())
+    with pytest.raises(ConfigError, match="`tp_group` must be left out beside `mpu`"):
+        initialize(model=model, config={"train_batch_size": 1}, mpu=solo_context())
+
+
 def test_a_batch_counts_all_ranks_unless_mpu_says_otherwise():
     """So does DeepSpeed, and a JSON of transformers' Trainer counts on it."""
     world = ThreadWorld(4)

@@ -127,8 +127,7 @@ def read_deepspeed(
     if _nested_deeply(document):
         result.problems.append(f"{result.name}: the file must not be nested this deeply.")
         return result
-    if isinstance(document.get("zero_optimization"), bool):  # how the first releases turned on stage 1
-        document = {**document, "zero_optimization": {"stage": int(document["zero_optimization"])}}
+    document = _as_deepspeed_takes(result, document)
     values, resolved = _read_keys(result, document, given)
     extras: dict[str, Any] = {}
     for row in ROWS.values():
@@ -140,6 +139,20 @@ def read_deepspeed(
     _set_batch(result, values, given, data_parallel)
     _settle(result)
     return result
+
+
+def _as_deepspeed_takes(result: DeepSpeedSettings, document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The document in the types that the rows have, where DeepSpeed takes others for the same."""
+    changed = dict(document)
+    if isinstance(stage := document.get("zero_optimization"), bool):  # how the first releases said stage 1
+        changed["zero_optimization"] = {"stage": int(stage)}
+    clip = document.get("gradient_clipping")
+    if isinstance(clip, bool) or (isinstance(clip, int | float) and clip < 0):
+        changed["gradient_clipping"] = max(0.0, float(clip))
+    if "bf16" in document and "bfloat16" in document:
+        changed.pop("bfloat16")
+        result.ignored.append(IgnoredKey("bfloat16", "`bf16` is given too, and counts"))
+    return changed
 
 
 def _named(section: Any, values: Mapping[str, Any], kind: str) -> Named | None:

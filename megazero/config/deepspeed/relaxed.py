@@ -2,8 +2,8 @@
 
 DeepSpeed reads its files with hjson. The part of it that people write by hand is read here too: comments
 (``#``, ``//``, ``/* */``), commas before a closing bracket or missing at the end of a line, keys without
-quotes, and texts in single quotes. A value without quotes would be a text to the end of its line there, so
-that ``False,`` is true: it stays a fault.
+quotes, texts in single quotes, and a file without its outer braces. A value without quotes would be a text
+to the end of its line there, so that ``False,`` is true: it stays a fault.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Relaxed:
         """Line and column, from 1, in `given` of a position in `json`."""
         before = bisect_right(self.edits, position, key=lambda edit: edit[0])
         position -= self.edits[before - 1][1] if before else 0
-        return f"{self.line(position)}:{position - self.given.rfind(chr(10), 0, position)}"
+        line = self.given.count("\n", 0, position) + 1
+        return f"{line}:{position - self.given.rfind(chr(10), 0, position)}"
 
     def line(self, position: int) -> int:
         """The line, from 1, of a position; both texts have the same lines."""
@@ -61,8 +62,12 @@ def relaxed(text: str) -> Relaxed:
 
 def _edits(text: str) -> Iterator[tuple[int, int, str]]:
     """Where the text begins and ends to be no JSON, and what replaces it."""
-    before, depth = "{", 0
-    for token, following in pairwise([*_TOKEN.finditer(text), None]):
+    tokens = [*_TOKEN.finditer(text)]
+    open_ended = len(tokens) > 1 and tokens[1][0] == ":"
+    before, depth = "{", int(open_ended)
+    if open_ended:
+        yield tokens[0].start(), tokens[0].start(), "{"
+    for token, following in pairwise([*tokens, None]):
         assert token is not None
         word, start, stop = token[0], token.start(), token.end()
         if word in ('"', "'"):
@@ -80,3 +85,5 @@ def _edits(text: str) -> Iterator[tuple[int, int, str]]:
             yield stop, stop, ","
             word = ","
         before = word
+    if open_ended:
+        yield len(text), len(text), "}"

@@ -212,6 +212,11 @@ def plainly(value: Any, values: Values) -> Any:
     return value
 
 
+def if_enabled(section: Any, values: Values) -> Any:
+    """The converter of a section that counts if something in it is enabled."""
+    return NOTHING if NOTHING_ENABLED.holds(section) else section
+
+
 def left_to_flags(given: Mapping[str, Any]) -> Any:
     """The "auto" that means: whatever flags, YAML or the caller give."""
     return NOTHING

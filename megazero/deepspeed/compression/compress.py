@@ -13,7 +13,9 @@ from megazero.deepspeed.compression.layers import (
     Compressed,
     CompressedEmbedding,
     can_compress,
+    can_shrink,
     compress_layer,
+    is_norm,
     release_layer,
     shrink,
 )
@@ -83,6 +85,9 @@ def init_compression(
                     )
                 taken[name] = group.name
                 _treat(compress_layer(module), technique, group)
+            for module, related in _pairs(model, technique, group):
+                for norm in filter(is_norm, related):
+                    _follow(compress_layer(norm), module, technique)
     scheduler = CompressionScheduler(model)
     scheduler.step(0)
     model.__dict__["compression_scheduler"] = scheduler
@@ -144,10 +149,17 @@ def _treat(layer: Compressed, technique: Technique, group: LayerGroup) -> None:
         treatment.prunings[what] = Pruning(what, layer.weight, ratio, learned=learned, heads=heads)
 
 
+def _follow(norm: Compressed, layer: nn.Module, technique: Technique) -> None:
+    """Let a norm after a layer have zeros where the layer's outputs are pruned."""
+    pruning = compress_layer(layer).treatment.prunings[technique.name]
+    norm.treatment.offsets[technique.name] = technique.offset
+    norm.treatment.prunings[technique.name] = pruning
+
+
 def compressed_layers(model: nn.Module) -> Iterator[Compressed]:
     """The layers of a model that have a treatment."""
     for module in model.modules():
-        if can_compress(module) and hasattr(module, "treatment"):
+        if can_shrink(module) and hasattr(module, "treatment"):
             yield compress_layer(module)
 
 
@@ -170,9 +182,7 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     settings = read_compression(deepspeed_config)
     for technique in settings.techniques:
         for group in technique.groups:
-            layers = _layers_of(model, technique, group)
-            for number, (_, layer) in enumerate(layers):
-                related = _related(model, group, number, len(layers))
+            for layer, related in _pairs(model, technique, group):
                 _make_permanent(model, compress_layer(layer), technique, related)
     for layer in list(compressed_layers(model)):
         release_layer(layer)
@@ -180,23 +190,29 @@ def redundancy_clean(model: nn.Module, deepspeed_config: Any, mpu: Any = None) -
     return model
 
 
-def _related(model: nn.Module, group: LayerGroup, number: int, count: int) -> list[nn.Module]:
-    """The layers whose other side loses what the group's layer of this number loses.
+def _pairs(
+    model: nn.Module, technique: Technique, group: LayerGroup
+) -> list[tuple[nn.Module, list[nn.Module]]]:
+    """Each layer of a group, and those whose other side loses what it loses.
 
     Raises:
-        ConfigError: there are not as many as pruned layers.
+        ConfigError: a related name does not name one layer for each pruned one.
     """
-    related = []
-    for parts in group.related:
-        for part in parts:
-            named = [m for name, m in model.named_modules() if can_compress(m) and _names(part, name)]
-            if len(named) != count:
+    layers = _layers_of(model, technique, group)
+    if not group.related:
+        return [(layer, []) for _, layer in layers]
+    pairs = []
+    for own, parts in zip(group.modules, group.related, strict=True):
+        pruned = [layer for name, layer in layers if _names(own, name)]
+        named = [[m for name, m in model.named_modules() if can_shrink(m) and _names(p, name)] for p in parts]
+        for part, related in zip(parts, named, strict=True):
+            if len(related) != len(pruned):
                 raise ConfigError(
-                    f"`related_modules` must name one layer for each of the {count} pruned ones, but "
-                    f"`{part}` names {len(named)}"
+                    f"`related_modules` must name one linear layer, convolution or batch norm for each of "
+                    f"the {len(pruned)} pruned ones, but `{part}` names {len(related)}"
                 )
-            related.append(named[number])
-    return related
+        pairs += [(layer, [related[number] for related in named]) for number, layer in enumerate(pruned)]
+    return pairs
 
 
 def _make_permanent(
@@ -217,6 +233,8 @@ def _make_permanent(
                 bias.mul_(pruning.kept())
             return
         kept = pruning.kept().bool()
+        for norm in filter(is_norm, related):
+            compress_layer(norm).treatment.prunings.pop(technique.name)
         if pruning.drops_outputs:
             shrink(layer, 0, kept)
             for other in related:

@@ -100,14 +100,55 @@ class CompressedEmbedding(nn.Embedding):
         return F.embedding(ids, weight, self.padding_idx, self.max_norm, self.norm_type)
 
 
-Compressed = CompressedLinear | CompressedConv2d | CompressedEmbedding
-_PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.Embedding)
-_COMPRESSED: tuple[type[Compressed], ...] = (CompressedLinear, CompressedConv2d, CompressedEmbedding)
+class _MaskedNorm:
+    """A batch norm whose channels are zero where the layer before it has them pruned.
+
+    Otherwise it would make constants of them, which the cleaned model lacks.
+    """
+
+    treatment: Treatment
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As of torch's batch norms: [b, channels, ...] -> the same."""
+        out: Tensor = super().forward(x)  # type: ignore[misc]
+        for pruning in self.treatment.active():
+            out = out * pruning.kept().view(-1, *[1] * (x.dim() - 2))
+        return out
+
+
+class MaskedBatchNorm1d(_MaskedNorm, nn.BatchNorm1d):
+    """A batch norm after a linear layer whose outputs are pruned."""
+
+
+class MaskedBatchNorm2d(_MaskedNorm, nn.BatchNorm2d):
+    """A batch norm after a convolution whose channels are pruned."""
+
+
+Compressed = CompressedLinear | CompressedConv2d | CompressedEmbedding | MaskedBatchNorm1d | MaskedBatchNorm2d
+_NORMS: tuple[type[nn.Module], ...] = (nn.BatchNorm1d, nn.BatchNorm2d)
+_PLAIN: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv2d, nn.Embedding, *_NORMS)
+_COMPRESSED: tuple[type[Compressed], ...] = (
+    CompressedLinear,
+    CompressedConv2d,
+    CompressedEmbedding,
+    MaskedBatchNorm1d,
+    MaskedBatchNorm2d,
+)
 
 
 def can_compress(module: nn.Module) -> bool:
-    """Whether the layer is one of those above, or one of torch's that can become one."""
+    """Whether the layer is a linear layer, convolution or embedding of those above, or of torch's."""
+    return type(module) in (*_PLAIN[:3], *_COMPRESSED[:3])
+
+
+def can_shrink(module: nn.Module) -> bool:
+    """Whether the layer can lose inputs: one that can be compressed, or a batch norm."""
     return type(module) in (*_PLAIN, *_COMPRESSED)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the layer is a batch norm."""
+    return isinstance(module, _NORMS)
 
 
 def compress_layer(module: nn.Module) -> Compressed:
@@ -132,15 +173,24 @@ def release_layer(module: nn.Module) -> None:
 
 @torch.no_grad()
 def shrink(module: nn.Module, dim: int, kept: Tensor) -> None:
-    """Remove outputs (`dim` 0) or inputs (`dim` 1) of a linear layer or convolution.
+    """Remove outputs (`dim` 0) or inputs (`dim` 1) of a linear layer or convolution, or channels of a norm.
 
     Args:
         module: the layer.
         dim: which of them.
         kept: bool, True for each that stays.
     """
+    numbers = kept.nonzero().squeeze(1)
+    if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d)):
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(param[numbers.to(param.device)], param.requires_grad))
+        for name in ("running_mean", "running_var"):
+            if (statistic := getattr(module, name)) is not None:
+                setattr(module, name, statistic[numbers.to(statistic.device)])
+        module.num_features = len(numbers)
+        return
     assert isinstance(module, (nn.Linear, nn.Conv2d))
-    numbers = kept.nonzero().squeeze(1).to(module.weight.device)
+    numbers = numbers.to(module.weight.device)
     module.weight = nn.Parameter(module.weight.index_select(dim, numbers), module.weight.requires_grad)
     if dim == 0 and module.bias is not None:
         module.bias = nn.Parameter(module.bias[numbers], module.bias.requires_grad)

@@ -80,6 +80,8 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
         agg_additional_losses: further losses of that batch, by name, or None.
     """
 
+    pipeline_parallelism = True
+
     _INSTRUCTION_MAP: Mapping[type[schedule.PipeInstruction], Op | str] = MappingProxyType(
         {
             schedule.ForwardPass: Op.FORWARD,

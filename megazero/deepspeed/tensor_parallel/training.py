@@ -108,8 +108,12 @@ class TensorParallelRequest:
         """An `mpu` that tells `find_context` that so many adjacent ranks are tensor-parallel.
 
         Raises:
-            ConfigError: `mpu` says another number.
+            ConfigError: `mpu` says another number, or there is a `tp_group` beside it.
         """
+        if self.group is not None and mpu is not None:
+            raise ConfigError(
+                "`tp_group` must be left out beside `mpu`, which says the same; pass one of them"
+            )
         if self.size <= 1:
             return mpu
         if mpu is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from types import MappingProxyType
@@ -11,7 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.parallel import UserParallel
 from megazero.errors import ConfigError, MegazeroError
 from megazero.zero.bucket import Bucket
@@ -126,11 +126,12 @@ class AwayStates:
 
 
 class ZeroCalls:
-    """An engine's calls about the memory that ZeRO takes."""
+    """Calls about the memory that ZeRO takes, of an engine and of its optimizer alike."""
 
-    module: nn.Module
-    states: DeepSpeedOptimizer
-    _away: AwayStates | None = None
+    @property
+    @abstractmethod
+    def _parallel(self) -> UserParallel:
+        """The module's data parallelism."""
 
     def offload_states(
         self,
@@ -160,17 +161,17 @@ class ZeroCalls:
             raise ConfigError(
                 "`device` must be cpu, but is nvme; set `offload_optimizer` in the JSON for that"
             )
-        parallel = self.states.parallel
+        parallel = self._parallel
         if getattr(getattr(parallel.store, "placement", None), "parameters", None) is not None:
             raise ConfigError(
                 "`offload_states` must be called without `offload_param` in the JSON, but that is set; the "
                 "weights leave the device by themselves"
             )
-        if self._away is not None:
-            kinds |= self._away.kinds
+        if parallel.away is not None:
+            kinds |= parallel.away.kinds
             self.reload_states()
-        self._away = AwayStates(
-            self.module,
+        parallel.away = AwayStates(
+            parallel.module,
             parallel,
             kinds,
             pin=pin_memory and parallel.store.buckets[0].full.is_cuda,
@@ -179,13 +180,13 @@ class ZeroCalls:
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states` has moved; without it, nothing happens."""
-        if self._away is not None:
-            self._away.bring_back(non_blocking=non_blocking)
-            self._away = None
+        if (away := self._parallel.away) is not None:
+            away.bring_back(non_blocking=non_blocking)
+            self._parallel.away = None
 
     def empty_partition_cache(self) -> None:
         """Free the weights that stage 3 has gathered and kept for their next use."""
-        self.states.parallel.free()
+        self._parallel.free()
 
 
 def state_devices(model: Any, state: OffloadStateTypeEnum | str) -> set[torch.device]:

@@ -74,10 +74,6 @@ def test_by_length_samples_are_drawn_as_by_any_metric() -> None:
             f"`{METRICS}` must name metrics where `{LEARNING}.enabled` is true, but does not; name one.",
         ),
         (
-            {**SAMPLED, f"{SAMPLING}.dynamic_batching": {"enabled": True, "max_tokens": 9}},
-            "all batches of a step have as many samples",
-        ),
-        (
             {
                 **metric("seqlen_truncate"),
                 "curriculum_learning.enabled": True,
@@ -93,6 +89,14 @@ def test_data_efficiency_that_cannot_be(values: dict[str, Any], says: str) -> No
     assert says in problem
     assert problem.endswith((".", "?"))
     assert not problem.endswith("?.")
+
+
+def test_batches_of_many_sizes_are_for_an_engine_alone() -> None:
+    result = read({**SAMPLED, f"{SAMPLING}.dynamic_batching": {"enabled": True, "max_tokens": 9}})
+    assert not result.problems
+    (problem,) = result.script_problems
+    assert "all batches of a step have as many samples" in problem
+    assert result.extras.sections["dynamic_batching"] == {"enabled": True, "max_tokens": 9}
 
 
 def test_every_fault_of_metrics_is_reported() -> None:

@@ -42,6 +42,7 @@ def complaints(text: str | bytes, tmp_path: Path) -> list[str]:
         ('{"a": "C:\\data"}', "1:10", "a backslash begins no escape that JSON knows; write two of them"),
         ('{"a": 1}\n{"b": 2}', "2:1", "something follows the object; remove it"),
         ('{"a": {"b": 1}\n', "1:15", "it ends before it is whole; close what is open"),
+        ("a: 1\nb: False\n", "2:4", "`False` is no value there; write false"),
         (" \n", "1:1", "it is empty; write an object in braces"),
         ('{"a": ]}', "1:7", "the parser says: Expecting value; correct it"),
         ('{"a": 1' + "0" * 5000 + "}", "1:7", "a number has too many digits; write it shorter"),
@@ -58,6 +59,7 @@ def test_a_fault_has_a_place_and_a_name(text: str, where: str, fault: str, tmp_p
     [
         ('{\n "a": 1,\n}', {"a": 1}),
         ('\ufeff{"a": 1}', {"a": 1}),
+        ("# one\na: 1\n'b': {c: 2},\n\"d\": [3]\n", {"a": 1, "b": {"c": 2}, "d": [3]}),
         ('{"a": [1, 2,],}', {"a": [1, 2]}),
         ('{\n  // stage: "3\n "a": 1 # one\n}', {"a": 1}),
         ('{"a": /* 1\n "b": 3 */ 2}', {"a": 2}),

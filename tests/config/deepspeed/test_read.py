@@ -250,6 +250,11 @@ EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
         {},
         Extras(checkpoint=CheckpointExtras(use_node_local_storage=True)),
     ),
+    "data_efficiency.data_sampling.dynamic_batching": (
+        {"enabled": True, "max_tokens": 9},
+        {"data_efficiency.enabled": True, "data_efficiency.data_sampling.enabled": True},
+        Extras(sections={"dynamic_batching": {"enabled": True, "max_tokens": 9}}),
+    ),
     "torch_autocast": (
         {"enabled": True, "dtype": "bf16"},
         {},
@@ -383,7 +388,7 @@ def test_values_of_another_type_are_told_what_was_expected(key: str) -> None:
     row = ROWS[key]
     if row.shape is ANYTHING:
         return
-    result = read({key: SAMPLES[row.shape][1]})
+    result = read({key: "much" if key == "gradient_clipping" else SAMPLES[row.shape][1]})
     assert len(result.problems) == 1
     assert f"`{key}` must be {row.shape.says}" in result.problems[0]
     assert set(row.fields) <= result.broken
@@ -541,7 +546,6 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
             {"optimizer.type": "Lamb", "optimizer.params.max_coeff": 0},
             "`optimizer.params.max_coeff` is not accepted as 0: a trust ratio of 0 moves nothing; choose 10.",
         ),
-        ({"bf16.enabled": True, "bfloat16": {"enabled": True}}, "`bf16.enabled` must be given once"),
         (
             {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1},
             "512 is not 4 x 1 x 4 = 16",
@@ -563,8 +567,19 @@ def test_older_names() -> None:
     assert read({"bfloat16.enabled": True}).values == {"precision.dtype": "bf16"}
     assert read({"zero_optimization": True, "allgather_size": 5}).values == {"zero.stage": 1}
     assert read({"zero_optimization.prefetch_bucket_size": 7}).values == {"zero.prefetch_size": 7}
+    named = read({"bf16.enabled": False, "bfloat16": {"enabled": True}})
+    assert named.values == {"precision.dtype": "fp32"}  # as in DeepSpeed, `bf16` counts
+    assert [ignored.key for ignored in named.ignored] == ["bfloat16"]
     both = {"zero_optimization.prefetch_bucket_size": 7, "zero_optimization.stage3_prefetch_bucket_size": 7}
     assert "must be given once, but is given as two names" in read(both).problems[0]
+
+
+@pytest.mark.parametrize(("given", "clip"), [(True, 1.0), (False, 0.0), (-1, 0.0), (-0.5, 0.0), (2, 2.0)])
+def test_clipping_by_a_switch_or_below_zero(given: Any, clip: float) -> None:
+    """They were refused; DeepSpeed clips at 1, or not at all."""
+    result = read({"gradient_clipping": given})
+    assert result.values == {"optimizer.clip_grad": clip}
+    assert not result.problems
 
 
 def test_unknown_keys_that_deepspeed_leaves_alone() -> None:

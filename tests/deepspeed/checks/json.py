@@ -6,6 +6,8 @@ import base64
 import copy
 import json
 
+import torch
+
 from tests.deepspeed.checks import check, outcome
 
 BATCH = {"train_batch_size": 8}
@@ -217,10 +219,17 @@ without_commas = text('{"train_batch_size": 8\n "steps_per_print": 1\n}')
 with_bare_keys = text("{train_batch_size: 8, zero_optimization: {stage: 1}}")
 with_single_quotes = text("{'train_batch_size': 8}")
 with_a_key_twice = text('{"train_batch_size": 8, "train_batch_size": 8}')
+without_braces = text(
+    "# one\ntrain_batch_size: 8\n'gradient_clipping': 0.5,\nzero_optimization: {stage: 1}\n"
+)
 with_nothing = text("")
 with_a_list = text("[1, 2]")
 QUOTELESS = "DeepSpeed takes a word without quotes as text, which is true; here it is refused with its place"
 with_pythons_true = text('{"train_batch_size": 8, "wall_clock_breakdown": False\n}', QUOTELESS, "refused")
+with_a_bare_word = text("{train_batch_size: 8\n optimizer: {type: Adam\n}}", QUOTELESS, "refused")
+with_lines_in_three_quotes = text(
+    "{train_batch_size: 8\n note: '''\n  a\n  '''\n}", "texts of several lines need quotes here", "refused"
+)
 with_a_bare_fraction = text('{"train_batch_size": 8, "gradient_clipping": .5\n}', QUOTELESS, "refused")
 
 
@@ -325,3 +334,34 @@ def the_error_has_a_name(deepspeed, scratch):
     except deepspeed.DeepSpeedConfigError:
         return True
     return False
+
+
+def moved(deepspeed, **config):
+    """How far an SGD step of rate 1 moves from a gradient of norm 12, the weights' type and the setting."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.0)
+    given = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, **config}
+    engine, *_ = deepspeed.initialize(model=model, config=given, model_parameters=model.parameters())
+    x = torch.tensor([[3.0, 4.0]], dtype=model.weight.dtype)
+    engine.backward((engine(x) * 2.4).sum())
+    engine.step()
+    return [model.weight.detach().float().norm().item(), str(model.weight.dtype)]
+
+
+@check(tolerance=1e-5)
+def clipping_by_a_switch_or_below_zero(deepspeed, scratch):
+    return [moved(deepspeed, gradient_clipping=clip) for clip in (True, False, -1, 0, 0.5)]
+
+
+@check(tolerance=2e-2)
+def both_names_of_bf16(deepspeed, scratch):
+    sections = [(True, False), (False, True), (True, True)]
+    return [
+        moved(deepspeed, bf16={"enabled": first}, bfloat16={"enabled": second}) for first, second in sections
+    ]
+
+
+@check()
+def printing_at_steps_that_are_none(deepspeed, scratch):
+    return [outcome(lambda every=every: moved(deepspeed, steps_per_print=every)) for every in (0, "auto")]

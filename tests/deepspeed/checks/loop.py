@@ -74,3 +74,63 @@ def products_in_16_bits_of_weights_in_fp32(deepspeed, scratch):
 @check(tolerance=1e-5)
 def a_section_counts_more_than_a_context_around(deepspeed, scratch):
     return cast(deepspeed, 1, outside=True, dtype="bfloat16")
+
+
+CHANGES = {
+    "kept": lambda engine: None,
+    "dropped by the module": lambda engine: engine.module.zero_grad(),
+    "zeros by the module": lambda engine: engine.module.zero_grad(set_to_none=False),
+    "dropped by the optimizer": lambda engine: engine.optimizer.zero_grad(),
+    "dropped by the engine": lambda engine: engine.zero_grad(),
+    "halved": lambda engine: [p.grad.mul_(0.5) for p in engine.module.parameters()],
+    "replaced": lambda engine: [
+        setattr(p, "grad", p.grad.clamp(-0.05, 0.05)) for p in engine.module.parameters()
+    ],
+}
+
+
+def changed(deepspeed, section, dtype, change, backwards):
+    """The type and sum of a gradient after a backward, and the weights after it was changed and one step."""
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    torch.manual_seed(5)
+    model = torch.nn.Linear(3, 2)
+    config = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        **section,
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    x = (torch.arange(12.0).reshape(4, 3) / 12).to(dtype)
+    engine.backward(engine(x).square().mean())
+    grad = model.weight.grad
+    before = [str(grad.dtype), grad.float().sum().item()]
+    change(engine)
+    if backwards == 2:
+        engine.backward(engine(x + 1).square().mean())
+    engine.step()
+    return [before, model.weight.grad, model.weight.detach().flatten().tolist()]
+
+
+def changes(deepspeed, section, dtype):
+    """Each change, before a step and before another backward."""
+    return {
+        f"{name}, {backwards}": changed(deepspeed, section, dtype, change, backwards)
+        for name, change in CHANGES.items()
+        for backwards in (1, 2)
+    }
+
+
+@check()
+def gradients_that_a_script_changes(deepspeed, scratch):
+    return changes(deepspeed, {}, torch.float32)
+
+
+@check(tolerance=5e-3)
+def gradients_in_bf16_that_a_script_changes(deepspeed, scratch):
+    return changes(deepspeed, {"bf16": {"enabled": True}}, torch.bfloat16)
+
+
+@check(tolerance=1e-3)
+def gradients_in_fp16_that_a_script_changes(deepspeed, scratch):
+    return changes(deepspeed, {"fp16": {"enabled": True, "loss_scale": 1.0}}, torch.float16)

@@ -8,13 +8,13 @@ from typing import Any
 
 from megazero.config.deepspeed.row import (
     BOOL,
-    DISABLED,
     NOTHING,
     SECTION,
     SIZE,
     TEXT,
     KeyRow,
     Values,
+    if_enabled,
     ignores,
     sets,
 )
@@ -120,8 +120,10 @@ DATA_EFFICIENCY_ROWS: tuple[KeyRow, ...] = (
     KeyRow(
         f"{_SAMPLING}.dynamic_batching",
         SECTION,
-        refused="all batches of a step have as many samples; leave the section out or set `enabled` to false",
-        only=DISABLED,
+        convert=if_enabled,
+        extra="sections.dynamic_batching",
         when=f"{_SAMPLING}.enabled",
+        script_refused="all batches of a step have as many samples; leave the section out, or set "
+        "`enabled` to false",
     ),
 )

@@ -22,6 +22,7 @@ from megazero.config.deepspeed.row import (
     KeyRow,
     Only,
     Values,
+    if_enabled,
     ignores,
     only,
     refuses,
@@ -112,15 +113,11 @@ LOGGING_ROWS: tuple[KeyRow, ...] = (
 )
 
 
-def _if_enabled(section: Any, values: Values) -> Any:
-    return NOTHING if NOTHING_ENABLED.holds(section) else section
-
-
 FEATURE_ROWS: tuple[KeyRow, ...] = (
     KeyRow(
         "compression_training",
         SECTION,
-        convert=_if_enabled,
+        convert=if_enabled,
         accepted="`init_compression` reads it",
         script_refused="`init_compression` compresses models of your own; leave the section out",
     ),
@@ -155,7 +152,7 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
     KeyRow(
         "torch_autocast",
         SECTION,
-        convert=_if_enabled,
+        convert=if_enabled,
         extra="sections.torch_autocast",
         script_refused="weights and products have one type; use `--bf16`, and leave the section out",
     ),
