@@ -228,7 +228,7 @@ __device__ __forceinline__ void copy_rows(const SharedArray<T>& tile, int into, 
   const int row = lane() % 8;
   const bool real = first + row < end;
   const auto packs = in_packs<T, D>(tile);
-#pragma unroll
+#pragma unroll(sizeof(T) == 2 ? 4 : 2)
   for (int c = lane() / 8; c < D / kPack; c += 4) {
     Pack<T, kPack> pack{};
     if (real && c * kPack < size) pack = load_pack<kPack>(from.at + (first + row) * from.row, c * kPack);
@@ -236,10 +236,10 @@ __device__ __forceinline__ void copy_rows(const SharedArray<T>& tile, int into, 
   }
 }
 
-// A warp's sums [16, D] times `factor` (of each lane's two rows) go through rows of a tile, which nobody else uses, to
+// A warp's sums [16, D] times `factor` go through rows of a tile, which nobody else uses, to
 // rows from `first` on, of which those before `end` are there.
 template <typename T, int D>
-__device__ __forceinline__ void store_rows(const float (&sums)[D / 8][4], const float (&factor)[2],
+__device__ __forceinline__ void store_rows(const float (&sums)[D / 8][4], float factor,
                                            const SharedArray<T>& tile, int into, const HeadRows<T>& to, int first,
                                            int end, int size) {
   constexpr int kPack = Shape<T, D>::kPack, kStride = Shape<T, D>::kStride;
@@ -250,8 +250,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[D / 8][4], const 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float(&from)[4] = sums[c];
-      const Pack<T, 2> two{{from_float<T>(from[half * 2] * factor[half]),
-                            from_float<T>(from[half * 2 + 1] * factor[half])}};
+      const Pack<T, 2> two{{from_float<T>(from[half * 2] * factor), from_float<T>(from[half * 2 + 1] * factor)}};
       pairs[((into + quad() + half * 8) * kStride + c * 8) / 2 + pair()] = two;
     }
   }

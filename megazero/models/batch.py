@@ -16,6 +16,7 @@ from megazero.config.tree.config import Config
 from megazero.data.token_ids import check_token_ids
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.mpu.rng import sample_keys
+from megazero.ops.attention import Runs
 from megazero.ops.positions import Positions
 
 M = TypeVar("M", bound="MicroBatch")
@@ -38,6 +39,7 @@ class MicroBatch(ABC):
         token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
         position_ids: int64 [b, s] or [s], the positions to embed; None means `positions`.
         document_ids: int32 [b, s]; positions attend only within equal ids. None: no such limit.
+        document_runs: where their runs end, for kernels of a GPU; None if nobody needs them, or there are none.
         sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
             so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
@@ -50,6 +52,7 @@ class MicroBatch(ABC):
     token_types: Tensor | None = None
     position_ids: Tensor | None = None
     document_ids: Tensor | None = None
+    document_runs: Runs | None = None
     sample_keys: Tensor | None = None
     positions: Positions | None = None
     skipping: Skipping = NOTHING_SKIPPED
@@ -112,6 +115,7 @@ class Batch(MicroBatch):
             counted=float(arrays["loss_mask"].sum(dtype="float64")) if "loss_mask" in arrays else None,
             position_ids=tensor("position_ids"),
             document_ids=tensor("document_ids"),
+            document_runs=runs_on(device, arrays.get("document_ids")),
             sample_keys=tensor("sample_keys"),
         )
 
@@ -174,6 +178,11 @@ def column_multiple(config: Config) -> int:
 def tensor_of(array: np.ndarray, device: torch.device) -> Tensor:
     """An array as a tensor on the device, for which nothing waits."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def runs_on(device: torch.device, document_ids: np.ndarray | None) -> Runs | None:
+    """The runs of document_ids [b, s] for the kernels of an accelerator; a CPU's find their own."""
+    return None if document_ids is None or device.type == "cpu" else Runs.of(document_ids, device)
 
 
 def random_text(rng: np.random.Generator, count: int, length: int, vocab_size: int) -> dict[str, np.ndarray]:

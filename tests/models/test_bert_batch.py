@@ -47,6 +47,7 @@ def test_a_batch_holds_what_someone_reads():
         "room": 24,
         "position_ids": None,
         "document_ids": [[0] * 6 + [-1] * 2, [1] * 3 + [-1] * 5],
+        "document_runs": None,  # a CPU's kernels find their own
         "sample_keys": None,
         "positions": None,
         "wanted": None,  # eight columns are all that there are

@@ -161,7 +161,11 @@ def attention_examples() -> Iterator[Example]:
         return out
 
     def moves(dtype: torch.dtype) -> dict[str, int]:
-        tensors = {"forward": (4, 1), "backward_queries": (6, 2), "backward_keys": (6, 2)}  # of elements, of rows
+        tensors = {
+            "forward": (4, 1),
+            "backward_queries": (6, 2),
+            "backward_keys": (6, 2),
+        }  # of elements, of rows
         return {
             f"attention_{name}": wide * elements * dtype.itemsize + 4 * narrow * rows
             for name, (wide, narrow) in tensors.items()

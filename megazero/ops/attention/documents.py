@@ -90,12 +90,12 @@ class Documents:
     def lengths(self) -> list[list[int]] | None:
         """The lengths of the runs of equal ids in each row, where it pays to call a kernel for each.
 
-        A dense mask costs the same however short the documents are. On CPU it pays to call the kernel once per
-        document, for packed rows as for padded ones, whose padding is a document too. (On an accelerator, reading
-        the ids would wait for the device.)
+        A dense mask costs the same however short the documents are. On CPU it pays to call the kernel once
+        per document, for packed rows as for padded ones, whose padding is a document too. (On an accelerator,
+        reading the ids would wait for the device.)
 
-        None if the ids are not on the host, a document comes back after another one, or so few pairs of tokens
-        would be left out that the calls would cost more than a mask.
+        None if the ids are not on the host, a document comes back after another one, or so few pairs of
+        tokens would be left out that the calls would cost more than a mask.
         """
         b, s = self.ids.shape
         if self.ids.device.type != "cpu" or b * s == 0:

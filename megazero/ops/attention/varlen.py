@@ -29,7 +29,8 @@ def _parameters() -> frozenset[str]:
 def varlen_knows(*, grouped: bool, scaled: bool = True) -> bool:
     """Whether this torch computes attention by documents, with a scale, and for heads in groups if `grouped`.
 
-    torch 2.10 has the function, with `is_causal` instead of `window_size`; later ones take a scale and groups.
+    torch 2.10 has the function, with `is_causal` instead of `window_size`; later ones take a scale and
+    groups.
     """
     names = _parameters()
     asked = {name for name, wanted in (("scale", scaled), ("enable_gqa", grouped)) if wanted}
@@ -53,8 +54,8 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, attend: Callable[..., Any] | None = None
 ) -> tuple[Tensor, None]:
     """Attention by documents whose runs are known; `attend` stands for torch's function in tests."""
-    assert call.documents is not None and call.documents.runs is not None, "the table asks for runs"
-    runs, (s, b, n, _) = call.documents.runs, q.shape
+    runs, (s, b, n, _) = None if call.documents is None else call.documents.runs, q.shape
+    assert runs is not None, "the table asks for runs"
     attend = varlen.varlen_attn if attend is None else attend
     one_by_one = (x.transpose(0, 1).reshape(b * s, *x.shape[2:]) for x in (q, k, v))
     given = varlen_arguments(call, k.shape[2] != n)
