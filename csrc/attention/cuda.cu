@@ -31,7 +31,8 @@ struct Numbers {
 
   bool fit() const {
     return queries > 0 && keys > 0 && samples > 0 && groups > 0 && queries < kNoLimit && keys < kNoLimit &&
-           left <= kNoLimit && right <= kNoLimit && samples <= 65535 && heads <= 65535 && heads % groups == 0;
+           left <= kNoLimit && right <= kNoLimit && samples * heads * size < kNoLimit && q[0] < kNoLimit &&
+           k[0] < kNoLimit && v[0] < kNoLimit && samples <= 65535 && heads <= 65535 && heads % groups == 0;
   }
 
   Visible visible(const void* first, const void* stop, const void* bytes) const {
@@ -51,7 +52,7 @@ struct Numbers {
   template <typename T>
   Operands<T> operands(const void* of_q, const void* of_k, const void* of_v, double scale) const {
     const auto tensor = [](const void* at, const std::int64_t(&strides)[3]) {
-      return HeadTensor<const T>{static_cast<const T*>(at), strides[0], strides[1], strides[2]};
+      return HeadTensor<const T>{static_cast<const T*>(at), static_cast<int>(strides[0]), strides[1], strides[2]};
     };
     return {tensor(of_q, q), tensor(of_k, k), tensor(of_v, v), static_cast<int>(heads / groups), static_cast<int>(size),
             static_cast<float>(scale)};
@@ -60,7 +61,7 @@ struct Numbers {
   // A contiguous tensor [rows, samples, count, size].
   template <typename T>
   HeadTensor<T> whole(const void* at, std::int64_t count) const {
-    return {static_cast<T*>(const_cast<void*>(at)), samples * count * size, count * size, size};
+    return {static_cast<T*>(const_cast<void*>(at)), static_cast<int>(samples * count * size), count * size, size};
   }
 };
 

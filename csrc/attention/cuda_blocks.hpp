@@ -15,7 +15,8 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 template <typename T>
 struct HeadTensor {
   Global<T> at;
-  std::int64_t row, sample, head;
+  int row;
+  std::int64_t sample, head;
 
   __device__ __forceinline__ HeadRows<T> of(int of_sample, int of_head) const {
     return {at + (of_sample * sample + of_head * head), row};
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
       total[half] += p;
       scores[j][e] = !drops.keys || kept[half].keeps(notes.hash[column], drops.threshold) ? p : 0.0f;
     });
-    add_weighted<T, D>(sums, scores, values);
+    add_weighted<T, D>(sums, scores, values, in.size);
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -209,8 +210,8 @@ __device__ __forceinline__ void copy_gradients(const SharedArray<T>& tile, const
     for (int c = lane() / 8; c < D / kPack; c += 4) {
       Pack<T, kPack> pack{};
       if (row < end && c * kPack < size) {
-        pack = load_pack<kPack>(grad.at + row * grad.row, c * kPack);
-        const Pack<T, kPack> result = load_pack<kPack>(out.at + row * out.row, c * kPack);
+        pack = load_pack<kPack>(grad.of(row), c * kPack);
+        const Pack<T, kPack> result = load_pack<kPack>(out.of(row), c * kPack);
 #pragma unroll
         for (int n = 0; n < kPack; ++n) sum += to_float(pack.at[n]) * to_float(result.at[n]);
       }
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
       if (drops.keys) upstream = kept[half].keeps(notes.hash[column], drops.threshold) ? upstream * drops.kept : 0.0f;
       scores[j][e] = sees ? p * (upstream - of_row[half]) : 0.0f;
     });
-    add_weighted<T, D>(sums, scores, keys);
+    add_weighted<T, D>(sums, scores, keys, in.size);
   }
   store_rows<T, D>(sums, in.scale, queries, own, grad_q.of(sample, head), first + own, visible.queries, in.size);
 }
@@ -366,8 +367,8 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
           of_p[j][e] = sees ? p * (upstream - notes.delta[column]) : 0.0f;
         }
       });
-      if constexpr (of_values) add_weighted<T, D>(sums_v, scores, grads);
-      if constexpr (of_keys) add_weighted<T, D>(sums_k, of_p, queries);
+      if constexpr (of_values) add_weighted<T, D>(sums_v, scores, grads, in.size);
+      if constexpr (of_keys) add_weighted<T, D>(sums_k, of_p, queries, in.size);
     }
   }
   if constexpr (of_keys) {

@@ -184,10 +184,11 @@ __device__ __forceinline__ void multiply_rows(float (&sums)[COLUMNS][4], const S
   }
 }
 
-// sums[16, D] += weights[16, COLUMNS 8], rounded to T, times the tile `other`.
+// sums[16, D] += weights[16, COLUMNS 8], rounded to T, times the tile `other`. Of fp32, channels from `size` on are left
+// out; a branch for each step also keeps the compiler from loading all steps at once, for which registers do not suffice.
 template <typename T, int D, int COLUMNS>
 __device__ __forceinline__ void add_weighted(float (&sums)[D / 8][4], const float (&weights)[COLUMNS][4],
-                                             const SharedArray<T>& other) {
+                                             const SharedArray<T>& other, int size) {
 #pragma unroll
   for (int j = 0; j < COLUMNS; j += 2) {
     Left<T> left;
@@ -198,7 +199,7 @@ __device__ __forceinline__ void add_weighted(float (&sums)[D / 8][4], const floa
     }
 #pragma unroll
     for (int c = 0; c < D / 8; c += 2) {
-      if constexpr (sizeof(T) == 4) __syncwarp();  // so that no registers hold what is loaded for later
+      if (sizeof(T) == 4 && c * 8 >= size) continue;
       Right<T> right[2];
       rows_as_rows<Shape<T, D>::kStride>(right, other, j * 8, c * 8);
       multiply(sums[c], left, right[0]);
@@ -211,7 +212,9 @@ __device__ __forceinline__ void add_weighted(float (&sums)[D / 8][4], const floa
 template <typename T>
 struct HeadRows {
   Global<T> at;
-  std::int64_t row;
+  int row;
+
+  __device__ __forceinline__ Global<T> of(int number) const { return at + static_cast<std::int64_t>(number) * row; }
 };
 
 template <typename T, int D>
@@ -228,10 +231,10 @@ __device__ __forceinline__ void copy_rows(const SharedArray<T>& tile, int into, 
   const int row = lane() % 8;
   const bool real = first + row < end;
   const auto packs = in_packs<T, D>(tile);
-#pragma unroll(sizeof(T) == 2 ? 4 : 2)
+#pragma unroll(sizeof(T) == 2 ? 4 : 1)
   for (int c = lane() / 8; c < D / kPack; c += 4) {
     Pack<T, kPack> pack{};
-    if (real && c * kPack < size) pack = load_pack<kPack>(from.at + (first + row) * from.row, c * kPack);
+    if (real && c * kPack < size) pack = load_pack<kPack>(from.of(first + row), c * kPack);
     packs[(into + row) * (Shape<T, D>::kStride / kPack) + c] = pack;
   }
 }
@@ -263,7 +266,7 @@ __device__ __forceinline__ void store_rows(const float (&sums)[D / 8][4], float 
     for (int c = lane() / 8; c < D / kPack; c += 4) {
       const Pack<T, kPack> pack = packs[(into + row) * (kStride / kPack) + c];
       if (first + row < end && c * kPack < size) {
-        store_pack<kPack>(to.at + (first + row) * to.row, c * kPack, pack);
+        store_pack<kPack>(to.of(first + row), c * kPack, pack);
       }
     }
   }
