@@ -115,19 +115,10 @@ extern "C" int megazero_cuda_attention_backward(std::int64_t dtype, const std::i
                                      bytes, stream, in, visible, drops, n.whole<const T>(out, n.heads), grads, lse,
                                      grad_lse, delta, n.whole<T>(grad_q, n.heads));
     if (code != 0) return code;
-    const dim3 blocks(megazero::ceil_div(n.keys, Sizes::kOwn), n.groups, n.samples);
-    const auto of_k = n.whole<T>(grad_k, n.groups), of_v = n.whole<T>(grad_v, n.groups);
-    
-    if constexpr (sizeof(T) == 2) {
-      return MEGAZERO_LAUNCH((attention_backward_keys<T, D, true, true>), blocks, threads, bytes, stream, in, visible,
-                             drops, grads, lse, delta, of_k, of_v);
-    } else {
-      const int first_code = MEGAZERO_LAUNCH((attention_backward_keys<T, D, true, false>), blocks, threads, bytes,
-                                             stream, in, visible, drops, grads, lse, delta, of_k, of_v);
-      if (first_code != 0) return first_code;
-      return MEGAZERO_LAUNCH((attention_backward_keys<T, D, false, true>), blocks, threads, bytes, stream, in, visible,
-                             drops, grads, lse, delta, of_k, of_v);
-    }
+    return MEGAZERO_LAUNCH((attention_backward_keys<T, D>),
+                           dim3(megazero::ceil_div(n.keys, Sizes::kOwn), n.groups, n.samples), threads, bytes, stream,
+                           in, visible, drops, grads, lse, delta, n.whole<T>(grad_k, n.groups),
+                           n.whole<T>(grad_v, n.groups));
   });
 }
 MEGAZERO_EXPORT(attention_backward)

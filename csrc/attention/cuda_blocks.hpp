@@ -305,9 +305,8 @@ __device__ __forceinline__ void note_queries(const Notes<ROWS>& notes, const Vis
   notes.odd_high[i] = kept.odd_high;
 }
 
-// The gradients of keys and values, whose rows see a tile of queries at a time: scores are [keys, queries] here. Of fp32
-// each takes a launch of its own, for a thread's registers do not hold the sums of both.
-template <typename T, int D, bool of_keys, bool of_values>
+// The gradients of keys and values, whose rows see a tile of queries at a time: scores are [keys, queries] here.
+template <typename T, int D>
 __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
     attention_backward_keys(const Operands<T> in, const Visible visible, const Drops drops,
                             const HeadTensor<const T> grad, Global<const float> lse, Global<const float> delta,
@@ -350,7 +349,7 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
       __syncthreads();
       float scores[Sizes::kColumns][4], of_p[Sizes::kColumns][4];
       multiply_rows<T, D>(scores, keys, own, queries);
-      if constexpr (of_keys) multiply_rows<T, D>(of_p, values, own, grads);
+      multiply_rows<T, D>(of_p, values, own, grads);
       const bool all = visible.sees_all(start, Sizes::kOther, first, Sizes::kOwn);
       for_each<Sizes::kColumns>([&](int j, int e, int half, int column) {
         const bool sees =
@@ -362,21 +361,15 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
           keeps = row.keeps(hash[half], drops.threshold);
         }
         scores[j][e] = keeps ? p : 0.0f;
-        if constexpr (of_keys) {
-          const float upstream = keeps ? of_p[j][e] * kept : 0.0f;
-          of_p[j][e] = sees ? p * (upstream - notes.delta[column]) : 0.0f;
-        }
+        const float upstream = keeps ? of_p[j][e] * kept : 0.0f;
+        of_p[j][e] = sees ? p * (upstream - notes.delta[column]) : 0.0f;
       });
-      if constexpr (of_values) add_weighted<T, D>(sums_v, scores, grads, in.size);
-      if constexpr (of_keys) add_weighted<T, D>(sums_k, of_p, queries, in.size);
+      add_weighted<T, D>(sums_v, scores, grads, in.size);
+      add_weighted<T, D>(sums_k, of_p, queries, in.size);
     }
   }
-  if constexpr (of_keys) {
-    store_rows<T, D>(sums_k, in.scale, keys, own, grad_k.of(sample, group), first + own, visible.keys, in.size);
-  }
-  if constexpr (of_values) {
-    store_rows<T, D>(sums_v, kept, values, own, grad_v.of(sample, group), first + own, visible.keys, in.size);
-  }
+  store_rows<T, D>(sums_k, in.scale, keys, own, grad_k.of(sample, group), first + own, visible.keys, in.size);
+  store_rows<T, D>(sums_v, kept, values, own, grad_v.of(sample, group), first + own, visible.keys, in.size);
 }
 
 }  // namespace megazero::attention

@@ -29,8 +29,11 @@ struct Visible {
   template <bool turned>
   __device__ __forceinline__ Span span(int from, int to, int sample) const {
     const int before = turned ? right : left, after = turned ? left : right;
+    // Queries are counted by their own keys, the first of which may be before the first key.
     const int own = turned ? from : from + shift(), last = (turned ? to : to + shift()) - 1;
-    int begin = own - before > 0 ? own - before : 0, end = last + after + 1 < keys ? last + after + 1 : keys;
+    const int lowest_of_all = turned ? shift() : 0;
+    int begin = own - before > lowest_of_all ? own - before : lowest_of_all;
+    int end = last + after + 1 < keys ? last + after + 1 : keys;
     if (first) {
       int lowest = keys, highest = 0;
       for (int key = own + static_cast<int>(threadIdx.x % kWarp); key <= last; key += kWarp) {
@@ -49,8 +52,7 @@ struct Visible {
       begin = lowest > begin ? lowest : begin;
       end = highest < end ? highest : end;
     }
-    if (!turned) return {begin, end};
-    return {begin - shift() > 0 ? begin - shift() : 0, end - shift() < queries ? end - shift() : queries};
+    return turned ? Span{begin - shift(), end - shift()} : Span{begin, end};
   }
 
   // A number for the document of a key; 0 for all where there are none.

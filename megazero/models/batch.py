@@ -39,7 +39,7 @@ class MicroBatch(ABC):
         token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
         position_ids: int64 [b, s] or [s], the positions to embed; None means `positions`.
         document_ids: int32 [b, s]; positions attend only within equal ids. None: no such limit.
-        document_runs: where their runs end, for kernels of a GPU; None if nobody needs them, or there are none.
+        document_runs: where their runs end, for kernels of a GPU; None if there are none, or on a CPU.
         sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
             so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means

@@ -7,7 +7,7 @@ import torch
 
 from megazero.ops.attention import attention, reference
 from megazero.ops.attention.call import AttentionCall
-from megazero.ops.attention.documents import Documents, Runs
+from megazero.ops.attention.documents import Documents
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.scaled_softmax import scaled_softmax

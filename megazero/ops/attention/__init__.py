@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,6 +34,8 @@ __all__ = [
     "Runs",
     "attention",
     "attention_with_lse",
+    "holds_all_pairs",
+    "varying_shapes",
 ]
 
 _FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
@@ -45,7 +48,7 @@ class MaskKind(enum.Enum):
     NONE = "none"
     CAUSAL = "causal"
     WINDOW = "window"
-    RUNS = "runs"  # documents whose runs are known, causal or within a window or not
+    RUNS = "runs"  # documents whose runs are known, causal or not
     DOCUMENTS = "documents"
     DENSE = "dense"
 
@@ -82,16 +85,19 @@ _FLASH_PAYS = "pays with dropout, lse or bfloat16 only"
 
 
 def _cuda_pays(facts: AttentionFacts) -> bool:
-    """Whether our kernels do what torch's do not, at least not without a mask or scores of all pairs."""
-    hidden = facts.mask in (MaskKind.WINDOW, MaskKind.RUNS, MaskKind.DOCUMENTS)
-    return facts.dropout or facts.lse or hidden or (facts.grouped and facts.mask is MaskKind.DENSE)
+    """Whether our kernels do what torch's fastest do not."""
+    return facts.dropout or facts.lse or _masked(facts)
 
 
-_CUDA_PAYS = "pays with dropout, lse, documents, a window, or a mask of grouped heads only"
+def _masked(facts: AttentionFacts) -> bool:
+    return facts.mask not in (MaskKind.NONE, MaskKind.CAUSAL)
+
+
+_CUDA_PAYS = "pays with dropout, lse or a mask only"
 
 
 def _varlen_serves(facts: AttentionFacts) -> bool:
-    return varlen_knows(grouped=facts.grouped)
+    return varlen_knows(facts.grouped)
 
 
 _VARLEN_SERVES = "is not in this torch"
@@ -132,13 +138,17 @@ ATTENTION: Operator[_Attend] = Operator(
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
         Implementation("reference", attention_reference),
     ),
-    kinds_of_calls(
-        AttentionFacts,
-        mask=tuple(MaskKind),
-        dropout=(False, True),
-        lse=(False, True),
-        bias=(False, True),
-        one_width=(True, False),
+    (
+        *kinds_of_calls(AttentionFacts, mask=tuple(MaskKind), dropout=(False, True), lse=(False, True)),
+        # In these the mask does not matter.
+        *kinds_of_calls(
+            AttentionFacts,
+            mask=(MaskKind.NONE, MaskKind.CAUSAL, MaskKind.DOCUMENTS, MaskKind.DENSE),
+            dropout=(False, True),
+            lse=(False, True),
+            bias=(False, True),
+            one_width=(True, False),
+        )[1:],
     ),
     examples=attention_examples,
 )
@@ -169,8 +179,8 @@ def attention(
     bias: broadcastable to [b, n, s, t]; gradients flow through it.
     dropout: counter-based dropout of the probabilities, so every layout drops the same ones.
     scale: 1 / sqrt(d) by default.
-    window: the most keys (before, after) its own that a query attends to; -1 for no limit. The last query's own
-        key is the last one.
+    window: the most keys (before, after) its own that a query attends to; -1 for no limit. The last query's
+        own key is the last one.
     A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
     documents = Documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
@@ -212,6 +222,21 @@ def attention_with_lse(
     return out, lse
 
 
+@contextmanager
+def varying_shapes(vary: bool = True) -> Iterator[None]:
+    """A context in which torch's attention on a GPU leaves cuDNN out if shapes `vary`.
+
+    cuDNN makes a plan for each new shape, which takes as long as hundreds of calls, and keeps all of them.
+    Where shapes stay the same it is the fastest on Hopper, and torch's first choice.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and not vary)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def _scale(q: Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
@@ -233,22 +258,25 @@ def _attend(
         wide=q.shape[-1] > MOST_SIZE,
     )
     chosen = ATTENTION.choose(facts)
-    if facts.device == "cuda" and not torch.compiler.is_compiling():
-        warn_of_all_pairs(chosen.name, facts)
+    if holds_all_pairs(chosen.name, facts) and not torch.compiler.is_compiling():
+        _warn_of_all_pairs(chosen.name, facts)
     return chosen.fn(q, k, v, call)
 
 
-def warn_of_all_pairs(name: str, facts: AttentionFacts) -> None:
-    """Warn, once for each reason, if that implementation holds a tensor of all pairs of queries and keys."""
-    masked = facts.mask not in (MaskKind.NONE, MaskKind.CAUSAL)
-    if name in ("composed", "reference") or (name == "sdpa" and masked):
-        reasons = dict(ATTENTION.passed_over(facts))
-        why = f"`cuda` {reasons['cuda']}" if "cuda" in reasons else f"of {facts.mask.value} mask"
-        warnings.warn(
-            f"attention on the GPU runs as `{name}` ({why}), which holds a tensor of all pairs of queries and keys; "
-            "see `megazero env` for what would not.",
-            stacklevel=4,
-        )
+def holds_all_pairs(name: str, facts: AttentionFacts) -> bool:
+    """Whether that implementation holds a tensor of all pairs of queries and keys for a call on a GPU."""
+    masks = name == "sdpa" and (facts.bias or _masked(facts))
+    return facts.device == "cuda" and (masks or name in ("composed", "reference"))
+
+
+def _warn_of_all_pairs(name: str, facts: AttentionFacts) -> None:
+    """Warn, once for each reason."""
+    reasons = dict(ATTENTION.passed_over(facts))
+    warnings.warn(
+        f"attention on the GPU runs as `{name}` (`cuda` {reasons['cuda']}), which holds a tensor of all "
+        "pairs of queries and keys; see `megazero env` for the calls that need none.",
+        stacklevel=4,
+    )
 
 
 def _mask_kind(call: AttentionCall, square: bool) -> MaskKind:
@@ -257,7 +285,8 @@ def _mask_kind(call: AttentionCall, square: bool) -> MaskKind:
     if call.mask is not None:
         return MaskKind.DENSE
     if documents is not None:
-        return MaskKind.RUNS if documents.runs is not None and square else MaskKind.DOCUMENTS
+        whole = documents.runs is not None and square and call.window is None
+        return MaskKind.RUNS if whole else MaskKind.DOCUMENTS
     if hidden:
         return MaskKind.WINDOW
     return MaskKind.CAUSAL if call.causal else MaskKind.NONE
@@ -273,6 +302,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
         raise ValueError(
             f"`k` must have a number of heads that divides q's ({q.shape[2]}), but has {k.shape[2]}; "
             "set the number of query groups to a divisor of the number of heads."
+        )
+    if call.documents is not None and (
+        tuple(call.documents.ids.shape) != (k.shape[1], len(k)) or len(q) > len(k)
+    ):
+        raise ValueError(
+            f"`document_ids` must be [b, t] of t keys, no fewer than the queries, but is "
+            f"{list(call.documents.ids.shape)} for {len(k)} keys of {k.shape[1]} samples and {len(q)} queries; "
+            "give each key the id of its document."
         )
     if call.dropout is not None:
         call.dropout.check(q.shape[1], q.shape[0], k.shape[0])

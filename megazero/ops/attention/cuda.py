@@ -1,7 +1,7 @@
 """Attention whole in kernels on a GPU (csrc/attention): forward, and backward from the log-sum-exp.
 
-They hold a tile of the scores at a time (Dao et al. 2022), leave out what no query of a tile may see, and make
-dropout's mask where it is used, the bits of `dropout_mask_attention`. Sums have one order: no atomics.
+They hold a tile of the scores at a time (Dao et al. 2022), leave out what no query of a tile may see, and
+make dropout's mask where it is used, the bits of `dropout_mask_attention`. Sums have one order: no atomics.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _strides(x: Tensor, dims: int) -> list[int]:
 
 
 def _places(positions: Positions) -> tuple[Tensor | None, list[int]]:
-    """Positions as the kernels read them: a tensor if there is one, start, step, strides of rows and samples."""
+    """Positions as kernels read them: a tensor or None; start, step, strides of rows and samples."""
     if isinstance(positions, range):
         return None, [positions.start, positions.step, 0, 0]
     wide = positions.contiguous()
@@ -64,7 +64,7 @@ class _Given:
     Attributes:
         numbers: `Numbers` of csrc/attention/cuda.cu.
         scale, kept: the factors of scores, and of what dropout keeps.
-        tensors: bounds of documents, mask, keys of dropout, positions of queries and of keys; each may be None.
+        tensors: bounds of documents, mask, keys of dropout, positions of queries and keys; or None.
     """
 
     numbers: tuple[int, ...]
@@ -82,7 +82,8 @@ class _Given:
             mask = call.mask.view((1,) * (4 - call.mask.dim()) + call.mask.shape).contiguous()
             of_mask, mask = _strides(mask, 4), mask.view(torch.uint8)
         keys, kept, drops = None, 1.0, [0, 0, 0]
-        places = (None, [0, 0, 0, 0]), (None, [0, 0, 0, 0])
+        nowhere: tuple[Tensor | None, list[int]] = (None, [0, 0, 0, 0])
+        places = nowhere, nowhere
         if call.dropout is not None:
             keys, drops, places = _drops(call.dropout)
             kept = 1 / (1 - call.dropout.p)
@@ -143,7 +144,7 @@ def attention_cuda(
         q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         nothing = q.new_full((b, n, s), -torch.inf, dtype=torch.float32)
-        return q.reshape(s, b, -1)[..., : n * d] * 0, nothing
+        return (q * 0).reshape(s, b, n * q.shape[3])[..., : n * d], nothing
     q, k, v = map(_readable, (q, k, v))
     out, lse = apply(_Attention, q, k, v, _Given.of(q, k, v, call), kernels or cuda_kernels())
     return out[..., :d].reshape(s, b, n * d), lse

@@ -1,6 +1,6 @@
-"""`Documents`: which positions of a micro-batch's rows belong together, and what kernels need to know of that.
+"""`Documents`: which positions of a micro-batch's rows belong together, in the forms that kernels ask for.
 
-Each of its forms is made when a kernel first asks for it, and then shared by all layers that the value is given to.
+Each form is made when it is first asked for, and shared by all layers that the value is given to.
 """
 
 from __future__ import annotations
