@@ -303,13 +303,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
             f"`k` must have a number of heads that divides q's ({q.shape[2]}), but has {k.shape[2]}; "
             "set the number of query groups to a divisor of the number of heads."
         )
-    if call.documents is not None and (
-        tuple(call.documents.ids.shape) != (k.shape[1], len(k)) or len(q) > len(k)
-    ):
-        raise ValueError(
-            f"`document_ids` must be [b, t] of t keys, no fewer than the queries, but is "
-            f"{list(call.documents.ids.shape)} for {len(k)} keys of {k.shape[1]} samples and {len(q)} queries; "
-            "give each key the id of its document."
-        )
+    if call.documents is not None:
+        given, (t, b), s = list(call.documents.ids.shape), k.shape[:2], q.shape[0]
+        if given != [b, t] or s > t:
+            raise ValueError(
+                f"`document_ids` must be [{b}, {t}] for at most as many queries, but is {given} for {s}; "
+                "give each key the id of its document."
+            )
     if call.dropout is not None:
         call.dropout.check(q.shape[1], q.shape[0], k.shape[0])
