@@ -26,7 +26,6 @@ from megazero.moe.losses import terms_of
 from megazero.moe.mlp import MoEMLP
 from megazero.moe.router import Router
 from megazero.mpu.param_spec import spec_of
-from megazero.ops.attention import Documents
 from megazero.ops.positions import Positions, position_tensor
 from megazero.ops.rotary import rotary_table
 from megazero.pipeline.chunk import Boundary
@@ -149,7 +148,7 @@ class Trunk(ModelChunk[M_contra]):
             embedded = position_tensor(positions, batch.tokens.device)
         rows = Rows(
             _rows_first(positions),
-            None if batch.document_ids is None else Documents(batch.document_ids, batch.document_runs),
+            batch.documents,
             _rows_first(batch.sample_keys),
             self._rotary(embedded),
             self.placement.spread,

@@ -166,7 +166,7 @@ def test_padding_reaches_no_real_position(implementation):
     for multiple in (1, 8, WIDTH):
         batch = batch_of(arrays, multiple=multiple)
         noise = torch.from_numpy(np.random.default_rng(multiple).integers(0, VOCABULARY, batch.tokens.shape))
-        outside = batch.document_ids == -1
+        outside = batch.documents.ids == -1
         scrambled = replace(
             batch,
             tokens=torch.where(outside, noise, batch.tokens),

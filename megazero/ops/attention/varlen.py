@@ -32,7 +32,7 @@ def varlen_knows(grouped: bool, names: frozenset[str] = _NAMES) -> bool:
 
 
 def varlen_arguments(call: AttentionCall, grouped: bool, names: frozenset[str] = _NAMES) -> dict[str, Any]:
-    """What torch's function is given besides tensors and lengths; without `scale` it is 1 / sqrt(d)."""
+    """The arguments of torch's function besides tensors and lengths; without `scale` it is 1 / sqrt(d)."""
     given: dict[str, Any] = {"scale": call.scale} if "scale" in names else {}
     if "window_size" in names:
         given["window_size"] = call.sides
