@@ -48,6 +48,7 @@ class SharedArray {
  public:
   __device__ explicit SharedArray(void* data) : data_(static_cast<T*>(data)) {}
   __device__ __forceinline__ T& operator[](std::int64_t i) const { return data_[i]; }
+  __device__ __forceinline__ T* get() const { return data_; }
 
  private:
   T* data_;
@@ -84,6 +85,22 @@ __device__ __forceinline__ T from_float(float x) {
   }
 }
 
+// sums += left right, a warp's product of [16, 16] and [16, 8] in F16 or Bf16, laid out over lanes as PTX's mma.m16n8k16.
+template <typename T>
+__device__ __forceinline__ void warp_product(float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2]) {
+#define MEGAZERO_MMA(type)                                                                                        \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                                             \
+               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                             \
+               : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])                                       \
+               : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right[0]), "r"(right[1]))
+  if constexpr (std::is_same_v<T, F16>) {
+    MEGAZERO_MMA("f16");
+  } else {
+    MEGAZERO_MMA("bf16");
+  }
+#undef MEGAZERO_MMA
+}
+
 // MEGAZERO_SHARED(float, partials, 32) declares SharedArray<float> partials of 32 elements.
 #define MEGAZERO_SHARED(type, name, count)            \
   __shared__ alignas(16) unsigned char name##_bytes[sizeof(type) * (count)]; \
@@ -101,6 +118,11 @@ template <typename... Parameters, typename... Arguments>
 int launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, std::size_t shared_bytes, void* stream,
            Arguments... arguments) {
   if (!(holds<Parameters>(arguments) && ...)) return kInvalidValue;
+  if (shared_bytes > (48u << 10)) {  // more must be asked for
+    const auto bytes = static_cast<int>(shared_bytes);
+    const auto code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (code != cudaSuccess) return static_cast<int>(code);
+  }
   kernel<<<blocks, threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(static_cast<Parameters>(arguments)...);
   return static_cast<int>(cudaGetLastError());
 }
@@ -116,6 +138,34 @@ T from_float(float x) {
   T to;
   store(x, &to);
   return to;
+}
+
+// The same product by plain arithmetic: lanes lay their factors beside each other in memory of lane 0.
+template <typename T>
+void warp_product(float (&sums)[4], const unsigned (&left)[4], const unsigned (&right)[2], MEGAZERO_SITE_PARAMETER) {
+  using namespace on_cpu;
+  struct Factors {
+    unsigned left[kWarp][4], right[kWarp][2];
+  } own;
+  const auto at = reinterpret_cast<std::uint64_t>(&own);
+  auto& all = *reinterpret_cast<Factors*>(exchange(Warp::kShuffle, kAllLanes, at, 0, site));
+  const unsigned lane = place().thread.x % kWarp;
+  std::copy_n(left, 4, all.left[lane]);
+  std::copy_n(right, 2, all.right[lane]);
+  exchange(Warp::kSync, kAllLanes, 0, 0, site);
+  const auto number = [](const unsigned* words, unsigned k) {
+    const T value{static_cast<std::uint16_t>(words[k / 8 % 2] >> k % 2 * 16)};
+    return to_float(value);
+  };
+  for (unsigned e = 0; e < 4; ++e) {
+    const unsigned row = lane / 4, column = lane % 4 * 2 + e % 2;
+    for (unsigned k = 0; k < 16; ++k) {
+      const unsigned* a = all.left[row * 4 + k % 8 / 2];
+      const unsigned words[2] = {a[e / 2], a[e / 2 + 2]};
+      sums[e] += number(words, k) * number(all.right[column * 4 + k % 8 / 2], k);
+    }
+  }
+  exchange(Warp::kSync, kAllLanes, 0, 0, site);
 }
 
 #define MEGAZERO_SHARED(type, name, count) \

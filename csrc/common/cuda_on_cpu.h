@@ -138,6 +138,7 @@ class SharedArray {
  public:
   explicit SharedArray(void* data) : data_(static_cast<T*>(data)) {}
   on_cpu::Cell<T, on_cpu::touch_shared> operator[](on_cpu::Index i) const { return {data_ + i.value, i.site}; }
+  T* get() const { return data_; }
 
  private:
   T* data_;

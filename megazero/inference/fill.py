@@ -15,6 +15,7 @@ from megazero.errors import ConfigError, DataError
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Collate, MicroBatch
 from megazero.models.bert_batch import BertBatch
+from megazero.ops.attention import varying_shapes
 
 _ROLES = ("cls", "sep", "mask", "pad")
 
@@ -91,7 +92,7 @@ class MaskFiller:
             batch = rows[start : start + batch_size]
             inputs = self.collate(self._arrays(batch), tuple(range(len(batch))))
             assert isinstance(inputs, BertBatch), "a model that restores tokens takes such batches"
-            with torch.inference_mode():
+            with torch.inference_mode(), varying_shapes():
                 logits = self.model.masked_logits(inputs)
             candidates = iter(self._best(logits, top_k))
             filled += [list(islice(candidates, row.tokens.count(self._ids["mask"]))) for row in batch]

@@ -20,6 +20,7 @@ from megazero.inference.sampling import Sampling, choose_tokens
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
 from megazero.models.language_model import LanguageModel
+from megazero.ops.attention import varying_shapes
 
 OnToken = Callable[[int, int], None]
 
@@ -69,7 +70,7 @@ def generate(
     ]
     step = _Stepper(staged, max(row.end for row in rows) - 1)
     position = 0
-    with torch.inference_mode():
+    with torch.inference_mode(), varying_shapes():
         while live := [row for row in rows if row.live]:
             # A live sequence is longer than what was fed, at least by its last drawn token.
             stop = min(len(row.tokens) for row in live)

@@ -93,5 +93,5 @@ def _mask_of_wanted(rows: Rows, wanted: Tensor) -> Tensor | None:
     """bool [b, 1, r, s]: which rows the wanted ones, int64 [r, b], may attend to; None if all."""
     if rows.documents is None:
         return None
-    documents = rows.documents.gather(1, wanted.t())
-    return (documents.unsqueeze(-1) == rows.documents.unsqueeze(1)).unsqueeze(1)
+    ids = rows.documents.ids
+    return (ids.gather(1, wanted.t()).unsqueeze(-1) == ids.unsqueeze(1)).unsqueeze(1)

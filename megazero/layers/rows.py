@@ -10,6 +10,7 @@ from torch import Tensor
 from megazero.layers.collectives import gather_sequence, own_rows
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
+from megazero.ops.attention import Documents
 from megazero.ops.dropout import Dropout
 from megazero.ops.positions import Positions, position_tensor
 
@@ -56,7 +57,7 @@ class Rows:
 
     Attributes:
         positions: the rows' places in their sequences: a range, or int64 [s], or [s, b] where samples differ.
-        documents: int [b, s]; positions attend only within equal ids, and -1 stands for padding. None: no
+        documents: of [b, s]; positions attend only within equal ids, and -1 stands for padding. None: no
             such limit.
         keys: int64 [b], the key of each sample's random streams, or [s, b] where samples share a column of
             rows; None turns dropout off.
@@ -65,7 +66,7 @@ class Rows:
     """
 
     positions: Positions
-    documents: Tensor | None = None
+    documents: Documents | None = None
     keys: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     spread: Spread = ALONE
@@ -92,7 +93,7 @@ class Rows:
         return replace(
             self,
             positions=self.positions_at(columns),
-            documents=None if documents is None else documents.gather(1, columns.t()),
+            documents=None if documents is None else Documents(documents.ids.gather(1, columns.t())),
             keys=None if self.keys is None else keys_at(self.keys, columns),
             rotary=rotary,
         )

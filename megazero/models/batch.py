@@ -16,6 +16,7 @@ from megazero.config.tree.config import Config
 from megazero.data.token_ids import check_token_ids
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.mpu.rng import sample_keys
+from megazero.ops.attention import Documents, Runs
 from megazero.ops.positions import Positions
 
 M = TypeVar("M", bound="MicroBatch")
@@ -37,7 +38,7 @@ class MicroBatch(ABC):
         tokens: int64 [b, s].
         token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
         position_ids: int64 [b, s] or [s], the positions to embed; None means `positions`.
-        document_ids: int32 [b, s]; positions attend only within equal ids. None: no such limit.
+        documents: of [b, s], ids in int32; positions attend only within equal ids. None: no such limit.
         sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
             so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
         positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
@@ -49,7 +50,7 @@ class MicroBatch(ABC):
     _: KW_ONLY
     token_types: Tensor | None = None
     position_ids: Tensor | None = None
-    document_ids: Tensor | None = None
+    documents: Documents | None = None
     sample_keys: Tensor | None = None
     positions: Positions | None = None
     skipping: Skipping = NOTHING_SKIPPED
@@ -111,7 +112,7 @@ class Batch(MicroBatch):
             loss_mask=tensor("loss_mask"),
             counted=float(arrays["loss_mask"].sum(dtype="float64")) if "loss_mask" in arrays else None,
             position_ids=tensor("position_ids"),
-            document_ids=tensor("document_ids"),
+            documents=documents_on(device, arrays.get("document_ids")),
             sample_keys=tensor("sample_keys"),
         )
 
@@ -174,6 +175,13 @@ def column_multiple(config: Config) -> int:
 def tensor_of(array: np.ndarray, device: torch.device) -> Tensor:
     """An array as a tensor on the device, for which nothing waits."""
     return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def documents_on(device: torch.device, ids: np.ndarray | None) -> Documents | None:
+    """Documents of ids [b, s]; an accelerator's kernels need their runs, a CPU's find their own."""
+    if ids is None:
+        return None
+    return Documents(tensor_of(ids, device), None if device.type == "cpu" else Runs.of(ids, device))
 
 
 def random_text(rng: np.random.Generator, count: int, length: int, vocab_size: int) -> dict[str, np.ndarray]:

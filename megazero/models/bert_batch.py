@@ -12,7 +12,7 @@ from torch import Tensor
 from megazero.config.tree.config import Config
 from megazero.data.token_ids import check_token_ids
 from megazero.loss import PADDING
-from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, tensor_of
+from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, documents_on, tensor_of
 from megazero.models.packing import Slot, pack
 from megazero.mpu.rng import sample_keys
 
@@ -169,7 +169,7 @@ class BertCollate:
             padding=room - sum(lengths),
             room=room,
             positions=tensor(places) if self.packed else None,
-            document_ids=None if whole else tensor(documents),
+            documents=None if whole else documents_on(self.device, documents),
             sample_keys=None if keys is None else tensor(keys),
             wanted=None if wanted is None else tensor(wanted),
         )

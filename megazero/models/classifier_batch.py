@@ -12,7 +12,7 @@ from torch import Tensor
 from megazero.config.tree.config import Config
 from megazero.data.labelled.dataset import UNKNOWN_LABEL
 from megazero.data.token_ids import check_token_ids
-from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, tensor_of
+from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, documents_on, tensor_of
 from megazero.mpu.rng import sample_keys
 
 
@@ -113,7 +113,7 @@ class ClassifierCollate:
             labels=tensor(arrays["labels"]),
             known=int((arrays["labels"] != UNKNOWN_LABEL).sum()),
             real=int(lengths.sum()),
-            document_ids=None if documents is None else tensor(documents),
+            documents=documents_on(self.device, documents),
             sample_keys=None if keys is None else tensor(keys),
         )
 

@@ -148,7 +148,7 @@ class Trunk(ModelChunk[M_contra]):
             embedded = position_tensor(positions, batch.tokens.device)
         rows = Rows(
             _rows_first(positions),
-            batch.document_ids,
+            batch.documents,
             _rows_first(batch.sample_keys),
             rotary_of(self.config, _rows_first(embedded)),
             self.placement.spread,

@@ -74,12 +74,11 @@ def take_share(x: Tensor, rows: Rows) -> tuple[Tensor, Tokens]:
     column, sequence = number.clamp_max(total - 1) // b, number % b
     position = position_tensor(rows.positions, device)
     position = position[column] if position.dim() == 1 else position[column, sequence]
-    documents = rows.documents
     real = None
-    if documents is None:
+    if rows.documents is None:
         lengths = torch.full((b,), total // b, device=device)
     else:
-        tokens = documents >= 0
+        tokens = rows.documents.ids >= 0
         lengths = tokens.sum(1)
         real = tokens[sequence, column]
     if share * group.size > total:

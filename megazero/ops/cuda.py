@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -25,7 +24,7 @@ from megazero.kernels.build import (
     known_architectures,
 )
 from megazero.kernels.library import DTYPE_CODES, KernelLibrary
-from megazero.ops.dispatch import CUDA, CallFacts, where
+from megazero.ops.dispatch import CUDA, Requirements, where
 
 OLDEST_CAPABILITY = divmod(int(ARCHITECTURES[0].removeprefix("sm_")), 10)
 
@@ -99,6 +98,6 @@ def kernel_build() -> str:
     return cuda_kernels().path.stem.split("-")[1] if cuda_built() else "missing"
 
 
-def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Callable[[CallFacts], bool]:
+def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Requirements:
     """The calls that a CUDA kernel of ours handles: in these dtypes, if built; `own` is as in `where`."""
     return where(CUDA, dtypes, cuda_built, **own)

@@ -172,13 +172,14 @@ class Operator(Generic[_Fn]):
         """The formula in plain torch."""
         return self.implementations[-1].fn
 
-    def choose(self, facts: CallFacts) -> Implementation[_Fn]:
+    def choose(self, facts: CallFacts, *, traced: bool = False) -> Implementation[_Fn]:
         """The implementation that runs for such a call: the first that handles it.
 
-        Within what torch.compile traces, the first that it can look into and fuse with its neighbours.
+        Within what torch.compile traces, which `traced` asks about, it is the first that the compiler can
+        look into and fuse with its neighbours.
         """
         candidates = self.implementations
-        if torch.compiler.is_compiling():
+        if traced or torch.compiler.is_compiling():
             candidates = (*(row for row in candidates if row.traceable), candidates[-1])
         return next(row for row in candidates if row.serves(facts))
 

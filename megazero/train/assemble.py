@@ -23,6 +23,7 @@ from megazero.train.observe.host import measure_matmul_rate
 from megazero.train.observe.meters import Meters
 from megazero.train.observe.monitors import build_monitors
 from megazero.train.observe.monitors.base import Monitor
+from megazero.train.parts.attention import attention_remark
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary
@@ -144,7 +145,7 @@ def assemble(
     meters = Meters(config, plan, engine, TokenFlops(config, vocabulary), rate, monitor.message)
     run = Run(resumed, feeds, meters, monitor, traffic)
     try:
-        for remark in task.remarks(run):
+        for remark in (attention_remark(config, context.device), *task.remarks(run)):
             monitor.message(remark)
         if config.checkpoint.save and not config.training.skip_train:
             seed = resumed.stream_seed

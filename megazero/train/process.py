@@ -13,7 +13,9 @@ from megazero.config.tree.config import Config
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch, join, leave, reporting
 from megazero.mpu.malloc import keep_freed_memory
+from megazero.ops.attention import varying_shapes
 from megazero.train.guards.agreement import settings_and_code
+from megazero.train.parts.attention import shapes_vary
 from megazero.train.step.state import TrainState
 
 
@@ -50,7 +52,7 @@ def in_job(
     place, nodes = launch or Launch.from_environment(), replicas_per_node(config.zero)
     facts = partial(settings_and_code, config, place.speaks_for_node)
     joined = join(config.parallel, place, nodes, facts, zero_stage=config.zero.stage)
-    with reporting(joined):
+    with reporting(joined), varying_shapes(shapes_vary(config)):
         state = work(joined)
     leave(joined)
     return state

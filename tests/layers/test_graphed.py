@@ -14,6 +14,7 @@ from megazero.layers.inputs import LayerInputs
 from megazero.layers.rows import Rows
 from megazero.mpu.context import solo_context
 from megazero.ops import native
+from megazero.ops.attention import Documents
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layers.pooled_graphs import PooledGraphs
@@ -137,7 +138,7 @@ def test_another_shape_or_other_weights_are_captured_anew():
 def test_documents_and_evaluations_are_not_captured():
     layer, graphs = one_layer()
     x = torch.randn(16, 2, 32, requires_grad=True)
-    layer(x, LayerInputs(Rows(range(16), documents=torch.zeros(2, 16, dtype=torch.int32))))
+    layer(x, LayerInputs(Rows(range(16), documents=Documents(torch.zeros(2, 16, dtype=torch.int32)))))
     with torch.no_grad():
         layer(x, LayerInputs(Rows(range(16))))
     assert graphs.captures == 0

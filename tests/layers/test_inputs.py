@@ -19,6 +19,7 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.rng import sample_keys
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.ops.attention import Documents
 from megazero.ops.counter_random import keep_mask
 from megazero.ops.dropout import dropout_mask_hidden
 from megazero.ops.rotary import rotary_table
@@ -42,7 +43,7 @@ def inputs_of(positions: torch.Tensor) -> LayerInputs:
     """Of the rows at `positions`, [s] or [s, b]."""
     columns = positions.t() if positions.dim() == 2 else positions.expand(B, -1)
     rotary = rotary_table(positions, CONFIG.head_dim, 1e4)
-    return LayerInputs(Rows(positions, ALONE.gather(1, columns), KEYS, rotary))
+    return LayerInputs(Rows(positions, Documents(ALONE.gather(1, columns)), KEYS, rotary))
 
 
 def counted(inputs: LayerInputs, count: int) -> LayerInputs:

@@ -19,6 +19,7 @@ from megazero.layers.skipping import kept_columns, run_layer
 from megazero.layers.sums import Sums
 from megazero.mpu.context import solo_context
 from megazero.mpu.rng import sample_keys, site_key
+from megazero.ops.attention import Documents
 from megazero.ops.counter_random import derive_reference
 from megazero.ops.rotary import rotary_table
 from tests.layers.samples import causal_layer
@@ -113,12 +114,13 @@ def test_equals_a_loop_over_samples(positions):
     table = rotary_table(torch.arange(S), H // 4, 1e4, torch.float64) if positions == "rope" else None
     documents = None
     if positions == "documents":
-        documents = torch.tensor([[0] * 4 + [1] * 5, [0] * 9, [0, 0, 1, 1, 1, 2, 2, 2, 2]], dtype=torch.int32)
+        ids = torch.tensor([[0] * 4 + [1] * 5, [0] * 9, [0, 0, 1, 1, 1, 2, 2, 2, 2]], dtype=torch.int32)
+        documents = Documents(ids)
     inputs = make_inputs(rotary=table, documents=documents)
     columns = kept_columns(KEYS, 1, S, KEPT)
 
     def inputs_of(b: int, rows: torch.Tensor) -> LayerInputs:
-        own_documents = None if documents is None else documents[b : b + 1, rows]
+        own_documents = None if documents is None else Documents(documents.ids[b : b + 1, rows])
         rotary = None if table is None else (table[0][rows], table[1][rows])
         return LayerInputs(Rows(rows, own_documents, KEYS[b : b + 1], rotary))
 

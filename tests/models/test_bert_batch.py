@@ -31,6 +31,7 @@ def told(batch) -> dict:
     """Its fields as lists, but for what a step skips, which the engine fills in."""
     assert batch.skipping.idle
     found = {each.name: getattr(batch, each.name) for each in fields(batch) if each.name != "skipping"}
+    found["documents"] = batch.documents and batch.documents.ids
     return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
 
 
@@ -46,7 +47,7 @@ def test_a_batch_holds_what_someone_reads():
         "padding": 24 - 9,
         "room": 24,
         "position_ids": None,
-        "document_ids": [[0] * 6 + [-1] * 2, [1] * 3 + [-1] * 5],
+        "documents": [[0] * 6 + [-1] * 2, [1] * 3 + [-1] * 5],
         "sample_keys": None,
         "positions": None,
         "wanted": None,  # eight columns are all that there are
@@ -70,7 +71,7 @@ def test_packed_samples_share_a_row_and_keep_apart():
         "padding": 24 - 9,  # of the data, not of the rows
         "room": 24,
         "position_ids": None,
-        "document_ids": [[0] * 6 + [1] * 3 + [-1] * 3],
+        "documents": [[0] * 6 + [1] * 3 + [-1] * 3],
         "sample_keys": None,
         "positions": [[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 0]],
         "wanted": [[0], [2], [4], [6], [7], [1], [3], [5]],  # five that are read, and others
@@ -84,10 +85,10 @@ def test_packed_samples_keep_the_keys_that_they_have_alone():
     arrays = samples([5, 9, 7, 3], [1, 1, 1, 1], 12)
     batch = BertCollate(VOCABULARY, CPU, packed=True, seed=3)(arrays, (10, 11, 12, 13))
     # Longest first: 9 + 3, then 7 + 5.
-    assert batch.document_ids.tolist() == [[1] * 9 + [3] * 3, [2] * 7 + [0] * 5]
+    assert batch.documents.ids.tolist() == [[1] * 9 + [3] * 3, [2] * 7 + [0] * 5]
     alone = BertCollate(VOCABULARY, CPU, seed=3)(arrays, (10, 11, 12, 13)).sample_keys.tolist()
     assert alone == sample_keys(3, (10, 11, 12, 13)).tolist()
-    assert batch.sample_keys.tolist() == [[alone[i] for i in row] for row in batch.document_ids.tolist()]
+    assert batch.sample_keys.tolist() == [[alone[i] for i in row] for row in batch.documents.ids.tolist()]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -132,12 +133,12 @@ def test_without_padding_there_is_nothing_to_keep_apart(packed, lengths):
     batch = BertCollate(VOCABULARY, CPU, packed=packed)(
         samples(lengths, [1] * len(lengths), width), tuple(range(len(lengths)))
     )
-    assert (batch.document_ids, batch.padding) == (None, 0)
+    assert (batch.documents, batch.padding) == (None, 0)
 
 
 def test_two_samples_that_fill_a_row_are_kept_apart():
     batch = BertCollate(VOCABULARY, CPU, packed=True)(samples([8, 8], [1, 1], 16), (0, 1))
-    assert batch.document_ids.tolist() == [[0] * 8 + [1] * 8]
+    assert batch.documents.ids.tolist() == [[0] * 8 + [1] * 8]
 
 
 @pytest.mark.parametrize(("name", "bad"), [("tokens", 61), ("tokens", -1), ("labels", 61), ("labels", -1)])
@@ -199,3 +200,14 @@ def test_samples_that_are_cut_are_shorter_ones():
         assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs, each.name
     assert found.tokens.shape == (5, 16)
     assert found.padding == 5 * 16 - shorter["lengths"].sum()
+
+
+def test_a_gpus_batch_knows_where_its_documents_end():
+    """As plain rows and packed; padding is a document too. A CPU's kernels find their own."""
+    plain = BertCollate(VOCABULARY, torch.device("meta"))(TWO, (4, 5))
+    assert plain.documents.runs.ends.shape == (5,)  # 0, two samples, and the padding behind each
+    assert plain.documents.runs.longest == 6
+    packed = BertCollate(VOCABULARY, torch.device("meta"), packed=True)(TWO, (4, 5))
+    assert packed.documents.runs.ends.shape == (4,)
+    assert packed.documents.runs.longest == 6
+    assert BertCollate(VOCABULARY, CPU)(TWO, (4, 5)).documents.runs is None

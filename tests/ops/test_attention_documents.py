@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megazero.ops.attention import attention, reference
-from megazero.ops.attention.call import AttentionCall, document_runs
+from megazero.ops.attention.call import AttentionCall
+from megazero.ops.attention.documents import Documents
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.scaled_softmax import scaled_softmax
@@ -16,7 +17,7 @@ S = 420
 
 def test_runs_are_counted_row_by_row():
     ids = torch.tensor([[4] * 300 + [0] * 120, [7] * 420, [1] * 180 + [2] * 120 + [-1] * 120])
-    assert document_runs(ids) == [[300, 120], [420], [180, 120, 120]]
+    assert Documents(ids).lengths == [[300, 120], [420], [180, 120, 120]]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_runs_are_counted_row_by_row():
     ],
 )
 def test_other_ids_need_a_mask(ids, why):
-    assert document_runs(ids) is None, why
+    assert Documents(ids).lengths is None, why
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from megazero.ops.attention.call import AttentionCall, attention_by_document, document_runs
+from megazero.ops.attention.call import AttentionCall, attention_by_document
+from megazero.ops.attention.cuda import MOST_SIZE, attention_cuda, attention_examples
+from megazero.ops.attention.documents import Documents, Runs
 from megazero.ops.attention.flash_cpu import attention_flash_cpu
 from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.reference import attention_reference, attention_sdpa, attention_with_dropout
-from megazero.ops.dispatch import CPU, CallFacts, Implementation, Operator, kinds_of_calls, where
+from megazero.ops.attention.varlen import attention_varlen, varlen_knows
+from megazero.ops.cuda import on_cuda_kernels
+from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.native import on_native_cpu
 
-__all__ = ["ATTENTION", "AttentionCall", "AttentionFacts", "MaskKind", "attention", "attention_with_lse"]
+__all__ = [
+    "ATTENTION",
+    "AttentionCall",
+    "AttentionFacts",
+    "Documents",
+    "MaskKind",
+    "Runs",
+    "attention",
+    "attention_with_lse",
+    "holds_all_pairs",
+    "varying_shapes",
+]
 
 _FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
+_NARROW_FLOATS = frozenset({torch.bfloat16, torch.float16})
 
 
 class MaskKind(enum.Enum):
@@ -28,6 +47,8 @@ class MaskKind(enum.Enum):
 
     NONE = "none"
     CAUSAL = "causal"
+    WINDOW = "window"
+    RUNS = "runs"  # documents whose runs are known, causal or not
     DOCUMENTS = "documents"
     DENSE = "dense"
 
@@ -42,6 +63,8 @@ class AttentionFacts(CallFacts):
         lse: whether the log-sum-exp is needed too.
         bias: whether something is added to the scores.
         one_width: whether values are as wide as queries and keys.
+        grouped: whether heads share keys and values.
+        wide: whether a head has more than 128 channels.
     """
 
     mask: MaskKind
@@ -49,6 +72,8 @@ class AttentionFacts(CallFacts):
     lse: bool
     bias: bool = False
     one_width: bool = True
+    grouped: bool = False
+    wide: bool = False
 
 
 def _flash_pays(facts: AttentionFacts) -> bool:
@@ -57,6 +82,25 @@ def _flash_pays(facts: AttentionFacts) -> bool:
 
 
 _FLASH_PAYS = "pays with dropout, lse or bfloat16 only"
+
+
+def _cuda_pays(facts: AttentionFacts) -> bool:
+    """Whether our kernels do what torch's fastest do not."""
+    return facts.dropout or facts.lse or _masked(facts)
+
+
+def _masked(facts: AttentionFacts) -> bool:
+    return facts.mask not in (MaskKind.NONE, MaskKind.CAUSAL)
+
+
+_CUDA_PAYS = "pays with dropout, lse or a mask only"
+
+
+def _varlen_serves(facts: AttentionFacts) -> bool:
+    return varlen_knows(facts.grouped)
+
+
+_VARLEN_SERVES = "is not in this torch"
 
 # (q, k, v, call) -> the result, and the log-sum-exp where it is computed
 _Attend = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor | None]]
@@ -70,18 +114,43 @@ ATTENTION: Operator[_Attend] = Operator(
             attention_flash_cpu,
             where(CPU, _FLASH_DTYPES, bias=False, one_width=True).needing(_flash_pays, _FLASH_PAYS),
         ),
+        Implementation(
+            "varlen",
+            attention_varlen,
+            where(
+                CUDA,
+                _NARROW_FLOATS,
+                mask=MaskKind.RUNS,
+                dropout=False,
+                lse=False,
+                bias=False,
+                one_width=True,
+                wide=False,
+            ).needing(_varlen_serves, _VARLEN_SERVES),
+            traceable=True,
+        ),
+        Implementation(
+            "cuda",
+            attention_cuda,
+            on_cuda_kernels(bias=False, one_width=True, wide=False).needing(_cuda_pays, _CUDA_PAYS),
+        ),
         Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False), traceable=True),
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
         Implementation("reference", attention_reference),
     ),
-    kinds_of_calls(
-        AttentionFacts,
-        mask=tuple(MaskKind),
-        dropout=(False, True),
-        lse=(False, True),
-        bias=(False, True),
-        one_width=(True, False),
+    (
+        *kinds_of_calls(AttentionFacts, mask=tuple(MaskKind), dropout=(False, True), lse=(False, True)),
+        # In these the mask does not matter.
+        *kinds_of_calls(
+            AttentionFacts,
+            mask=(MaskKind.NONE, MaskKind.CAUSAL, MaskKind.DOCUMENTS, MaskKind.DENSE),
+            dropout=(False, True),
+            lse=(False, True),
+            bias=(False, True),
+            one_width=(True, False),
+        )[1:],
     ),
+    examples=attention_examples,
 )
 
 
@@ -92,10 +161,11 @@ def attention(
     *,
     causal: bool,
     mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
+    document_ids: Tensor | Documents | None = None,
     bias: Tensor | None = None,
     dropout: AttentionDropout | None = None,
     scale: float | None = None,
+    window: tuple[int, int] | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + bias) v, [s, b, n e], for q [s, b, n, d], k [t, b, g, d] and v [t, b, g, e].
 
@@ -104,20 +174,24 @@ def attention(
     causal: rows are in the order of their positions, and the last query sees the last key, so with s < t the
         queries continue a KV cache.
     mask: bool, broadcastable to [b, n, s, t]; True means that the query may attend to the key.
-    document_ids: int [b, t]; a query attends only to keys of its own document.
+    document_ids: int [b, t]; a query attends only to keys of its own document. As `Documents`, what kernels
+        need to know of them is found once for all calls that are given the value.
     bias: broadcastable to [b, n, s, t]; gradients flow through it.
     dropout: counter-based dropout of the probabilities, so every layout drops the same ones.
     scale: 1 / sqrt(d) by default.
+    window: the most keys (before, after) its own that a query attends to; -1 for no limit. The last query's
+        own key is the last one.
     A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
-    call = AttentionCall(_scale(q, scale), causal, mask, document_ids, bias, dropout)
+    documents = Documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
+    call = AttentionCall(_scale(q, scale), causal, mask, documents, bias, dropout, window)
     whole = mask is None and bias is None and q.shape[0] == k.shape[0]
     # Reads where documents end, which a compiler cannot trace.
-    if document_ids is not None and whole and not torch.compiler.is_compiling():
+    if documents is not None and whole and not torch.compiler.is_compiling():
         _check(q, k, v, call)
-        runs = document_runs(document_ids)
-        if runs is not None:
-            return attention_by_document(q, k, v, call, runs, lambda *run: _attend(*run, lse=False)[0])
+        if documents.lengths is not None:
+            attend = partial(_attend, lse=False)
+            return attention_by_document(q, k, v, call, documents.lengths, lambda *run: attend(*run)[0])
     return _attend(q, k, v, call, lse=False)[0]
 
 
@@ -128,10 +202,11 @@ def attention_with_lse(
     *,
     causal: bool,
     mask: Tensor | None = None,
-    document_ids: Tensor | None = None,
+    document_ids: Tensor | Documents | None = None,
     bias: Tensor | None = None,
     dropout: AttentionDropout | None = None,
     scale: float | None = None,
+    window: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each query's scores: [b, n, s], fp32 (fp64 for fp64).
 
@@ -140,10 +215,26 @@ def attention_with_lse(
     of Liu et al. 2023). Gradients flow through both. The log-sum-exp is -inf for a query that may attend to
     nothing. Scores of dropped probabilities count: dropout affects only the result.
     """
-    call = AttentionCall(_scale(q, scale), causal, mask, document_ids, bias, dropout)
+    documents = Documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
+    call = AttentionCall(_scale(q, scale), causal, mask, documents, bias, dropout, window)
     out, lse = _attend(q, k, v, call, lse=True)
     assert lse is not None, "the table has no implementation without it for such a call"
     return out, lse
+
+
+@contextmanager
+def varying_shapes(vary: bool = True) -> Iterator[None]:
+    """A context in which torch's attention on a GPU leaves cuDNN out if shapes `vary`.
+
+    cuDNN makes a plan for each new shape, which takes as long as hundreds of calls, and keeps all of them.
+    Where shapes stay the same it is the fastest on Hopper, and torch's first choice.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(before and not vary)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -163,15 +254,41 @@ def _attend(
         lse=lse,
         bias=call.bias is not None,
         one_width=v.shape[-1] == q.shape[-1],
+        grouped=k.shape[2] != q.shape[2],
+        wide=q.shape[-1] > MOST_SIZE,
     )
-    return ATTENTION.choose(facts).fn(q, k, v, call)
+    chosen = ATTENTION.choose(facts)
+    if holds_all_pairs(chosen.name, facts) and not torch.compiler.is_compiling():
+        _warn_of_all_pairs(chosen.name, facts)
+    return chosen.fn(q, k, v, call)
+
+
+def holds_all_pairs(name: str, facts: AttentionFacts) -> bool:
+    """Whether that implementation holds a tensor of all pairs of queries and keys for a call on a GPU."""
+    masks = name == "sdpa" and (facts.bias or _masked(facts))
+    return facts.device == "cuda" and (masks or name in ("composed", "reference"))
+
+
+def _warn_of_all_pairs(name: str, facts: AttentionFacts) -> None:
+    """Warn, once for each reason."""
+    reasons = dict(ATTENTION.passed_over(facts))
+    warnings.warn(
+        f"attention on the GPU runs as `{name}` (`cuda` {reasons['cuda']}), which holds a tensor of all "
+        "pairs of queries and keys; see `megazero env` for the calls that need none.",
+        stacklevel=4,
+    )
 
 
 def _mask_kind(call: AttentionCall, square: bool) -> MaskKind:
-    if call.mask is not None or (call.causal and not square):
+    """The kind of mask; causality of fewer queries than keys is a window too."""
+    documents, hidden = call.documents, call.window is not None or (call.causal and not square)
+    if call.mask is not None:
         return MaskKind.DENSE
-    if call.document_ids is not None:
-        return MaskKind.DOCUMENTS
+    if documents is not None:
+        whole = documents.runs is not None and square and call.window is None
+        return MaskKind.RUNS if whole else MaskKind.DOCUMENTS
+    if hidden:
+        return MaskKind.WINDOW
     return MaskKind.CAUSAL if call.causal else MaskKind.NONE
 
 
@@ -186,5 +303,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
             f"`k` must have a number of heads that divides q's ({q.shape[2]}), but has {k.shape[2]}; "
             "set the number of query groups to a divisor of the number of heads."
         )
+    if call.documents is not None:
+        given, (t, b), s = list(call.documents.ids.shape), k.shape[:2], q.shape[0]
+        if given != [b, t] or s > t:
+            raise ValueError(
+                f"`document_ids` must be [{b}, {t}] for at most as many queries, but is {given} for {s}; "
+                "give each key the id of its document."
+            )
     if call.dropout is not None:
         call.dropout.check(q.shape[1], q.shape[0], k.shape[0])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor
 
+from megazero.ops.attention.documents import Documents
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions
-from megazero.ops.scaled_softmax import may_attend, same_document
-
-_WORTH = 1 << 14  # pairs of tokens: a call of the kernel takes about as long as this many under a mask
+from megazero.ops.scaled_softmax import same_document
 
 
 @dataclass(frozen=True)
@@ -23,36 +24,47 @@ class AttentionCall:
         scale: the factor of the products of queries and keys.
         causal: whether a query attends only to keys up to its own row, where the last query has the last key.
         mask: bool, broadcastable to [b, n, s, t], True where the query may attend to the key; None: all.
-        document_ids: int [b, t]; a query attends only to keys of its own document; None: to all.
+        documents: of the keys, [b, t]; a query attends only to keys of its own; None: to all.
         bias: broadcastable to [b, n, s, t], added to the scaled scores; it may have a gradient.
         dropout: the dropout of the probabilities.
+        window: the most keys before and after its own that a query attends to, -1 for no limit; None: all.
     """
 
     scale: float
     causal: bool = False
     mask: Tensor | None = None
-    document_ids: Tensor | None = None
+    documents: Documents | None = None
     bias: Tensor | None = None
     dropout: AttentionDropout | None = None
+    window: tuple[int, int] | None = None
 
     def allowed(self, q: Tensor, k: Tensor) -> Tensor | None:
         """One bool mask [b or 1, n or 1, s, t] of all restrictions; None if `causal` alone expresses them."""
-        s, t, mask = q.shape[0], k.shape[0], self.mask
-        if self.document_ids is not None:
-            own = same_document(self.document_ids, s)
-            mask = own if mask is None else mask & own
-        if self.causal and (mask is not None or s != t):
-            order = may_attend(s, t, q.device)
-            mask = order if mask is None else mask & order
-        if mask is None:
+        s, t, documents = q.shape[0], k.shape[0], self.documents
+        masks = [] if self.mask is None else [self.mask]
+        if documents is not None and s == t and self.window is None and not torch.compiler.is_compiling():
+            masks.append(documents.causal_mask if self.causal else documents.mask)  # shared by the layers
+        else:
+            if documents is not None:
+                masks.append(same_document(documents.ids, s))
+            if self.window is not None or (self.causal and (masks or s != t)):
+                masks.append(_in_window(s, t, self.sides, q.device))
+        if not masks:
             return None
+        mask = reduce(and_, masks)
         return mask.view((1,) * (4 - mask.dim()) + mask.shape).expand(-1, -1, s, t)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """The most keys before and after its own that a query attends to; -1 for no limit."""
+        left, right = (-1, -1) if self.window is None else self.window
+        return left, 0 if self.causal else right
 
     def of_run(self, row: int, start: int, stop: int) -> AttentionCall:
         """The same call for the tokens from `start` to `stop` of one row, which are a whole document."""
         dropout = self.dropout
         if dropout is None:
-            return replace(self, document_ids=None)
+            return replace(self, documents=None)
 
         def own(positions: Positions) -> Positions:
             positions = positions[start:stop]
@@ -67,28 +79,16 @@ class AttentionCall:
             query_positions=own(dropout.query_positions),
             key_positions=own(dropout.key_positions),
         )
-        return replace(self, document_ids=None, dropout=dropout)
+        return replace(self, documents=None, dropout=dropout)
 
 
-def document_runs(document_ids: Tensor) -> list[list[int]] | None:
-    """The lengths of the runs of equal ids in each row of int [b, s].
-
-    A dense mask costs the same however short the documents are. On CPU it pays to call the kernel once per
-    document, for packed rows as for padded ones, whose padding is a document too. (On an accelerator, reading
-    the ids would wait for the device.)
-
-    None if the ids are not on the host, a document comes back after another one, or so few pairs of tokens
-    would be left out that the calls would cost more than a mask.
-    """
-    b, s = document_ids.shape
-    if document_ids.device.type != "cpu" or b * s == 0:
-        return None
-    runs = [torch.unique_consecutive(row, return_counts=True) for row in document_ids]
-    lengths: list[list[int]] = [counts.tolist() for _, counts in runs]
-    left_out = b * s * s - sum(length**2 for row in lengths for length in row)
-    if left_out < _WORTH * sum(map(len, lengths)):
-        return None
-    return None if any(len(ids) != len(ids.unique()) for ids, _ in runs) else lengths
+def _in_window(s: int, t: int, window: tuple[int, int], device: torch.device) -> Tensor:
+    """bool [s, t], True for the keys of a window (before, after) around each query's own; -1 is no limit."""
+    (left, right), shift = window, t - s
+    allowed = torch.ones(s, t, dtype=torch.bool, device=device)
+    if right >= 0:
+        allowed = allowed.tril(shift + right)
+    return allowed.triu(shift - left) if left >= 0 else allowed
 
 
 def attention_by_document(

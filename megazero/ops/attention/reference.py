@@ -66,8 +66,8 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall)
     Document ids need no mask [b, 1, s, t] of their own: the softmax compares them.
     """
     s, b, n, _ = q.shape
-    ids = None if call.document_ids is None else call.document_ids.expand(b, k.shape[0])
-    mask = replace(call, document_ids=None).allowed(q, k)
+    ids = None if call.documents is None else call.documents.ids.expand(b, k.shape[0])
+    mask = replace(call, documents=None).allowed(q, k)
     repeats = n // k.shape[2]
     keys, values = (_heads_second(x).repeat_interleave(repeats, 1) for x in (k, v))
     scores, scale = _biased(_heads_second(q) @ keys.transpose(2, 3), call)

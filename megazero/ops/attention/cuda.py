@@ -1,0 +1,176 @@
+"""Attention whole in kernels on a GPU (csrc/attention): forward, and backward from the log-sum-exp.
+
+They hold a tile of the scores at a time (Dao et al. 2022), leave out what no query of a tile may see, and
+make dropout's mask where it is used, the bits of `dropout_mask_attention`. Sums have one order: no atomics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero.kernels.library import Argument, KernelLibrary
+from megazero.ops.attention.call import AttentionCall
+from megazero.ops.autograd import Gradients, apply
+from megazero.ops.counter_random import keep_threshold
+from megazero.ops.cuda import cuda_kernels
+from megazero.ops.dropout import AttentionDropout
+from megazero.ops.example import Example, Traffic
+from megazero.ops.positions import Positions
+
+MOST_SIZE = 128  # channels of a head
+_NO_LIMIT = 1 << 30
+_PACK = 16  # bytes that cross the bus together
+
+
+def _readable(x: Tensor) -> Tensor:
+    """x [rows, samples, heads, size] with channels as neighbors, which begin at multiples of a pack."""
+    steps = (x.data_ptr() // x.element_size(), *(x.stride(dim) for dim in range(3) if x.shape[dim] > 1))
+    pack = _PACK // x.element_size()
+    if x.stride(3) == 1 and not any(step % pack for step in steps):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _span(x: Tensor) -> Tensor:
+    """All memory from x's first element to its last, as one contiguous row: what a launch is given."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((last + 1,), (1,))
+
+
+def _strides(x: Tensor, dims: int) -> list[int]:
+    """Strides of the first dims, 0 where x is broadcast."""
+    return [x.stride(dim) if x.shape[dim] > 1 else 0 for dim in range(dims)]
+
+
+def _places(positions: Positions) -> tuple[Tensor | None, list[int]]:
+    """Positions as kernels read them: a tensor or None; start, step, strides of rows and samples."""
+    if isinstance(positions, range):
+        return None, [positions.start, positions.step, 0, 0]
+    wide = positions.contiguous()
+    return wide, [0, 0, wide.stride(0), 1 if wide.dim() == 2 else 0]
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A call as the kernels get it.
+
+    Attributes:
+        numbers: `Numbers` of csrc/attention/cuda.cu.
+        scale, kept: the factors of scores, and of what dropout keeps.
+        tensors: bounds of documents, mask, keys of dropout, positions of queries and keys; or None.
+    """
+
+    numbers: tuple[int, ...]
+    scale: float
+    kept: float
+    tensors: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
+        (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+        left, right = (_NO_LIMIT if side < 0 else side for side in call.sides)
+        first, stop = (None, None) if call.documents is None else call.documents.bounds
+        mask, of_mask = None, [0, 0, 0, 0]
+        if call.mask is not None:
+            mask = call.mask.view((1,) * (4 - call.mask.dim()) + call.mask.shape).contiguous()
+            of_mask, mask = _strides(mask, 4), mask.view(torch.uint8)
+        keys, kept, drops = None, 1.0, [0, 0, 0]
+        nowhere: tuple[Tensor | None, list[int]] = (None, [0, 0, 0, 0])
+        places = nowhere, nowhere
+        if call.dropout is not None:
+            keys, drops, places = _drops(call.dropout)
+            kept = 1 / (1 - call.dropout.p)
+        sizes = [s, t, b, n, g, d, left, right]
+        strides = [stride for x in (q, k, v) for stride in _strides(x, 3)]
+        numbers = (*sizes, *strides, *of_mask, *drops, *places[0][1], *places[1][1])
+        return cls(numbers, call.scale, kept, (first, stop, mask, keys, places[0][0], places[1][0]))
+
+    def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Argument, ...]:
+        return (q.dtype, self.numbers, self.scale, *map(_span, (q, k, v)), *self.tensors, self.kept)
+
+
+def _drops(
+    dropout: AttentionDropout,
+) -> tuple[Tensor, list[int], tuple[tuple[Tensor | None, list[int]], tuple[Tensor | None, list[int]]]]:
+    """Keys, their numbers among `Numbers`, and the positions of queries and of keys."""
+    keys = dropout.keys.contiguous()
+    numbers = [keys.stride(0) if keys.dim() == 2 else 0, dropout.head_offset, keep_threshold(dropout.p)]
+    return keys, numbers, (_places(dropout.query_positions), _places(dropout.key_positions))
+
+
+class _Attention(torch.autograd.Function):
+    """Result [s, b, n, d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: _Given, kernels: KernelLibrary
+    ) -> tuple[Tensor, Tensor]:
+        s, b, n, _ = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
+        kernels.launch("attention_forward", *given.arguments(q, k, v), out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.given, ctx.kernels = given, kernels
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else _readable(grad.contiguous())
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+        given = ctx.given.arguments(q, k, v)
+        rows = (out, grad, lse, grad_lse, torch.empty_like(lse))
+        ctx.kernels.launch("attention_backward", *given, *rows, *grads)
+        return *grads, None, None
+
+
+def attention_cuda(
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, kernels: KernelLibrary | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp on a GPU, for heads of up to 128 channels in fp32, fp16 or bf16."""
+    s, b, n, d = q.shape
+    missing = -d % 8
+    if missing:  # channels of zeros change no score, and results of zeros are cut off
+        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
+    if q.numel() == 0 or k.numel() == 0:
+        nothing = q.new_full((b, n, s), -torch.inf, dtype=torch.float32)
+        return (q * 0).reshape(s, b, n * q.shape[3])[..., : n * d], nothing
+    q, k, v = map(_readable, (q, k, v))
+    out, lse = apply(_Attention, q, k, v, _Given.of(q, k, v, call), kernels or cuda_kernels())
+    return out[..., :d].reshape(s, b, n * d), lse
+
+
+def attention_examples() -> Iterator[Example]:
+    """One whose kernels have a tile for each block, so that each byte moves once."""
+    s, b, n, d = 64, 2, 2, 64
+    rows, elements = s * b * n, s * b * n * d
+    dropout = AttentionDropout(0.1, torch.arange(b), range(s), range(s))
+
+    def call(f: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own = replace(dropout, keys=dropout.keys.to(q.device))
+        out: Tensor = f(q, k, v, AttentionCall(0.125, causal=True, dropout=own))[0]
+        return out
+
+    def moves(dtype: torch.dtype) -> dict[str, int]:
+        tensors = {
+            "forward": (4, 1),
+            "backward_queries": (6, 2),
+            "backward_keys": (6, 2),
+        }  # of elements, of rows
+        return {
+            f"attention_{name}": wide * elements * dtype.itemsize + 4 * narrow * rows
+            for name, (wide, narrow) in tensors.items()
+        }
+
+    traffic = Traffic(moves, dtypes={"bf16": torch.bfloat16})
+    yield Example("attention causal dropout", ((s, b, n, d),) * 3, call, traffic=traffic)

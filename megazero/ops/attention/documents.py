@@ -1,0 +1,108 @@
+"""`Documents`: which positions of a micro-batch's rows belong together, in the forms that kernels ask for.
+
+Each form is made when it is first asked for, and shared by all layers that the value is given to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.ops.scaled_softmax import may_attend, same_document
+
+_WORTH = 1 << 14  # pairs of tokens: a call of the kernel takes about as long as this many under a mask
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs of equal ids, none of which comes back in its row, where rows lie one after another.
+
+    Attributes:
+        ends: int32 [runs + 1] on the documents' device: 0, and where each run ends.
+        longest: the length of the longest.
+    """
+
+    ends: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, ids: np.ndarray, device: torch.device) -> Runs | None:
+        """The runs of ids [b, s], which the host knows; None if a document comes back after another one."""
+        b, s = ids.shape
+        if b * s == 0:
+            return None
+        first = np.ones((b, s), dtype=bool)
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+        row, _ = np.nonzero(first)
+        if np.unique(np.stack((row, ids[first])), axis=1).shape[1] < len(row):
+            return None
+        ends = np.append(np.flatnonzero(first), b * s).astype(np.int32)
+        return cls(torch.from_numpy(ends).to(device, non_blocking=True), int(np.diff(ends).max()))
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of a micro-batch.
+
+    Attributes:
+        ids: int [b, t]; positions attend only within equal ids.
+        runs: their runs, if whoever made the ids knew them on the host.
+    """
+
+    ids: Tensor
+    runs: Runs | None = None
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """bool [b, 1, t, t], True where a position may attend to another."""
+        return same_document(self.ids, self.ids.shape[1])
+
+    @cached_property
+    def causal_mask(self) -> Tensor:
+        """bool [b, 1, t, t]: the mask, without later positions."""
+        t = self.ids.shape[1]
+        return self.mask & may_attend(t, t, self.ids.device)
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """int32 [b, t] twice: where the document of each position begins, and where it ends.
+
+        Ids may be in any order; equal beginnings mean equal documents. Nothing waits for the device.
+        """
+        b, t = self.ids.shape
+        places = torch.arange(t, device=self.ids.device).expand(b, t)
+        ordered, order = self.ids.sort(dim=1, stable=True)
+        change = ordered[:, 1:] != ordered[:, :-1]
+        edge = torch.ones(b, 1, dtype=torch.bool, device=self.ids.device)
+        begins, ends = torch.cat((edge, change), 1), torch.cat((change, edge), 1)
+        from_here = torch.where(begins, places, 0).cummax(1).values
+        to_here = torch.where(ends, places, t - 1).flip(1).cummin(1).values.flip(1)
+        first, stop = torch.empty_like(order), torch.empty_like(order)
+        first.scatter_(1, order, order.gather(1, from_here))
+        stop.scatter_(1, order, order.gather(1, to_here) + 1)
+        return first.to(torch.int32), stop.to(torch.int32)
+
+    @cached_property
+    def lengths(self) -> list[list[int]] | None:
+        """The lengths of the runs of equal ids in each row, where it pays to call a kernel for each.
+
+        A dense mask costs the same however short the documents are. On CPU it pays to call the kernel once
+        per document, for packed rows as for padded ones, whose padding is a document too. (On an accelerator,
+        reading the ids would wait for the device.)
+
+        None if the ids are not on the host, a document comes back after another one, or so few pairs of
+        tokens would be left out that the calls would cost more than a mask.
+        """
+        b, s = self.ids.shape
+        if self.ids.device.type != "cpu" or b * s == 0:
+            return None
+        runs = [torch.unique_consecutive(row, return_counts=True) for row in self.ids]
+        lengths: list[list[int]] = [counts.tolist() for _, counts in runs]
+        left_out = b * s * s - sum(length**2 for row in lengths for length in row)
+        if left_out < _WORTH * sum(map(len, lengths)):
+            return None
+        return None if any(len(ids) != len(ids.unique()) for ids, _ in runs) else lengths

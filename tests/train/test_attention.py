@@ -1,0 +1,80 @@
+"""What a run says of its attention, and whether its shapes stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megazero.ops import native
+from megazero.ops.attention import MaskKind
+from megazero.train import process
+from megazero.train.parts.attention import attention_facts, attention_remark, shapes_vary
+from tests.config.samples import make_config
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "varies"),
+    [
+        ({}, False),
+        ({"data.reset_attention_mask": True}, False),
+        ({"model.family": "bert"}, True),
+        ({"model.num_classes": 2}, True),
+        ({"skipping.random_ltd": True}, True),
+        ({"curriculum.seqlen_schedule": "fixed_linear"}, True),
+    ],
+)
+def test_shapes_vary_where_columns_or_tokens_are_left_out(changes, varies):
+    assert shapes_vary(make_config(changes)) == varies
+
+
+def test_the_kind_of_mask_is_that_of_the_run_on_its_device():
+    packed, bert = make_config({"data.reset_attention_mask": True}), make_config({"model.family": "bert"})
+    kinds = [[attention_facts(c, d).mask.value for d in (CPU, GPU)] for c in (make_config(), packed, bert)]
+    assert kinds == [["causal", "causal"], ["causal", "runs"], ["none", "runs"]]
+    grouped = make_config({"model.num_query_groups": 1, "precision.dtype": "bf16"})
+    facts = attention_facts(grouped, GPU)
+    assert (facts.grouped, facts.dropout, facts.dtype) == (True, True, torch.bfloat16)
+    assert facts.mask is MaskKind.CAUSAL
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
+def test_the_remark_names_the_implementation():
+    assert attention_remark(make_config(), CPU) == "attention: native_cpu on cpu (float32, causal, dropout)"
+    plain = make_config({"model.attention_dropout": 0.0, "acceleration.compile": True})
+    assert attention_remark(plain, CPU) == "attention: sdpa on cpu (float32, causal)"
+
+
+def test_the_remark_says_if_all_pairs_are_held(monkeypatch):
+    monkeypatch.setattr("megazero.ops.cuda._BACKEND", type("Backend", (), {"library": None})())
+    assert attention_remark(make_config(), GPU) == (
+        "attention: composed on cuda (float32, causal, dropout), which holds a tensor of all pairs"
+    )
+
+
+@pytest.mark.parametrize(("family", "left"), [("gpt", True), ("bert", False)])
+def test_a_run_whose_shapes_vary_leaves_cudnn_out(family, left, monkeypatch):
+    """torch prefers cuDNN's attention, which makes a plan for each shape."""
+
+    class Reporting:
+        def __enter__(self):
+            return None
+
+        def __exit__(self, *error):
+            return None
+
+    for name in ("keep_freed_memory", "leave", "join"):
+        monkeypatch.setattr(process, name, lambda *given: None)
+    monkeypatch.setattr(process, "reporting", lambda joined: Reporting())
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    launch = type("Place", (), {"speaks_for_node": True})()
+    monkeypatch.setattr(process, "replicas_per_node", lambda zero: 1)
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        work = lambda joined: torch.backends.cuda.cudnn_sdp_enabled()  # noqa: E731
+        run = make_config({"model.family": family})
+        assert process.in_job(run, launch, work) == left
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
