@@ -232,7 +232,8 @@ def fast_loads() -> Callable[[bytes], Any]:
         import orjson
     except ImportError:
         return lambda line: _STRICT.decode(str(line, "utf-8"))
-    return orjson.loads
+    loads: Callable[[bytes], Any] = orjson.loads
+    return loads
 
 
 def _refuses_halves(loads: Callable[[bytes], Any]) -> bool:

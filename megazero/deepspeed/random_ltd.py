@@ -35,7 +35,7 @@ class RandomLTDScheduler:
         self.global_batch_size = int(config["global_batch_size"])
         self._least, self._most = int(schedule["min_value"]), int(schedule["max_value"])
         self._steps, self._stride = int(steps["require_steps"]), int(steps["seq_per_step"])
-        self.reset_to_init()
+        self._current, self._consumed, self._step = self._least, 0, -1
 
     def get_value(self, global_steps: int) -> int:
         """The tokens to keep after so many optimizer steps."""
@@ -235,7 +235,7 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module] | tuple[type
     """
     for layer in list(getattr(model, "module", model).modules()):
         if isinstance(layer, convert_type) and not isinstance(layer, RandomLayerTokenDrop):
-            layer.__class__ = _converted(type(layer))
+            layer.__class__ = _converted(type(layer))  # type: ignore[arg-type]  # torch's class is hashable
     model.random_ltd_initialize()
     return model
 

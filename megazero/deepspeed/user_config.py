@@ -138,6 +138,8 @@ class DeepSpeedConfig:
         for name, default in _PLAIN.items():
             setattr(self, name, given.get(name, default))
         vars(self).update(sections_of(given))
+        self.wall_clock_breakdown: bool
+        self.flops_profiler_config: ConfigSection
         self.global_rank = (joined_world() or (0, 1))[0]
         self.wall_clock_breakdown |= self.flops_profiler_config.enabled
         for kind in ("optimizer", "scheduler"):
