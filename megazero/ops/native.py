@@ -6,7 +6,6 @@ A kernel takes addresses. This module makes its arguments: a tensor's address, a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops.counter_random import KeepRows, keep_threshold
-from megazero.ops.dispatch import CPU, CallFacts, where
+from megazero.ops.dispatch import CPU, Requirements, where
 
 
 class _Backend:
@@ -59,7 +58,7 @@ def available() -> bool:
     return _BACKEND.built
 
 
-def on_native_cpu(dtypes: frozenset[torch.dtype] = NATIVE_DTYPES, **own: Any) -> Callable[[CallFacts], bool]:
+def on_native_cpu(dtypes: frozenset[torch.dtype] = NATIVE_DTYPES, **own: Any) -> Requirements:
     """The calls that a compiled kernel handles: on CPU, in these dtypes, if built; `own` is as in `where`."""
     return where(CPU, dtypes, available, **own)
 

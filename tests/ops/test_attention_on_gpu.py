@@ -21,7 +21,7 @@ from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
 from megazero.mpu.context import solo_context
 from megazero.ops import attention as front
-from megazero.ops.attention import ATTENTION, AttentionFacts, Documents, MaskKind, Runs, attention
+from megazero.ops.attention import ATTENTION, AttentionFacts, Documents, HeadKind, MaskKind, Runs, attention
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.cuda import attention_cuda
 from megazero.ops.attention.reference import attention_reference
@@ -47,7 +47,7 @@ def chosen(monkeypatch, built: bool, **facts) -> str:
     ("facts", "name"),
     [
         ({}, "sdpa"),
-        ({"mask": MaskKind.NONE, "grouped": True}, "sdpa"),
+        ({"mask": MaskKind.NONE}, "sdpa"),
         ({"dropout": True}, "cuda"),
         ({"lse": True}, "cuda"),
         ({"mask": MaskKind.WINDOW}, "cuda"),
@@ -57,9 +57,9 @@ def chosen(monkeypatch, built: bool, **facts) -> str:
         ({"mask": MaskKind.RUNS, "dropout": True}, "cuda"),
         ({"mask": MaskKind.RUNS, "dtype": torch.float32}, "cuda"),
         ({"mask": MaskKind.RUNS, "dtype": torch.float64}, "sdpa"),
-        ({"dropout": True, "wide": True}, "composed"),
+        ({"dropout": True, "heads": HeadKind.WIDE}, "composed"),
         ({"dropout": True, "bias": True}, "composed"),
-        ({"lse": True, "one_width": False}, "reference"),
+        ({"lse": True, "heads": HeadKind.UNLIKE}, "reference"),
     ],
 )
 def test_each_kind_of_call_has_its_kernel(facts, name, monkeypatch):

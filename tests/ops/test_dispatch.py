@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops import native, operators
-from megazero.ops.attention import ATTENTION, MaskKind, attention, attention_with_lse
+from megazero.ops.attention import ATTENTION, HeadKind, MaskKind, attention, attention_with_lse
 from megazero.ops.attention.varlen import varlen_knows
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
@@ -90,7 +90,8 @@ def test_explain_names_the_facts_that_change_the_choice_and_no_others() -> None:
 @pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 def test_what_attention_says() -> None:
     """Kernels take neither a bias nor values of another width; on a GPU neither changes the choice."""
-    plain, every = "bias=False, one_width=True", "(bfloat16, float16, float32, float64)"
+    every = "(bfloat16, float16, float32, float64)"
+    alike = ("bias=False, heads=alike", "bias=False, heads=wide")
     kernels = {
         "dropout=False, lse=False": "sdpa (float16, float64)",
         "dropout=False, lse=True": "reference (float16), flash_cpu (float64)",
@@ -99,13 +100,14 @@ def test_what_attention_says() -> None:
     }
     torch_rows = dict(zip(kernels, ("sdpa", "reference", "composed", "reference"), strict=True))
     said = explain(ATTENTION).splitlines()
-    assert [line for line in said if plain in line] == [
+    assert {line for line in said if any(plain in line for plain in alike)} == {
         f"attention on cpu, {facts}, {plain}: native_cpu (bfloat16, float32), {others}"
         for facts, others in kernels.items()
-    ]
+        for plain in alike
+    }
     runs = "attention on cuda, mask=runs, dropout=False, lse=False"
     some = f"{runs}: varlen (bfloat16, float16), sdpa (float32, float64)"
-    assert {line for line in said if plain not in line and not line.startswith(runs)} == {
+    assert {line for line in said if not any(plain in line for plain in alike) and runs not in line} == {
         *(
             f"attention on cuda, mask={mask.value}, {facts}: {row} {every}"
             for mask in MaskKind
@@ -113,9 +115,12 @@ def test_what_attention_says() -> None:
             if (mask, row) != (MaskKind.RUNS, "sdpa")
         ),
         *(
-            f"attention on cpu, {facts}, bias={bias}, one_width={one_width}: {row} {every}"
+            f"attention on cpu, {facts}, {unlike}: {row} {every}"
             for facts, row in torch_rows.items()
-            for bias, one_width in ((False, False), (True, False), (True, True))
+            for unlike in (
+                "bias=False, heads=unlike",
+                *(f"bias=True, heads={kind.value}" for kind in HeadKind),
+            )
         ),
     }
     assert [line for line in said if line.startswith(runs)] == (
@@ -175,7 +180,11 @@ def _run_bias_dropout_add(facts) -> Tensor:
 
 
 def _run_attention(facts) -> Tensor:
-    q, k, v = (_randn(facts, 4, 2, *sizes) for sizes in ((2, 6), (1, 6), (1, 6 if facts.one_width else 5)))
+    size = 136 if facts.heads is HeadKind.WIDE else 6
+    q, k, v = (
+        _randn(facts, 4, 2, *sizes)
+        for sizes in ((2, size), (1, size), (1, 5 if facts.heads is HeadKind.UNLIKE else size))
+    )
     front = attention_with_lse if facts.lse else attention
     out = front(
         q,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.ops import native
-from megazero.ops.attention import MaskKind
+from megazero.ops.attention import HeadKind, MaskKind
 from megazero.train import process
 from megazero.train.parts.attention import attention_facts, attention_remark, shapes_vary
 from tests.config.samples import make_config
@@ -33,9 +33,8 @@ def test_the_kind_of_mask_is_that_of_the_run_on_its_device():
     packed, bert = make_config({"data.reset_attention_mask": True}), make_config({"model.family": "bert"})
     kinds = [[attention_facts(c, d).mask.value for d in (CPU, GPU)] for c in (make_config(), packed, bert)]
     assert kinds == [["causal", "causal"], ["causal", "runs"], ["none", "runs"]]
-    grouped = make_config({"model.num_query_groups": 1, "precision.dtype": "bf16"})
-    facts = attention_facts(grouped, GPU)
-    assert (facts.grouped, facts.dropout, facts.dtype) == (True, True, torch.bfloat16)
+    facts = attention_facts(make_config({"model.hidden_size": 1024, "precision.dtype": "bf16"}), GPU)
+    assert (facts.heads, facts.dropout, facts.dtype) == (HeadKind.WIDE, True, torch.bfloat16)
     assert facts.mask is MaskKind.CAUSAL
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "AttentionCall",
     "AttentionFacts",
     "Documents",
+    "HeadKind",
     "MaskKind",
     "Runs",
     "attention",
@@ -48,9 +49,17 @@ class MaskKind(enum.Enum):
     NONE = "none"
     CAUSAL = "causal"
     WINDOW = "window"
-    RUNS = "runs"  # documents whose runs are known, causal or not
+    RUNS = "runs"  # documents whose runs are known, causal or not, if torch's varlen takes such heads
     DOCUMENTS = "documents"
     DENSE = "dense"
+
+
+class HeadKind(enum.Enum):
+    """The widths of queries, keys and values in a call."""
+
+    ALIKE = "alike"
+    WIDE = "wide"  # alike, of more than 128 channels
+    UNLIKE = "unlike"  # values have another width than queries and keys
 
 
 @dataclass(frozen=True)
@@ -62,18 +71,14 @@ class AttentionFacts(CallFacts):
         dropout: whether probabilities are dropped.
         lse: whether the log-sum-exp is needed too.
         bias: whether something is added to the scores.
-        one_width: whether values are as wide as queries and keys.
-        grouped: whether heads share keys and values.
-        wide: whether a head has more than 128 channels.
+        heads: the widths of queries, keys and values.
     """
 
     mask: MaskKind
     dropout: bool
     lse: bool
     bias: bool = False
-    one_width: bool = True
-    grouped: bool = False
-    wide: bool = False
+    heads: HeadKind = HeadKind.ALIKE
 
 
 def _flash_pays(facts: AttentionFacts) -> bool:
@@ -93,11 +98,16 @@ def _masked(facts: AttentionFacts) -> bool:
     return facts.mask not in (MaskKind.NONE, MaskKind.CAUSAL)
 
 
+def _one_width(facts: AttentionFacts) -> bool:
+    return facts.heads is not HeadKind.UNLIKE
+
+
+_ONE_WIDTH = "serves values as wide as keys only"
 _CUDA_PAYS = "pays with dropout, lse or a mask only"
 
 
 def _varlen_serves(facts: AttentionFacts) -> bool:
-    return varlen_knows(facts.grouped)
+    return varlen_knows(grouped=False)
 
 
 _VARLEN_SERVES = "is not in this torch"
@@ -108,11 +118,15 @@ _Attend = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor
 ATTENTION: Operator[_Attend] = Operator(
     "attention",
     (
-        Implementation("native_cpu", attention_native_cpu, on_native_cpu(bias=False, one_width=True)),
+        Implementation(
+            "native_cpu", attention_native_cpu, on_native_cpu(bias=False).needing(_one_width, _ONE_WIDTH)
+        ),
         Implementation(
             "flash_cpu",
             attention_flash_cpu,
-            where(CPU, _FLASH_DTYPES, bias=False, one_width=True).needing(_flash_pays, _FLASH_PAYS),
+            where(CPU, _FLASH_DTYPES, bias=False)
+            .needing(_one_width, _ONE_WIDTH)
+            .needing(_flash_pays, _FLASH_PAYS),
         ),
         Implementation(
             "varlen",
@@ -124,15 +138,14 @@ ATTENTION: Operator[_Attend] = Operator(
                 dropout=False,
                 lse=False,
                 bias=False,
-                one_width=True,
-                wide=False,
+                heads=HeadKind.ALIKE,
             ).needing(_varlen_serves, _VARLEN_SERVES),
             traceable=True,
         ),
         Implementation(
             "cuda",
             attention_cuda,
-            on_cuda_kernels(bias=False, one_width=True, wide=False).needing(_cuda_pays, _CUDA_PAYS),
+            on_cuda_kernels(bias=False, heads=HeadKind.ALIKE).needing(_cuda_pays, _CUDA_PAYS),
         ),
         Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False), traceable=True),
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
@@ -147,7 +160,7 @@ ATTENTION: Operator[_Attend] = Operator(
             dropout=(False, True),
             lse=(False, True),
             bias=(False, True),
-            one_width=(True, False),
+            heads=tuple(HeadKind),
         )[1:],
     ),
     examples=attention_examples,
@@ -249,13 +262,11 @@ def _attend(
         call = replace(call, causal=False)
     facts = AttentionFacts.of(
         q,
-        mask=_mask_kind(call, q.shape[0] == k.shape[0]),
+        mask=_mask_kind(call, q.shape[0] == k.shape[0], q.shape[2] != k.shape[2]),
         dropout=call.dropout is not None,
         lse=lse,
         bias=call.bias is not None,
-        one_width=v.shape[-1] == q.shape[-1],
-        grouped=k.shape[2] != q.shape[2],
-        wide=q.shape[-1] > MOST_SIZE,
+        heads=_head_kind(q.shape[-1], v.shape[-1]),
     )
     chosen = ATTENTION.choose(facts)
     if holds_all_pairs(chosen.name, facts) and not torch.compiler.is_compiling():
@@ -279,14 +290,20 @@ def _warn_of_all_pairs(name: str, facts: AttentionFacts) -> None:
     )
 
 
-def _mask_kind(call: AttentionCall, square: bool) -> MaskKind:
+def _head_kind(size: int, values: int) -> HeadKind:
+    if values != size:
+        return HeadKind.UNLIKE
+    return HeadKind.WIDE if size > MOST_SIZE else HeadKind.ALIKE
+
+
+def _mask_kind(call: AttentionCall, square: bool, grouped: bool) -> MaskKind:
     """The kind of mask; causality of fewer queries than keys is a window too."""
     documents, hidden = call.documents, call.window is not None or (call.causal and not square)
     if call.mask is not None:
         return MaskKind.DENSE
     if documents is not None:
         whole = documents.runs is not None and square and call.window is None
-        return MaskKind.RUNS if whole else MaskKind.DOCUMENTS
+        return MaskKind.RUNS if whole and not (grouped and not varlen_knows(grouped)) else MaskKind.DOCUMENTS
     if hidden:
         return MaskKind.WINDOW
     return MaskKind.CAUSAL if call.causal else MaskKind.NONE

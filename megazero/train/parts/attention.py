@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from megazero.config.tree.config import Config
-from megazero.ops.attention import ATTENTION, AttentionFacts, MaskKind, holds_all_pairs
+from megazero.ops.attention import ATTENTION, AttentionFacts, HeadKind, MaskKind, holds_all_pairs
 from megazero.ops.attention.cuda import MOST_SIZE
+from megazero.ops.attention.varlen import varlen_knows
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import family_of
 
@@ -14,24 +15,32 @@ from megazero.train.parts.families import family_of
 def shapes_vary(config: Config) -> bool:
     """Whether micro-batches, or what layers see of them, have other shapes from step to step."""
     cut = config.curriculum.seqlen_schedule != "none" or config.skipping.random_ltd
-    return cut or family_of(config.model).shapes_vary
+    return cut or _padded(config)
+
+
+def _causal(config: Config) -> bool:
+    return family_of(config.model).classifier.causal
+
+
+def _padded(config: Config) -> bool:
+    """Whether samples are shorter than their rows, of which collating leaves out columns of padding."""
+    return config.model.num_classes is not None or not _causal(config)
 
 
 def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
     """The facts of a layer's call in training, as they usually are."""
-    model, family = config.model, family_of(config.model)
-    mask = MaskKind.CAUSAL if family.causal else MaskKind.NONE
-    if config.data.reset_attention_mask or not family.causal:
-        # On a CPU each document is a call of its own.
-        mask = mask if device.type == "cpu" else MaskKind.RUNS
+    model, mask = config.model, MaskKind.CAUSAL if _causal(config) else MaskKind.NONE
+    # On a CPU each document is a call of its own.
+    if device.type != "cpu" and (config.data.reset_attention_mask or _padded(config)):
+        takes_runs = varlen_knows(model.kv_heads != model.num_attention_heads)
+        mask = MaskKind.RUNS if takes_runs else MaskKind.DOCUMENTS
     return AttentionFacts(
         device.type,
         DTYPES[config.precision.dtype],
         mask,
         dropout=model.attention_dropout > 0,
         lse=False,
-        grouped=model.kv_heads != model.num_attention_heads,
-        wide=model.head_dim > MOST_SIZE,
+        heads=HeadKind.WIDE if model.head_dim > MOST_SIZE else HeadKind.ALIKE,
     )
 
 

@@ -52,8 +52,6 @@ class Family(Generic[M]):
             dataset's, with uneven loss masks, for checks and measurements.
         architectures: the architectures in transformers that its models can be converted from and to, those
             of its classifiers included.
-        causal: whether its layers attend only to earlier positions.
-        shapes_vary: whether micro-batches have other widths, as columns of padding are left out.
         verb: the command of `megazero` that shows what a pretrained model has learnt.
         classifier: the class of the family's fine-tuned models.
     """
@@ -67,8 +65,6 @@ class Family(Generic[M]):
     objective: Callable[[Config], dict[str, float]]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
-    causal: bool
-    shapes_vary: bool
     verb: str
     classifier: type[Classifier]
 
@@ -94,8 +90,6 @@ _ROWS: tuple[Family[Any], ...] = (
         objective=lambda config: {},
         random_arrays=random_text,
         architectures=DECODERS,
-        causal=True,
-        shapes_vary=False,
         verb="generate",
         classifier=LastTokenClassifier,
     ),
@@ -109,8 +103,6 @@ _ROWS: tuple[Family[Any], ...] = (
         objective=lambda config: {"mask_prob": config.data.mask_prob},
         random_arrays=random_samples,
         architectures=ENCODERS,
-        causal=False,
-        shapes_vary=True,
         verb="fill-mask",
         classifier=FirstTokenClassifier,
     ),
@@ -145,8 +137,6 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
         objective=family.objective,
         random_arrays=partial(random_labelled, num_classes),
         architectures=tuple(architecture for architecture in family.architectures if architecture.classifies),
-        causal=family.causal,
-        shapes_vary=True,
         verb=family.verb,
         classifier=classifier,
     )
