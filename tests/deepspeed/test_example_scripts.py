@@ -15,7 +15,9 @@ from tests.forks import ROOT, run_ranks
 FOLDER = ROOT / "examples_3d/deepspeed"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
 RANKS = {"autotp": 2, "neox_pipeline": 2, "pipeline_alexnet": 2, "ulysses": 2}
-QUICK = {"cifar_cnn", "neox_pipeline", "openrlhf_loop", "own_backward", "ulysses"}
+QUICK = {"cifar_cnn", "neox_pipeline", "openrlhf_loop", "own_backward", "ulysses", "vit_random_ltd"}
+# Two are in bf16; the last steps of the third divide by the probabilities of a model that has hardly moved.
+TOLERANCES = {"own_backward": 0.02, "squad_finetune": 0.02, "chat_stages": 1e-3}
 NEEDED = {"causal_sft": "accelerate"}  # transformers' HfDeepSpeedConfig asks for it
 THERE = json.loads((Path(__file__).parent / "programs/answers/examples.json").read_text())
 
@@ -42,7 +44,7 @@ def test_a_script_trains(script: Path):
     assert all(map(math.isfinite, losses))
     assert fmean(losses[-3:]) < fmean(losses[:3])
     if script.stem in THERE:
-        tolerance = 0.02 if script.stem == "own_backward" else 1e-5  # that one is in bf16
+        tolerance = TOLERANCES.get(script.stem, 1e-5)
         assert losses == pytest.approx(THERE[script.stem], rel=tolerance)
 
 
