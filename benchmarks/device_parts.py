@@ -34,8 +34,9 @@ from benchmarks.device_step import SHAPES, TINY
 from benchmarks.kernels_gpu import seconds_of
 from benchmarks.rows import Line, run_rows
 from megazero.config.tree.precision import PrecisionConfig
-from megazero.layers.fp8 import Fp8Recipe, Fp8Scaling, fp8_linear, fp8_product, to_fp8
+from megazero.layers.fp8 import Fp8Recipe, Fp8Scaling, fp8_product
 from megazero.mpu.solo_group import SoloGroup
+from megazero.ops.to_fp8 import to_fp8
 from megazero.train.observe.host import nominal_matmul_rate
 
 BACKENDS = {
@@ -99,12 +100,12 @@ def linear(shape: Shape, way: str) -> Task:
     if kind == "fp8":
         recipe = Fp8Recipe.of(PrecisionConfig(fp8_format="hybrid", fp8_recipe="delayed"))
         scaling = Fp8Scaling("layer", recipe, SoloGroup(), False, torch.device(shape.device))
-        return Task(lambda: fp8_linear(scaling, x, weight, None, SoloGroup(), False), (x, weight), flops)
+        return Task(lambda: scaling(x, weight, None, SoloGroup(), False), (x, weight), flops)
     a, b = x.detach().flatten(0, 1), weight.detach()
     if kind == "bf16 product":
         return Task(lambda: a @ b.t(), (), flops)
     one = torch.ones((), device=shape.device)
-    codes = [to_fp8(matrix, one, torch.float8_e4m3fn) for matrix in (a, b)]
+    codes = [to_fp8(matrix, one, torch.float8_e4m3fn)[0] for matrix in (a, b)]
     return Task(lambda: fp8_product(*codes, one, one, torch.bfloat16), (), flops)
 
 

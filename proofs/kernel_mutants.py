@@ -199,8 +199,8 @@ FAULTS = (
         "a wide row's mask repeats that of its first columns",
         "bias_dropout_add",
         "csrc/bias_dropout_add/cuda.cu",
-        "if (!whole && row_keys) columns.hash(t);",
-        "if (!whole && row_keys) columns.hash(0);",
+        "if (!whole && row_keys.keys) columns.hash(t);",
+        "if (!whole && row_keys.keys) columns.hash(0);",
     ),
     KernelFault(
         "lanes are left out of the search for a block's largest element",

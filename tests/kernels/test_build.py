@@ -391,6 +391,7 @@ def test_a_width_that_32_bits_do_not_hold_is_refused(width):
         library.launch(
             "layer_norm_forward",
             x.dtype,
+            vector.dtype,
             1,
             width,
             x,

@@ -84,8 +84,8 @@ def test_what_is_no_behaviour_is_left_alone():
 
 
 def test_defaults_of_settings_are_those_of_the_tree():
-    path = ROOT / "megazero/config/tree/transformer.py"
-    defaults = setting_defaults({"model.py": path.read_text()})
+    names = ("rotary.py", "transformer.py")
+    defaults = setting_defaults({name: (ROOT / "megazero/config/tree" / name).read_text() for name in names})
     assert (defaults["rotary_base"], defaults["norm_epsilon"], defaults["hidden_dropout"]) == (
         "10000.0",
         "1e-05",

@@ -211,7 +211,7 @@ def test_peak_during_a_step(stage):
         return sum({**extra, **at_rest(store)}.values())
 
     collect = reducer.collect
-    reducer.collect = lambda param: (collect(param), seen.append(now()))
+    reducer.collect = lambda param, product=None: (collect(param, product), seen.append(now()))
     rest = now()
     for _ in range(2):
         parallel.start()

@@ -11,7 +11,7 @@ import math
 from collections.abc import Collection
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from megazero.config.training_plan import training_plan_of
 from megazero.deepspeed.moe.copies import ExpertCopies
@@ -51,7 +51,7 @@ BAD = (
 def poison(optimizer: Optimizer, names: Collection[str]) -> None:
     """Let the gradient sums of these parameters be NaN when the next norm is taken."""
 
-    def grad_norm() -> float:
+    def grad_squares() -> Tensor:
         buckets = [bucket for bucket in optimizer.store.buckets if bucket.key.trainable]
         for loaded_buckets in optimizer.store.stream((GRADIENT,), buckets, changes=(GRADIENT,)):
             for loaded in loaded_buckets:
@@ -60,10 +60,10 @@ def poison(optimizer: Optimizer, names: Collection[str]) -> None:
                     spec = layout.specs[number]
                     if (spec.tied_with or spec.name) in names:
                         piece.fill_(math.nan)
-        del optimizer.grad_norm
-        return optimizer.grad_norm()
+        del optimizer.grad_squares
+        return optimizer.grad_squares()
 
-    optimizer.grad_norm = grad_norm
+    optimizer.grad_squares = grad_squares
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

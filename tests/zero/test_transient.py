@@ -55,8 +55,8 @@ def watch(reducer: GradientReducer) -> Peak:
         peak.buffers, peak.bytes = max(peak.buffers, len(alive)), max(peak.bytes, sum(alive.values()))
         return buffer
 
-    def counted_collect(param):
-        collect(param)
+    def counted_collect(param, product=None):
+        collect(param, product)
         held = (tensor for progress in reducer._progress for tensor in progress.waiting.values())
         peak.waiting = max(peak.waiting, sum(tensor.numel() * tensor.element_size() for tensor in held))
 
