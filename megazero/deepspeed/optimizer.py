@@ -186,11 +186,6 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         """Forget the gradients of a backward that has failed; the next one begins anew."""
         self._pending = False
 
-    def refresh_fp32_params(self) -> None:
-        """Take over the module's present weights as masters, after the script has changed them."""
-        with self.parallel.gathered(write_back=True):
-            pass
-
     def options(self) -> list[dict[str, Any]]:
         """The groups without their parameters."""
         return [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]

@@ -15,7 +15,7 @@ from megazero.zero.store.store import GRADIENT
 
 
 class OptimizerCalls(ZeroCalls):
-    """What a `DeepSpeedOptimizer` can be asked about one parameter, and about all gradients."""
+    """The calls of a `DeepSpeedOptimizer` that concern one parameter, or all gradients."""
 
     parallel: UserParallel
     shards: Optimizer
@@ -60,6 +60,11 @@ class OptimizerCalls(ZeroCalls):
         for group in (context.replica, context.tp, context.pp):
             group.all_reduce(count).wait()
         return bool(count)
+
+    def refresh_fp32_params(self) -> None:
+        """Take over the module's present weights as masters, after the script has changed them."""
+        with self.parallel.gathered(write_back=True):
+            pass
 
     def check_overflow(self, partition_gradients: bool = True) -> None:
         """Set `overflow` to what `has_overflow` finds, until the next step."""

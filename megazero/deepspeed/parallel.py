@@ -47,6 +47,7 @@ class UserParallel(DataParallel, Home):
     Attributes:
         uninvited: called when a gradient arrives that no `begin_backward` announced, to call it.
         factor: each gradient that arrives is multiplied by it.
+        in_backward: whether a backward has begun and has not ended.
         arrived: the parameters with a gradient since `arrived` was last emptied, by ``id``.
         optimizer: the optimizer over the gradients, which knows how they are scaled.
         has_gradients: whether there has been a backward since the last step.
@@ -81,7 +82,7 @@ class UserParallel(DataParallel, Home):
         self.uninvited: Callable[[], None] | None = None
         self.factor = 1.0
         self.arrived: dict[int, nn.Parameter] = {}
-        self._in_backward = False
+        self.in_backward = False
         self._external: dict[int, nn.Parameter] = {}
         experts = ExpertHome(self, context.groups["expert_replica"])
         for param in model.parameters():
@@ -100,11 +101,6 @@ class UserParallel(DataParallel, Home):
         if any(bucket.layout.row.shard_params for bucket in store.buckets):
             self._watch(model, units)
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward has begun and has not ended."""
-        return self._in_backward
-
     def start(self, step: int = 0) -> None:
         super().start(step)
         self._settled = False
@@ -114,7 +110,7 @@ class UserParallel(DataParallel, Home):
             self.order.check()  # in backward, ranks that differ would wait for each other's calls
         self._late = reduce and self._routes
         super().begin_backward(chunk, reduce=reduce and not self._routes, ends=ends)
-        self._in_backward, self._settled, self.has_gradients = True, False, True
+        self.in_backward, self._settled, self.has_gradients = True, False, True
         self.need(self._external.values())
 
     def approach(self) -> None:
@@ -123,7 +119,7 @@ class UserParallel(DataParallel, Home):
 
     def end_backward(self) -> None:
         super().end_backward()
-        self._in_backward = False
+        self.in_backward = False
         if self._late:
             self.reduce(0)
 
@@ -164,12 +160,12 @@ class UserParallel(DataParallel, Home):
 
     def interrupted(self) -> None:
         """Note that the backward has failed: `start` will drop what it has brought."""
-        self._in_backward = False
+        self.in_backward = False
 
     def collect(self, param: nn.Parameter, product: Product | None = None) -> None:
         """Take `param.grad`."""
         assert product is None, "a user's layers hand no products over"
-        if not self._in_backward and self.uninvited is not None:
+        if not self.in_backward and self.uninvited is not None:
             self.uninvited()
         if self.factor != 1.0 and param.grad is not None:
             with torch.no_grad():
@@ -211,7 +207,7 @@ class UserParallel(DataParallel, Home):
 
     def _read(self, param: nn.Parameter) -> None:
         """Note that a module's parameter is being looked up."""
-        if self._running[id(param)] == 0 and (self._forwards or self._in_backward):
+        if self._running[id(param)] == 0 and (self._forwards or self.in_backward):
             if torch.is_grad_enabled():  # otherwise no backward will need it
                 self._external[id(param)] = param
             self.need([param])

@@ -6,7 +6,6 @@ it by. The share grows along a straight line until it is everything.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,7 +182,6 @@ class RandomLayerTokenDrop(nn.Module):
         return (whole, *out[1:]) if isinstance(out, tuple) else whole
 
 
-@functools.cache
 def _converted(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of converted layers of a kind."""
     return type(kind.__name__, (RandomLayerTokenDrop, kind), {"__module__": kind.__module__})
@@ -233,9 +231,11 @@ def convert_to_random_ltd(model: Any, convert_type: type[nn.Module] | tuple[type
     Raises:
         ConfigError: the section is off, or does not fit the layers.
     """
+    classes: dict[type[nn.Module], type[nn.Module]] = {}
     for layer in list(getattr(model, "module", model).modules()):
         if isinstance(layer, convert_type) and not isinstance(layer, RandomLayerTokenDrop):
-            layer.__class__ = _converted(type(layer))  # type: ignore[arg-type]  # torch's class is hashable
+            kind = type(layer)
+            layer.__class__ = classes[kind] = classes.get(kind) or _converted(kind)
     model.random_ltd_initialize()
     return model
 

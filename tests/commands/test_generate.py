@@ -145,7 +145,7 @@ def test_missing_or_unknown_flags_exit_2(flags, capsys):
 def test_only_the_first_rank_prints(loads, capsys, monkeypatch):
     world = ThreadWorld(1)
     context = thread_context(world, ProcessGrid(), 0)
-    silent = type(context)(ProcessGrid(tp=2), 1, context.device, context.groups)
+    silent = type(context)(ProcessGrid(tp=2), 1, context.device, context.groups, context.plan)
     monkeypatch.setattr(
         "megazero.train.resume.trained.load_for_inference",
         lambda *_, **__: Loaded(silent, {0: byte_model()}, (0,), BYTES, (PASSED_OVER,), no_batches),
