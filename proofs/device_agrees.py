@@ -47,6 +47,7 @@ from megazero.mpu.context import solo_context
 from megazero.mpu.cores import usable_cores
 from megazero.mpu.launch import Launch, choose_device
 from megazero.ops import native
+from megazero.ops.attention import Documents
 from megazero.ops.counter_random import keep_mask, normal
 from megazero.train.pretraining import pretrain
 from megazero.train.process import choose_products, compute_deterministically
@@ -162,7 +163,7 @@ class Bench:
 def _in_documents(batch: MicroBatch) -> MicroBatch:
     b, s = batch.tokens.shape
     ends = torch.arange(s) * 3 // s + torch.arange(b).unsqueeze(1)
-    return replace(batch, document_ids=ends.int().to(batch.tokens.device))
+    return replace(batch, documents=Documents(ends.int().to(batch.tokens.device)))
 
 
 def _on_host(record: Record) -> Record:

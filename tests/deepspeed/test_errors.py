@@ -261,15 +261,7 @@ def test_a_curriculum_is_left_to_the_training_scripts(name):
     learning = {**on, "curriculum_metrics": {name: {**metric, "schedule_config": schedule}}}
     section = {**on, "data_sampling": {**on, "curriculum_learning": learning}}
     config = {"train_micro_batch_size_per_gpu": 1, "data_efficiency": section}
-    with pytest.raises(ConfigError, match="`data_efficiency` must be off here"):
+    with pytest.raises(
+        ConfigError, match="`data_efficiency.data_sampling.curriculum_learning` must be off here"
+    ):
         read_settings(config, 1, nn.Linear(1, 1))
-
-
-def test_tokens_that_layers_skip_are_left_to_the_training_scripts():
-    """A user's module has layers of its own, and nothing here could cut what goes through them."""
-    on = {"enabled": True}
-    schedule = {"min_value": 8, "max_value": 16, "schedule_config": {"require_steps": 9}}
-    dropping = {**on, "random_ltd_layer_id": [1], "random_ltd_schedule": schedule}
-    section = {"data_efficiency": {**on, "data_routing": {**on, "random_ltd": dropping}}}
-    with pytest.raises(ConfigError, match="must be off here, where a script has its own batches and layers"):
-        read_settings({"train_micro_batch_size_per_gpu": 1, **section}, 1, nn.Linear(1, 1))

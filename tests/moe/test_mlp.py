@@ -15,6 +15,7 @@ from megazero.moe.losses import terms_of
 from megazero.moe.mlp import MoEMLP
 from megazero.mpu.context import solo_context
 from megazero.mpu.rng import sample_keys
+from megazero.ops.attention import Documents
 from tests.moe.samples import SEED, built, config, on_ranks, randn
 
 S, B, H = 8, 2, 8
@@ -43,7 +44,7 @@ def x_of(seed: int = 1, b: int = B) -> Tensor:
 
 def inputs(b: int = B, ids: Tensor | None = None, s: int = S) -> LayerInputs:
     keys = torch.from_numpy(sample_keys(SEED, range(b)))
-    return LayerInputs(Rows(range(s), ids, keys))
+    return LayerInputs(Rows(range(s), None if ids is None else Documents(ids), keys))
 
 
 def mixture(context=None, *, split: bool = False, dispatcher: str = "alltoall", **settings) -> MoEMLP:

@@ -13,6 +13,7 @@ from megazero.layers.collectives import own_rows
 from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
 from megazero.moe.tokens import give_back, take_share
+from megazero.ops.attention import Documents
 from tests.moe.samples import joined, on_ranks, randn
 
 
@@ -34,7 +35,8 @@ def shares(s: int, b: int, tp: int, *, split: bool = False, **given) -> list[Sha
     def work(context) -> Share:
         placement = Placement.of(context, torch.float32, sequence_parallel=split)
         own = own_rows(x, context.tp) if split else x
-        given_rows = Rows(given.get("positions", range(s)), given.get("ids"), spread=placement.spread)
+        documents = Documents(given["ids"]) if "ids" in given else None
+        given_rows = Rows(given.get("positions", range(s)), documents, spread=placement.spread)
         rows, tokens = take_share(own, given_rows)
         assert tokens.count == len(rows)
         real = None if tokens.real is None else tokens.real.tolist()
@@ -145,7 +147,7 @@ def test_masked_values_whole_values_and_own_ones():
         placement = Placement.of(context, torch.float32)
         ids = torch.tensor([[0, 0, -1], [0, -1, -1]], dtype=torch.int32)
         x = torch.arange(6.0).view(3, 2, 1)
-        rows, tokens = take_share(x, Rows(range(3), ids, spread=placement.spread))
+        rows, tokens = take_share(x, Rows(range(3), Documents(ids), spread=placement.spread))
         every = tokens.everywhere()
         whole = tokens.whole(rows).flatten().tolist()
         own = torch.equal(tokens.own(tokens.whole(rows)), rows)

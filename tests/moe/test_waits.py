@@ -19,6 +19,7 @@ from megazero.mpu.host_waits import HostWaits
 from megazero.mpu.rng import sample_keys
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops import grouped_linear
+from megazero.ops.attention import Documents
 from megazero.ops.dispatch import everything
 from tests.moe.samples import SEED, built, config, randn
 
@@ -71,7 +72,9 @@ def layer(dtype=torch.bfloat16, count=4, **settings) -> MoEMLP:
 def inputs(padded: bool) -> LayerInputs:
     ids = torch.zeros(B, S, dtype=torch.int64)
     ids[1, 5:] = -1
-    return LayerInputs(Rows(range(S), ids if padded else None, torch.from_numpy(sample_keys(SEED, range(B)))))
+    return LayerInputs(
+        Rows(range(S), Documents(ids) if padded else None, torch.from_numpy(sample_keys(SEED, range(B))))
+    )
 
 
 def passes(mlp: MoEMLP, given: LayerInputs, dtype=torch.bfloat16) -> list:

@@ -150,16 +150,16 @@ def test_a_call_that_has_returned_and_stays_unfinished_on_the_device_is_named(ou
     said = outcomes[name].said[0]
     call = "call 2 of group `tp` (ranks 0, 1, 2)"
     asked = site("group.all_reduce(torch.zeros(8), async_op=async_op)")
-    assert f"  * rank 1 never came to {call}, all_reduce(sum) [8] float32 at {asked}" in said
-    assert f"where ranks 0, 2 wait; rank 1: outside any call, at {site('time.sleep(60)', 1)} in stuck" in said
+    # On a busy machine another rank may not have come yet, either, or have gone when the first one was late.
+    asked_for = rf"{re.escape(call)}, all_reduce\(sum\) \[8\] float32 at {asked}"
+    missing = rf"  \* ranks? (0, 1|1|1, 2) never came to {asked_for}"
+    assert re.search(missing, said)
+    assert re.search(rf"rank 1: outside any call, at {site('time.sleep(60)', 1)} in stuck", said)
     stand = rf"on the device, in {re.escape(call)}: all_reduce\(sum\) \[8\] float32 at {asked}.*"
     late = r" \[all_reduce\(sum\) took more than 3 s on the device\]"
-    # The rank that is told by the other one may not be late itself.
-    standing = re.findall(
-        rf"    ranks? ([02, ]+): {stand}; its main thread is at {SCRIPT}:\d+ in tolist", said
+    assert re.search(
+        rf"    ranks? [02, ]+: {stand}{late}; its main thread is at {SCRIPT}:\d+ in tolist", said
     )
-    assert sorted(", ".join(standing).split(", ")) == ["0", "2"]
-    assert re.search(rf"{stand}{late}; its main", said)
     assert "  NCCL's flight recorder is off: set TORCH_NCCL_DUMP_ON_TIMEOUT=1" in said
     # Nothing interrupts a read from the device, nor a sleep.
     assert EXIT_STATUS in outcomes[name].statuses

@@ -64,7 +64,7 @@ def test_a_run_whose_shapes_vary_leaves_cudnn_out(family, left, monkeypatch):
             return None
 
     for name in ("keep_freed_memory", "leave", "join"):
-        monkeypatch.setattr(process, name, lambda *given: None)
+        monkeypatch.setattr(process, name, lambda *given, **named: None)
     monkeypatch.setattr(process, "reporting", lambda joined: Reporting())
     before = torch.backends.cuda.cudnn_sdp_enabled()
     launch = type("Place", (), {"speaks_for_node": True})()

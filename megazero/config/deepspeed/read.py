@@ -148,7 +148,7 @@ def _as_deepspeed_takes(result: DeepSpeedSettings, document: Mapping[str, Any]) 
         changed["zero_optimization"] = {"stage": int(stage)}
     clip = document.get("gradient_clipping")
     if isinstance(clip, bool) or (isinstance(clip, int | float) and clip < 0):
-        changed["gradient_clipping"] = max(0.0, float(clip))
+        changed["gradient_clipping"] = 1.0 if clip is True else 0.0
     if "bf16" in document and "bfloat16" in document:
         changed.pop("bfloat16")
         result.ignored.append(IgnoredKey("bfloat16", "`bf16` is given too, and counts"))
