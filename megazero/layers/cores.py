@@ -53,6 +53,7 @@ class LocalCore(AttentionCore):
             document_ids=documents,
             bias=bias,
             dropout=dropout,
+            pattern=attends.pattern,
         )
 
     def _dropout(self, heads: int, inputs: LayerInputs, attends: Attends) -> AttentionDropout | None:

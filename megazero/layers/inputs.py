@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megazero.layers.rows import Rows, keys_at
 from megazero.mpu.rng import site_key
+from megazero.ops.attention import ALL, Pattern
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import Dropout
 
@@ -30,11 +31,13 @@ class Attends:
         layer: the layer's number.
         causal: whether a position attends only to itself and earlier ones.
         dropout: the share of probabilities that is dropped.
+        pattern: which keys a position attends to by its place, besides causality.
     """
 
     layer: int
     causal: bool
     dropout: float = 0.0
+    pattern: Pattern = ALL
 
 
 class AttentionCore(Protocol):

@@ -10,6 +10,7 @@ from megazero.ops.attention import cuda as attention_on_gpu
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.cuda import attention_cuda
 from megazero.ops.attention.documents import Documents
+from megazero.ops.attention.pattern import Pattern
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
 from tests.kernels.harness import DTYPES, assert_faultless, in_every_order, watched
@@ -79,8 +80,9 @@ def test_ragged_sizes(s, t, dtype):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [(0, 0), (3, -1), (-1, 2), (20, 7), (70, 70)])
 def test_windows(window, causal):
-    check(inputs_of(100, 100, 1, 1, 1, 8, torch.bfloat16), AttentionCall(0.3, causal, window=window))
-    check(inputs_of(20, 100, 1, 1, 1, 8, torch.bfloat16), AttentionCall(0.3, causal, window=window))
+    near = Pattern(window)
+    check(inputs_of(100, 100, 1, 1, 1, 8, torch.bfloat16), AttentionCall(0.3, causal, pattern=near))
+    check(inputs_of(20, 100, 1, 1, 1, 8, torch.bfloat16), AttentionCall(0.3, causal, pattern=near))
 
 
 IDS = torch.tensor([[0] * 30 + [1] + [2] * 69 + [-1] * 40, [5] * 50 + [6] * 40 + [5] * 50])
@@ -90,11 +92,13 @@ IDS = torch.tensor([[0] * 30 + [1] + [2] * 69 + [-1] * 40, [5] * 50 + [6] * 40 +
 @pytest.mark.parametrize("window", [None, (40, -1)])
 @pytest.mark.parametrize("ids", [IDS, IDS.to(torch.int32), IDS << 40], ids=["64", "32", "beyond 32"])
 def test_documents_which_may_come_back(ids, window, causal):
-    call = AttentionCall(
-        0.3, causal, documents=Documents(ids), window=window, dropout=dropout_of(2, 140, 140)
-    )
+    near = Pattern(window)
+    call = AttentionCall(0.3, causal, documents=Documents(ids), pattern=near, dropout=dropout_of(2, 140, 140))
     check(inputs_of(140, 140, 2, 2, 1, 16, torch.bfloat16), call)
-    check(inputs_of(9, 140, 2, 2, 1, 16), AttentionCall(0.3, causal, documents=Documents(ids), window=window))
+    check(
+        inputs_of(9, 140, 2, 2, 1, 16),
+        AttentionCall(0.3, causal, documents=Documents(ids), pattern=near),
+    )
 
 
 def test_other_documents_tiles_are_not_read():

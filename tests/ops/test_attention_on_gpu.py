@@ -21,7 +21,16 @@ from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
 from megazero.mpu.context import solo_context
 from megazero.ops import attention as front
-from megazero.ops.attention import ATTENTION, AttentionFacts, Documents, HeadKind, MaskKind, Runs, attention
+from megazero.ops.attention import (
+    ATTENTION,
+    AttentionFacts,
+    Documents,
+    HeadKind,
+    MaskKind,
+    Pattern,
+    Runs,
+    attention,
+)
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.cuda import attention_cuda
 from megazero.ops.attention.reference import attention_reference
@@ -82,9 +91,9 @@ def test_the_fact_of_a_call_names_its_mask(monkeypatch):
     for q, given in (
         (x, {"causal": True}),
         (few, {"causal": True}),
-        (x, {"causal": False, "window": (2, 2)}),
+        (x, {"causal": False, "pattern": Pattern((2, 2))}),
         (x, {"causal": True, "document_ids": known}),
-        (x, {"causal": True, "document_ids": known, "window": (2, 0)}),
+        (x, {"causal": True, "document_ids": known, "pattern": Pattern((2, 0))}),
         (few, {"causal": True, "document_ids": known}),
         (x, {"causal": True, "document_ids": known, "mask": torch.ones(6, 6, dtype=torch.bool)}),
     ):

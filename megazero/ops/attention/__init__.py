@@ -13,11 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megazero.ops.attention.call import AttentionCall, attention_by_document
+from megazero.ops.attention.call import AttentionCall, Part, Slopes, attention_by_document
 from megazero.ops.attention.cuda import MOST_SIZE, attention_cuda, attention_examples
 from megazero.ops.attention.documents import Documents, Runs
 from megazero.ops.attention.flash_cpu import attention_flash_cpu
 from megazero.ops.attention.native_cpu import attention_native_cpu
+from megazero.ops.attention.parts import backward_of_part
+from megazero.ops.attention.pattern import ALL, BlockLayout, Pattern
 from megazero.ops.attention.reference import attention_reference, attention_sdpa, attention_with_dropout
 from megazero.ops.attention.varlen import attention_varlen, varlen_knows
 from megazero.ops.cuda import on_cuda_kernels
@@ -26,15 +28,22 @@ from megazero.ops.dropout import AttentionDropout
 from megazero.ops.native import on_native_cpu
 
 __all__ = [
+    "ALL",
     "ATTENTION",
     "AttentionCall",
     "AttentionFacts",
+    "BlockLayout",
     "Documents",
     "HeadKind",
     "MaskKind",
+    "Part",
+    "Pattern",
     "Runs",
+    "Slopes",
     "attention",
     "attention_with_lse",
+    "backward_of_part",
+    "forward_of_part",
     "holds_all_pairs",
     "varying_shapes",
 ]
@@ -175,10 +184,11 @@ def attention(
     causal: bool,
     mask: Tensor | None = None,
     document_ids: Tensor | Documents | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | Slopes | None = None,
     dropout: AttentionDropout | None = None,
     scale: float | None = None,
-    window: tuple[int, int] | None = None,
+    pattern: Pattern = ALL,
+    part: Part | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + bias) v, [s, b, n e], for q [s, b, n, d], k [t, b, g, d] and v [t, b, g, e].
 
@@ -189,22 +199,24 @@ def attention(
     mask: bool, broadcastable to [b, n, s, t]; True means that the query may attend to the key.
     document_ids: int [b, t]; a query attends only to keys of its own document. As `Documents`, what kernels
         need to know of them is found once for all calls that are given the value.
-    bias: broadcastable to [b, n, s, t]; gradients flow through it.
+    bias: broadcastable to [b, n, s, t]; gradients flow through it. Or `Slopes` by the distance of a key.
     dropout: counter-based dropout of the probabilities, so every layout drops the same ones.
     scale: 1 / sqrt(d) by default.
-    window: the most keys (before, after) its own that a query attends to; -1 for no limit. The last query's
-        own key is the last one.
+    pattern: which keys a query may attend to by its place: windows, sinks, a prefix, blocks.
+    part: where queries and keys lie in their sequence. By default the keys are the sequence from its
+        beginning, and the last query has the last key.
     A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
     documents = Documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
-    call = AttentionCall(_scale(q, scale), causal, mask, documents, bias, dropout, window)
-    whole = mask is None and bias is None and q.shape[0] == k.shape[0]
+    call = AttentionCall(_scale(q, scale), causal, mask, documents, bias, dropout, pattern, part)
+    whole = mask is None and bias is None and q.shape[0] == k.shape[0] and part is None
+    whole = whole and pattern.prefix == 0 and pattern.layout is None
     # Reads where documents end, which a compiler cannot trace.
     if documents is not None and whole and not torch.compiler.is_compiling():
         _check(q, k, v, call)
         if documents.lengths is not None:
-            attend = partial(_attend, lse=False)
-            return attention_by_document(q, k, v, call, documents.lengths, lambda *run: attend(*run)[0])
+            plain = partial(_attend, lse=False)
+            return attention_by_document(q, k, v, call, documents.lengths, lambda *run: plain(*run)[0])
     return _attend(q, k, v, call, lse=False)[0]
 
 
@@ -216,10 +228,11 @@ def attention_with_lse(
     causal: bool,
     mask: Tensor | None = None,
     document_ids: Tensor | Documents | None = None,
-    bias: Tensor | None = None,
+    bias: Tensor | Slopes | None = None,
     dropout: AttentionDropout | None = None,
     scale: float | None = None,
-    window: tuple[int, int] | None = None,
+    pattern: Pattern = ALL,
+    part: Part | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention`, and the log-sum-exp of each query's scores: [b, n, s], fp32 (fp64 for fp64).
 
@@ -229,10 +242,21 @@ def attention_with_lse(
     nothing. Scores of dropped probabilities count: dropout affects only the result.
     """
     documents = Documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
-    call = AttentionCall(_scale(q, scale), causal, mask, documents, bias, dropout, window)
+    call = AttentionCall(_scale(q, scale), causal, mask, documents, bias, dropout, pattern, part)
     out, lse = _attend(q, k, v, call, lse=True)
     assert lse is not None, "the table has no implementation without it for such a call"
     return out, lse
+
+
+def forward_of_part(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The result [s, b, n, e] over the keys given, and its log-sum-exp [b, n, s], -inf for an empty row.
+
+    For those who merge parts themselves: no autograd (see `backward_of_part`).
+    """
+    with torch.no_grad():
+        out, lse = _attend(q, k, v, call, lse=True)
+    assert lse is not None, "the table has no implementation without it for such a call"
+    return out.view(*q.shape[:3], -1), lse
 
 
 @contextmanager
@@ -258,6 +282,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, *, lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     _check(q, k, v, call)
+    call = call.masked(q, k)
     if call.causal and q.shape[0] == 1:  # The last query sees all keys.
         call = replace(call, causal=False)
     facts = AttentionFacts.of(
@@ -298,11 +323,11 @@ def _head_kind(size: int, values: int) -> HeadKind:
 
 def _mask_kind(call: AttentionCall, square: bool, grouped: bool) -> MaskKind:
     """The kind of mask; causality of fewer queries than keys is a window too."""
-    documents, hidden = call.documents, call.window is not None or (call.causal and not square)
+    documents, hidden = call.documents, call.pattern.window is not None or (call.causal and not square)
     if call.mask is not None:
         return MaskKind.DENSE
     if documents is not None:
-        whole = documents.runs is not None and square and call.window is None
+        whole = documents.runs is not None and square and call.pattern.idle
         return MaskKind.RUNS if whole and not (grouped and not varlen_knows(grouped)) else MaskKind.DOCUMENTS
     if hidden:
         return MaskKind.WINDOW

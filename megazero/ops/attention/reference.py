@@ -44,9 +44,10 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tupl
     s, b, n, _ = q.shape
     mask = call.allowed(q, k)
     causal = call.causal and mask is None
-    if call.bias is not None:  # SDPA takes a mask or a bias, so all restrictions go into the bias.
+    biases = call.biases(s, k.shape[0])
+    if biases is not None:  # SDPA takes a mask or a bias, so all restrictions go into the bias.
         allowed = may_attend(s, k.shape[0], q.device) if causal else mask
-        bias, causal = call.bias.to(q.dtype), False
+        bias, causal = biases.to(q.dtype), False
         mask = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
     out = F.scaled_dot_product_attention(
         _heads_second(q),
@@ -80,9 +81,10 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall)
 
 def _biased(scores: Tensor, call: AttentionCall) -> tuple[Tensor, float]:
     """Scores with the bias, and the scale that is still to be applied."""
-    if call.bias is None:
+    biases = call.biases(*scores.shape[-2:])
+    if biases is None:
         return scores, call.scale
-    return scores * call.scale + call.bias.to(scores.dtype), 1.0
+    return scores * call.scale + biases.to(scores.dtype), 1.0
 
 
 def _heads_second(x: Tensor) -> Tensor:

@@ -1,0 +1,93 @@
+"""`Pattern`: which keys a query may attend to by its place, besides causality. The one language of masks.
+
+Every implementation of attention, the ring of context parallelism and generation's cache read it. A place is
+a row's number in its sequence, wherever the row is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import and_
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayout:
+    """Which blocks of keys a block of queries may attend to (block-sparse attention, Child et al. 2019).
+
+    Attributes:
+        blocks: bool [n or 1, N, N] on the host, True where head, block of queries and block of keys meet.
+        size: the number of rows of a block.
+    """
+
+    blocks: Tensor
+    size: int
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Restrictions by place; all of them hold at once.
+
+    Attributes:
+        window: the most keys before and after its own that a query attends to, -1 for no limit; None: all.
+        sinks: how many keys at the beginning of a sequence, or of a document, no window hides (StreamingLLM,
+            Xiao et al. 2023).
+        prefix: how many places at the beginning of a sequence see each other whatever their order.
+        layout: the blocks that may meet; None: all.
+    """
+
+    window: tuple[int, int] | None = None
+    sinks: int = 0
+    prefix: int = 0
+    layout: BlockLayout | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is restricted or, by a prefix, allowed."""
+        return self.window is None and self.layout is None and self.prefix == 0
+
+    def sides(self, causal: bool) -> tuple[int, int]:
+        """The most keys before and after its own that a query attends to; -1 for no limit."""
+        left, right = (-1, -1) if self.window is None else self.window
+        return left, 0 if causal else right
+
+    def allowed(
+        self,
+        causal: bool,
+        queries: range,
+        keys: range,
+        device: torch.device,
+        begins: Tensor | None = None,
+    ) -> Tensor | None:
+        """bool [s, t], [n, s, t] or [b, 1, s, t], True where a query may attend to a key; None: everywhere.
+
+        Args:
+            causal: whether later keys are hidden.
+            queries, keys: their places.
+            device: where the mask is wanted.
+            begins: int [b, t], the place at which the document of each key begins; None: at 0.
+        """
+        (left, right), masks = self.sides(causal), []
+        q = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
+        k = torch.arange(keys.start, keys.stop, device=device).unsqueeze(0)
+        if right >= 0:
+            masks.append(k - q <= right)
+            if self.prefix:
+                masks[0] = masks[0] | ((q < self.prefix) & (k < self.prefix))
+        if left >= 0:
+            near = q - k <= left
+            if self.sinks:
+                first = 0 if begins is None else begins[:, None, None, :]
+                near = near | (k - first < self.sinks)
+            masks.append(near)
+        if self.layout is not None:
+            size, blocks = self.layout.size, self.layout.blocks.to(device)
+            masks.append(blocks[:, q // size, k // size])
+        return reduce(and_, masks) if masks else None
+
+
+ALL = Pattern()
+"""No restriction."""
