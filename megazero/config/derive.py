@@ -32,6 +32,17 @@ _RESOLVED_WITH_EXPERTS = MappingProxyType({**_RESOLVED, "moe_ffn_hidden_size": "
 _PLACEMENT = ("num_experts", "moe_layer_freq", "expert_interval")
 
 
+def sequence_multiple(parallel: ParallelConfig) -> int:
+    """The number that lengths of sequences are multiples of, so that ranks which share one have equal parts.
+
+    Two runs of columns on each rank of ``cp``, unless attention sends heads alone; and equally many rows on
+    each tensor-parallel rank under sequence parallelism.
+    """
+    ranks, heads_alone = parallel.context_parallel_size, set(parallel.cp_comm_type) == {"a2a"}
+    rows = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return ranks * math.lcm(1 if ranks == 1 or heads_alone else 2, rows)
+
+
 def replicas_per_node(zero: ZeroConfig) -> int:
     """Data-parallel ranks of one node, as far as ZeRO is to know of nodes; else 1."""
     return max(zero.hpz_partition_size, zero.node_size)

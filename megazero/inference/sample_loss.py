@@ -207,7 +207,7 @@ def _loss_meter(
         dataset,
         Evaluator(chunks, context.pp, context.device),
         programs_of(config).evaluate,
-        family.collate(config, vocabulary.size, context.device, None),
+        family.collate(config, vocabulary.size, context, None),
         context,
         (1 if stages == 1 else 2 * stages, config.batch.micro_batch_size),
     )

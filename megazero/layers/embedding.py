@@ -83,7 +83,7 @@ class Embedding(nn.Module):
             x = x + _every_row(spread.own(positions), self.position)
         if self.token_type is not None:
             assert token_types is not None, "a table of token types needs the tokens' types"
-            x = x + _every_row(spread.own(token_types.t()), self.token_type)
+            x = x + _every_row(spread.of_columns(token_types.t()), self.token_type)
         if self.config.fp32_residual_connection:
             x = x.float()
         drop = inputs.dropout(self.config.hidden_dropout, "hidden", "embedding")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
+from megazero.config.tree.parallel import CommType, ParallelConfig
 from megazero.layers.rows import Spread
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import Place
@@ -20,13 +21,43 @@ TokenDispatcher = Literal["alltoall", "allgather"]
 
 
 @dataclass(frozen=True)
+class SequenceCut:
+    """How sequences are cut over ranks, and what attention sends between those that share one.
+
+    Attributes:
+        over_tp: whether norm and dropout regions hold `s / tp` rows instead of all (sequence parallelism).
+        zigzag: whether the columns of a rank of ``cp`` are two runs (see `rows.columns_of`).
+        types: what attention sends: one for all layers, or one for each.
+    """
+
+    over_tp: bool = False
+    zigzag: bool = False
+    types: tuple[CommType, ...] = ("p2p",)
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> SequenceCut:
+        """The cut that a run's configuration asks for.
+
+        Heads for rows alone needs no zigzag, since each rank then has all rows of its heads.
+        """
+        shared = config.context_parallel_size > 1
+        zigzag = shared and any(kind != "a2a" for kind in config.cp_comm_type)
+        over_tp = config.sequence_parallel and config.tensor_model_parallel_size > 1
+        return cls(over_tp, zigzag, config.cp_comm_type)
+
+    def type_of(self, layer: int) -> CommType:
+        """What the attention of a layer sends."""
+        return self.types[layer % len(self.types)]
+
+
+@dataclass(frozen=True)
 class Placement:
     """The ranks that a layer is cut over, and the dtype and device of its parameters.
 
     Attributes:
         place: this rank's coordinate along each axis of the mesh, which decides the slices that it holds.
         groups: communicators by name; those named after an axis (``tp``, ``cp``, ``ep``) span its ranks.
-        sequence_parallel: whether norm and dropout regions hold `s / tp` positions instead of all.
+        cut: how sequences are cut over ranks.
         dtype: the dtype of parameters and activations.
         device: the device of parameters; ``meta`` builds shapes only.
         token_dispatcher: the collective that takes tokens to the ranks of their experts.
@@ -35,7 +66,7 @@ class Placement:
 
     place: Place
     groups: Mapping[str, Group]
-    sequence_parallel: bool
+    cut: SequenceCut
     dtype: torch.dtype
     device: torch.device
     token_dispatcher: TokenDispatcher = "alltoall"
@@ -47,13 +78,23 @@ class Placement:
         context: ParallelContext,
         dtype: torch.dtype,
         *,
+        cut: SequenceCut = SequenceCut(),
         sequence_parallel: bool = False,
         token_dispatcher: TokenDispatcher = "alltoall",
     ) -> Placement:
         """The placement of a rank's layers; sequence parallelism over a single rank is turned off."""
-        sequence_parallel = sequence_parallel and context.tp.size > 1
+        cut = replace(cut, over_tp=(cut.over_tp or sequence_parallel) and context.tp.size > 1)
         device, streams = context.device, context.streams
-        return cls(context.place, context.groups, sequence_parallel, dtype, device, token_dispatcher, streams)
+        return cls(context.place, context.groups, cut, dtype, device, token_dispatcher, streams)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether norm and dropout regions hold a run of this rank's columns instead of all."""
+        return self.cut.over_tp
+
+    def without_sequence_parallelism(self) -> Placement:
+        """The same placement, where all tensor-parallel ranks hold the same rows."""
+        return replace(self, cut=replace(self.cut, over_tp=False))
 
     @property
     def tp(self) -> Group:
@@ -62,8 +103,9 @@ class Placement:
 
     @property
     def spread(self) -> Spread:
-        """How the rows of hidden states lie on the ranks that share each layer's weights."""
-        return Spread(self.tp, self.sequence_parallel)
+        """How the rows of hidden states lie on the ranks that compute the same sequences."""
+        groups, cut = self.groups, self.cut
+        return Spread(self.tp, cut.over_tp, groups["cp"], groups["sequence"], cut.zigzag)
 
     def parameter(self, spec: ParamSpec) -> nn.Parameter:
         """An uninitialized parameter that holds this rank's slice and carries `spec`."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from megazero.config.tree.model import ModelConfig
+from megazero.layers.rows import Spread
 from megazero.ops.rotary import rotary_table
 from megazero.ops.rotary_frequencies import (
     UNSCALED,
@@ -51,3 +54,29 @@ def rotary_of(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor] |
         scaling=rotary_scaling(config),
         exact=config.positions > MOST_POSITIONS_IN_FP32,
     )
+
+
+@dataclass(frozen=True)
+class RotaryOfColumns:
+    """Makes the tables of this rank's columns.
+
+    Attributes:
+        config: the model.
+        positions: int64 [s] or [s, b], those of all columns.
+        spread: how columns lie on ranks.
+    """
+
+    config: ModelConfig
+    positions: Tensor
+    spread: Spread
+
+    def __call__(self, columns: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        """cos and sin, None if the model rotates nothing.
+
+        Args:
+            columns: int64 [r, b], the columns of whole sequences that are left; None for all.
+        """
+        positions = self.positions
+        if columns is not None:
+            positions = positions[columns] if positions.dim() == 1 else positions.gather(0, columns)
+        return rotary_of(self.config, self.spread.own_columns(positions))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,32 +20,93 @@ from megazero.ops.positions import Positions, position_tensor
 class Spread:
     """How the rows of hidden states [s, b, h] lie on the ranks that compute the same sequences.
 
+    Ranks of ``cp`` have different columns of the sequences, as a batch is cut for them. Of these columns a
+    tensor-parallel rank holds a run of rows, or all.
+
     Attributes:
-        group: the ranks that compute them together.
-        split: whether each rank holds s / size rows, a run of them (sequence parallelism); if not, it holds
-            all.
+        tp: the ranks that share the layers' weights.
+        split: whether each of them holds a run of the columns (sequence parallelism).
+        cp: the ranks with the other columns.
+        sequence: all ranks that compute these sequences: ``cp`` x ``tp``.
+        zigzag: whether a rank's columns are two runs, one from either end (see `columns_of`).
     """
 
-    group: Group
+    tp: Group
     split: bool = False
+    cp: Group = field(default_factory=SoloGroup)
+    sequence: Group = field(default_factory=SoloGroup)
+    zigzag: bool = False
+
+    @property
+    def sharers(self) -> Group:
+        """All ranks that compute these sequences."""
+        return self.tp if self.cp.size == 1 else self.sequence
+
+    @property
+    def parts(self) -> Group:
+        """The ranks that hold different rows, of which all together have each row once."""
+        return self.sharers if self.split else self.cp
 
     def count(self, length: int) -> int:
         """The number of rows here of sequences of `length`."""
-        return length // self.group.size if self.split else length
+        return length // self.parts.size
 
-    def run(self, length: int) -> slice:
-        """The rows here among the `length` rows of whole sequences."""
-        rows = self.count(length)
-        start = self.group.rank * rows if self.split else 0
-        return slice(start, start + rows)
+    def columns(self, length: int) -> tuple[range, ...]:
+        """The runs of columns that this rank of ``cp`` has, of sequences of `length`."""
+        return columns_of(self.cp.rank, self.cp.size, length, zigzag=self.zigzag)
+
+    def own_columns(self, x: Tensor) -> Tensor:
+        """This rank's columns of x [s, ...], which all ranks have whole."""
+        return chosen_runs(x, self.columns(len(x)))
+
+    def of_columns(self, x: Tensor) -> Tensor:
+        """This rank's rows of x [s/cp, ...], which has its columns."""
+        return own_rows(x, self.tp) if self.split else x
 
     def own(self, x: Tensor) -> Tensor:
         """This rank's rows of x [s, ...], which all ranks have whole."""
-        return own_rows(x, self.group) if self.split else x
+        return self.of_columns(self.own_columns(x))
 
-    def whole(self, x: Tensor) -> Tensor:
-        """x [s or s/size, ...] -> [s, ...], for a computation that every rank repeats."""
-        return gather_sequence(x, self.group) if self.split else x
+    def own_positions(self, positions: Positions, length: int, device: torch.device) -> Positions:
+        """The positions of this rank's rows, of those of all `length` rows; a range where they are one."""
+        runs = self.columns(length)
+        if isinstance(positions, range) and len(runs) == 1:
+            start = runs[0].start + (self.tp.rank * self.count(length) if self.split else 0)
+            return positions[start : start + self.count(length)]
+        return self.own(position_tensor(positions, device))
+
+    def all_columns(self, x: Tensor) -> Tensor:
+        """x [s/cp or s/cp/tp, ...] -> [s/cp, ...], for a computation that every tensor-parallel rank repeats.
+
+        Each rank of ``cp`` makes it of its own columns.
+        """
+        return gather_sequence(x, self.tp) if self.split else x
+
+    def gathered_order(self, length: int) -> Tensor | None:
+        """int64 [s]: the column of each row, where the rows of `parts` follow each other; None if in order."""
+        if not self.zigzag or self.cp.size == 1:
+            return None
+        runs = (columns_of(rank, self.cp.size, length, zigzag=True) for rank in range(self.cp.size))
+        return torch.cat([torch.arange(run.start, run.stop) for rank in runs for run in rank])
+
+
+def columns_of(rank: int, ranks: int, length: int, *, zigzag: bool) -> tuple[range, ...]:
+    """The columns of sequences of `length` that one of so many ranks has, in runs.
+
+    With `zigzag` these are one of 2 x ranks pieces from the beginning and one from the end, so that causal
+    attention gives each rank equally many pairs (Zhu et al. 2024); otherwise they are one piece of `ranks`.
+    """
+    if ranks == 1:
+        return (range(length),)
+    size = length // (2 * ranks if zigzag else ranks)
+    numbers = (rank, 2 * ranks - 1 - rank) if zigzag else (rank,)
+    return tuple(range(number * size, (number + 1) * size) for number in numbers)
+
+
+def chosen_runs(x: Tensor, runs: Sequence[range]) -> Tensor:
+    """The runs of the rows of x, one after the other."""
+    parts = [x[run.start : run.stop] for run in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 ALONE = Spread(SoloGroup())
@@ -61,7 +123,8 @@ class Rows:
             such limit.
         keys: int64 [b], the key of each sample's random streams, or [s, b] where samples share a column of
             rows; None turns dropout off.
-        rotary: (cos, sin) tables of the rows, or None with learned positions.
+        rotary: (cos, sin) tables of this rank's columns, or None with learned positions.
+        rotary_at: makes those of other columns, int64 [r, b] of whole sequences, where ranks share them.
         spread: how they lie on ranks.
     """
 
@@ -70,6 +133,7 @@ class Rows:
     keys: Tensor | None = None
     rotary: tuple[Tensor, Tensor] | None = None
     spread: Spread = ALONE
+    rotary_at: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
 
     @property
     def whole_length(self) -> int:
@@ -86,7 +150,9 @@ class Rows:
     def select(self, columns: Tensor) -> Rows:
         """The rows `columns` [r, b] (int64) of each sequence."""
         rotary, documents = self.rotary, self.documents
-        if rotary is not None:
+        if self.rotary_at is not None:
+            rotary = self.rotary_at(columns)
+        elif rotary is not None:
             sample = torch.arange(columns.shape[1], device=columns.device)
             cos, sin = (t[columns, sample if t.shape[1] > 1 else 0] for t in rotary)
             rotary = cos, sin
@@ -96,13 +162,14 @@ class Rows:
             documents=None if documents is None else Documents(documents.ids.gather(1, columns.t())),
             keys=None if self.keys is None else keys_at(self.keys, columns),
             rotary=rotary,
+            rotary_at=None,
         )
 
     def dropout(self, p: float, keys: Tensor, site: int | None = None) -> Dropout:
         """The dropout of this rank's rows of hidden states, with `keys` [b] or [s, b], at `site`."""
         positions, spread = self.positions, self.spread
-        if spread.split:
-            positions = positions[spread.run(self.whole_length)]
+        if spread.parts.size > 1:
+            positions = spread.own_positions(positions, self.whole_length, keys.device)
             keys = keys if keys.dim() == 1 else spread.own(keys)
         return Dropout(p, keys, positions, site)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from megazero.layers.collectives import gather_for_parts
+from megazero.layers.collectives import gather_for_parts, own_rows
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.rows import ALONE, Spread
 from megazero.layers.sums import Sums
@@ -84,7 +84,8 @@ class KeptRows:
         numbers: int64 [r b], the row of each kept token.
         places: int64 [s b], for each row its place among the kept ones, and -1 if it is left out.
         columns: b.
-        spread: how the rows lie on ranks.
+        spread: how the rows lie on ranks. Where several hold them, rows and kept tokens are numbered in the
+            order in which those of all ranks follow each other.
     """
 
     numbers: Tensor
@@ -95,17 +96,23 @@ class KeptRows:
     @classmethod
     def of(cls, columns: Tensor, length: int, spread: Spread = ALONE) -> KeptRows:
         """The rows of the tokens `columns` [r, b] in b sequences of `length` tokens."""
-        b = columns.shape[1]
-        numbers = (columns * b + torch.arange(b, device=columns.device)).flatten()
+        b, device = columns.shape[1], columns.device
+        order = spread.gathered_order(length)
+        if order is not None:
+            row_of = torch.empty_like(order).scatter_(0, order, torch.arange(length)).to(device)
+            kept_order = spread.gathered_order(len(columns))
+            assert kept_order is not None, "rows and kept tokens lie in the same way"
+            columns = row_of[columns[kept_order.to(device)]]
+        numbers = (columns * b + torch.arange(b, device=device)).flatten()
         places = numbers.new_full((length * b,), -1)
-        places[numbers] = torch.arange(len(numbers), device=columns.device)
+        places[numbers] = torch.arange(len(numbers), device=device)
         return cls(numbers, places, b, spread)
 
     def taken(self, x: Tensor) -> Tensor:
-        """The kept rows of x: [r, b, h], or a rank's share of them, [r/tp, b, h]."""
-        numbers, places, group = self.numbers, self.places, self.spread.group
-        if self.spread.split:
-            x, numbers = gather_for_parts(x, group), self.spread.own(numbers)
+        """The kept rows of x: [r, b, h], or a rank's share of them."""
+        numbers, places, group = self.numbers, self.places, self.spread.parts
+        if group.size > 1:
+            x, numbers = gather_for_parts(x, group), own_rows(numbers, group)
             places = _within(places, group.rank * len(numbers), len(numbers))
         rows = chosen_rows(x.flatten(0, 1), numbers, places)
         taken: Tensor = rows.unflatten(0, (-1, self.columns))
@@ -113,9 +120,9 @@ class KeptRows:
 
     def put_back(self, x: Tensor, out: Tensor) -> Tensor:
         """x with the kept rows replaced by `out`."""
-        numbers, places, group = self.numbers, self.places, self.spread.group
-        if self.spread.split:
-            out, places = gather_for_parts(out, group), self.spread.own(places)
+        numbers, places, group = self.numbers, self.places, self.spread.parts
+        if group.size > 1:
+            out, places = gather_for_parts(out, group), own_rows(places, group)
             numbers = _within(numbers, group.rank * len(places), len(places))
         return chosen_rows(out.flatten(0, 1), places, numbers, x.flatten(0, 1)).view(x.shape)
 

@@ -14,11 +14,16 @@ from torch import Tensor
 
 from megazero.config.tree.config import Config
 from megazero.data.token_ids import check_token_ids
+from megazero.config.derive import sequence_multiple
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
+from megazero.layers.placement import SequenceCut
+from megazero.layers.rows import columns_of
+from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 from megazero.ops.attention import Documents, Runs
 from megazero.ops.positions import Positions
 
+_BY_COLUMN = ("tokens", "labels", "loss_mask")
 M = TypeVar("M", bound="MicroBatch")
 M_co = TypeVar("M_co", bound="MicroBatch", covariant=True)
 M_contra = TypeVar("M_contra", bound="MicroBatch", contravariant=True)
@@ -33,6 +38,9 @@ Collate = Callable[[Mapping[str, np.ndarray], tuple[RowPlace, ...]], M_co]
 @dataclass(frozen=True)
 class MicroBatch(ABC):
     """`b` sequences of `s` tokens, as every model takes them; families add what their heads need.
+
+    Where ranks share the sequences, tokens, their types and what is learnt of them are those of this rank's
+    columns, [b, s/cp]; all else is of whole sequences.
 
     Attributes:
         tokens: int64 [b, s].
@@ -129,6 +137,37 @@ class Batch(MicroBatch):
 
 
 @dataclass(frozen=True)
+class Columns:
+    """The columns of sequences that one of `ranks` has, as `layers.rows.columns_of` cuts them."""
+
+    rank: int = 0
+    ranks: int = 1
+    zigzag: bool = False
+
+    @classmethod
+    def of(cls, config: Config, context: ParallelContext) -> Columns:
+        """Those of this rank in a run."""
+        group = context.groups["cp"]
+        return cls(group.rank, group.size, SequenceCut.of(config.parallel).zigzag)
+
+    def own(self, array: np.ndarray) -> np.ndarray:
+        """This rank's columns of an array [b, s]."""
+        if self.ranks == 1:
+            return array
+        return np.concatenate([array[:, run.start : run.stop] for run in self._runs(array.shape[1])], 1)
+
+    def places(self, length: int) -> np.ndarray:
+        """For each of `length` columns its place among this rank's, and -1 for those of other ranks."""
+        places = np.full(length, -1)
+        own = self.own(np.arange(length)[None])[0]
+        places[own] = np.arange(len(own))
+        return places
+
+    def _runs(self, length: int) -> tuple[range, ...]:
+        return columns_of(self.rank, self.ranks, length, zigzag=self.zigzag)
+
+
+@dataclass(frozen=True)
 class TextCollate:
     """Turns a dataset's arrays into a `Batch`. Arrays that would change nothing are left out: a mask of ones,
     and positions that count from 0.
@@ -138,17 +177,22 @@ class TextCollate:
         device: the device of the tensors.
         with_positions: whether to keep the positions, because they do not count from 0.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
+        columns: the columns of this rank.
     """
 
     vocab_size: int
     device: torch.device
     with_positions: bool = False
     seed: int | None = None
+    columns: Columns = Columns()
 
     @classmethod
-    def of(cls, config: Config, vocab_size: int, device: torch.device, seed: int | None) -> TextCollate:
+    def of(
+        cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None
+    ) -> TextCollate:
         """The collate function for a run's configuration."""
-        return cls(vocab_size, device, config.data.reset_position_ids, seed)
+        columns = Columns.of(config, context)
+        return cls(vocab_size, context.device, config.data.reset_position_ids, seed, columns)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> Batch:
         """Make a batch; `samples` are the places of the sequences in the training order, one per row.
@@ -160,6 +204,7 @@ class TextCollate:
             del kept["loss_mask"]
         if self.seed is not None:
             kept["sample_keys"] = sample_keys(self.seed, samples)
+        kept |= {name: self.columns.own(kept[name]) for name in _BY_COLUMN if name in kept}
         return Batch.from_arrays(kept, self.device, self.vocab_size)
 
 
@@ -168,8 +213,7 @@ def column_multiple(config: Config) -> int:
 
     Each of the ranks that split the rows has equally many.
     """
-    parallel = config.parallel
-    return math.lcm(COLUMNS, parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    return math.lcm(COLUMNS, sequence_multiple(config.parallel))
 
 
 def tensor_of(array: np.ndarray, device: torch.device) -> Tensor:
@@ -181,7 +225,8 @@ def documents_on(device: torch.device, ids: np.ndarray | None) -> Documents | No
     """Documents of ids [b, s]; an accelerator's kernels need their runs, a CPU's find their own."""
     if ids is None:
         return None
-    return Documents(tensor_of(ids, device), None if device.type == "cpu" else Runs.of(ids, device))
+    runs = None if device.type == "cpu" else Runs.of(ids, device)
+    return Documents(tensor_of(ids, device), runs, ids)
 
 
 def random_text(rng: np.random.Generator, count: int, length: int, vocab_size: int) -> dict[str, np.ndarray]:

@@ -51,7 +51,7 @@ class BertHead(nn.Module):
     ):
         super().__init__()
         self.spread = placement.spread
-        self.placement = whole = replace(placement, sequence_parallel=False)
+        self.placement = whole = placement.without_sequence_parallelism()
         self.exact = config.bert_head_activation == "gelu_exact"
         size, std = config.hidden_size, config.init_method_std
         norm = (size, config.normalization, config.norm_epsilon, whole)
@@ -73,7 +73,7 @@ class BertHead(nn.Module):
 
         x: [s, b, h] ([s/tp, b, h] under sequence parallelism), or only the wanted rows of it.
         """
-        x = self.spread.whole(x)
+        x = self.spread.all_columns(x)
         rows = batch.masked if self.binary is None else torch.cat([batch.masked, batch.firsts])
         if x.shape[0] < batch.tokens.shape[1]:
             rows = batch.places_among_wanted(rows)

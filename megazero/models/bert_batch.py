@@ -12,8 +12,17 @@ from torch import Tensor
 from megazero.config.tree.config import Config
 from megazero.data.token_ids import check_token_ids
 from megazero.loss import PADDING
-from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, documents_on, tensor_of
+from megazero.models.batch import (
+    COLUMNS,
+    Columns,
+    MicroBatch,
+    RowPlace,
+    column_multiple,
+    documents_on,
+    tensor_of,
+)
 from megazero.models.packing import Slot, pack
+from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 
 
@@ -37,7 +46,7 @@ class BertBatch(MicroBatch):
             its samples' first ones, and others where a row has fewer than r; None: all.
     """
 
-    of_sequences = MicroBatch.of_sequences | {"sop", "sop_accuracy", PADDING}
+    of_sequences = frozenset({"micro_batches"})
 
     masked: Tensor
     labels: Tensor
@@ -89,6 +98,8 @@ class BertCollate:
         multiple: the number of columns is a multiple of this.
         packed: whether samples share rows.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
+        columns: the columns of this rank. What is read of a sample belongs to the rank that has its column,
+            and what is counted of it to the first.
         whole: whether all columns stay in training, since random-LTD chooses among them, and what it chooses
             for a sample must not depend on who shares its micro-batch.
     """
@@ -99,12 +110,16 @@ class BertCollate:
     packed: bool = False
     seed: int | None = None
     whole: bool = False
+    columns: Columns = Columns()
 
     @classmethod
-    def of(cls, config: Config, vocab_size: int, device: torch.device, seed: int | None) -> BertCollate:
+    def of(
+        cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None
+    ) -> BertCollate:
         """The collate function for a run's configuration."""
-        whole = config.skipping.random_ltd and seed is not None
-        return cls(vocab_size, device, column_multiple(config), config.data.bert_pack, seed, whole)
+        whole, multiple = config.skipping.random_ltd and seed is not None, column_multiple(config)
+        columns, packed = Columns.of(config, context), config.data.bert_pack
+        return cls(vocab_size, context.device, multiple, packed, seed, whole, columns)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> BertBatch:
         """Make a batch; `samples` are the places of the samples in the training order, one per row.
@@ -146,7 +161,6 @@ class BertCollate:
             types[into] = arrays["token_types"][number, :length]
             places[into] = np.arange(length)
             documents[into] = number
-        sample, position = np.nonzero(arrays["loss_mask"])
         row = np.array([slot.row for slot in slots])
         column = np.array([slot.column for slot in slots])
         keys = None if self.seed is None else sample_keys(self.seed, samples)
@@ -158,16 +172,23 @@ class BertCollate:
             return tensor_of(array, self.device)
 
         whole = sum(lengths) == tokens.size and len(slots) == rows
-        wanted = _wanted(shape, (row[sample], column[sample] + position), (row, column))
+        sample, position = np.nonzero(arrays["loss_mask"])
+        at_row, at_column = row[sample], column[sample] + position
+        wanted = None
+        if self.columns.ranks == 1:
+            wanted = _wanted(shape, (at_row, at_column), (row, column))
+        place = self.columns.places(shape[1])
+        masked, first = place[at_column] >= 0, place[column] >= 0
+        counts = self.columns.rank == 0
         return BertBatch(
-            tensor(tokens),
-            token_types=tensor(types),
-            masked=tensor((column[sample] + position) * rows + row[sample]),
-            labels=tensor(arrays["labels"][sample, position]),
-            firsts=tensor(column * rows + row),
-            is_random=tensor(arrays["is_random"]),
-            padding=room - sum(lengths),
-            room=room,
+            tensor(self.columns.own(tokens)),
+            token_types=tensor(self.columns.own(types)),
+            masked=tensor((place[at_column] * rows + at_row)[masked]),
+            labels=tensor(arrays["labels"][sample, position][masked]),
+            firsts=tensor((place[column] * rows + row)[first]),
+            is_random=tensor(arrays["is_random"][first]),
+            padding=(room - sum(lengths)) * counts,
+            room=room * counts,
             positions=tensor(places) if self.packed else None,
             documents=None if whole else documents_on(self.device, documents),
             sample_keys=None if keys is None else tensor(keys),

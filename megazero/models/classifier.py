@@ -46,7 +46,7 @@ class ClassifierHead(nn.Module):
         super().__init__()
         assert config.num_classes is not None, "a classifier has classes"
         self.spread = placement.spread
-        self.placement = whole = replace(placement, sequence_parallel=False)
+        self.placement = whole = placement.without_sequence_parallelism()
         self.dropout = config.hidden_dropout
         size, std = config.hidden_size, config.init_method_std
         self.norm = Norm("final_norm", size, config.normalization, config.norm_epsilon, whole)
@@ -55,7 +55,7 @@ class ClassifierHead(nn.Module):
 
     def forward(self, x: Tensor, batch: LabelledBatch, deferred: Deferred | None = None) -> Tensor:
         """Hidden states [s, b, h] ([s/tp, b, h] under sequence parallelism) -> scores [b, classes]."""
-        x = self.spread.whole(x)
+        x = self.spread.all_columns(x)
         chosen = self.norm(x.flatten(0, 1)[batch.pooled]).to(self.placement.dtype)
         if self.pooler is not None:
             chosen = torch.tanh(self.pooler(chosen, deferred))

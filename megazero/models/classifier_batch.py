@@ -13,6 +13,7 @@ from megazero.config.tree.config import Config
 from megazero.data.labelled.dataset import UNKNOWN_LABEL
 from megazero.data.token_ids import check_token_ids
 from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, documents_on, tensor_of
+from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 
 
@@ -72,11 +73,11 @@ class ClassifierCollate:
 
     @classmethod
     def of(
-        cls, causal: bool, config: Config, vocab_size: int, device: torch.device, seed: int | None
+        cls, causal: bool, config: Config, vocab_size: int, context: ParallelContext, seed: int | None
     ) -> ClassifierCollate:
         """The collate function for a run's configuration."""
         marked = not causal or bool(config.model.num_experts)
-        return cls(vocab_size, device, causal, marked, column_multiple(config), seed)
+        return cls(vocab_size, context.device, causal, marked, column_multiple(config), seed)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> LabelledBatch:
         """Make a batch of `tokens`, `token_types` [n, choices, T], `lengths` [n, choices] and `labels` [n].

@@ -145,7 +145,7 @@ class GPT(LanguageModel):
         """
         if not self.placement.sequence_parallel:
             return self
-        on_meta = replace(self.placement, sequence_parallel=False, device=torch.device("meta"))
+        on_meta = replace(self.placement.without_sequence_parallelism(), device=torch.device("meta"))
         twin = GPT(replace(self.held, placement=on_meta, recompute=RecomputeConfig(), tied={}))
         twin.load_state_dict(self.state_dict(), assign=True)
         for mine, its in zip(self.routers(), twin.routers(), strict=True):

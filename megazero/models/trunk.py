@@ -15,7 +15,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.layers.embedding import Embedding
 from megazero.layers.inputs import AttentionCore, Deferred, LayerInputs
 from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
-from megazero.layers.rotary import rotary_of
+from megazero.layers.rotary import RotaryOfColumns
 from megazero.layers.rows import Rows
 from megazero.layers.sums import Sums
 from megazero.layers.transformer import TransformerLayer
@@ -105,9 +105,10 @@ class Trunk(ModelChunk[M_contra]):
         return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
 
     def takes(self, batch: M_contra) -> Boundary:
-        """Hidden states between chunks: [s, b, h], or [s/tp, b, h] if sequence-parallel."""
+        """Hidden states between chunks, of this rank's rows: [s/cp, b, h], or of s/cp/tp of them."""
         b, s = batch.tokens.shape
-        rows = self.placement.spread.count(s)
+        spread = self.placement.spread
+        rows = spread.count(s * spread.cp.size)
         return Boundary((rows, b, self.config.hidden_size), self.hidden_dtype)
 
     gives = takes
@@ -142,22 +143,26 @@ class Trunk(ModelChunk[M_contra]):
             wanted: int64 [r, b], the rows that the head reads. If the last layer is here, and sees whole
                 sequences, it computes no others, and the result is [r, b, h]. None for all.
         """
-        positions = range(batch.tokens.shape[1]) if batch.positions is None else batch.positions
+        spread = self.placement.spread
+        length = batch.tokens.shape[1] * spread.cp.size
+        positions = range(length) if batch.positions is None else batch.positions
         embedded = batch.position_ids
         if embedded is None:
             embedded = position_tensor(positions, batch.tokens.device)
+        rotary = RotaryOfColumns(self.config, _rows_first(embedded), spread)
         rows = Rows(
             _rows_first(positions),
             batch.documents,
             _rows_first(batch.sample_keys),
-            rotary_of(self.config, _rows_first(embedded)),
-            self.placement.spread,
+            rotary(),
+            spread,
+            rotary if self.config.rotates and spread.cp.size > 1 else None,
         )
         inputs = LayerInputs(rows, core, deferred, skipping=batch.skipping)
         if self.embedding is not None:
             hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
         assert hidden is not None, "a chunk without an embedding starts from hidden states"
-        if self.placement.sequence_parallel or self.config.num_experts:
+        if spread.parts.size > 1 or self.config.num_experts:
             # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
             wanted = None
         return run_layers(

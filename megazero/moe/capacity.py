@@ -79,9 +79,11 @@ def kept_choices(
     # By urgency, then by cell, both stably: the choices of a cell end up together, the most urgent first, and
     # equally urgent ones in the order of their numbers, on any device.
     order = torch.arange(len(cell), device=cell.device)
+    if inputs.rows.spread.zigzag:  # shares do not follow each other as their tokens do
+        order = order.view(-1, len(every.number))[:, every.number.argsort(stable=True)].flatten()
     if config.moe_token_drop_policy != "position":
         urgency = _urgency(config, layer, choice, tokens, inputs).t().reshape(-1)
-        order = urgency.argsort(descending=True, stable=True)
+        order = order[urgency[order].argsort(descending=True, stable=True)]
     order = order[cell[order].argsort(stable=True)]
     # The place of a choice in its cell: its place among all, less the number of choices in earlier cells.
     cells = len(lengths) * experts + 1

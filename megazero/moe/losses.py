@@ -44,7 +44,8 @@ class RouterSums:
     """The sums that one router adds to the loss terms in one micro-batch.
 
     Attributes:
-        terms: name of a loss term -> float32 scalar, the same on all tensor-parallel ranks.
+        terms: name of a loss term -> float32 scalar, the same on all tensor-parallel ranks. Those of ranks
+            that share sequences add up.
         tokens: float32 [E], how often this rank's tokens chose each expert, before any is dropped.
     """
 
@@ -77,7 +78,7 @@ def router_terms(
         layers: how many layers have a router; figures that are only reported are means over them.
     """
     experts = choice.probabilities.shape[1]
-    k, sequences, group = choice.experts.shape[1], len(tokens.lengths), tokens.sharers
+    k, sequences, group = choice.experts.shape[1], len(tokens.lengths), tokens.columns
     ones = tokens.masked(torch.ones_like(choice.experts, dtype=torch.float32))
     cell = (tokens.sequence.unsqueeze(1) * experts + choice.experts).reshape(-1)
     counts = ones.new_zeros(sequences * experts).scatter_add_(0, cell, ones.reshape(-1))
@@ -87,8 +88,8 @@ def router_terms(
     if active:
         blank = choice.probabilities.new_zeros(sequences, experts)
         spread = blank.index_add(0, tokens.sequence, tokens.masked(choice.probabilities))
-        spread = reduce_from_slices(spread, group)
-        group.all_reduce(counts).wait()
+        spread = reduce_from_slices(spread, tokens.sharers)
+        tokens.sharers.all_reduce(counts).wait()
         lengths = tokens.lengths.clamp_min(1).float()
         for kind in active:
             if kind == "seq_aux_loss":
@@ -99,7 +100,7 @@ def router_terms(
             else:
                 even = torch.full_like(spread[0], 1 / experts)
                 value = ((even if load is None else load) * spread.sum(0)).sum() * experts
-            terms[_BALANCE[kind][0]] = value
+            terms[_BALANCE[kind][0]] = _share(value, tokens.sharers.size // group.size)
     if config.moe_z_loss_coeff:
         squares = tokens.masked(choice.logits.logsumexp(1).square())
         terms[_Z] = reduce_from_slices(squares.sum(), group)
@@ -110,6 +111,14 @@ def router_terms(
     group.all_reduce(together).wait()
     terms.update(zip(reported, together.unbind(), strict=True))
     return RouterSums(terms, own_tokens)
+
+
+def _share(value: Tensor, ranks: int) -> Tensor:
+    """One rank's part of a value that so many have alike, which has the gradient of all of it.
+
+    Each rank's gradient is that of its own tokens, so nothing of it is counted twice.
+    """
+    return value if ranks == 1 else value - value.detach() * (1 - 1 / ranks)
 
 
 def switch_loss(counts: Tensor, spread: Tensor, tokens: Tensor, k: int) -> Tensor:

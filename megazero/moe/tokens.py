@@ -19,22 +19,26 @@ class Tokens:
     """A rank's share of the tokens of `b` sequences.
 
     Tensor-parallel ranks share the tokens of a micro-batch evenly, with sequence parallelism or without, so
-    that none is routed twice. A share is a run of the rows of [s, b] when flattened; the last one may end in
-    rows that are no tokens.
+    that none is routed twice. A share is a run of the rows of this rank's columns, [s/cp, b] when flattened;
+    the last one may end in rows that are no tokens.
 
     Attributes:
+        number: int64 [n], each token's place among the flattened rows of whole sequences, [s, b].
         sequence: int64 [n], the number of each token's sequence.
         position: int64 [n], each token's position in its sequence.
         real: bool [n], False for padding, which no expert sees; None if there is none.
         lengths: int64 [b], how many tokens each whole sequence has, without padding.
         sharers: the ranks that have the other shares.
+        columns: those of them that have shares of the same columns.
     """
 
+    number: Tensor
     sequence: Tensor
     position: Tensor
     real: Tensor | None
     lengths: Tensor
     sharers: Group
+    columns: Group
 
     @property
     def count(self) -> int:
@@ -60,35 +64,42 @@ class Tokens:
         if self.sharers.size == 1:
             return self
         real = None if self.real is None else self.whole(self.real)
-        return Tokens(self.whole(self.sequence), self.whole(self.position), real, self.lengths, self.sharers)
+        number, sequence, position = map(self.whole, (self.number, self.sequence, self.position))
+        return Tokens(number, sequence, position, real, self.lengths, self.sharers, self.columns)
 
 
 def take_share(x: Tensor, rows: Rows) -> tuple[Tensor, Tokens]:
-    """This rank's share of the tokens of x [s, b, h] ([s/tp, b, h] under sequence parallelism): [n, h]."""
-    group, device, b = rows.spread.group, x.device, x.shape[1]
-    own, total = x.reshape(-1, x.shape[-1]), rows.whole_length * b
-    share = -(-total // group.size)
-    if not rows.spread.split and group.size > 1:
-        own = split_rows(F.pad(own, (0, 0, 0, share * group.size - total)), group)
-    number = torch.arange(group.rank * share, (group.rank + 1) * share, device=device)
-    column, sequence = number.clamp_max(total - 1) // b, number % b
+    """This rank's share of the tokens of x [s, b, h] ([s/tp, b, h] under sequence parallelism): [n, h].
+
+    Of sequences that ranks of ``cp`` share, s are this rank's columns.
+    """
+    spread, device, b = rows.spread, x.device, x.shape[1]
+    length, tp = rows.whole_length, spread.tp
+    own, total = x.reshape(-1, x.shape[-1]), length // spread.cp.size * b
+    share = -(-total // tp.size)
+    if not spread.split and tp.size > 1:
+        own = split_rows(F.pad(own, (0, 0, 0, share * tp.size - total)), tp)
+    # The place among the rows of this rank's columns, then among those of whole sequences.
+    place = torch.arange(tp.rank * share, (tp.rank + 1) * share, device=device)
+    inside = place < total
+    place, sequence = place.clamp_max(total - 1) // b, place % b
+    column = spread.own_columns(torch.arange(length, device=device))[place] if spread.cp.size > 1 else place
     position = position_tensor(rows.positions, device)
     position = position[column] if position.dim() == 1 else position[column, sequence]
     real = None
     if rows.documents is None:
-        lengths = torch.full((b,), total // b, device=device)
+        lengths = torch.full((b,), length, device=device)
     else:
         tokens = rows.documents.ids >= 0
         lengths = tokens.sum(1)
         real = tokens[sequence, column]
-    if share * group.size > total:
-        inside = number < total
+    if share * tp.size > total:
         real = inside if real is None else real & inside
-    return own, Tokens(sequence, position, real, lengths, group)
+    return own, Tokens(column * b + sequence, sequence, position, real, lengths, spread.sharers, tp)
 
 
 def give_back(rows: Tensor, shape: torch.Size, spread: Spread) -> Tensor:
     """The hidden states of this shape from this rank's share [n, h]: the inverse of `take_share`."""
-    if spread.split or spread.group.size == 1:
+    if spread.split or spread.tp.size == 1:
         return rows.view(shape)
-    return gather_sequence(rows, spread.group)[: shape[0] * shape[1]].view(shape)
+    return gather_sequence(rows, spread.tp)[: shape[0] * shape[1]].view(shape)

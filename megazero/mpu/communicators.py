@@ -21,7 +21,10 @@ _USES: Mapping[str, tuple[str, bool]] = MappingProxyType(
     {
         "pp": ("messages between pipeline stages", True),
         "cp": ("parts of a sequence", True),
+        "cp_inner": ("heads of a part of a sequence", True),
+        "cp_outer": ("keys and values between such parts", True),
         "tp": ("sums and gathers of activations", True),
+        "sequence": ("rows and tokens of a sequence", True),
         "ep": ("slices of experts", True),
         "etp": ("slices of an expert", True),
         "data": ("samples", False),
@@ -97,6 +100,7 @@ class CommunicatorPlan:
             seconds: the second communicators, such as `second_communicators` names.
         """
         spans = {name: grid.members(rank, axes) for name, axes in COMMUNICATORS.items()}
+        spans |= {"cp_inner": grid.context_block(rank), "cp_outer": grid.context_peers(rank)}
         spans |= {name: spans[_BESIDE[name]] for name in seconds}
         # Last, as only some stages have the first of them: torch names a group after the number of those that
         # a process has opened before, so all members must have opened as many.

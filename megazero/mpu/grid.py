@@ -68,6 +68,7 @@ class ProcessGrid:
 
     Attributes:
         etp: by default, `tp`.
+        cp_inner: how many adjacent ranks of `cp` exchange heads, where others then exchange keys and values.
 
     Raises:
         ConfigError: an axis is smaller than one, or the experts' axes do not divide a stage.
@@ -79,6 +80,7 @@ class ProcessGrid:
     tp: int = 1
     ep: int = 1
     etp: int = 0
+    cp_inner: int = 1
 
     def __post_init__(self) -> None:
         if self.etp == 0:
@@ -115,7 +117,7 @@ class ProcessGrid:
             ConfigError: the sizes do not divide `world_size`.
         """
         assert "dp" not in sizes, "`dp` takes what the other axes leave"
-        experts = {axis: sizes.pop(axis) for axis in ("ep", "etp") if axis in sizes}
+        experts = {axis: sizes.pop(axis) for axis in ("ep", "etp", "cp_inner") if axis in sizes}
         grid = cls(**sizes)
         taken = grid.pp * grid.cp * grid.tp
         if world_size % taken:
@@ -175,6 +177,17 @@ class ProcessGrid:
         replicas = self.members(rank, COMMUNICATORS["replica"])
         return replicas[replicas.index(rank) % size :: size]
 
+    def context_block(self, rank: int) -> tuple[int, ...]:
+        """The adjacent ranks of `cp` with which `rank` exchanges heads."""
+        line = self.members(rank, ("cp",))
+        first = line.index(rank) // self.cp_inner * self.cp_inner
+        return line[first : first + self.cp_inner]
+
+    def context_peers(self, rank: int) -> tuple[int, ...]:
+        """The ranks of `cp` at `rank`'s place in their blocks, with which it exchanges keys and values."""
+        line = self.members(rank, ("cp",))
+        return line[line.index(rank) % self.cp_inner :: self.cp_inner]
+
     def partition(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups over `axes`: disjoint, covering every rank, ordered by first member."""
         return tuple(sorted({self.members(rank, axes) for rank in range(self.world_size)}))
@@ -220,6 +233,8 @@ COMMUNICATORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         # Each axis with a size of its own, by itself.
         **{name: (name,) for name, axis in AXES.items() if axis.setting is not None},
+        # Ranks that compute the same sequences together.
+        "sequence": ("cp", "tp"),
         # Ranks that read different samples.
         "data": _names((n, a) for n, a in AXES.items() if a.batch == "samples"),
         # Ranks that hold the same dense parameters, and the same parameters of experts.

@@ -177,6 +177,7 @@ def grid_of(config: ParallelConfig, world_size: int) -> ProcessGrid:
     """
     sizes = {name: getattr(config, axis.setting) for name, axis in AXES.items() if axis.setting is not None}
     sizes["etp"] = sizes["etp"] or sizes["tp"]
+    sizes["cp_inner"] = (config.hierarchical_context_parallel_sizes or (1, 1))[0]
     return ProcessGrid.factor(world_size, **sizes)
 
 

@@ -110,7 +110,7 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
 
 def collate_of(config: Config, context: ParallelContext) -> Collate[MicroBatch]:
     """The function that makes a micro-batch of arrays."""
-    return family_of(config.model).collate(config, vocabulary_size(config), context.device, _STREAM_SEED)
+    return family_of(config.model).collate(config, vocabulary_size(config), context, _STREAM_SEED)
 
 
 def _whole(

@@ -72,7 +72,7 @@ def _batches(
     """This rank's micro-batches of the first step, of random samples."""
     family, step, size = family_of(config.model), training_plan.at(Progress()), config.batch.micro_batch_size
     length = step.sequence_length if step.rows == 1 else config.model.seq_length
-    collate = family.collate(config, vocabulary.size, context.device, config.training.seed)
+    collate = family.collate(config, vocabulary.size, context, config.training.seed)
     rng, batches = np.random.default_rng(0), []
     for first in range(0, size * step.micro_batches, size):
         arrays = family.random_arrays(rng, size, length, vocabulary.size)

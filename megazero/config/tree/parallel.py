@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import BeforeValidator, Field, PositiveInt
 
 from megazero.config.tree.option import Patience, Section, option
+
+
+CommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
+
+
+def _listed(value: Any) -> Any:
+    """One word stands for a list of it."""
+    return (value,) if isinstance(value, str) else value
+
+
+CommTypes = Annotated[tuple[CommType, ...], BeforeValidator(_listed), Field(min_length=1)]
 
 
 class ParallelConfig(Section):
@@ -35,7 +46,20 @@ class ParallelConfig(Section):
         "number of layers of each, such as 5,6,6,5",
     )
     context_parallel_size: PositiveInt = option(
-        1, "ranks that share each sequence", aliases=("--ds-sequence-parallel-size",)
+        1,
+        "ranks that share each sequence",
+        aliases=("--ds-sequence-parallel-size",),
+        implies={"--ds-sequence-parallel-size": ("cp_comm_type", ("a2a",))},
+    )
+    cp_comm_type: CommTypes = option(
+        ("p2p",),
+        "what attention sends between the ranks that share a sequence: p2p keys and values to the ranks that "
+        "see them, all_gather all keys and values to all, a2a heads for rows, a2a+p2p heads within blocks of "
+        "ranks and keys and values between them; one for all layers, or one for each",
+        synonyms={"allgather": "all_gather"},
+    )
+    hierarchical_context_parallel_sizes: tuple[PositiveInt, PositiveInt] | None = option(
+        None, "the ranks of a block that exchanges heads, and the number of blocks, for a2a+p2p"
     )
     expert_model_parallel_size: PositiveInt = option(
         1,

@@ -51,10 +51,12 @@ class Documents:
     Attributes:
         ids: int [b, t]; positions attend only within equal ids.
         runs: their runs, if whoever made the ids knew them on the host.
+        host: the ids there, if they were made there.
     """
 
     ids: Tensor
     runs: Runs | None = None
+    host: np.ndarray | None = None
 
     @cached_property
     def mask(self) -> Tensor:

@@ -14,7 +14,7 @@ from megazero.config.derive import chunks_per_stage, schedule_kind
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.layers.initialize import initialize
-from megazero.layers.placement import Placement
+from megazero.layers.placement import Placement, SequenceCut
 from megazero.models.batch import MicroBatch
 from megazero.models.chunk import ModelChunk, Part, Slice
 from megazero.mpu.context import ParallelContext
@@ -68,7 +68,7 @@ def placement_of(
     placement = Placement.of(
         context,
         DTYPES[dtype],
-        sequence_parallel=parallel.sequence_parallel,
+        cut=SequenceCut.of(parallel),
         token_dispatcher=parallel.moe_token_dispatcher_type,
     )
     return replace(placement, device=device)
@@ -112,7 +112,7 @@ def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelCont
     """
     family, shape = family_of(config.model), (config.batch.micro_batch_size, config.model.seq_length)
     arrays = family.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
-    batch = family.collate(config, vocabulary.size, context.device, None)(arrays, tuple(range(shape[0])))
+    batch = family.collate(config, vocabulary.size, context, None)(arrays, tuple(range(shape[0])))
     blocks = family.blocks(config, vocabulary.padded)
     counts = parameter_counts(config, vocabulary, context)
     alike = [(block.kind, block.flops, count) for block, count in zip(blocks, counts, strict=True)]

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, Generic
 
 import numpy as np
-import torch
 
 from megazero.checkpoint.hf.architecture import Architecture
 from megazero.checkpoint.hf.config_json import DECODERS, ENCODERS
@@ -28,6 +27,7 @@ from megazero.models.chunk import Block, ModelChunk, Slice, Tie
 from megazero.models.classifier import Classifier, FirstTokenClassifier, LastTokenClassifier
 from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, random_labelled
 from megazero.models.gpt import GPT, gpt_blocks
+from megazero.mpu.context import ParallelContext
 from megazero.train.parts.vocabulary import Vocabulary
 
 Sizes = tuple[int | None, int | None, int | None]
@@ -44,7 +44,7 @@ class Family(Generic[M]):
             order; layers may differ.
         chunk: builds a slice of that list of blocks.
         ties: the weights that several blocks of a model of this shape use.
-        collate: (configuration, vocabulary size, device, dropout seed or None) -> a function that checks
+        collate: (configuration, vocabulary size, this rank, dropout seed or None) -> a function that checks
             arrays and turns them into micro-batches.
         datasets: (configuration, vocabulary, samples of each split) -> the three splits.
         objective: (configuration) -> the settings that decide which tokens of a sample its loss is of.
@@ -60,7 +60,7 @@ class Family(Generic[M]):
     blocks: Callable[[Config, int], tuple[Block, ...]]
     chunk: Callable[[Slice], ModelChunk[M]]
     ties: Callable[[ModelConfig], tuple[Tie, ...]]
-    collate: Callable[[Config, int, torch.device, int | None], Collate[M]]
+    collate: Callable[[Config, int, ParallelContext, int | None], Collate[M]]
     datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
     objective: Callable[[Config], dict[str, float]]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]

@@ -50,7 +50,7 @@ def build_feeds(
             data_sharding=data.data_sharding,
         )
         sampler = curriculum_sampler(config, training_plan.steps, dataset, spec) if dataset is train else None
-        collate = family.collate(config, vocabulary.size, context.device, seed)
+        collate = family.collate(config, vocabulary.size, context, seed)
         return make_feed(dataset, sampler or BatchSampler(spec), collate, ahead)
 
     return Feeds(feed(train, data.num_workers, stream_seed), feed(valid), feed(test))

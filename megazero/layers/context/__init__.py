@@ -1,0 +1,1 @@
+"""Attention over sequences whose keys lie on several ranks (context parallelism)."""

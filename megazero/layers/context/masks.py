@@ -1,0 +1,176 @@
+"""`PairMasks`: which pairs of runs of a sequence meet in attention, and how each call of them is masked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megazero.layers.inputs import Attends
+from megazero.ops.attention import ALL, AttentionCall, Documents, Part, Slopes
+from megazero.ops.dropout import AttentionDropout
+from megazero.ops.positions import Positions
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A call of attention: rows of queries here, rows of keys there, and how they are masked."""
+
+    queries: slice
+    keys: slice
+    call: AttentionCall
+
+
+@dataclass(frozen=True, eq=False)
+class PairMasks:
+    """The masks of one layer's attention over a whole sequence of which ranks have runs of columns.
+
+    All ranks have the same, so that whoever sends keys knows who needs them.
+
+    Attributes:
+        attends: the layer's settings.
+        scale: the factor of the products of queries and keys.
+        bias: linear biases by distance; None without.
+        documents: of [b, s]; None without.
+        dropout: over all rows; None without.
+    """
+
+    attends: Attends
+    scale: float
+    bias: Slopes | None = None
+    documents: Documents | None = None
+    dropout: AttentionDropout | None = None
+
+    def pairs(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> list[Pair]:
+        """The calls that queries of the columns `mine` need with the keys of the columns `theirs`."""
+        q_starts, k_starts = _starts(mine), _starts(theirs)
+        if self._plain:
+            fused = self._fused(mine, theirs)
+            if fused is not None:
+                return [fused]
+        return [
+            Pair(
+                slice(q_start, q_start + len(q)), slice(k_start, k_start + len(k)), self._call((q,), (k,))
+            )
+            for q, q_start in zip(mine, q_starts, strict=True)
+            for k, k_start in zip(theirs, k_starts, strict=True)
+            if self.meet(q, k)
+        ]
+
+    def needed(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> list[int]:
+        """The numbers of the runs among `theirs` whose keys any query of `mine` may attend to."""
+        return [i for i, keys in enumerate(theirs) if any(self.meet(queries, keys) for queries in mine)]
+
+    def meet(self, queries: range, keys: range) -> bool:
+        """Whether any query of a run may attend to any key of another one."""
+        left, right = self.attends.pattern.sides(self.attends.causal)
+        sinks, prefix, layout = (getattr(self.attends.pattern, name) for name in ("sinks", "prefix", "layout"))
+        both_in_prefix = min(queries.start, keys.start) < prefix and max(queries.start, keys.start) < prefix
+        if right >= 0 and keys.start - (queries.stop - 1) > right and not both_in_prefix:
+            return False
+        beyond = left >= 0 and queries.start - (keys.stop - 1) > left
+        if beyond and not (sinks and (keys.start < sinks or self.documents is not None)):
+            return False
+        if layout is not None:
+            rows = slice(queries.start // layout.size, (queries.stop - 1) // layout.size + 1)
+            columns = slice(keys.start // layout.size, (keys.stop - 1) // layout.size + 1)
+            if not bool(layout.blocks[:, rows, columns].any()):
+                return False
+        return self._same_document(queries, keys)
+
+    @cached_property
+    def _plain(self) -> bool:
+        return self.attends.pattern.idle and self.bias is None and self.documents is None
+
+    def _fused(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> Pair | None:
+        """One call for all pairs, where causality alone decides and leaves a rectangle, or the own square."""
+        if not self.attends.causal or mine == theirs:
+            causal = self.attends.causal
+            return Pair(_all(mine), _all(theirs), self._call(mine, theirs, causal=causal, part=False))
+        queries = [q for q in mine if any(self.meet(q, k) for k in theirs)]
+        keys = [k for k in theirs if any(self.meet(q, k) for q in mine)]
+        if not all(k.stop <= q.start for q in queries for k in keys):
+            return None
+        first_q, first_k = (runs.index(some[0]) for runs, some in ((mine, queries), (theirs, keys)))
+        return Pair(
+            _run(mine, first_q, queries),
+            _run(theirs, first_k, keys),
+            self._call(tuple(queries), tuple(keys), causal=False, part=False),
+        )
+
+    def _call(
+        self,
+        queries: tuple[range, ...],
+        keys: tuple[range, ...],
+        *,
+        causal: bool | None = None,
+        part: bool = True,
+    ) -> AttentionCall:
+        """The call of these runs; without `part`, the last query sees the last key."""
+        dropout, documents = self.dropout, self.documents
+        if dropout is not None:
+            own_keys = dropout.keys
+            dropout = replace(
+                dropout,
+                keys=own_keys if own_keys.dim() == 1 else _cat(own_keys, queries),
+                query_positions=_at(dropout.query_positions, queries),
+                key_positions=_at(dropout.key_positions, keys),
+            )
+        place = None
+        if part:
+            ids = None if documents is None else documents.ids[:, queries[0].start : queries[0].stop]
+            place = Part(queries[0].start, keys[0].start, ids)
+            if documents is not None:
+                documents = Documents(documents.ids[:, keys[0].start : keys[0].stop])
+        return AttentionCall(
+            self.scale,
+            self.attends.causal if causal is None else causal,
+            documents=documents,
+            bias=self.bias,
+            dropout=dropout,
+            pattern=self.attends.pattern if part else ALL,
+            part=place,
+        )
+
+    def _same_document(self, queries: range, keys: range) -> bool:
+        """Whether a document has tokens in both runs, as far as the host knows."""
+        if self.documents is None:
+            return True
+        host = self.documents.host
+        if host is None:
+            if self.documents.ids.device.type != "cpu":
+                return True
+            host = self.documents.ids.numpy()
+        pairs = zip(host[:, queries.start : queries.stop], host[:, keys.start : keys.stop], strict=True)
+        return any(np.intersect1d(q, k).size > 0 for q, k in pairs)
+
+
+def _starts(runs: tuple[range, ...]) -> list[int]:
+    starts = [0]
+    for run in runs[:-1]:
+        starts.append(starts[-1] + len(run))
+    return starts
+
+
+def _all(runs: tuple[range, ...]) -> slice:
+    return slice(0, sum(map(len, runs)))
+
+
+def _run(runs: tuple[range, ...], first: int, some: list[range]) -> slice:
+    start = _starts(runs)[first]
+    return slice(start, start + sum(map(len, some)))
+
+
+def _cat(x: Tensor, runs: tuple[range, ...]) -> Tensor:
+    return torch.cat([x[run.start : run.stop] for run in runs])
+
+
+def _at(positions: Positions, runs: tuple[range, ...]) -> Positions:
+    if isinstance(positions, range):
+        if len(runs) == 1:
+            return positions[runs[0].start : runs[0].stop]
+        return torch.cat([torch.arange(p.start, p.stop, p.step) for p in (positions[r.start : r.stop] for r in runs)])
+    return _cat(positions, runs)

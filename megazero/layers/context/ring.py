@@ -1,0 +1,238 @@
+"""Attention whose keys and values come from other ranks, a rank at a time (ring attention, Liu et al. 2023).
+
+At step i a rank has the keys of the rank i before it, which that one sent to it directly: on a switched network
+it costs what handing them on around a ring costs, nobody gets what its queries do not see, and gradients of
+keys go home in one hop. The next keys travel while a step is computed. Results are merged by their log-sum-exp in
+fp32 (Milakov & Gimelshein 2018). Backward is given the merged result and log-sum-exp, so each block's share of the
+gradients is exact (Dao et al. 2022), and fetches keys and values again instead of keeping them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megazero.layers.context.masks import Pair, PairMasks
+from megazero.layers.rows import columns_of
+from megazero.mpu.group import Group, Transfer, Work
+from megazero.ops.attention import backward_of_part, forward_of_part
+from megazero.ops.autograd import Gradients, apply
+from megazero.ops.chunks import compute_dtype
+
+_KEYS, _VALUES, _GRAD_KEYS, _GRAD_VALUES = range(4)
+
+
+@dataclass(frozen=True, eq=False)
+class Ring:
+    """The ranks between which keys and values travel, and which columns of the sequences each has.
+
+    Attributes:
+        group: the ranks.
+        length: the length of whole sequences.
+        zigzag: whether a rank's columns are two runs.
+        masks: which of them meet.
+    """
+
+    group: Group
+    length: int
+    zigzag: bool
+    masks: PairMasks
+
+    def columns(self, rank: int) -> tuple[range, ...]:
+        """The runs of columns of a rank."""
+        return columns_of(rank % self.group.size, self.group.size, self.length, zigzag=self.zigzag)
+
+    @property
+    def own(self) -> tuple[range, ...]:
+        """The runs of this rank."""
+        return self.columns(self.group.rank)
+
+    def sent(self, owner: int, reader: int) -> list[slice]:
+        """The rows among the owner's that the reader's queries attend to."""
+        theirs = self.columns(owner)
+        needed = self.masks.needed(self.columns(reader), theirs)
+        starts = [sum(map(len, theirs[:i])) for i in needed]
+        return [slice(start, start + len(theirs[i])) for i, start in zip(needed, starts, strict=True)]
+
+    def pairs(self, step: int) -> list[Pair]:
+        """The calls with the keys that this rank receives for a step."""
+        theirs = self.columns(self.group.rank - step)
+        needed = self.masks.needed(self.own, theirs)
+        return self.masks.pairs(self.own, tuple(theirs[i] for i in needed)) if needed else []
+
+
+class _Exchange:
+    """The messages of one pass: what this rank sends to and gets from the ranks at a distance of `step`."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor):
+        self.ring, self.k, self.v = ring, k, v
+        self.rank, self.size = ring.group.rank, ring.group.size
+        self._sending: list[tuple[Work, Tensor]] = []
+
+    def fetch(self, step: int) -> _Arriving:
+        """Start to send this rank's keys and values to the reader of a step, and to receive those for here."""
+        reader, owner = (self.rank + step) % self.size, (self.rank - step) % self.size
+        transfers, count = [], _rows(self.ring.sent(owner, self.rank))
+        there = [x.new_empty(count, *x.shape[1:]) for x in (self.k, self.v)]
+        if count:
+            transfers = [
+                Transfer("recv", x, owner, tag) for x, tag in zip(there, (_KEYS, _VALUES), strict=True)
+            ]
+        rows = self.ring.sent(self.rank, reader)
+        if rows:
+            parts = [_packed(x, rows) for x in (self.k, self.v)]
+            transfers += [
+                Transfer("send", x, reader, tag) for x, tag in zip(parts, (_KEYS, _VALUES), strict=True)
+            ]
+        return _Arriving(self._start(transfers), there[0], there[1])
+
+    def return_gradients(self, step: int, grads: Sequence[Tensor]) -> _Arriving:
+        """Start to send the gradients of a step's keys and values home, and to receive those of this rank's."""
+        reader, owner = (self.rank + step) % self.size, (self.rank - step) % self.size
+        count, tags = _rows(self.ring.sent(self.rank, reader)), (_GRAD_KEYS, _GRAD_VALUES)
+        there = [
+            torch.empty(count, *x.shape[1:], dtype=compute_dtype(x.dtype), device=x.device)
+            for x in (self.k, self.v)
+        ]
+        transfers = []
+        if count:
+            transfers = [Transfer("recv", x, reader, tag) for x, tag in zip(there, tags, strict=True)]
+        if len(grads[0]):
+            transfers += [Transfer("send", x, owner, tag) for x, tag in zip(grads, tags, strict=True)]
+        return _Arriving(self._start(transfers), there[0], there[1])
+
+    def finish(self) -> None:
+        """Wait until what was sent has left."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+    def _start(self, transfers: list[Transfer]) -> list[Work]:
+        if not transfers:
+            return []
+        works = self.ring.group.exchange(transfers)
+        both = list(zip(transfers, works, strict=True))
+        self._sending += [(work, t.tensor) for t, work in both if t.kind == "send"]
+        return [work for t, work in both if t.kind == "recv"]
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Two tensors on their way here: keys and values, or their gradients."""
+
+    works: list[Work]
+    first: Tensor
+    second: Tensor
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        for work in self.works:
+            work.wait()
+        return self.first, self.second
+
+
+def _rows(slices: Iterable[slice]) -> int:
+    return sum(rows.stop - rows.start for rows in slices)
+
+
+def _packed(x: Tensor, rows: Sequence[slice]) -> Tensor:
+    """The rows of x, contiguous."""
+    parts = [x[part] for part in rows]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge the result over more keys into `out` [s, b, n, e], with log-sum-exps [b, n, s]; all in fp32."""
+    total = torch.logaddexp(lse, part_lse)
+    # Where nothing is seen yet, all are -inf, and the weights 0.
+    base = total.masked_fill(total == -torch.inf, 0)
+    weights = [(x - base).exp().permute(2, 0, 1).unsqueeze(-1) for x in (lse, part_lse)]
+    out.mul_(weights[0]).add_(part * weights[1])
+    lse.copy_(total)
+
+
+class _RingAttention(Function):
+    """The result [s, b, n, e] in the dtype of q, and the log-sum-exp [b, n, s] in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+        k, v = k.contiguous(), v.contiguous()
+        exchange, (s, b, n, _) = _Exchange(ring, k, v), q.shape
+        wide = compute_dtype(q.dtype)
+        out = torch.zeros(s, b, n, v.shape[-1], dtype=wide, device=q.device)
+        lse = torch.full((b, n, s), -torch.inf, dtype=wide, device=q.device)
+        coming = exchange.fetch(1)
+        for step in range(ring.group.size):
+            keys, values = (k, v) if step == 0 else coming.wait()
+            if 0 < step < ring.group.size - 1:
+                coming = exchange.fetch(step + 1)
+            for pair in ring.pairs(step):
+                rows = pair.queries
+                part, part_lse = forward_of_part(q[rows], keys[pair.keys], values[pair.keys], pair.call)
+                _merge(out[rows], lse[..., rows], part, part_lse)
+        exchange.finish()
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring = ring
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+        q, k, v, out, lse = ctx.saved_tensors
+        ring, size = ctx.ring, ctx.ring.group.size
+        exchange, wide = _Exchange(ring, k, v), compute_dtype(q.dtype)
+        grad = torch.zeros_like(out) if grad is None else grad.contiguous()
+        grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
+        coming, returning = exchange.fetch(1), None
+        for step in range(size):
+            keys, values = (k, v) if step == 0 else coming.wait()
+            if 0 < step < size - 1:
+                coming = exchange.fetch(step + 1)
+            theirs = grads[1:] if step == 0 else [torch.zeros_like(x, dtype=wide) for x in (keys, values)]
+            for pair in ring.pairs(step):
+                rows, there = pair.queries, pair.keys
+                of_lse = None if grad_lse is None else grad_lse[..., rows]
+                tensors = (q[rows], keys[there], values[there], out[rows], lse[..., rows], grad[rows])
+                parts = backward_of_part(*tensors, pair.call, of_lse)
+                for total, part in zip((grads[0][rows], theirs[0][there], theirs[1][there]), parts, strict=True):
+                    total += part
+            if returning is not None:
+                _add_home(ring, step - 1, returning, grads)
+            returning = exchange.return_gradients(step, theirs) if step else None
+        if returning is not None:
+            _add_home(ring, size - 1, returning, grads)
+        exchange.finish()
+        return *(total.to(x.dtype) for total, x in zip(grads, (q, k, v), strict=True)), None
+
+
+def _add_home(ring: Ring, step: int, arriving: _Arriving, grads: Sequence[Tensor]) -> None:
+    """Add the gradients that the reader at a distance of `step` computed for this rank's keys and values."""
+    reader, start = ring.group.rank + step, 0
+    parts = arriving.wait()
+    for rows in ring.sent(ring.group.rank, reader % ring.group.size):
+        stop = start + rows.stop - rows.start
+        for total, part in zip(grads[1:], parts, strict=True):
+            total[rows] += part[start:stop]
+        start = stop
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's queries over all keys of their sequences.
+
+    Args:
+        q: [s, b, n, d], the rows of this rank's columns, one run after the other.
+        k, v: [s, b, g, d] and [s, b, g, e], of the same rows.
+        ring: the ranks that have the other columns, and the masks.
+
+    Returns:
+        The result [s, b, n, e], and the log-sum-exp [b, n, s] in fp32.
+    """
+    result: tuple[Tensor, Tensor] = apply(_RingAttention, q, k, v, ring)
+    return result
