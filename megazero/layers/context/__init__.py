@@ -1,0 +1,1 @@
+"""Attention where ranks share each sequence."""
