@@ -28,8 +28,8 @@ class HeadPlan:
     """The heads that each of the ranks attends with.
 
     Query heads are shared out evenly, the first ranks taking one more where they do not divide. Whole groups
-    of query heads that share keys and values go to one rank if that gives no rank more heads. A key/value head
-    that several ranks use goes to each of them.
+    of query heads that share keys and values go to one rank if that gives no rank more heads. A key/value
+    head that several ranks use goes to each of them.
 
     Attributes:
         heads, kv_heads: the numbers of query heads and of key/value heads that are exchanged.
@@ -100,8 +100,8 @@ def exchange_heads(
     """All rows of this rank's heads.
 
     The results are views of what was received. Each of their key/value heads belongs to equally many query
-    heads, one after the other; if the plan cuts groups of heads unevenly, keys and values are repeated for each
-    query head. The backward pass sums the gradients of a key/value head over the ranks that use it.
+    heads, one after the other; if the plan cuts groups of heads unevenly, keys and values are repeated for
+    each query head. The backward pass sums the gradients of a key/value head over the ranks that use it.
 
     Args:
         q: [s/p, b, n, d].
