@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
@@ -9,6 +10,7 @@ from typing import Any, get_args
 from megazero.config.tree.config import Config
 from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.routing import BalanceConfig, CapacityConfig, RoutingConfig
 from megazero.config.tree.transformer import TransformerConfig
 from megazero.config.tree.zero import ZeroConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megazero.config.tree.model import ModelConfig
 from megazero.inference.cache import KeyValueCache
 from megazero.layers.collectives import gather_features
-from megazero.layers.cores import CachedCore, core_of
+from megazero.layers.cores import CachedCore, LocalCore
 from megazero.layers.placement import Placement
 from megazero.models.batch import Batch, M
 from megazero.models.bert_batch import BertBatch
@@ -100,7 +100,7 @@ class StagedModel(Generic[M]):
             if number > 0 and self.stage_of[number - 1] != stage:
                 hidden = chunk.takes(batch).empty(batch.tokens.device)
                 self._move("recv", hidden, self.stage_of[number - 1], number)
-            core = None if cache is None else CachedCore(cache, core_of(chunk.placement))
+            core = None if cache is None else CachedCore(cache, LocalCore(chunk.placement.tp))
             hidden = chunk.hidden(batch, hidden, core=core)
             if number + 1 < len(self.stage_of) and self.stage_of[number + 1] != stage:
                 self._move("send", hidden.contiguous(), self.stage_of[number + 1], number + 1)

@@ -33,7 +33,7 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         self.attends = Attends(layer, causal, config.attention_dropout)
-        self.core = core_of(placement)
+        self.core = core_of(placement, layer)
         self.recompute = recompute
         self.queries_per_group = config.num_attention_heads // config.kv_heads
         self.qkv = ColumnParallelLinear(

@@ -11,10 +11,12 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megazero.layers.context.core import ExchangingCore, GatheringCore
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows, keys_at
 from megazero.mpu.group import Group
+from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.attention import attention
 from megazero.ops.dropout import AttentionDropout
 
@@ -85,9 +87,21 @@ class CachedCore(AttentionCore):
         return self.core(q, k, v, inputs, attends, bias)
 
 
-def core_of(placement: Placement) -> AttentionCore:
-    """The core of layers at a placement."""
-    return LocalCore(placement.tp)
+def core_of(placement: Placement, layer: int) -> AttentionCore:
+    """The core of a layer at a placement."""
+    groups, zigzag, tp = placement.groups, placement.cut.zigzag, placement.tp
+    sharers = groups["cp"]
+    if sharers.size == 1:
+        return LocalCore(tp)
+    kind = placement.cut.type_of(layer)
+    if kind == "all_gather":
+        return GatheringCore(tp, sharers, zigzag)
+    alone = SoloGroup("cp", sharers.ranks[sharers.rank])
+    if kind == "a2a":
+        return ExchangingCore(tp, sharers, alone, zigzag)
+    if kind == "p2p":
+        return ExchangingCore(tp, alone, sharers, zigzag)
+    return ExchangingCore(tp, groups["cp_inner"], groups["cp_outer"], zigzag)
 
 
 def _mask_of_wanted(rows: Rows, wanted: Tensor) -> Tensor | None:

@@ -83,7 +83,7 @@ class Spread:
         return gather_sequence(x, self.tp) if self.split else x
 
     def gathered_order(self, length: int) -> Tensor | None:
-        """int64 [s]: the column of each row, where the rows of `parts` follow each other; None if in order."""
+        """int64 [s]: the column of each row when the rows of `parts` follow each other; None if in order."""
         if not self.zigzag or self.cp.size == 1:
             return None
         runs = (columns_of(rank, self.cp.size, length, zigzag=True) for rank in range(self.cp.size))

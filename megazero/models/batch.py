@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.config.derive import sequence_multiple
 from megazero.config.tree.config import Config
 from megazero.data.token_ids import check_token_ids
-from megazero.config.derive import sequence_multiple
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.layers.placement import SequenceCut
 from megazero.layers.rows import columns_of
@@ -167,6 +167,9 @@ class Columns:
         return columns_of(self.rank, self.ranks, length, zigzag=self.zigzag)
 
 
+ALL_COLUMNS = Columns()
+
+
 @dataclass(frozen=True)
 class TextCollate:
     """Turns a dataset's arrays into a `Batch`. Arrays that would change nothing are left out: a mask of ones,
@@ -184,12 +187,10 @@ class TextCollate:
     device: torch.device
     with_positions: bool = False
     seed: int | None = None
-    columns: Columns = Columns()
+    columns: Columns = ALL_COLUMNS
 
     @classmethod
-    def of(
-        cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None
-    ) -> TextCollate:
+    def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> TextCollate:
         """The collate function for a run's configuration."""
         columns = Columns.of(config, context)
         return cls(vocab_size, context.device, config.data.reset_position_ids, seed, columns)

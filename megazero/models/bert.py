@@ -7,8 +7,6 @@ the list of blocks anywhere.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

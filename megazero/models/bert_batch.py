@@ -13,6 +13,7 @@ from megazero.config.tree.config import Config
 from megazero.data.token_ids import check_token_ids
 from megazero.loss import PADDING
 from megazero.models.batch import (
+    ALL_COLUMNS,
     COLUMNS,
     Columns,
     MicroBatch,
@@ -110,12 +111,10 @@ class BertCollate:
     packed: bool = False
     seed: int | None = None
     whole: bool = False
-    columns: Columns = Columns()
+    columns: Columns = ALL_COLUMNS
 
     @classmethod
-    def of(
-        cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None
-    ) -> BertCollate:
+    def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> BertCollate:
         """The collate function for a run's configuration."""
         whole, multiple = config.skipping.random_ltd and seed is not None, column_multiple(config)
         columns, packed = Columns.of(config, context), config.data.bert_pack

@@ -12,7 +12,7 @@ from megazero.data.tokenizers.base import Tokenizer
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.inference.fill import MaskFiller
 from megazero.inference.staged import StagedModel
-from megazero.mpu.context import thread_context
+from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.parts.chunks import build_chunks, schedule_of
 from megazero.train.parts.families import family_of
@@ -72,7 +72,7 @@ def on_ranks(layout: Layout, tokenizer: Tokenizer, work, model: ModelConfig = MO
         context = thread_context(world, layout.grid, rank)
         chunks = build_chunks(config, vocabulary, context, torch.device("cpu"))
         staged = StagedModel(chunks, schedule_of(config).stage_of, context.pp)
-        collate = family_of(config.model).collate(config, size, torch.device("cpu"), None)
+        collate = family_of(config.model).collate(config, size, solo_context(), None)
         return work(MaskFiller(staged, tokenizer, collate))
 
     return world.run(on_rank)

@@ -48,7 +48,7 @@ def samples_of(flags: list[str]):
     config = parse_config(flags, world_size=1).config
     vocabulary, family = build_vocabulary(config), family_of(config.model)
     dataset = family.datasets(config, vocabulary, (1, 0, 0))[0]
-    collate = family.collate(config, vocabulary.size, solo_context().device, None)
+    collate = family.collate(config, vocabulary.size, solo_context(), None)
     return config, vocabulary, dataset, collate
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megazero.models.batch import TextCollate, random_text
+from megazero.mpu.context import solo_context
 from megazero.mpu.rng import sample_keys
 from tests.config.samples import make_config
 
@@ -30,7 +31,7 @@ def test_positions_are_kept_where_they_do_not_count_from_0(with_positions, kept)
 @pytest.mark.parametrize("reset", [False, True])
 def test_it_follows_the_configuration(reset):
     config = make_config({"data.reset_position_ids": reset})
-    assert TextCollate.of(config, 8, CPU, 5) == TextCollate(8, CPU, with_positions=reset, seed=5)
+    assert TextCollate.of(config, 8, solo_context(), 5) == TextCollate(8, CPU, with_positions=reset, seed=5)
 
 
 def test_a_mask_of_ones_is_left_out_and_any_other_kept():

@@ -10,6 +10,7 @@ import torch
 
 from megazero.errors import DataError
 from megazero.models.bert_batch import BertCollate, random_samples
+from megazero.mpu.context import solo_context
 from megazero.mpu.rng import sample_keys
 from tests.config.samples import make_config
 from tests.models.bert_samples import VOCABULARY, samples, widened
@@ -124,7 +125,7 @@ def test_widths_are_multiples_and_no_more_than_the_sequence(longest, capacity, m
 def test_it_follows_the_configuration(tp, sp, multiple, packed):
     changes = {"parallel.tensor_model_parallel_size": tp, "parallel.sequence_parallel": sp}
     config = make_config({**changes, "data.bert_pack": packed})
-    assert BertCollate.of(config, 9, CPU, 5) == BertCollate(9, CPU, multiple, packed, 5)
+    assert BertCollate.of(config, 9, solo_context(), 5) == BertCollate(9, CPU, multiple, packed, 5)
 
 
 @pytest.mark.parametrize(("packed", "lengths"), [(False, [8, 8, 8]), (True, [16, 16])])

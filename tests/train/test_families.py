@@ -7,7 +7,6 @@ from collections import Counter
 from typing import get_args
 
 import pytest
-import torch
 
 from megazero.checkpoint.hf.config_json import ARCHITECTURES
 from megazero.config.tree.model import ModelConfig
@@ -138,7 +137,7 @@ def test_random_arrays_become_a_batch_that_knows_its_counts():
     config = Layout().config()
     family = family_of(config.model)
     arrays = family.random_arrays(np.random.default_rng(3), 4, 16, VOCABULARY)
-    batch = family.collate(config, VOCABULARY, torch.device("cpu"), None)(arrays, (0, 1, 2, 3))
+    batch = family.collate(config, VOCABULARY, solo_context(), None)(arrays, (0, 1, 2, 3))
     assert batch.counts["lm"] == float(arrays["loss_mask"].sum())
     assert arrays["loss_mask"].mean(axis=1)[0] == 1.0 > arrays["loss_mask"].mean(axis=1)[3]
     assert (arrays["tokens"][:, 1:] == arrays["labels"][:, :-1]).all()
@@ -150,7 +149,7 @@ def test_random_samples_become_a_batch_that_knows_its_counts():
     config = Layout(shape="bert").config()
     family = family_of(config.model)
     arrays = family.random_arrays(np.random.default_rng(3), 4, 16, VOCABULARY)
-    batch = family.collate(config, VOCABULARY, torch.device("cpu"), None)(arrays, (0, 1, 2, 3))
+    batch = family.collate(config, VOCABULARY, solo_context(), None)(arrays, (0, 1, 2, 3))
     assert batch.counts["lm"] == batch.counts["lm_accuracy"] == arrays["loss_mask"].sum() > 0
     assert (batch.counts["sop"], batch.counts["padding"]) == (4.0, 64.0)
     assert batch.padding == 64 - arrays["lengths"].sum()

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import count
 
-import torch
-
 from benchmarks.contenders.bert import BertShape
 from benchmarks.contenders.ours import join_context, make_config, vocabulary_of
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.zero import ZeroConfig
+from megazero.mpu.context import solo_context
 from megazero.mpu.malloc import keep_freed_memory
 from megazero.train.build import build_engine
 from megazero.train.parts.chunks import build_chunks
@@ -32,7 +31,7 @@ def build(shape: BertShape, rank: int, world_size: int, pack: bool = False, trim
     vocabulary = vocabulary_of(shape)
     chunks = build_chunks(config, vocabulary, context)
     engine = build_engine(config, training_plan_of(config, context.data.size), chunks, context)
-    collate = family_of(config.model).collate(config, shape.vocab, torch.device(shape.device), 1234)
+    collate = family_of(config.model).collate(config, shape.vocab, solo_context(shape.device), 1234)
     if not trim:
         collate = replace(collate, multiple=shape.sequence)
     numbers = count(rank, world_size)  # of the samples, in the training order

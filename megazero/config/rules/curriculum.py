@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megazero.config.derive import sequence_multiple
 from megazero.config.pacing import MOST_CHANGES, Pacing, pieces
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.curriculum import CurriculumConfig
@@ -50,9 +51,8 @@ def _if_paced(holds: Callable[[Case, Pacing], bool]) -> Callable[[Case], bool]:
 
 
 def _divides(case: Case, pacing: Pacing) -> bool:
-    parallel = case.config.parallel
-    ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return all(length % ranks == 0 for _, length in pieces(pacing))
+    multiple = sequence_multiple(case.config.parallel)
+    return all(length % multiple == 0 for _, length in pieces(pacing))
 
 
 CURRICULUM_RULES: tuple[Rule, ...] = (
@@ -87,9 +87,8 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "seqlen_divides_over_ranks",
-        (_STEP, _LEVELS, _MAX, "parallel.tensor_model_parallel_size"),
-        "all lengths of a `seqlen_schedule` must be multiples of `tensor_model_parallel_size` with "
-        "`sequence_parallel`",
+        (_STEP, _LEVELS, _MAX, "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"),
+        "all lengths of a `seqlen_schedule` must divide evenly over the ranks that share a sequence",
         "choose a `--seqlen-difficulty-step` and an end that are",
         _if_paced(_divides),
     ),

@@ -153,23 +153,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         lambda c: c.config.model.ffn_size % c.config.parallel.tensor_model_parallel_size == 0,
         lambda c: f"the inner width is {c.config.model.ffn_size}",
     ),
-    Rule(
-        "sequence_over_tensor_ranks",
-        ("parallel.sequence_parallel", "model.seq_length", "parallel.tensor_model_parallel_size"),
-        "`seq_length` must be a multiple of `tensor_model_parallel_size` with `sequence_parallel`",
-        "change the length or leave out `--sequence-parallel`",
-        lambda c: (
-            not c.config.parallel.sequence_parallel
-            or c.config.model.seq_length % c.config.parallel.tensor_model_parallel_size == 0
-        ),
-    ),
-    Rule(
-        "context_parallel_unavailable",
-        ("parallel.context_parallel_size",),
-        "`context_parallel_size` must be 1 in this version",
-        "leave out `--context-parallel-size` and raise `--tensor-model-parallel-size` or the number of ranks",
-        lambda c: c.config.parallel.context_parallel_size == 1,
-    ),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megazero.config.derive import sequence_multiple
 from megazero.config.pacing import MOST_CHANGES, pieces
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.skipping import SkippingConfig
@@ -41,10 +42,10 @@ def _counts_fit(case: Case) -> bool:
 def _divides(case: Case) -> bool:
     parallel, length = case.config.parallel, case.config.model.seq_length
     pacing = _settings(case).kept_tokens(length)
-    if pacing is None or not parallel.sequence_parallel:
+    if pacing is None:
         return True
-    ranks = parallel.tensor_model_parallel_size
-    return all(kept % ranks == 0 for _, kept in pieces(pacing) if kept < length)
+    multiple = sequence_multiple(parallel)
+    return all(kept % multiple == 0 for _, kept in pieces(pacing) if kept < length)
 
 
 SKIPPING_RULES: tuple[Rule, ...] = (
@@ -86,9 +87,9 @@ SKIPPING_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "random_ltd_divides_over_ranks",
-        (_ROUNDED, _MIN, _MAX, "parallel.tensor_model_parallel_size"),
-        "all numbers of tokens that `random_ltd` keeps must be multiples of `tensor_model_parallel_size` "
-        "with `sequence_parallel`",
+        (_ROUNDED, _MIN, _MAX, "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"),
+        "all numbers of tokens that `random_ltd` keeps must divide evenly over the ranks that share a "
+        "sequence",
         "choose a `--random-ltd-seq-per-step` that is",
         _divides,
     ),

@@ -8,7 +8,6 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from megazero.config.tree.option import Patience, Section, option
 
-
 CommType = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 
 

@@ -212,12 +212,15 @@ def _tokens_of(rows: Tensor, used: Tensor | None) -> Tokens:
             f"`used_token` must have one entry for each of the {count} tokens, but has {used.numel()}; give "
             "it the shape of `hidden_states` without the last dim"
         )
+    alone, places = SoloGroup("tokens"), torch.arange(count, device=device)
     return Tokens(
+        places,
         torch.zeros(count, dtype=torch.int64, device=device),
-        torch.arange(count, device=device),
+        places,
         None if used is None else used.reshape(-1).to(device) != 0,
         torch.full((1,), count, dtype=torch.int64, device=device),
-        SoloGroup("tokens"),
+        alone,
+        alone,
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from megazero.layers.inputs import Attends
 from megazero.ops.attention import ALL, AttentionCall, Documents, Part, Slopes
 from megazero.ops.dropout import AttentionDropout
-from megazero.ops.positions import Positions
+from megazero.ops.positions import Positions, position_tensor
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ class PairMasks:
             if fused is not None:
                 return [fused]
         return [
-            Pair(
-                slice(q_start, q_start + len(q)), slice(k_start, k_start + len(k)), self._call((q,), (k,))
-            )
+            Pair(slice(q_start, q_start + len(q)), slice(k_start, k_start + len(k)), self._call((q,), (k,)))
             for q, q_start in zip(mine, q_starts, strict=True)
             for k, k_start in zip(theirs, k_starts, strict=True)
             if self.meet(q, k)
@@ -67,7 +65,9 @@ class PairMasks:
     def meet(self, queries: range, keys: range) -> bool:
         """Whether any query of a run may attend to any key of another one."""
         left, right = self.attends.pattern.sides(self.attends.causal)
-        sinks, prefix, layout = (getattr(self.attends.pattern, name) for name in ("sinks", "prefix", "layout"))
+        sinks, prefix, layout = (
+            getattr(self.attends.pattern, name) for name in ("sinks", "prefix", "layout")
+        )
         both_in_prefix = min(queries.start, keys.start) < prefix and max(queries.start, keys.start) < prefix
         if right >= 0 and keys.start - (queries.stop - 1) > right and not both_in_prefix:
             return False
@@ -116,8 +116,8 @@ class PairMasks:
             dropout = replace(
                 dropout,
                 keys=own_keys if own_keys.dim() == 1 else _cat(own_keys, queries),
-                query_positions=_at(dropout.query_positions, queries),
-                key_positions=_at(dropout.key_positions, keys),
+                query_positions=_at(dropout.query_positions, queries, own_keys.device),
+                key_positions=_at(dropout.key_positions, keys, own_keys.device),
             )
         place = None
         if part:
@@ -168,9 +168,8 @@ def _cat(x: Tensor, runs: tuple[range, ...]) -> Tensor:
     return torch.cat([x[run.start : run.stop] for run in runs])
 
 
-def _at(positions: Positions, runs: tuple[range, ...]) -> Positions:
-    if isinstance(positions, range):
-        if len(runs) == 1:
-            return positions[runs[0].start : runs[0].stop]
-        return torch.cat([torch.arange(p.start, p.stop, p.step) for p in (positions[r.start : r.stop] for r in runs)])
-    return _cat(positions, runs)
+def _at(positions: Positions, runs: tuple[range, ...], device: torch.device) -> Positions:
+    """The positions of runs of columns; a range where they are one."""
+    if isinstance(positions, range) and len(runs) == 1:
+        return positions[runs[0].start : runs[0].stop]
+    return _cat(position_tensor(positions, device), runs)

@@ -1,10 +1,11 @@
-"""Attention whose keys and values come from other ranks, a rank at a time (ring attention, Liu et al. 2023).
+"""Attention whose keys and values come from other ranks, one after the other (ring attention).
 
-At step i a rank has the keys of the rank i before it, which that one sent to it directly: on a switched network
-it costs what handing them on around a ring costs, nobody gets what its queries do not see, and gradients of
-keys go home in one hop. The next keys travel while a step is computed. Results are merged by their log-sum-exp in
-fp32 (Milakov & Gimelshein 2018). Backward is given the merged result and log-sum-exp, so each block's share of the
-gradients is exact (Dao et al. 2022), and fetches keys and values again instead of keeping them.
+(Liu et al. 2023.) At step i a rank has the keys of the rank i before it, which that one sent to it directly.
+On a switched network this costs what handing them on around a ring costs, nobody gets what its queries do
+not see, and gradients of keys go home in one hop. The next keys travel while a step is computed. Results are
+merged by their log-sum-exp in fp32 (Milakov & Gimelshein 2018). Backward is given the merged result and
+log-sum-exp, so that each block's share of the gradients is exact (Dao et al. 2022), and fetches keys and
+values again instead of keeping them.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class _Exchange:
         self._sending: list[tuple[Work, Tensor]] = []
 
     def fetch(self, step: int) -> _Arriving:
-        """Start to send this rank's keys and values to the reader of a step, and to receive those for here."""
+        """Start to send keys and values to the reader of a step, and to receive those for here."""
         reader, owner = (self.rank + step) % self.size, (self.rank - step) % self.size
         transfers, count = [], _rows(self.ring.sent(owner, self.rank))
         there = [x.new_empty(count, *x.shape[1:]) for x in (self.k, self.v)]
@@ -93,7 +94,7 @@ class _Exchange:
         return _Arriving(self._start(transfers), there[0], there[1])
 
     def return_gradients(self, step: int, grads: Sequence[Tensor]) -> _Arriving:
-        """Start to send the gradients of a step's keys and values home, and to receive those of this rank's."""
+        """Start to send a step's gradients home, and to receive those of this rank's keys and values."""
         reader, owner = (self.rank + step) % self.size, (self.rank - step) % self.size
         count, tags = _rows(self.ring.sent(self.rank, reader)), (_GRAD_KEYS, _GRAD_VALUES)
         there = [
@@ -201,7 +202,9 @@ class _RingAttention(Function):
                 of_lse = None if grad_lse is None else grad_lse[..., rows]
                 tensors = (q[rows], keys[there], values[there], out[rows], lse[..., rows], grad[rows])
                 parts = backward_of_part(*tensors, pair.call, of_lse)
-                for total, part in zip((grads[0][rows], theirs[0][there], theirs[1][there]), parts, strict=True):
+                for total, part in zip(
+                    (grads[0][rows], theirs[0][there], theirs[1][there]), parts, strict=True
+                ):
                     total += part
             if returning is not None:
                 _add_home(ring, step - 1, returning, grads)

@@ -16,7 +16,14 @@ from megazero.ops.dropout import dropout_mask_attention
 
 
 def backward_of_part(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, call: AttentionCall
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    call: AttentionCall,
+    grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k, v by the keys given.
 
@@ -25,6 +32,7 @@ def backward_of_part(
         out, lse: the result [s, b, n, e] and the log-sum-exp [b, n, s] over all keys.
         grad: the result's gradient, [s, b, n, e].
         call: of this part.
+        grad_lse: the log-sum-exp's gradient, [b, n, s].
     """
     with torch.no_grad():
         wide, repeats = compute_dtype(q.dtype), q.shape[2] // k.shape[2]
@@ -46,6 +54,8 @@ def backward_of_part(
             factor = dropout_mask_attention(call.dropout, *probs.shape) / (1 - call.dropout.p)
             kept, grad_probs = probs * factor, grad_probs * factor
         delta = torch.linalg.vecdot(grad, out).permute(1, 2, 0).unsqueeze(-1)
+        if grad_lse is not None:
+            delta = delta - grad_lse.unsqueeze(-1)
         grad_scores = probs * (grad_probs - delta) * call.scale
         grad_q = torch.einsum("bnst,tbnd->sbnd", grad_scores, keys)
         grad_k = torch.einsum("bnst,sbnd->tbnd", grad_scores, q)
