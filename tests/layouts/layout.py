@@ -211,6 +211,9 @@ class Layout:
         store: the place of state between its uses, a name in `STORES`.
         compiled: the compiler's backend; by default nothing is compiled.
         fp8: the source of the scales of 8-bit products, a name in `FP8`; by default there are none.
+        cp: ranks that share each sequence.
+        comm: what their attention sends; a word for each layer, or one for all, parted by spaces.
+        sequence: the length of sequences.
     """
 
     tp: int = 1
@@ -244,16 +247,27 @@ class Layout:
     store: str = ""
     compiled: Literal["", "inductor", "aot_eager", "eager"] = ""
     fp8: str = ""
+    cp: int = 1
+    comm: str = "p2p"
+    sequence: int = SEQUENCE
 
     @property
     def world_size(self) -> int:
         """Total number of ranks."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def grid(self) -> ProcessGrid:
         """The grid of the ranks."""
-        return ProcessGrid(pp=self.pp, dp=self.dp, tp=self.tp, ep=self.ep, etp=self.etp)
+        inner = (self._blocks or (1, 1))[0]
+        return ProcessGrid(
+            pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep, etp=self.etp, cp_inner=inner
+        )
+
+    @property
+    def _blocks(self) -> tuple[int, int] | None:
+        """Ranks of a block that exchanges heads, and the number of blocks."""
+        return (2, self.cp // 2) if "a2a+p2p" in self.comm and self.cp % 2 == 0 else None
 
     @property
     def serial(self) -> Layout:
@@ -274,6 +288,7 @@ class Layout:
             samples=self.samples,
             method=self.method,
             fp8=self.fp8,
+            sequence=self.sequence,
         )
 
     @property
@@ -290,6 +305,8 @@ class Layout:
         parts += [self.shape, f"T{self.tp}P{self.pp}D{self.dp}", f"Z{self.zero}"]
         if self.pp > 1 or self.schedule != "1f1b":
             parts.append(self.schedule + (f"x{self.virtual}" if self.virtual > 1 else ""))
+        parts += [f"C{self.cp}", self.comm.replace(" ", ",")] if self.cp > 1 else []
+        parts += [f"s{self.sequence}"] if self.sequence != SEQUENCE else []
         parts += ["SP"] if self.sequence_parallel else []
         parts += ["untied"] if self.untied else []
         parts += [] if self.binary_head else ["one-head"]
@@ -317,7 +334,7 @@ class Layout:
             model=ModelConfig(
                 num_layers=self.layers,
                 hidden_size=32,
-                seq_length=SEQUENCE,
+                seq_length=self.sequence,
                 ffn_hidden_size=48,
                 vocab_size=VOCABULARY,
                 make_vocab_size_divisible_by=4,
@@ -339,6 +356,9 @@ class Layout:
                 expert_model_parallel_size=self.ep,
                 expert_tensor_parallel_size=self.etp or None,
                 moe_token_dispatcher_type=self.dispatcher,
+                context_parallel_size=self.cp,
+                cp_comm_type=tuple(self.comm.split()),
+                hierarchical_context_parallel_sizes=self._blocks,
             ),
             zero=ZeroConfig(
                 stage=self.zero,
