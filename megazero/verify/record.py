@@ -27,7 +27,7 @@ from megazero.train.step.engine import Engine
 from megazero.train.step.feed import cut
 from megazero.train.step.state import TrainState
 from megazero.train.step.timers import Timers
-from megazero.verify.sampling import drawn_micro_batches, made_up_sampler, vocabulary_size
+from megazero.verify.sampling import drawn_micro_batches, made_up_sampler, random_documents, vocabulary_size
 
 STEPS = 5
 _STREAM_SEED = 3
@@ -98,6 +98,7 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
     # A step with several rows per sample cuts them from whole samples, as in a training.
     length = step.sequence_length if step.rows == 1 else config.model.seq_length
     arrays = family.random_arrays(rng, total, length, vocabulary_size(config))
+    arrays |= random_documents(config, number, (total, length))
     collate = collate_of(config, context)
     batches = []
     for first in range(context.data.rank * size, total, context.data.size * size):

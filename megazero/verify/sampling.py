@@ -56,6 +56,25 @@ def vocabulary_size(config: Config) -> int:
     return config.model.vocab_size
 
 
+def random_documents(config: Config, number: int, shape: tuple[int, int]) -> dict[str, np.ndarray]:
+    """Arrays of random documents for `shape` = (samples, tokens), where the run looks for their boundaries.
+
+    Args:
+        config: the run's configuration.
+        number: makes the draw another one.
+        shape: the samples' number and length.
+    """
+    if not config.data.reset_attention_mask:
+        return {}
+    begins = np.random.default_rng([number, 1]).random(shape) < 3 / shape[1]
+    begins[:, 0] = True
+    arrays = {"document_ids": begins.cumsum(1).astype(np.int32)}
+    if config.data.reset_position_ids:
+        places = np.arange(shape[1])
+        arrays["position_ids"] = places - np.maximum.accumulate(np.where(begins, places, 0), 1)
+    return arrays
+
+
 def drawn_micro_batches(
     config: Config, sampler: CurriculumSampler, collate: Collate[MicroBatch], step: Step
 ) -> list[MicroBatch]:
@@ -66,7 +85,10 @@ def drawn_micro_batches(
     batches = []
     for begin in range(step.before.samples, step.after.samples, spec.stride):
         drawn = [
-            family.random_arrays(np.random.default_rng(number), 1, length, vocab_size)
+            {
+                **family.random_arrays(np.random.default_rng(number), 1, length, vocab_size),
+                **random_documents(config, number, (1, length)),
+            }
             for number in sampler.at(begin).tolist()
         ]
         arrays = {name: np.concatenate([sample[name] for sample in drawn]) for name in drawn[0]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -212,8 +213,9 @@ class Layout:
         compiled: the compiler's backend; by default nothing is compiled.
         fp8: the source of the scales of 8-bit products, a name in `FP8`; by default there are none.
         cp: ranks that share each sequence.
-        comm: what their attention sends; a word for each layer, or one for all, parted by spaces.
+        comm: what their attention sends; ``mixed`` is another thing in each layer.
         sequence: the length of sequences.
+        documents: whether a decoder's samples hold several documents, which do not see each other.
     """
 
     tp: int = 1
@@ -250,6 +252,7 @@ class Layout:
     cp: int = 1
     comm: str = "p2p"
     sequence: int = SEQUENCE
+    documents: bool = False
 
     @property
     def world_size(self) -> int:
@@ -263,6 +266,12 @@ class Layout:
         return ProcessGrid(
             pp=self.pp, dp=self.dp, cp=self.cp, tp=self.tp, ep=self.ep, etp=self.etp, cp_inner=inner
         )
+
+    @property
+    def _types(self) -> tuple[Any, ...]:
+        if self.comm != "mixed":
+            return (self.comm,)
+        return tuple(islice(cycle(("p2p", "a2a", "all_gather")), self.layers))
 
     @property
     def _blocks(self) -> tuple[int, int] | None:
@@ -289,6 +298,7 @@ class Layout:
             method=self.method,
             fp8=self.fp8,
             sequence=self.sequence,
+            documents=self.documents,
         )
 
     @property
@@ -305,8 +315,9 @@ class Layout:
         parts += [self.shape, f"T{self.tp}P{self.pp}D{self.dp}", f"Z{self.zero}"]
         if self.pp > 1 or self.schedule != "1f1b":
             parts.append(self.schedule + (f"x{self.virtual}" if self.virtual > 1 else ""))
-        parts += [f"C{self.cp}", self.comm.replace(" ", ",")] if self.cp > 1 else []
+        parts += [f"C{self.cp}", self.comm] if self.cp > 1 else []
         parts += [f"s{self.sequence}"] if self.sequence != SEQUENCE else []
+        parts += ["documents"] if self.documents else []
         parts += ["SP"] if self.sequence_parallel else []
         parts += ["untied"] if self.untied else []
         parts += [] if self.binary_head else ["one-head"]
@@ -357,7 +368,7 @@ class Layout:
                 expert_tensor_parallel_size=self.etp or None,
                 moe_token_dispatcher_type=self.dispatcher,
                 context_parallel_size=self.cp,
-                cp_comm_type=tuple(self.comm.split()),
+                cp_comm_type=self._types,
                 hierarchical_context_parallel_sizes=self._blocks,
             ),
             zero=ZeroConfig(
@@ -370,7 +381,12 @@ class Layout:
                 hpz_partition_size=self.hpz,
             ),
             offload=self._offload(),
-            data=DataConfig(mock_data=True, bert_pack=self.packed),
+            data=DataConfig(
+                mock_data=True,
+                bert_pack=self.packed,
+                reset_attention_mask=self.documents,
+                reset_position_ids=self.documents,
+            ),
             batch=BatchConfig(micro_batch_size=self.micro_batch, global_batch_size=self.samples),
             # Clipping is active. Epsilon is far above rounding noise: the key bias has no gradient except
             # noise (it cancels in the softmax), which Adam would otherwise amplify to full steps.

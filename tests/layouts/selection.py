@@ -34,6 +34,7 @@ _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "full", "selective")
 _OPTIMIZERS: tuple[OptimizerName, ...] = ("adam", "lamb")
 _Pair = tuple[tuple[str, object], tuple[str, object]]
+_COMMS = ("p2p", "p2p", "a2a", "all_gather", "a2a+p2p", "mixed")
 _DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "alltoall", "allgather")
 
 
@@ -112,6 +113,46 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
         needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
         quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
         if layout.world_size <= most_ranks and quick:
+            drawn[layout] = None
+    return list(drawn)
+
+
+def context_layouts(most_ranks: int = 8, count: int = 2400, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts whose sequences several ranks share, allowed or not."""
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
+        pp = dice.choice((1, 1, 2, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        shape = dice.choice((*DECODERS, *DECODERS, *ENCODERS))
+        experts = dice.choice(("", "top2", "first-come", "shared"))
+        cp = dice.choice((2, 2, 3, 4, 4))
+        layout = Layout(
+            tp=dice.choice((1, 1, 2, 4)),
+            pp=pp,
+            dp=dice.choice((1, 2)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(_STAGES),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice(_RECOMPUTES),
+            micro_batch=dice.choice((1, 2)),
+            shape=shape,
+            layers=max(2, chunks),
+            dropout=dice.choice((0.0, 0.1)),
+            packed=shape in ENCODERS and dice.choice((False, True)),
+            documents=shape in DECODERS and dice.choice((False, True)),
+            experts=experts,
+            ep=dice.choice((1, 2)) if experts else 1,
+            cp=cp,
+            comm=dice.choice(_COMMS),
+            sequence=24 if cp == 3 else 16,
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
+        if layout.world_size <= most_ranks:
             drawn[layout] = None
     return list(drawn)
 

@@ -1,0 +1,76 @@
+"""Law 1 where several ranks share each sequence: what attention sends changes nothing of what is learnt."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from megazero.verify.run import run_in_threads, run_in_world
+from tests.equivalence.one_process import check, in_order, pairs_met, parametrize
+from tests.layouts.layout import DECODERS, ENCODERS, Layout
+from tests.layouts.selection import allowed, context_layouts, covering, with_methods, with_stores
+
+FEW, MANY = 53, 220
+
+
+everything = cache(context_layouts)
+
+
+@cache
+def chosen() -> list[Layout]:
+    return covering(everything(), MANY, few_ranks=4, allowed=allowed)
+
+
+@cache
+def selection(count: int) -> list[Layout]:
+    return in_order(with_stores(with_methods(chosen()[:count], every=2)))
+
+
+def pytest_generate_tests(metafunc):
+    parametrize(metafunc, everything, selection, (FEW, MANY), pytest.mark.fast)
+
+
+def test_layout_equals_one_process(selected):
+    check(run_in_threads(selected.config(), selected.grid), selected)
+
+
+def test_the_selections_hold_every_pair_of_settings():
+    few, many = selection(FEW), selection(MANY)
+    assert len(few) == len(set(few)) == FEW
+    assert set(few) < set(many)
+    assert len(many) == len(set(many)) == MANY >= 200
+    expected = {
+        "cp": {2, 3, 4},
+        "comm": {"p2p", "a2a", "all_gather", "a2a+p2p", "mixed"},
+        "experts": {"", "top2", "first-come", "shared"},
+        "tp": {1, 2, 4},
+        "pp": {1, 2, 4},
+        "dp": {1, 2},
+        "schedule": {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"},
+        "zero": {0, 1, 2, 3},
+        "sequence_parallel": {False, True},
+        "recompute": {"none", "full", "selective"},
+        "documents": {False, True},
+        "packed": {False, True},
+        "dropout": {0.0, 0.1},
+        "shape": {*DECODERS, *ENCODERS},
+    }
+    for name, values in expected.items():
+        assert {getattr(layout, name) for layout in few} == values, name
+    assert pairs_met(few, expected, expected) == pairs_met(everything(), expected, expected, allowed)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(cp=2, documents=True, shape="llama", dropout=0.1, micro_batch=2),
+        Layout(cp=2, comm="a2a", zero=3, micro_batch=2),
+        Layout(cp=4, comm="a2a+p2p", zero=1, micro_batch=2, shape="llama"),
+        Layout(cp=2, tp=2, sequence_parallel=True, comm="all_gather", shape="bert", micro_batch=2),
+        Layout(cp=2, pp=2, schedule="zb-h1", experts="top2", micro_batch=2),
+    ],
+    ids=lambda layout: layout.name,
+)
+def test_processes_equal_one_process(pool, layout):
+    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
