@@ -148,10 +148,10 @@ MEGAZERO_INLINE void soften(float* scores, std::int64_t seen, std::int64_t colum
   for (std::int64_t j = seen; j < columns; ++j) scores[j] = 0.0f;
 }
 
-template <typename Set, typename T>
+template <typename Set, typename T, typename Result>
 MEGAZERO_INLINE void forward_head(const Sizes& sizes, const HeadLimits& limits, float scale, const T* q,
                                   std::int64_t q_row, const T* k, std::int64_t k_row, const T* v, std::int64_t v_row,
-                                  T* out, std::int64_t out_row, float* lse, float* scratch) {
+                                  Result* out, std::int64_t out_row, float* lse, float* scratch) {
   float* keys = scratch;
   float* values = keys + sizes.all_keys * sizes.row;
   float* queries = values + sizes.all_keys * sizes.row;

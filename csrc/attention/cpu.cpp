@@ -32,7 +32,7 @@ MEGAZERO_INLINE T* head_of(const HeadTensor& tensor, std::int64_t sample, std::i
 }
 
 // The heads [begin, end) of all samples.
-template <typename Set, typename T>
+template <typename Set, typename T, typename Result>
 MEGAZERO_INLINE void forward(const ForwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
   const AttentionShape& shape = call.shape;
   const attention::Sizes sizes(shape);
@@ -43,13 +43,13 @@ MEGAZERO_INLINE void forward(const ForwardCall& call, std::int64_t begin, std::i
     attention::forward_head<Set>(sizes, limits, shape.scale, head_of<const T>(call.q, sample, head), call.q.row,
                                  head_of<const T>(call.k, sample, group), call.k.row,
                                  head_of<const T>(call.v, sample, group), call.v.row,
-                                 head_of<T>(call.out, sample, head), call.out.row, call.lse + i * shape.queries,
+                                 head_of<Result>(call.out, sample, head), call.out.row, call.lse + i * shape.queries,
                                  scratch);
   }
 }
 
 // The groups [begin, end) of all samples.
-template <typename Set, typename T>
+template <typename Set, typename T, typename Result>
 MEGAZERO_INLINE void backward(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
   const AttentionShape& shape = call.shape;
   const attention::Sizes sizes(shape);
@@ -75,44 +75,44 @@ MEGAZERO_INLINE void backward(const BackwardCall& call, std::int64_t begin, std:
       attention::row_terms(head_of<const T>(call.out, sample, head), call.out.row, sizes, memory.grads,
                                call.grad_lse == nullptr ? nullptr : call.grad_lse + number, memory.delta);
       attention::backward_head<Set>(sizes, limits, call.lse + number, memory);
-      attention::copy_out(memory.grad_q, sizes.queries, sizes, shape.scale, head_of<T>(call.grad_q, sample, head),
+      attention::copy_out(memory.grad_q, sizes.queries, sizes, shape.scale, head_of<Result>(call.grad_q, sample, head),
                           call.grad_q.row);
     }
-    attention::copy_out(memory.grad_k, sizes.keys, sizes, 1.0f, head_of<T>(call.grad_k, sample, group),
+    attention::copy_out(memory.grad_k, sizes.keys, sizes, 1.0f, head_of<Result>(call.grad_k, sample, group),
                         call.grad_k.row);
-    attention::copy_out(memory.grad_v, sizes.keys, sizes, 1.0f, head_of<T>(call.grad_v, sample, group),
+    attention::copy_out(memory.grad_v, sizes.keys, sizes, 1.0f, head_of<Result>(call.grad_v, sample, group),
                         call.grad_v.row);
   }
 }
 
-template <typename T>
+template <typename T, typename Result>
 void forward_baseline(const ForwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
-  forward<BaselineTile, T>(call, begin, end, scratch);
+  forward<BaselineTile, T, Result>(call, begin, end, scratch);
 }
 
-template <typename T>
+template <typename T, typename Result>
 MEGAZERO_AVX2 void forward_avx2(const ForwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
-  forward<Avx2Tile, T>(call, begin, end, scratch);
+  forward<Avx2Tile, T, Result>(call, begin, end, scratch);
 }
 
-template <typename T>
+template <typename T, typename Result>
 MEGAZERO_AVX512 void forward_avx512(const ForwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
-  forward<Avx512Tile, T>(call, begin, end, scratch);
+  forward<Avx512Tile, T, Result>(call, begin, end, scratch);
 }
 
-template <typename T>
+template <typename T, typename Result>
 void backward_baseline(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
-  backward<BaselineTile, T>(call, begin, end, scratch);
+  backward<BaselineTile, T, Result>(call, begin, end, scratch);
 }
 
-template <typename T>
+template <typename T, typename Result>
 MEGAZERO_AVX2 void backward_avx2(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
-  backward<Avx2Tile, T>(call, begin, end, scratch);
+  backward<Avx2Tile, T, Result>(call, begin, end, scratch);
 }
 
-template <typename T>
+template <typename T, typename Result>
 MEGAZERO_AVX512 void backward_avx512(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
-  backward<Avx512Tile, T>(call, begin, end, scratch);
+  backward<Avx512Tile, T, Result>(call, begin, end, scratch);
 }
 
 // Divides the heads or groups of all samples among the threads.
@@ -126,6 +126,14 @@ void divided(const Call& call, std::int64_t items, std::int64_t scratch, Work wo
     const auto from = reinterpret_cast<std::uintptr_t>(memory.of(worker));
     work(call, begin, end, reinterpret_cast<float*>((from + 63) / 64 * 64));
   });
+}
+
+// Calls body with an element of the operands' type and one of the results'.
+template <typename Body>
+void with_elements(const AttentionShape& shape, const Body& body) {
+  if (!shape.narrow) return body(0.0f, 0.0f);
+  if (shape.narrow_results) return body(Bf16{}, Bf16{});
+  body(Bf16{}, 0.0f);
 }
 
 template <typename Work>
@@ -146,10 +154,11 @@ Work chosen(InstructionSet most, Work baseline, Work avx2, Work avx512) {
 void megazero_attention_forward(megazero::AttentionShape shape, megazero::AttentionLimits limits,
                                 megazero::HeadTensor q, megazero::HeadTensor k, megazero::HeadTensor v,
                                 megazero::HeadTensor out, float* lse) {
-  megazero::with_element(shape.narrow, [&](auto element) {
+  megazero::with_elements(shape, [&](auto element, auto result) {
     using T = decltype(element);
-    const auto work = megazero::chosen(shape.most, &megazero::forward_baseline<T>, &megazero::forward_avx2<T>,
-                                       &megazero::forward_avx512<T>);
+    using Result = decltype(result);
+    const auto work = megazero::chosen(shape.most, &megazero::forward_baseline<T, Result>, &megazero::forward_avx2<T, Result>,
+                                       &megazero::forward_avx512<T, Result>);
     const megazero::ForwardCall call{shape, limits, q, k, v, out, lse};
     megazero::divided(call, shape.samples * shape.heads, megazero::attention::Sizes(shape).forward_scratch(), work);
   });
@@ -160,10 +169,11 @@ void megazero_attention_backward(megazero::AttentionShape shape, megazero::Atten
                                  megazero::HeadTensor out, const float* lse, megazero::HeadTensor grad,
                                  const float* grad_lse, megazero::HeadTensor grad_q,
                                  megazero::HeadTensor grad_k, megazero::HeadTensor grad_v) {
-  megazero::with_element(shape.narrow, [&](auto element) {
+  megazero::with_elements(shape, [&](auto element, auto result) {
     using T = decltype(element);
-    const auto work = megazero::chosen(shape.most, &megazero::backward_baseline<T>, &megazero::backward_avx2<T>,
-                                       &megazero::backward_avx512<T>);
+    using Result = decltype(result);
+    const auto work = megazero::chosen(shape.most, &megazero::backward_baseline<T, Result>, &megazero::backward_avx2<T, Result>,
+                                       &megazero::backward_avx512<T, Result>);
     const megazero::BackwardCall call{shape, limits, q, k, v, out, lse, grad, grad_lse, grad_q, grad_k, grad_v};
     megazero::divided(call, shape.samples * shape.groups, megazero::attention::Sizes(shape).backward_scratch(), work);
   });

@@ -10,12 +10,13 @@
 namespace megazero {
 
 // Queries [queries, samples, heads, size] attend to keys and values [keys, samples, groups, size], of bf16 if narrow,
-// else fp32. Query i sees keys up to i + keys - queries if causal. `most` is the most that is used of the processor.
+// else fp32; the result, or the gradients, are of bf16 if `narrow_results`, else fp32. Query i sees keys up to
+// i + keys - queries if causal. `most` is the most that is used of the processor.
 struct AttentionShape {
   std::int64_t queries, keys, samples, heads, groups, size;
   std::int64_t threads;
   float scale;
-  bool causal, narrow;
+  bool causal, narrow, narrow_results;
   InstructionSet most;
 };
 

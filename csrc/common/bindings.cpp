@@ -67,11 +67,11 @@ UpdatePass make_update_pass(std::int64_t count, std::int64_t threads, std::uintp
 
 AttentionShape make_attention_shape(std::int64_t queries, std::int64_t keys, std::int64_t samples, std::int64_t heads,
                                     std::int64_t groups, std::int64_t size, std::int64_t threads, float scale,
-                                    bool causal, bool narrow, InstructionSet most) {
+                                    bool causal, bool narrow, bool narrow_results, InstructionSet most) {
   if (std::min({queries, keys, samples, heads, size}) < 0 || groups < 1 || heads % groups != 0 || threads < 1) {
     throw std::invalid_argument("sizes must not be negative, groups must divide heads, threads must be positive");
   }
-  return {queries, keys, samples, heads, groups, size, threads, scale, causal, narrow, most};
+  return {queries, keys, samples, heads, groups, size, threads, scale, causal, narrow, narrow_results, most};
 }
 
 HeadTensor make_head_tensor(std::uintptr_t at, std::int64_t row, std::int64_t sample, std::int64_t head) {
@@ -148,7 +148,7 @@ PYBIND11_MODULE(_native, module) {
   py::class_<AttentionShape>(module, "AttentionShape")
       .def(py::init(&make_attention_shape), py::arg("queries"), py::arg("keys"), py::arg("samples"), py::arg("heads"),
            py::arg("groups"), py::arg("size"), py::arg("threads"), py::arg("scale"), py::arg("causal"),
-           py::arg("narrow"), py::arg("most") = InstructionSet::avx512);
+           py::arg("narrow"), py::arg("narrow_results"), py::arg("most") = InstructionSet::avx512);
   py::class_<HeadTensor>(module, "HeadTensor")
       .def(py::init(&make_head_tensor), py::arg("at"), py::arg("row"), py::arg("sample"), py::arg("head"));
   py::class_<AttentionLimits>(module, "AttentionLimits")

@@ -43,6 +43,7 @@ class AttentionShape:
         scale: float,
         causal: bool,
         narrow: bool,
+        narrow_results: bool,
         most: InstructionSet = ...,
     ) -> None: ...
 

@@ -151,7 +151,7 @@ def implementation(request, monkeypatch):
     rows = {each.name: each for each in front.ATTENTION.implementations}
     chosen = replace(rows[request.param], serves=everything)
     table = (rows["reference"],) if request.param == "reference" else (chosen, rows["reference"])
-    monkeypatch.setattr(front, "ATTENTION", replace(front.ATTENTION, implementations=table))
+    monkeypatch.setattr(front.table, "ATTENTION", replace(front.ATTENTION, implementations=table))
     return request.param
 
 

@@ -30,6 +30,7 @@ from megazero.ops.attention import (
     Pattern,
     Runs,
     attention,
+    table,
 )
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.cuda import attention_cuda
@@ -195,8 +196,8 @@ def documents() -> Documents:
 
 def two_layers(name: str, function, monkeypatch, dropout: float) -> Made:
     """The tensors of two layers of attention, forward and backward, by one implementation."""
-    table = (replace(ROWS[name], fn=function, serves=everything), ROWS["reference"])
-    monkeypatch.setattr(front, "ATTENTION", replace(ATTENTION, implementations=table))
+    rows = (replace(ROWS[name], fn=function, serves=everything), ROWS["reference"])
+    monkeypatch.setattr(table, "ATTENTION", replace(ATTENTION, implementations=rows))
     monkeypatch.setattr(Documents, "lengths", None)  # as on a GPU, where the host does not read ids
     config = ModelConfig(
         hidden_size=16, num_layers=2, num_attention_heads=2, seq_length=40, attention_dropout=dropout
@@ -259,7 +260,7 @@ def test_a_tensor_of_all_pairs_is_told(name, facts, warned):
 def test_the_warning_says_why(monkeypatch):
     call = AttentionFacts("cuda", torch.bfloat16, MaskKind.CAUSAL, dropout=True, lse=False, bias=True)
     with pytest.warns(UserWarning, match="`composed` .`cuda` serves bias=False only."):
-        front._warn_of_all_pairs("composed", call)
+        table._warn_of_all_pairs("composed", call)
 
 
 def test_varying_shapes_leave_cudnn_out_and_put_it_back():

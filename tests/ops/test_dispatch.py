@@ -17,6 +17,7 @@ from torch import Tensor
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops import native, operators
 from megazero.ops.attention import ATTENTION, HeadKind, MaskKind, attention, attention_with_lse
+from megazero.ops.attention.kernel import AttentionKernel
 from megazero.ops.attention.varlen import varlen_knows
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
@@ -347,6 +348,8 @@ def own_code(fn: object) -> set:
         return set().union(*map(own_code, fn.args))
     if dataclasses.is_dataclass(fn):
         return set().union(*(own_code(getattr(fn, field.name)) for field in dataclasses.fields(fn)))
+    if isinstance(fn, AttentionKernel):
+        return {type(fn).prepare.__code__}
     return {inspect.unwrap(fn).__code__}
 
 

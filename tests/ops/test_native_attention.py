@@ -130,4 +130,4 @@ def test_what_is_not_finite_stays_visible(bad: float, which: int) -> None:
 
 def test_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="groups must divide heads"):
-        native.NATIVE.AttentionShape(1, 1, 1, 3, 2, 4, 1, 1.0, False, False)
+        native.NATIVE.AttentionShape(1, 1, 1, 3, 2, 4, 1, 1.0, False, False, False)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megazero.kernels.library import Argument, KernelLibrary
 from megazero.ops.attention.call import AttentionCall
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.attention.kernel import AttentionKernel, Results
 from megazero.ops.counter_random import keep_threshold
 from megazero.ops.cuda import cuda_kernels
 from megazero.ops.dropout import AttentionDropout
@@ -105,49 +104,63 @@ def _drops(
     return keys, numbers, (_places(dropout.query_positions), _places(dropout.key_positions))
 
 
-class _Attention(torch.autograd.Function):
-    """Result [s, b, n, d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
+@dataclass(frozen=True)
+class _Cuda(AttentionKernel):
+    """By the kernels of this process, or in tests of a library that runs on the host."""
 
-    @staticmethod
+    kernels: KernelLibrary | None = None
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
+        q, k, v = _fit(q, k, v)
+        return _Given.of(q, k, v, call)
+
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: _Given, kernels: KernelLibrary
+        self, q: Tensor, k: Tensor, v: Tensor, given: _Given, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        s, b, n, _ = q.shape
+        s, b, n, d = q.shape
+        if q.numel() == 0 or k.numel() == 0:
+            lse = q.new_full((b, n, s), -torch.inf, dtype=torch.float32)
+            return torch.zeros(q.shape, dtype=dtype, device=q.device), lse
+        q, k, v = _fit(q, k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
-        kernels.launch("attention_forward", *given.arguments(q, k, v), out, lse)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.given, ctx.kernels = given, kernels
-        ctx.set_materialize_grads(False)
-        return out, lse
+        self._launch("attention_forward", *given.arguments(q, k, v), out, lse)
+        return out[..., :d].to(dtype).contiguous(), lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-        q, k, v, out, lse = ctx.saved_tensors
-        grad = torch.zeros_like(out) if grad is None else _readable(grad.contiguous())
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, given: _Given, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        d = q.shape[3]
+        if q.numel() == 0 or k.numel() == 0:
+            grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
+            return grad_q, grad_k, grad_v
+        q, k, v = _fit(q, k, v)
+        out, grad = _fit(results.out.contiguous(), results.grad.contiguous())
+        lse, grad_lse = (None if x is None else x.contiguous() for x in (results.lse, results.grad_lse))
+        rows = (out, grad, lse, grad_lse, torch.empty_like(results.lse))
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
-        given = ctx.given.arguments(q, k, v)
-        rows = (out, grad, lse, grad_lse, torch.empty_like(lse))
-        ctx.kernels.launch("attention_backward", *given, *rows, *grads)
-        return *grads, None, None
+        self._launch("attention_backward", *given.arguments(q, k, v), *rows, *grads)
+        grad_q, grad_k, grad_v = (x[..., :d].to(dtype) for x in grads)
+        return grad_q, grad_k, grad_v
+
+    def _launch(self, name: str, *arguments: Argument) -> None:
+        (self.kernels or cuda_kernels()).launch(name, *arguments)
+
+
+def _fit(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in a layout that the kernels read, with channels of zeros up to a multiple of 8.
+
+    Such channels change no score, and results of zeros are cut off.
+    """
+    missing = -tensors[0].shape[3] % 8
+    return [_readable(F.pad(x, (0, missing)) if missing else x) for x in tensors]
 
 
 def attention_cuda(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, kernels: KernelLibrary | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp on a GPU, for heads of up to 128 channels in fp32, fp16 or bf16."""
-    s, b, n, d = q.shape
-    missing = -d % 8
-    if missing:  # channels of zeros change no score, and results of zeros are cut off
-        q, k, v = (F.pad(x, (0, missing)) for x in (q, k, v))
-    if q.numel() == 0 or k.numel() == 0:
-        nothing = q.new_full((b, n, s), -torch.inf, dtype=torch.float32)
-        return (q * 0).reshape(s, b, n * q.shape[3])[..., : n * d], nothing
-    q, k, v = map(_readable, (q, k, v))
-    out, lse = apply(_Attention, q, k, v, _Given.of(q, k, v, call), kernels or cuda_kernels())
-    return out[..., :d].reshape(s, b, n * d), lse
+    return _Cuda(kernels)(q, k, v, call)
 
 
 def attention_examples() -> Iterator[Example]:

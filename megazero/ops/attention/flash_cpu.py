@@ -16,13 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megazero.ops.attention.call import AttentionCall
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.attention.kernel import AttentionKernel, Results, above_all_scores
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.counter_random import KeepRows, keep_columns, keep_multiplier
 from megazero.ops.dropout import attention_columns, attention_row_keys
@@ -237,50 +236,57 @@ def _backward_sample(
     into.v.copy_(grad_v.permute(2, 0, 1))
 
 
-class _FlashCPU(torch.autograd.Function):
-    """Result [s, b, n d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """A call as this kernel takes it.
 
-    @staticmethod
+    Attributes:
+        shape: the sizes.
+        mask: bool [b or 1, n or 1, s, t], True where a query may attend to a key; None: causality alone.
+        keeps: each sample's dropout; None: nothing is dropped.
+    """
+
+    shape: _Shape
+    mask: Tensor | None
+    keeps: list[_Keep] | None
+
+
+class _FlashCPU(AttentionKernel):
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
+        narrow = q.dtype == torch.bfloat16
+        shape = _Shape(len(q), len(k), q.shape[2], k.shape[2], call.causal, call.scale, narrow)
+        keeps = None
+        if call.dropout is not None:
+            columns = keep_columns(attention_columns(call.dropout))
+            keeps = _keeps(attention_row_keys(call.dropout, q.shape[2]), columns, call.dropout.p)
+        return _Given(shape, call.allowed(q, k), keeps)
+
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        row_keys: Tensor | None,
-        columns: Tensor | None,
-        p: float,
-        scale: float,
+        self, q: Tensor, k: Tensor, v: Tensor, given: _Given, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        s, b, n, d = q.shape
-        shape = _Shape(s, k.shape[0], n, k.shape[2], causal, scale, q.dtype == torch.bfloat16)
-        out, lse = _flash(q, k, v, mask, causal, scale)
-        if row_keys is not None and columns is not None:
-            samples = _samples(shape, q, k, lse, mask)
-            out = _dropped_forward(shape, samples, v, _keeps(row_keys, columns, p)).view(s, b, n * d)
-        ctx.save_for_backward(q, k, v, out, lse, mask, row_keys, columns)
-        ctx.attention_shape, ctx.p = shape, p
-        ctx.set_materialize_grads(False)
+        shape, mask = given.shape, given.mask
+        out, lse = _flash(q, k, v, mask, shape.causal, shape.scale)
+        out = out.view(q.shape)
+        if given.keeps is not None:
+            out = _dropped_forward(shape, _samples(shape, q, k, lse, mask), v, given.keeps)
         # torch's kernel gives 0 for a query that may attend to nothing.
-        return out, lse if mask is None else lse.masked_fill(~mask.any(-1), -torch.inf)
+        return out.to(dtype), lse if mask is None else lse.masked_fill(~mask.any(-1), -torch.inf)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, given: _Given, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients; lse's goes into delta, as its derivative by a score is the score's probability."""
-        q, k, v, out, lse, mask, row_keys, columns = ctx.saved_tensors
-        wide = compute_dtype(q.dtype)
-        grad = torch.zeros_like(q) if grad is None else grad.reshape(q.shape)
-        delta = torch.linalg.vecdot(grad.to(wide), out.view(q.shape).to(wide)).permute(1, 2, 0)
-        if grad_lse is not None:
-            delta = delta - grad_lse
-        grads = _Gradients(*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)))
-        keeps = None if row_keys is None else _keeps(row_keys, columns, ctx.p)
-        for i, sample in enumerate(_samples(ctx.attention_shape, q, k, lse, mask)):
+        wide, grad, keeps = compute_dtype(q.dtype), results.grad, given.keeps
+        delta = torch.linalg.vecdot(grad.to(wide), results.out.to(wide)).permute(1, 2, 0)
+        if results.grad_lse is not None:
+            delta = delta - results.grad_lse
+        lse = above_all_scores(results.lse)
+        grads = _Gradients(*(torch.empty(x.shape, dtype=dtype) for x in (q, k, v)))
+        for i, sample in enumerate(_samples(given.shape, q, k, lse, given.mask)):
             tensors = tuple(x[:, i] for x in (q, k, v, grad))
             into = _Gradients(grads.q[:, i], grads.k[:, i], grads.v[:, i])
             _backward_sample(sample, tensors, delta[i], None if keeps is None else keeps[i], into)
-        return grads.q, grads.k, grads.v, *(None,) * 6
+        return grads.q, grads.k, grads.v
 
 
 def _samples(shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | None) -> Iterator[_Sample]:
@@ -291,11 +297,5 @@ def _samples(shape: _Shape, q: Tensor, k: Tensor, lse: Tensor, mask: Tensor | No
         yield _Sample(shape, q[:, i], k[:, i], lse[i], None if blocked is None else blocked[i])
 
 
-def attention_flash_cpu(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp: torch's CPU flash kernel forward, and our blocked backward."""
-    row_keys = columns = None
-    p = 0.0
-    if call.dropout is not None:
-        row_keys, p = attention_row_keys(call.dropout, q.shape[2]), call.dropout.p
-        columns = keep_columns(attention_columns(call.dropout))
-    return apply(_FlashCPU, q, k, v, call.allowed(q, k), call.causal, row_keys, columns, p, call.scale)
+attention_flash_cpu = _FlashCPU()
+"""Attention and its log-sum-exp: torch's CPU flash kernel forward, and our blocked backward."""

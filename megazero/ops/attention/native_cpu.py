@@ -7,94 +7,90 @@ saved.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megazero.ops.attention.call import AttentionCall
-from megazero.ops.autograd import Gradients, apply
+from megazero.ops.attention.kernel import AttentionKernel, Results
 from megazero.ops.counter_random import KeepRows, keep_columns
 from megazero.ops.dropout import attention_columns, attention_row_keys
 from megazero.ops.native import NATIVE, address, adjacent, heads_of, kept_by
 
 
 def _shape(
-    q: Tensor, k: Tensor, causal: bool, scale: float, **most: NATIVE.InstructionSet
+    q: Tensor, k: Tensor, call: AttentionCall, results: torch.dtype, **most: NATIVE.InstructionSet
 ) -> NATIVE.AttentionShape:
     """The kernels' description of the sizes; `most` limits the instruction set, for tests."""
     (s, b, n, d), (t, _, g, _) = q.shape, k.shape
-    narrow = q.dtype == torch.bfloat16
-    return NATIVE.AttentionShape(s, t, b, n, g, d, torch.get_num_threads(), scale, causal, narrow, **most)
+    kinds = [x == torch.bfloat16 for x in (q.dtype, results)]
+    threads = torch.get_num_threads()
+    return NATIVE.AttentionShape(
+        s, t, b, n, g, d, threads, call.scale, call.causal, kinds[0], kinds[1], **most
+    )
 
 
-def _limits(
-    mask: Tensor | None, rows: KeepRows | None, columns: Tensor | None, p: float
-) -> NATIVE.AttentionLimits:
-    """The kernels' description of mask and dropout; the tensors must outlive it."""
-    limits = NATIVE.AttentionLimits()
-    if mask is not None:
-        limits.mask(mask.data_ptr(), *(mask.stride(dim) if mask.shape[dim] > 1 else 0 for dim in range(3)))
-    if rows is not None and columns is not None:
-        step = columns.stride(0) if len(columns) > 1 else 0
-        limits.dropout(kept_by(rows, columns, p), step)
-    return limits
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """A call as the kernels get it: its mask, and the shares of dropout's hash by row and by key."""
+
+    call: AttentionCall
+    mask: Tensor | None = None
+    rows: KeepRows | None = None
+    columns: Tensor | None = None
+
+    def limits(self) -> NATIVE.AttentionLimits:
+        """The kernels' description of mask and dropout; this must outlive it."""
+        limits = NATIVE.AttentionLimits()
+        if self.mask is not None:
+            steps = (self.mask.stride(dim) if self.mask.shape[dim] > 1 else 0 for dim in range(3))
+            limits.mask(self.mask.data_ptr(), *steps)
+        if self.call.dropout is not None and self.rows is not None and self.columns is not None:
+            step = self.columns.stride(0) if len(self.columns) > 1 else 0
+            limits.dropout(kept_by(self.rows, self.columns, self.call.dropout.p), step)
+        return limits
 
 
-class _NativeAttention(torch.autograd.Function):
-    """Result [s, b, n d] and log-sum-exp [b, n, s], -inf for a query that may attend to nothing."""
+class _NativeAttention(AttentionKernel):
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
+        rows = columns = None
+        if call.dropout is not None:
+            rows = KeepRows.of(attention_row_keys(call.dropout, q.shape[2]))
+            rows = KeepRows(rows.low.contiguous(), rows.odd_high.contiguous())
+            columns = keep_columns(attention_columns(call.dropout)).contiguous()
+        mask = call.allowed(q, k)
+        return _Given(call, None if mask is None else adjacent(mask), rows, columns)
 
-    @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-        low: Tensor | None,
-        odd_high: Tensor | None,
-        columns: Tensor | None,
-        p: float,
-        scale: float,
+        self, q: Tensor, k: Tensor, v: Tensor, given: _Given, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         q, k, v = map(adjacent, (q, k, v))
-        s, b, n, d = q.shape
-        out = q.new_empty(s, b, n, d)
+        s, b, n, _ = q.shape
+        out = torch.empty(q.shape, dtype=dtype)
         lse = torch.empty(b, n, s, dtype=torch.float32)
-        rows = None if low is None or odd_high is None else KeepRows(low, odd_high)
-        limits = _limits(mask, rows, columns, p)
-        shape = _shape(q, k, causal, scale)
-        NATIVE.attention_forward(shape, limits, *map(heads_of, (q, k, v, out)), address(lse))
-        ctx.save_for_backward(q, k, v, out, lse, mask, low, odd_high, columns)
-        ctx.causal, ctx.p, ctx.scale = causal, p, scale
-        ctx.set_materialize_grads(False)
-        return out.view(s, b, n * d), lse
+        shape = _shape(q, k, given.call, dtype)
+        NATIVE.attention_forward(shape, given.limits(), *map(heads_of, (q, k, v, out)), address(lse))
+        return out, lse
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-        q, k, v, out, lse, mask, low, odd_high, columns = ctx.saved_tensors
-        grad = torch.zeros_like(out) if grad is None else adjacent(grad.view(out.shape))
-        grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        grads = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
-        rows = None if low is None else KeepRows(low, odd_high)
-        limits = _limits(mask, rows, columns, ctx.p)
-        shape = _shape(q, k, ctx.causal, ctx.scale)
-        given, saved = map(heads_of, (q, k, v, out)), (address(lse), heads_of(grad), address(grad_lse))
-        NATIVE.attention_backward(shape, limits, *given, *saved, *map(heads_of, grads))
-        return *grads, *(None,) * 7
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, given: _Given, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, out, grad = map(adjacent, (q, k, v, results.out, results.grad))
+        lse, grad_lse = (None if x is None else x.contiguous() for x in (results.lse, results.grad_lse))
+        grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=dtype) for x in (q, k, v))
+        shape = _shape(q, k, given.call, dtype)
+        NATIVE.attention_backward(
+            shape,
+            given.limits(),
+            *map(heads_of, (q, k, v, out)),
+            address(lse),
+            heads_of(grad),
+            address(grad_lse),
+            *map(heads_of, (grad_q, grad_k, grad_v)),
+        )
+        return grad_q, grad_k, grad_v
 
 
-def attention_native_cpu(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp by the kernels of csrc/attention, for q [s, b, n, d] in fp32 or bf16."""
-    low = odd_high = columns = None
-    p = 0.0
-    if call.dropout is not None:
-        rows = KeepRows.of(attention_row_keys(call.dropout, q.shape[2]))
-        low, odd_high = rows.low.contiguous(), rows.odd_high.contiguous()
-        columns, p = keep_columns(attention_columns(call.dropout)).contiguous(), call.dropout.p
-    mask = call.allowed(q, k)
-    mask = None if mask is None else adjacent(mask)
-    return apply(_NativeAttention, q, k, v, mask, call.causal, low, odd_high, columns, p, call.scale)
+attention_native_cpu = _NativeAttention()
+"""Attention and its log-sum-exp by the kernels of csrc/attention, for q [s, b, n, d] in fp32 or bf16."""

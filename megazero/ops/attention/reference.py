@@ -13,19 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.ops.attention.call import AttentionCall
+from megazero.ops.attention.kernel import AttentionKernel, Results, above_all_scores
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.dropout import dropout_mask_attention
 from megazero.ops.scaled_softmax import masked_scores, may_attend, scaled_softmax
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+def _formula(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + bias) v per head, where the heads of a group share its keys and values.
 
     (Vaswani et al. 2017; grouped queries: Ainslie et al. 2023.) The second result is the log of the softmax's
     denominator, [b, n, s], -inf where there is nothing to attend to.
     """
-    s, b, n, _ = q.shape
-    repeats = n // k.shape[2]
+    repeats = q.shape[2] // k.shape[2]
     wide_q, wide_k, wide_v = (x.to(compute_dtype(q.dtype)) for x in (q, k, v))
     wide_k, wide_v = (x.repeat_interleave(repeats, 2) for x in (wide_k, wide_v))
     scores, scale = _biased(torch.einsum("sbnd,tbnd->bnst", wide_q, wide_k), call)
@@ -34,8 +34,51 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) ->
     probs = torch.softmax(wide_scores, -1).masked_fill(none_allowed, 0)
     if call.dropout is not None:
         probs = probs * dropout_mask_attention(call.dropout, *probs.shape) / (1 - call.dropout.p)
-    out = torch.einsum("bnst,tbnd->sbnd", probs, wide_v).reshape(s, b, -1).to(q.dtype)
-    return out, lse
+    return torch.einsum("bnst,tbnd->sbnd", probs, wide_v), lse
+
+
+class _Reference(AttentionKernel):
+    """The formula, which autograd goes through; backward is for parts of the keys."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        out, lse = _formula(q, k, v, self.prepare(q, k, v, call))
+        return out.flatten(2).to(q.dtype), lse
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> AttentionCall:
+        return call
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, given: AttentionCall, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _formula(q, k, v, given)
+        return out.to(dtype).contiguous(), lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, given: AttentionCall, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide, repeats = compute_dtype(q.dtype), q.shape[2] // k.shape[2]
+        q, k, v, out, grad = (x.to(wide) for x in (q, k, v, results.out, results.grad))
+        keys, values = (x.repeat_interleave(repeats, 2) for x in (k, v))
+        scores, scale = _biased(torch.einsum("sbnd,tbnd->bnst", q, keys), given)
+        scores, nothing = masked_scores(scores, scale, given.causal, given.allowed(q, k))
+        lse = above_all_scores(results.lse).unsqueeze(-1)
+        probs = (scores - lse).exp().masked_fill(nothing, 0)
+        kept, grad_probs = probs, torch.einsum("sbne,tbne->bnst", grad, values)
+        if given.dropout is not None:
+            factor = dropout_mask_attention(given.dropout, *probs.shape) / (1 - given.dropout.p)
+            kept, grad_probs = probs * factor, grad_probs * factor
+        delta = torch.linalg.vecdot(grad, out).permute(1, 2, 0)
+        delta = delta if results.grad_lse is None else delta - results.grad_lse
+        grad_scores = probs * (grad_probs - delta.unsqueeze(-1)) * given.scale
+        grad_q = torch.einsum("bnst,tbnd->sbnd", grad_scores, keys)
+        grad_k = torch.einsum("bnst,sbnd->tbnd", grad_scores, q)
+        grad_v = torch.einsum("bnst,sbne->tbne", kept, grad)
+        grad_k, grad_v = (x.unflatten(2, (-1, repeats)).sum(3) for x in (grad_k, grad_v))
+        return grad_q.to(dtype), grad_k.to(dtype), grad_v.to(dtype)
+
+
+attention_reference = _Reference()
+"""Attention and its log-sum-exp as the formula reads."""
 
 
 def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, None]:

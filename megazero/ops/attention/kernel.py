@@ -1,0 +1,84 @@
+"""`AttentionKernel`: both passes of attention as plain functions, and the autograd Function that runs them.
+
+Those who merge attention over parts of the keys (ring attention, Liu et al. 2023) call the passes themselves;
+everybody else calls the kernel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megazero.ops.attention.call import AttentionCall
+from megazero.ops.autograd import Gradients, apply
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """A call's results and their gradients, as a backward pass is given them.
+
+    Attributes:
+        out, lse: the result [s, b, n, d] and the log-sum-exp [b, n, s], -inf for an empty row. Over all keys,
+            if the call has part of them.
+        grad: the result's gradient, [s, b, n, d].
+        grad_lse: that of the log-sum-exp, [b, n, s]; None: zeros.
+    """
+
+    out: Tensor
+    lse: Tensor
+    grad: Tensor
+    grad_lse: Tensor | None = None
+
+
+def above_all_scores(lse: Tensor) -> Tensor:
+    """The log-sum-exp with a large number for empty rows, by which every probability of theirs is 0."""
+    return lse.masked_fill(lse == -torch.inf, 1e30)
+
+
+class AttentionKernel(ABC):
+    """Attention with its log-sum-exp. Both passes run without autograd."""
+
+    @abstractmethod
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Any:
+        """Both passes' knowledge of the call, in the kernel's own terms."""
+
+    @abstractmethod
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, given: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """The contiguous result [s, b, n, e] in `dtype`, and the log-sum-exp [b, n, s]."""
+
+    @abstractmethod
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, results: Results, given: Any, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v in `dtype`; an empty row has none."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """The result [s, b, n e] and the log-sum-exp, recorded for backward."""
+        return apply(_Attention, q, k, v, self.prepare(q, k, v, call), self)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, kernel: AttentionKernel
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = kernel.forward(q, k, v, given, q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.given, ctx.kernel = given, kernel
+        ctx.set_materialize_grads(False)
+        return out.flatten(2), lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad = torch.zeros_like(out) if grad is None else grad.view(out.shape)
+        results = Results(out, lse, grad, grad_lse)
+        return *ctx.kernel.backward(q, k, v, results, ctx.given, q.dtype), None, None
