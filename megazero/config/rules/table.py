@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from megazero.config.fields import SECTIONS
+from megazero.config.rules.attention import ATTENTION_RULES
 from megazero.config.rules.curriculum import CURRICULUM_RULES
 from megazero.config.rules.data import DATA_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
@@ -30,6 +31,7 @@ from megazero.config.tree.option import Section
 
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
+    *ATTENTION_RULES,
     *PARALLEL_RULES,
     *EXPERT_RULES,
     *ROUTING_RULES,

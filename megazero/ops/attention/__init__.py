@@ -21,6 +21,7 @@ from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.parts import backward_of_part
 from megazero.ops.attention.pattern import ALL, BlockLayout, Pattern
 from megazero.ops.attention.reference import attention_reference, attention_sdpa, attention_with_dropout
+from megazero.ops.attention.softmax_offset import with_softmax_offset
 from megazero.ops.attention.varlen import attention_varlen, varlen_knows
 from megazero.ops.cuda import on_cuda_kernels
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, kinds_of_calls, where
@@ -46,6 +47,7 @@ __all__ = [
     "forward_of_part",
     "holds_all_pairs",
     "varying_shapes",
+    "with_softmax_offset",
 ]
 
 _FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
