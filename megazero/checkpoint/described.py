@@ -72,6 +72,12 @@ def check_described(
         raise _refusal(
             where, f"`moe_layer_freq` is of {len(pattern)} layers, and there are {model.num_layers}"
         )
+    windowed = model.window_attn_skip_freq or (1,)
+    if len(windowed) not in (1, model.num_layers):
+        raise _refusal(
+            where,
+            f"`window_attn_skip_freq` is of {len(windowed)} layers, and there are {model.num_layers}",
+        )
     if len(model.num_experts) not in (0, 1, model.expert_places):
         raise _refusal(
             where,

@@ -87,6 +87,8 @@ def _items(value: Any) -> list[Any]:
 
 def _read_ints(spec: FieldSpec, value: Any) -> tuple[int, ...]:
     items = _items(value)
+    if spec.length is not None and len(items) == 1 and isinstance(items[0], str):  # as (128,0) in Megatron-LM
+        items = items[0].strip("()").replace(",", " ").split()
     if spec.length is None and items and all(isinstance(item, str) for item in items):
         written = " ".join(items)
         if "[" in written:

@@ -30,8 +30,9 @@ _RESOLVED = MappingProxyType(
 
 _RESOLVED_WITH_EXPERTS = MappingProxyType({**_RESOLVED, "moe_ffn_hidden_size": "expert_ffn_size"})
 
-# Settings that together say which layers have how many experts: they are compared by what they say.
-_PLACEMENT = ("num_experts", "moe_layer_freq", "expert_interval")
+# Settings that together say which layers have how many experts, or which window: they are compared by what
+# they say.
+_PLACEMENT = ("num_experts", "moe_layer_freq", "expert_interval", "window_size", "window_attn_skip_freq")
 
 
 def sequence_multiple(parallel: ParallelConfig) -> int:
@@ -68,15 +69,17 @@ def model_differences(a: ModelConfig, b: ModelConfig, fields: Iterable[str]) -> 
 
     Fields that begin with the name of another family than theirs say nothing about them, and those about
     experts say nothing where one model has none. Which layers have how many experts is one difference,
-    named `num_experts`, whichever settings say it.
+    named `num_experts`, whichever settings say it; so is which layers have which window, `window_size`.
     """
     families = get_args(ModelConfig.model_fields["family"].annotation)
     others = tuple(f"{family}_" for family in families if family not in (a.family, b.family))
     dense = not (a.num_experts and b.num_experts)
     fields = list(fields)
-    differences = []
+    differences: list[tuple[str, Any, Any]] = []
     if "num_experts" in fields and a.experts_by_layer != b.experts_by_layer:
         differences.append(("num_experts", a.experts_by_layer, b.experts_by_layer))
+    if "window_size" in fields and a.windows != b.windows:
+        differences.append(("window_size", a.windows, b.windows))
     for field in fields:
         if field.startswith(others) or field in _PLACEMENT or (dense and field in EXPERT_FIELDS):
             continue

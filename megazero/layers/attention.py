@@ -9,8 +9,10 @@ from megazero.config.tree.model import ModelConfig
 from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megazero.layers.patterns import pattern_of, slopes_of
 from megazero.layers.placement import Placement
 from megazero.mpu.matrices import Matrices
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.rotary import apply_rotary
 
 
@@ -32,8 +34,11 @@ class SelfAttention(nn.Module):
         self, layer: int, config: ModelConfig, placement: Placement, *, causal: bool, recompute: bool = False
     ):
         super().__init__()
-        self.attends = Attends(layer, causal, config.attention_dropout)
+        self.attends = Attends(layer, causal, config.attention_dropout, pattern_of(config, layer))
         self.core = core_of(placement, layer)
+        self.slopes = slopes_of(config, placement)
+        self.softmax_type = config.softmax_type
+        self.softmax_offset = self._offset_of(layer, config, placement)
         self.recompute = recompute
         self.queries_per_group = config.num_attention_heads // config.kv_heads
         self.qkv = ColumnParallelLinear(
@@ -53,6 +58,18 @@ class SelfAttention(nn.Module):
             bias=config.add_bias_linear,
             std=residual_std(config.init_method_std, config.num_layers),
         )
+
+    def _offset_of(self, layer: int, config: ModelConfig, placement: Placement) -> nn.Parameter | None:
+        if config.softmax_type != "learnable":
+            return None
+        spec = ParamSpec(
+            f"layers.{layer}.attention.softmax_offset",
+            (config.num_attention_heads,),
+            InitialValues("normal", config.init_method_std),
+            (Cut(0, "tp"),),
+            weight_decay=False,
+        )
+        return placement.parameter(spec)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         qkv = self.qkv(x, inputs.deferred)
@@ -76,4 +93,7 @@ class SelfAttention(nn.Module):
         if rotary is not None:
             query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
         core = self.core if inputs.core is None else inputs.core
-        return core(query, key, value, inputs, self.attends, None)
+        offset: Tensor | None = self.softmax_offset
+        if self.softmax_type == "off-by-one":
+            offset = query.new_zeros(query.shape[2])
+        return core(query, key, value, inputs, self.attends, self.slopes, offset)

@@ -7,8 +7,9 @@ bring another one, as generation does. Where keys lie on several ranks, a core i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from megazero.layers.context.core import ExchangingCore, GatheringCore
@@ -17,15 +18,25 @@ from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows, keys_at
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
-from megazero.ops.attention import attention
+from megazero.ops.attention import (
+    ALL,
+    Slopes,
+    attention,
+    attention_with_lse,
+    with_softmax_offset,
+)
 from megazero.ops.dropout import AttentionDropout
+from megazero.ops.positions import Positions, position_tensor
 
 
 class KeyValueStore(Protocol):
     """Keys and values of earlier positions, kept between generation steps."""
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append [s, b, g, d] of `layer` and return all positions so far, [t, b, g, d]."""
+    def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Append [s, b, g, d] of a layer; return them with all earlier ones that it still attends to.
+
+        What is returned is [t, b, g, d], in order, and the layer's pattern holds for it as for all.
+        """
 
 
 @dataclass(frozen=True)
@@ -39,24 +50,31 @@ class LocalCore(AttentionCore):
     heads: Group
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, attends: Attends, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: LayerInputs,
+        attends: Attends,
+        bias: Tensor | Slopes | None,
+        offset: Tensor | None = None,
     ) -> Tensor:
-        dropout = self._dropout(q.shape[2], inputs, attends)
-        mask, documents = None, inputs.rows.documents
-        if inputs.wanted is not None:
-            assert not attends.causal, "causality counts the queries from the last key"
-            mask, documents = _mask_of_wanted(inputs.rows, inputs.wanted), None
-        return attention(
-            inputs.narrow(q),
-            k,
-            v,
-            causal=attends.causal,
-            mask=mask,
-            document_ids=documents,
-            bias=bias,
-            dropout=dropout,
-            pattern=attends.pattern,
-        )
+        rows, wanted, pattern = inputs.rows, inputs.wanted, attends.pattern
+        settings: dict[str, Any] = {"dropout": self._dropout(q.shape[2], inputs, attends)}
+        chosen = not isinstance(rows.positions, range)  # by random-LTD, or packed, or both
+        if wanted is not None or (chosen and (not pattern.idle or isinstance(bias, Slopes))):
+            keys = _as_columns(rows.positions, q.device)
+            queries = _as_columns(rows.positions_at(wanted), q.device)
+            mask = _mask_by_places(attends, rows, wanted, queries, keys)
+            if isinstance(bias, Slopes):
+                bias = bias.by_head.view(-1, 1, 1) * (keys.mT - queries)
+            settings |= {"causal": False, "mask": mask, "pattern": ALL}
+        else:
+            settings |= {"causal": attends.causal, "document_ids": rows.documents, "pattern": pattern}
+        q = inputs.narrow(q)
+        if offset is None:
+            return attention(q, k, v, bias=bias, **settings)
+        return with_softmax_offset(*attention_with_lse(q, k, v, bias=bias, **settings), offset)
 
     def _dropout(self, heads: int, inputs: LayerInputs, attends: Attends) -> AttentionDropout | None:
         """The dropout of the probabilities of this rank's `heads` heads, over all rows."""
@@ -81,10 +99,17 @@ class CachedCore(AttentionCore):
     core: AttentionCore
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, attends: Attends, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: LayerInputs,
+        attends: Attends,
+        bias: Tensor | Slopes | None,
+        offset: Tensor | None = None,
     ) -> Tensor:
-        k, v = self.store.extend(attends.layer, k, v)
-        return self.core(q, k, v, inputs, attends, bias)
+        k, v = self.store.extend(attends, k, v)
+        return self.core(q, k, v, inputs, attends, bias, offset)
 
 
 def core_of(placement: Placement, layer: int) -> AttentionCore:
@@ -104,9 +129,27 @@ def core_of(placement: Placement, layer: int) -> AttentionCore:
     return ExchangingCore(tp, groups["cp_inner"], groups["cp_outer"], zigzag)
 
 
-def _mask_of_wanted(rows: Rows, wanted: Tensor) -> Tensor | None:
-    """bool [b, 1, r, s]: which rows the wanted ones, int64 [r, b], may attend to; None if all."""
+def _as_columns(positions: Positions, device: torch.device) -> Tensor:
+    """int64 [1 or b, 1, s, 1]: places of rows, [s] or [s, b]."""
+    places = position_tensor(positions, device)
+    return (places.unsqueeze(0) if places.dim() == 1 else places.t())[:, None, :, None]
+
+
+def _mask_by_places(
+    attends: Attends, rows: Rows, wanted: Tensor | None, queries: Tensor, keys: Tensor
+) -> Tensor | None:
+    """bool [b or 1, n or 1, r, s]: which rows those at `queries` may attend to; None if all.
+
+    Args:
+        attends: the layer's settings.
+        rows: all rows, which are the keys.
+        wanted: int64 [r, b], the rows that are the queries; None: all.
+        queries, keys: their places, [b or 1, 1, r or s, 1].
+    """
+    mask = attends.pattern.between(attends.causal, queries, keys.mT)
     if rows.documents is None:
-        return None
+        return mask
     ids = rows.documents.ids
-    return (ids.gather(1, wanted.t()).unsqueeze(-1) == ids.unsqueeze(1)).unsqueeze(1)
+    own = ids if wanted is None else ids.gather(1, wanted.t())
+    same = (own.unsqueeze(-1) == ids.unsqueeze(1)).unsqueeze(1)
+    return same if mask is None else same & mask

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megazero.layers.rows import Rows, keys_at
 from megazero.mpu.rng import site_key
-from megazero.ops.attention import ALL, Pattern
+from megazero.ops.attention import ALL, Pattern, Slopes
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import Dropout
 
@@ -44,7 +44,14 @@ class AttentionCore(Protocol):
     """Attention proper, between the projections of a layer (see `cores`)."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, attends: Attends, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: LayerInputs,
+        attends: Attends,
+        bias: Tensor | Slopes | None,
+        offset: Tensor | None = None,
     ) -> Tensor:
         """Compute the context [s or r, b, n e] of a layer's rows.
 
@@ -53,7 +60,10 @@ class AttentionCore(Protocol):
             k, v: [s, b, g, d] and [s, b, g, e].
             inputs: the layer's inputs, which say what rows these are.
             attends: the layer's settings.
-            bias: added to the scaled scores, broadcastable to [b, n, r, s]; or None.
+            bias: added to the scaled scores, broadcastable to [b, n, r, s]; or the slopes of these heads; or
+                None.
+            offset: [n], the logits whose exponentials the softmax's denominators have more (see
+                `with_softmax_offset`); None: they have no more.
         """
 
 

@@ -97,7 +97,9 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
 
     def layer(number: int) -> float:
         share = wanted if number == model.num_layers - 1 else 1.0
-        return attention_flops(model, causal=False, queried=share) + share * layer_mlp_flops(model, number)
+        return attention_flops(model, number, causal=False, queried=share) + share * layer_mlp_flops(
+            model, number
+        )
 
     head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
     return trunk_blocks(map(layer, range(model.num_layers)), Block(HEAD, BertHead.__name__, head))

@@ -11,18 +11,34 @@ from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 
 
-def attention_flops(model: ModelConfig, *, causal: bool, queried: float = 1.0) -> float:
+def attention_flops(model: ModelConfig, layer: int, *, causal: bool, queried: float = 1.0) -> float:
     """FLOPs of one layer's attention.
 
-    With hidden size h, sequence length s, q = heads x head width and k = key/value heads x head width:
-    2 h (q + 2 k) + 2 q h for the projections, and 2 s q each for the scores and for their product with the
-    values. A causal mask halves the last two. Only the share `queried` of the rows goes on from its query.
+    With hidden size h, q = heads x head width, k = key/value heads x head width and t keys that a row attends
+    to on average: 2 h (q + 2 k) + 2 q h for the projections, and 2 t q each for the scores and for their
+    product with the values. Only the share `queried` of the rows goes on from its query.
     """
     query = model.num_attention_heads * model.head_dim
     key = model.kv_heads * model.head_dim
     projected = 2 * model.hidden_size * (query + 2 * key)
-    attended = model.seq_length / 2 if causal else model.seq_length
+    attended = attended_keys(model, layer, causal=causal)
     return projected + queried * (2 * query * model.hidden_size + 2 * (2 * attended * query))
+
+
+def attended_keys(model: ModelConfig, layer: int, *, causal: bool) -> float:
+    """The keys that a row of a layer attends to on average, of a sequence of length s.
+
+    There are s / 2 on each side, the row's own among those on the left. A causal mask hides the right ones. A
+    window of w keys on a side hides those beyond, which are (s - w)^2 / 2s on average.
+    """
+    s = model.seq_length
+    left, right = model.window_at(layer) or (-1, -1)
+
+    def beside(width: int) -> float:
+        return s / 2 - max(0, s - width) ** 2 / (2 * s)
+
+    before = beside(s if left < 0 else left + 1 + model.window_sink_tokens)
+    return before + beside(0 if causal else s if right < 0 else right)
 
 
 def mlp_flops(model: ModelConfig) -> float:

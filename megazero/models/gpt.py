@@ -64,8 +64,10 @@ class Head(nn.Module):
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a GPT of this shape consists of: embedding, layers, head."""
     model = config.model
-    attention = attention_flops(model, causal=True)
-    layers = (attention + layer_mlp_flops(model, i) for i in range(model.num_layers))
+    layers = (
+        attention_flops(model, number, causal=True) + layer_mlp_flops(model, number)
+        for number in range(model.num_layers)
+    )
     return trunk_blocks(layers, Block(HEAD, Head.__name__, logits_flops(model, padded_vocab)))
 
 

@@ -68,7 +68,7 @@ def random_documents(config: Config, number: int, shape: tuple[int, int]) -> dic
         return {}
     begins = np.random.default_rng([number, 1]).random(shape) < 3 / shape[1]
     begins[:, 0] = True
-    arrays = {"document_ids": begins.cumsum(1).astype(np.int32)}
+    arrays: dict[str, np.ndarray] = {"document_ids": begins.cumsum(1).astype(np.int32)}
     if config.data.reset_position_ids:
         places = np.arange(shape[1])
         arrays["position_ids"] = places - np.maximum.accumulate(np.where(begins, places, 0), 1)

@@ -187,6 +187,22 @@ the device.
 """
 
 
+ATTENDS: Mapping[str, _Settings] = MappingProxyType(
+    {
+        "": {},
+        "window": {"window_size": (4, 0)},
+        "every-other": {"window_size": (3, 0), "window_attn_skip_freq": (2,), "softmax_type": "off-by-one"},
+        "sinks": {"window_size": (2, 0), "window_sink_tokens": 2, "softmax_type": "learnable"},
+        "alibi": {"position_embedding_type": "alibi"},
+    }
+)
+"""Kinds of attention by name, as settings of the model; the empty name has nothing special."""
+
+
+def _without(settings: _Settings, others: _Settings) -> _Settings:
+    return {name: value for name, value in settings.items() if name not in others}
+
+
 @dataclass(frozen=True)
 class Layout:
     """One way to train one small model.
@@ -215,6 +231,7 @@ class Layout:
         cp: ranks that share each sequence.
         comm: what their attention sends; ``mixed`` is another thing in each layer.
         sequence: the length of sequences.
+        attends: what attention sees and how it weighs it, a name in `ATTENDS`.
         documents: whether a decoder's samples hold several documents, which do not see each other.
     """
 
@@ -253,6 +270,7 @@ class Layout:
     comm: str = "p2p"
     sequence: int = SEQUENCE
     documents: bool = False
+    attends: str = ""
 
     @property
     def world_size(self) -> int:
@@ -299,6 +317,7 @@ class Layout:
             fp8=self.fp8,
             sequence=self.sequence,
             documents=self.documents,
+            attends=self.attends,
         )
 
     @property
@@ -317,6 +336,7 @@ class Layout:
             parts.append(self.schedule + (f"x{self.virtual}" if self.virtual > 1 else ""))
         parts += [f"C{self.cp}", self.comm] if self.cp > 1 else []
         parts += [f"s{self.sequence}"] if self.sequence != SEQUENCE else []
+        parts += [self.attends] if self.attends else []
         parts += ["documents"] if self.documents else []
         parts += ["SP"] if self.sequence_parallel else []
         parts += ["untied"] if self.untied else []
@@ -354,8 +374,9 @@ class Layout:
                 untie_embeddings_and_output_weights=self.untied,
                 init_method_std=0.1,
                 bert_binary_head=self.binary_head,
-                **SHAPES[self.shape],
+                **_without(SHAPES[self.shape], ATTENDS[self.attends]),
                 **EXPERTS[self.experts],
+                **ATTENDS[self.attends],
             ),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tp,

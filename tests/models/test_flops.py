@@ -18,7 +18,7 @@ def model(**fields):
 
 def trained(shape: ModelConfig, vocab: int, *, causal: bool = True) -> float:
     """Forward and backward, of equal layers."""
-    layers = shape.num_layers * (attention_flops(shape, causal=causal) + mlp_flops(shape))
+    layers = shape.num_layers * (attention_flops(shape, 0, causal=causal) + mlp_flops(shape))
     return 3 * (layers + logits_flops(shape, vocab))
 
 

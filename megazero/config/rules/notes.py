@@ -82,6 +82,12 @@ def _floor_counts(config: Config) -> bool:
     return share * model.moe_expert_capacity_factor <= model.moe_min_capacity - 1
 
 
+def _window_hides(config: Config) -> bool:
+    """Whether a window is shorter than the sequence, whose last token it is to hide the first ones from."""
+    sides, last = config.model.window_size or (), config.model.seq_length - 1
+    return any(0 <= side < last for side in sides[: 1 if config.model.family == "gpt" else 2])
+
+
 NOTES: tuple[Note, ...] = (
     Note.without("checkpoint.save", _SAVING, "nothing is saved"),
     Note.without("checkpoint.load", _LOADING, "no checkpoint is read"),
@@ -97,6 +103,12 @@ NOTES: tuple[Note, ...] = (
         "data_sampling.curriculum_metrics",
         ("data_sampling.curriculum_unit", "data_sampling.curriculum_seed"),
         "samples are not drawn by difficulty",
+    ),
+    Note(
+        ("model.window_size",),
+        "a longer `seq_length`",
+        _window_hides,
+        "the window is as long as the sequence, so it hides nothing in training",
     ),
     Note.without("model.num_experts", _OF_EXPERTS, "no layer has experts"),
     Note(

@@ -6,17 +6,12 @@ placement by `--expert-interval`, pyramids and residual experts are DeepSpeed-Mo
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from megazero.config.tree.option import option
+from megazero.config.tree.option import listed, option
 from megazero.config.tree.transformer import TransformerConfig
-
-
-def _listed(value: Any) -> Any:
-    """One number stands for a list of it."""
-    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _dense_is_empty(counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -24,10 +19,10 @@ def _dense_is_empty(counts: tuple[int, ...]) -> tuple[int, ...]:
     return () if all(count == 1 for count in counts) else counts
 
 
-Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed), AfterValidator(_dense_is_empty)]
+Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(listed), AfterValidator(_dense_is_empty)]
 """Numbers of experts; ``()`` if no layer has any."""
 
-Pattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_listed), Field(min_length=1)]
+Pattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(listed), Field(min_length=1)]
 """The interval between layers with experts, as one number, or a 0 or 1 for each layer."""
 
 

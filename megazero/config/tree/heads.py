@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
+from megazero.config.tree.attention import AttentionConfig
 from megazero.config.tree.option import option
-from megazero.config.tree.rotary import RotaryConfig
 
 
-class BertConfig(RotaryConfig):
+class BertConfig(AttentionConfig):
     """BERT's heads and token types"""
 
     bert_binary_head: bool = option(
@@ -31,7 +31,7 @@ class BertConfig(RotaryConfig):
         return self.bert_binary_head or self.bert_token_types
 
 
-class ClassifierConfig(RotaryConfig):
+class ClassifierConfig(AttentionConfig):
     """The head of a task"""
 
     needs = "finetune.task"

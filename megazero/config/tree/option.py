@@ -71,6 +71,11 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 """A dropout rate, a decay of a running mean, a share of the schedule: in [0, 1)."""
 
 
+def listed(value: Any) -> Any:
+    """One number stands for a list of it."""
+    return (value,) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 def _none_if_zero(value: Any) -> Any:
     return None if value == 0 and not isinstance(value, bool) else value
 

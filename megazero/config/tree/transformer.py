@@ -32,11 +32,12 @@ class TransformerConfig(Section):
         aliases=("--num-key-value-heads",),
     )
     kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = option(
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "alibi", "none"] = option(
         "learned_absolute",
-        "how tokens learn their position",
+        "how tokens learn their position; alibi: by biases of the attention scores, linear in the distance",
         switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
         yielding=("--no-position-embedding",),
+        needs="alibi => family=gpt: the biases are of earlier tokens",
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
     norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))

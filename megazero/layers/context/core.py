@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,17 @@ from megazero.layers.context.heads import HeadPlan, exchange_heads, return_heads
 from megazero.layers.context.masks import PairMasks
 from megazero.layers.context.ring import Ring, ring_attention
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
-from megazero.layers.rows import chosen_runs
+from megazero.layers.rows import Rows, chosen_runs
 from megazero.mpu.group import Group
-from megazero.ops.attention import BlockLayout, Documents, Part, attention
+from megazero.ops.attention import (
+    BlockLayout,
+    Documents,
+    Part,
+    Slopes,
+    attention,
+    attention_with_lse,
+    with_softmax_offset,
+)
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions
 
@@ -40,7 +49,14 @@ class ExchangingCore(AttentionCore):
     zigzag: bool
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, attends: Attends, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: LayerInputs,
+        attends: Attends,
+        bias: Tensor | Slopes | None,
+        offset: Tensor | None = None,
     ) -> Tensor:
         plan = HeadPlan(q.shape[2], k.shape[2], self.inner.size, self.inner.rank)
         own = plan.queries[plan.rank]
@@ -49,29 +65,42 @@ class ExchangingCore(AttentionCore):
         q, k, v = exchange_heads(q, k, v, plan, self.inner)
         if turned:
             q, k, v = (in_order(x, self.inner.size) for x in (q, k, v))
-        out = self._attend(q, k, v, inputs, of_heads(attends, own), first)
+        some = of_heads(attends, own), slopes_of_heads(bias, own), dropout_of(inputs, attends, first)
+        out, lse = self._attend(q, k, v, inputs.rows, *some, wants_lse=offset is not None)
+        if offset is not None:
+            assert lse is not None, "it was wanted"
+            out = with_softmax_offset(out, lse, offset[own.start : own.stop])
         if turned:
             out = out_of_order(out, self.inner.size)
         return return_heads(out, plan, self.inner)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, attends: Attends, first: int
-    ) -> Tensor:
-        """[s, b, n e] of the heads from `first` on, for the rows of this rank's block."""
-        rows, dropout = inputs.rows, dropout_of(inputs, attends, first)
-        if self.outer.size == 1:
-            return attention(
-                q,
-                k,
-                v,
-                causal=attends.causal,
-                document_ids=rows.documents,
-                dropout=dropout,
-                pattern=attends.pattern,
-            )
-        masks = PairMasks(attends, 1 / math.sqrt(q.shape[-1]), None, rows.documents, dropout)
-        out, _ = ring_attention(q, k, v, Ring(self.outer, rows.whole_length, self.zigzag, masks))
-        return out.flatten(2)
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rows: Rows,
+        attends: Attends,
+        slopes: Slopes | None,
+        dropout: AttentionDropout | None,
+        *,
+        wants_lse: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """[s, b, n e] of this block's rows, and their log-sum-exp if it is wanted or there anyway."""
+        if self.outer.size > 1:
+            masks = PairMasks(attends, 1 / math.sqrt(q.shape[-1]), slopes, rows.documents, dropout)
+            out, lse = ring_attention(q, k, v, Ring(self.outer, rows.whole_length, self.zigzag, masks))
+            return out.flatten(2), lse
+        settings: dict[str, Any] = {
+            "causal": attends.causal,
+            "document_ids": rows.documents,
+            "bias": slopes,
+            "dropout": dropout,
+            "pattern": attends.pattern,
+        }
+        if wants_lse:
+            return attention_with_lse(q, k, v, **settings)
+        return attention(q, k, v, **settings), None
 
 
 @dataclass(frozen=True)
@@ -89,29 +118,38 @@ class GatheringCore(AttentionCore):
     zigzag: bool
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, attends: Attends, bias: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: LayerInputs,
+        attends: Attends,
+        bias: Tensor | Slopes | None,
+        offset: Tensor | None = None,
     ) -> Tensor:
         rows, size = inputs.rows, self.sharers.size
         dropout = dropout_of(inputs, attends, self.heads.rank * q.shape[2])
+        slopes = slopes_of_heads(bias, range(q.shape[2]))
         k, v = (gather_for_parts(x.contiguous(), self.sharers) for x in (k, v))
         if self.zigzag:
             k, v = (in_order(x, size) for x in (k, v))
-        runs, outs = rows.spread.columns(rows.whole_length), []
+        runs, outs, ids = rows.spread.columns(rows.whole_length), [], rows.documents
         for queries, own in zip(q.split([len(run) for run in runs]), runs, strict=True):
             keys = _seen(own, attends, rows.whole_length)
-            ids = rows.documents
-            outs.append(
-                attention(
-                    queries,
-                    k[keys.start : keys.stop],
-                    v[keys.start : keys.stop],
-                    causal=attends.causal,
-                    document_ids=None if ids is None else Documents(ids.ids[:, keys.start : keys.stop]),
-                    dropout=None if dropout is None else _part_of(dropout, own, keys),
-                    pattern=attends.pattern,
-                    part=_place(own, keys, attends, ids),
-                )
-            )
+            seen = slice(keys.start, keys.stop)
+            settings: dict[str, Any] = {
+                "causal": attends.causal,
+                "document_ids": None if ids is None else Documents(ids.ids[:, seen]),
+                "bias": slopes,
+                "dropout": None if dropout is None else _part_of(dropout, own, keys),
+                "pattern": attends.pattern,
+                "part": _place(own, keys, attends, ids),
+            }
+            if offset is None:
+                outs.append(attention(queries, k[seen], v[seen], **settings))
+            else:
+                result = attention_with_lse(queries, k[seen], v[seen], **settings)
+                outs.append(with_softmax_offset(*result, offset))
         return torch.cat(outs)
 
 
@@ -131,6 +169,14 @@ def of_heads(attends: Attends, heads: range) -> Attends:
         return attends
     own = BlockLayout(layout.blocks[heads.start : heads.stop], layout.size)
     return replace(attends, pattern=replace(attends.pattern, layout=own))
+
+
+def slopes_of_heads(bias: Tensor | Slopes | None, heads: range) -> Slopes | None:
+    """The linear biases of some of the heads here; no others are known where ranks share sequences."""
+    if bias is None:
+        return None
+    assert isinstance(bias, Slopes), "a bias of all pairs is on no rank whole"
+    return Slopes(bias.by_head[heads.start : heads.stop])
 
 
 def in_order(x: Tensor, ranks: int) -> Tensor:

@@ -14,6 +14,7 @@ from megazero.ops.attention.call import AttentionCall, Part, Slopes, attention_b
 from megazero.ops.attention.documents import Documents, Runs
 from megazero.ops.attention.parts import backward_of_part, forward_of_part
 from megazero.ops.attention.pattern import ALL, BlockLayout, Pattern
+from megazero.ops.attention.softmax_offset import with_softmax_offset
 from megazero.ops.attention.table import (
     ATTENTION,
     AttentionFacts,
@@ -44,6 +45,7 @@ __all__ = [
     "forward_of_part",
     "holds_all_pairs",
     "varying_shapes",
+    "with_softmax_offset",
 ]
 
 

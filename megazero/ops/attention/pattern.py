@@ -70,22 +70,32 @@ class Pattern:
             device: where the mask is wanted.
             begins: int [b, t], the place at which the document of each key begins; None: at 0.
         """
-        (left, right), masks = self.sides(causal), []
         q = torch.arange(queries.start, queries.stop, device=device).unsqueeze(1)
         k = torch.arange(keys.start, keys.stop, device=device).unsqueeze(0)
+        return self.between(causal, q, k, 0 if begins is None else begins[:, None, None, :])
+
+    def between(self, causal: bool, q: Tensor, k: Tensor, first: Tensor | int = 0) -> Tensor | None:
+        """`allowed` for places in any order: int q [s, 1] and k [1, t], or [b or 1, 1, s, 1] and [.., 1, t].
+
+        first: the place at which the document of each key begins, broadcastable to k.
+        """
+        (left, right), masks = self.sides(causal), []
         if right >= 0:
-            masks.append(k - q <= right)
+            near = k - q <= right
+            if self.sinks and not causal:
+                near = near | (k - first < self.sinks)
             if self.prefix:
-                masks[0] = masks[0] | ((q < self.prefix) & (k < self.prefix))
+                near = near | ((q < self.prefix) & (k < self.prefix))
+            masks.append(near)
         if left >= 0:
             near = q - k <= left
             if self.sinks:
-                first = 0 if begins is None else begins[:, None, None, :]
                 near = near | (k - first < self.sinks)
             masks.append(near)
         if self.layout is not None:
-            size, blocks = self.layout.size, self.layout.blocks.to(device)
-            masks.append(blocks[:, q // size, k // size])
+            size, blocks = self.layout.size, self.layout.blocks.to(q.device)
+            met = blocks[:, q // size, k // size].movedim(0, -3)
+            masks.append(met if q.dim() == 2 else met.squeeze(1))
         return reduce(and_, masks) if masks else None
 
 

@@ -30,16 +30,19 @@ def _padded(config: Config) -> bool:
 def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
     """The facts of a layer's call in training, as they usually are."""
     model, mask = config.model, MaskKind.CAUSAL if _causal(config) else MaskKind.NONE
+    if model.windows:
+        mask = MaskKind.DENSE if model.window_sink_tokens else MaskKind.WINDOW
     # On a CPU each document is a call of its own.
     if device.type != "cpu" and (config.data.reset_attention_mask or _padded(config)):
-        takes_runs = varlen_knows(model.kv_heads != model.num_attention_heads)
+        takes_runs = varlen_knows(model.kv_heads != model.num_attention_heads) and not model.windows
         mask = MaskKind.RUNS if takes_runs else MaskKind.DOCUMENTS
     return AttentionFacts(
         device.type,
         DTYPES[config.precision.dtype],
         mask,
         dropout=model.attention_dropout > 0,
-        lse=False,
+        lse=model.softmax_type != "vanilla",
+        bias=model.position_embedding_type == "alibi",
         heads=HeadKind.WIDE if model.head_dim > MOST_SIZE else HeadKind.ALIKE,
     )
 

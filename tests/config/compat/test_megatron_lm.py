@@ -15,8 +15,12 @@ ARITIES = dict(
 )
 """Flag -> how many values follow it: 0, 1, `?` (at most one) or `*`."""
 
-# A pyramid is Megatron-DeepSpeed's; a pattern of layers is one text there, and may be several numbers here.
-LISTS_HERE = {"--num-experts", "--num-moe-experts", "--moe-layer-freq"}
+# A pyramid is Megatron-DeepSpeed's; a window and a pattern of layers are one text there, and may be several
+# numbers here.
+LISTS_HERE = {
+    *("--num-experts", "--num-moe-experts", "--moe-layer-freq"),
+    *("--window-size", "--window-attn-skip-freq"),
+}
 
 
 def ours(name: str) -> str:
@@ -144,6 +148,10 @@ def test_accepted_because_the_numbers_are_those_asked_for(argv: str) -> None:
         ("--add-qkv-bias", "model.add_qkv_bias", True),
         ("--moe-use-upcycling", "checkpoint.moe_use_upcycling", True),
         ("--most-recent-k 2", "checkpoint.keep_last", 2),
+        ("--window-size (128,0)", "model.window_size", (128, 0)),
+        ("--window-size -1,5", "model.window_size", (-1, 5)),
+        ("--window-attn-skip-freq ([1]*2+[0])*2", "model.window_attn_skip_freq", (1, 1, 0, 1, 1, 0)),
+        ("--softmax-type learnable", "model.softmax_type", "learnable"),
         ("--exit-on-missing-checkpoint", "checkpoint.exit_on_missing_checkpoint", True),
     ],
 )

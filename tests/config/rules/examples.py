@@ -66,6 +66,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "rotary_limits_in_order": {"model.position_embedding_type": "yarn", "model.yarn_beta_slow": 32.0},
     "positions_cover_sequence": {"model.max_position_embeddings": 31},
+    "window_pattern_is_whole": {"model.window_size": (8, 0), "model.window_attn_skip_freq": (1,) * 9},
+    "window_of_the_past": {"model.window_size": (8, 8)},
+    "some_layer_has_a_window": {"model.window_size": (-1, 0)},
     "world_size_factors": {"parallel.tensor_model_parallel_size": 8, "model.num_attention_heads": 8},
     "heads_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.num_attention_heads": 2},
     "query_groups_over_tensor_ranks": {

@@ -1,0 +1,56 @@
+"""Rules about the keys that attention sees."""
+
+from __future__ import annotations
+
+from megazero.config.rules.rule import Case, Rule
+from megazero.config.tree.attention import is_interval
+from megazero.config.tree.model import ModelConfig
+
+_WINDOW, _SKIPPED, _DEPTH = "model.window_size", "model.window_attn_skip_freq", "model.num_layers"
+
+
+def _fits(model: ModelConfig) -> bool:
+    pattern = model.window_attn_skip_freq
+    if model.window_size is None or pattern is None or is_interval(pattern):
+        return True
+    return len(pattern) == model.num_layers and set(pattern) <= {0, 1}
+
+
+def _clause(case: Case) -> str:
+    pattern = case.config.model.window_attn_skip_freq or ()
+    return f"it has {len(pattern)} items, and there are {case.config.model.num_layers} layers"
+
+
+def _only_past(model: ModelConfig) -> bool:
+    return model.family != "gpt" or model.window_size is None or model.window_size[1] in (-1, 0)
+
+
+ATTENTION_RULES: tuple[Rule, ...] = (
+    Rule(
+        "window_pattern_is_whole",
+        (_SKIPPED, _DEPTH),
+        "`window_attn_skip_freq` must be one number above 1, or a 0 or 1 for each layer",
+        "correct it; an interval of 1 leaves no layer a window, which is to leave `--window-size` out",
+        lambda c: _fits(c.config.model),
+        _clause,
+    ),
+    Rule(
+        "window_of_the_past",
+        (_WINDOW, "model.family"),
+        "the second number of `window_size` must be 0 or -1 for a gpt, whose tokens see no later ones",
+        "give `--window-size L,0`",
+        lambda c: _only_past(c.config.model),
+    ),
+    Rule(
+        "some_layer_has_a_window",
+        (_WINDOW, _SKIPPED, _DEPTH),
+        "`window_size` must limit a side, in at least one layer",
+        "give a number other than -1, or leave `--window-size` out",
+        lambda c: (
+            c.config.model.window_size is None
+            or not _fits(c.config.model)
+            or not _only_past(c.config.model)
+            or bool(c.config.model.windows)
+        ),
+    ),
+)

@@ -1,0 +1,76 @@
+"""The part of the section about the model: the keys that attention sees, and the softmax over them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt
+
+from megazero.config.tree.option import listed, option
+from megazero.config.tree.rotary import RotaryConfig
+
+WindowSide = Annotated[int, Field(ge=-1)]
+"""The most keys on one side of a query's own; -1 for no limit."""
+
+Window = tuple[WindowSide, WindowSide]
+"""The most keys before and after a query's own."""
+
+SkipPattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(listed), Field(min_length=1)]
+"""The interval between layers without a window, as one number, or a 0 or 1 for each layer."""
+
+
+class AttentionConfig(RotaryConfig):
+    """The keys that attention sees, and the softmax over them"""
+
+    window_size: Window | None = option(
+        None,
+        "L,R: a token attends to at most L tokens before it and R after it, besides itself; -1 for no limit. "
+        "W,0 shows W + 1 tokens, a `sliding_window` of W in transformers one less",
+    )
+    window_attn_skip_freq: SkipPattern | None = option(
+        None,
+        "N: every N-th layer has no window (counted from 1: N, 2N, ...); or for each layer a 1, or a 0 for "
+        "no window, such as ([1]*5+[0])*4; default: all layers have it",
+        needs="window_size",
+    )
+    window_sink_tokens: NonNegativeInt = option(
+        0,
+        "first tokens of each document that no window hides (StreamingLLM)",
+        unit="tokens",
+        needs=(
+            "window_size",
+            "position_embedding_type=learned_absolute,rope,yarn,none: linear biases hide what is far away",
+            "skipping.random_ltd=False: a layer would not see them where they are dropped",
+        ),
+    )
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
+        "vanilla",
+        "off-by-one: the denominator of attention's softmax has a 1 more, so that a head can attend to "
+        "nothing; learnable: the exponential of a number that each head learns",
+    )
+
+    def window_at(self, layer: int) -> Window | None:
+        """The window of one layer (from 0), as far as it hides something; None if it has none."""
+        left, right = self.window_size or (-1, -1)
+        if self.family == "gpt":  # which sees nothing later anyway
+            right = -1 if left < 0 else 0
+        if (left, right) == (-1, -1):
+            return None
+        pattern = self.window_attn_skip_freq or (1,) * self.num_layers
+        if is_interval(pattern):
+            return None if (layer + 1) % pattern[0] == 0 else (left, right)
+        return (left, right) if pattern[layer] == 1 else None
+
+    @property
+    def windows(self) -> tuple[Window | None, ...]:
+        """The windows of all layers; ``()`` if there is none."""
+        windows = tuple(map(self.window_at, range(self.num_layers)))
+        return windows if any(windows) else ()
+
+
+def is_interval(pattern: tuple[int, ...]) -> bool:
+    """Whether a pattern of layers is the interval between those without a window.
+
+    An interval of 1 would leave no windows, so a single 1 is a list.
+    """
+    return len(pattern) == 1 and pattern[0] > 1

@@ -1,0 +1,44 @@
+"""The keys that a layer's attention sees by their places, and its biases, as the configuration says."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.placement import Placement
+from megazero.ops.attention import ALL, Pattern, Slopes
+
+
+def pattern_of(config: ModelConfig, layer: int) -> Pattern:
+    """The keys that a token sees in a layer (from 0): all, or a window and the first tokens beside it.
+
+    (Child et al. 2019; Xiao et al. 2023.)
+    """
+    window = config.window_at(layer)
+    if window is None:
+        return ALL
+    return Pattern(window, config.window_sink_tokens)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slope of each head (ALiBi, Press et al. 2022).
+
+    For a power of two they are 2^(-8 i / n), i = 1 to n. For another number they are those of the power below
+    it, and then every other one of the power above.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * i / power) for i in range(1, power + 1)]
+    between = [2 ** (-8 * i / (2 * power)) for i in range(1, 2 * power + 1, 2)]
+    return slopes + between[: heads - power]
+
+
+def slopes_of(config: ModelConfig, placement: Placement) -> Slopes | None:
+    """The slopes of this rank's heads, as the model has them on any number of ranks; None without ALiBi."""
+    if config.position_embedding_type != "alibi":
+        return None
+    slopes = alibi_slopes(config.num_attention_heads)
+    here, first = len(slopes) // placement.tp.size, placement.tp.rank
+    own = slopes[first * here : (first + 1) * here]
+    return Slopes(torch.tensor(own, dtype=torch.float32, device=placement.device))
