@@ -46,7 +46,7 @@ class SequenceCut:
         return cls(over_tp, zigzag, config.cp_comm_type)
 
     def type_of(self, layer: int) -> CommType:
-        """What the attention of a layer sends."""
+        """The tensors that the attention of a layer sends, by `CommType`."""
         return self.types[layer % len(self.types)]
 
 

@@ -146,7 +146,7 @@ class Columns:
 
     @classmethod
     def of(cls, config: Config, context: ParallelContext) -> Columns:
-        """Those of this rank in a run."""
+        """The columns of this rank in a run."""
         group = context.groups["cp"]
         return cls(group.rank, group.size, SequenceCut.of(config.parallel).zigzag)
 

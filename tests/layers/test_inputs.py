@@ -52,7 +52,7 @@ def counted(inputs: LayerInputs, count: int) -> LayerInputs:
 
 
 def attention_dropout(placement: Placement, inputs: LayerInputs, layer: int):
-    return core_of(placement)._dropout(4, inputs, Attends(layer, causal=True, dropout=0.5))
+    return core_of(placement, layer)._dropout(4, inputs, Attends(layer, causal=True, dropout=0.5))
 
 
 @pytest.mark.parametrize(

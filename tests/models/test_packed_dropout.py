@@ -41,7 +41,7 @@ def test_a_packed_sample_has_the_masks_that_it_has_alone():
 
 def test_wanted_rows_and_slices_keep_their_masks():
     inputs = LayerInputs(Rows(PLACES, keys=PACKED_KEYS))
-    core, attends = core_of(Placement.of(solo_context(), torch.float32)), Attends(1, False, 0.4)
+    core, attends = core_of(Placement.of(solo_context(), torch.float32), 1), Attends(1, False, 0.4)
     whole = inputs.layer_dropout(0.4, 1, "mlp_out")
     mask = dropout_mask_hidden(whole, 10, 1, HIDDEN)
     wanted = torch.tensor([[0], [4], [8]])

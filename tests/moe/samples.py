@@ -65,9 +65,10 @@ def tokens(lengths: Sequence[int], columns: int | None = None, group: Group | No
     if bool(real.all()):
         real = None
     group = group or SoloGroup()
-    whole = Tokens(sequence, position, real, lengths, group)
+    whole = Tokens(number, sequence, position, real, lengths, group, group)
     own = None if real is None else whole.own(real)
-    return Tokens(whole.own(sequence), whole.own(position), own, lengths, group)
+    mine = map(whole.own, (number, sequence, position))
+    return Tokens(*mine, own, lengths, group, group)
 
 
 def laid_out(by_sequence: Sequence[Sequence], columns: int | None = None, blank=0) -> list:

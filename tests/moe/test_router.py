@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,20 +185,19 @@ def test_noise_is_a_function_of_seed_layer_sample_and_position(kind):
     both = inputs((5, 9))
     found = route(table, whole, both, **NOISY[kind])
     for rows in (torch.arange(8), torch.arange(20, 32), torch.arange(31, -1, -3), torch.tensor([17])):
-        part = Tokens(whole.sequence[rows], whole.position[rows], None, whole.lengths, SoloGroup())
+        some = whole.number[rows], whole.sequence[rows], whole.position[rows]
+        part = Tokens(*some, None, whole.lengths, SoloGroup(), SoloGroup())
         own = route(table[rows], part, both, **NOISY[kind])
         assert torch.equal(own.experts, found.experts[rows])
         assert torch.equal(own.logits, found.logits[rows])
         # The same samples in other places of the micro-batch, with one more before them.
-        part = Tokens(2 - part.sequence, part.position, None, torch.tensor([16] * 3), SoloGroup())
+        part = replace(part, sequence=2 - part.sequence, lengths=torch.tensor([16] * 3))
         own = route(table[rows], part, inputs((3, 9, 5)), **NOISY[kind])
         assert torch.equal(own.experts, found.experts[rows])
 
     def seen(**where) -> torch.Tensor:
         given = inputs(where.get("samples", (5, 9)), seed=where.get("seed", 7))
-        place = Tokens(
-            whole.sequence, whole.position + where.get("shift", 0), None, whole.lengths, SoloGroup()
-        )
+        place = replace(whole, position=whole.position + where.get("shift", 0))
         other = route(table, place, given, layer=where.get("layer", 0), **NOISY[kind])
         return other.logits if kind == "jitter" else other.experts
 

@@ -81,6 +81,7 @@ def test_what_the_communicators_span():
         "tp": ("tp",),
         "ep": ("ep",),
         "etp": ("etp",),
+        "sequence": ("cp", "tp"),
         "data": ("dp",),
         "replica": ("dp", "cp"),
         "expert_replica": ("edp",),

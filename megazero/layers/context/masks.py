@@ -46,6 +46,8 @@ class PairMasks:
 
     def pairs(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> list[Pair]:
         """The calls that queries of the columns `mine` need with the keys of the columns `theirs`."""
+        if not theirs:
+            return []
         q_starts, k_starts = _starts(mine), _starts(theirs)
         if self._plain:
             fused = self._fused(mine, theirs)
@@ -55,31 +57,37 @@ class PairMasks:
             Pair(slice(q_start, q_start + len(q)), slice(k_start, k_start + len(k)), self._call((q,), (k,)))
             for q, q_start in zip(mine, q_starts, strict=True)
             for k, k_start in zip(theirs, k_starts, strict=True)
-            if self.meet(q, k)
+            if self.seen(q, k)
         ]
 
-    def needed(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> list[int]:
-        """The numbers of the runs among `theirs` whose keys any query of `mine` may attend to."""
-        return [i for i, keys in enumerate(theirs) if any(self.meet(queries, keys) for queries in mine)]
+    def needed(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> tuple[range, ...]:
+        """The columns among `theirs` whose keys any query of `mine` may attend to, in no more runs."""
+        hulls = []
+        for keys in theirs:
+            seen = [part for queries in mine if (part := self.seen(queries, keys))]
+            if seen:
+                hulls.append(range(min(part.start for part in seen), max(part.stop for part in seen)))
+        return tuple(hulls)
 
-    def meet(self, queries: range, keys: range) -> bool:
-        """Whether any query of a run may attend to any key of another one."""
-        left, right = self.attends.pattern.sides(self.attends.causal)
-        sinks, prefix, layout = (
-            getattr(self.attends.pattern, name) for name in ("sinks", "prefix", "layout")
-        )
-        both_in_prefix = min(queries.start, keys.start) < prefix and max(queries.start, keys.start) < prefix
-        if right >= 0 and keys.start - (queries.stop - 1) > right and not both_in_prefix:
-            return False
-        beyond = left >= 0 and queries.start - (keys.stop - 1) > left
-        if beyond and not (sinks and (keys.start < sinks or self.documents is not None)):
-            return False
+    def seen(self, queries: range, keys: range) -> range:
+        """The columns from the first to the last key of a run that any query of another run may attend to."""
+        pattern = self.attends.pattern
+        (left, right), layout = pattern.sides(self.attends.causal), pattern.layout
+        start, stop = keys.start, keys.stop
+        in_prefix = max(queries.start, keys.start) < pattern.prefix
+        if right >= 0 and not in_prefix:
+            stop = min(stop, queries.stop + right)
+        if left >= 0 and not (pattern.sinks and (keys.start < pattern.sinks or self.documents is not None)):
+            start = max(start, queries.start - left)
         if layout is not None:
             rows = slice(queries.start // layout.size, (queries.stop - 1) // layout.size + 1)
-            columns = slice(keys.start // layout.size, (keys.stop - 1) // layout.size + 1)
-            if not bool(layout.blocks[:, rows, columns].any()):
-                return False
-        return self._same_document(queries, keys)
+            first = start // layout.size
+            blocks = layout.blocks[:, rows, first : -(-stop // layout.size)].any(1).any(0).nonzero().flatten()
+            if blocks.numel() == 0:
+                return range(0)
+            start = max(start, (first + int(blocks[0])) * layout.size)
+            stop = min(stop, (first + int(blocks[-1]) + 1) * layout.size)
+        return self._of_documents(queries, range(start, stop)) if start < stop else range(0)
 
     @cached_property
     def _plain(self) -> bool:
@@ -90,8 +98,8 @@ class PairMasks:
         if not self.attends.causal or mine == theirs:
             causal = self.attends.causal
             return Pair(_all(mine), _all(theirs), self._call(mine, theirs, causal=causal, part=False))
-        queries = [q for q in mine if any(self.meet(q, k) for k in theirs)]
-        keys = [k for k in theirs if any(self.meet(q, k) for q in mine)]
+        queries = [q for q in mine if any(self.seen(q, k) for k in theirs)]
+        keys = [k for k in theirs if any(self.seen(q, k) for q in mine)]
         if not all(k.stop <= q.start for q in queries for k in keys):
             return None
         first_q, first_k = (runs.index(some[0]) for runs, some in ((mine, queries), (theirs, keys)))
@@ -135,17 +143,18 @@ class PairMasks:
             part=place,
         )
 
-    def _same_document(self, queries: range, keys: range) -> bool:
-        """Whether a document has tokens in both runs, as far as the host knows."""
+    def _of_documents(self, queries: range, keys: range) -> range:
+        """The columns from the first key to the last of a query's document, as far as the host knows."""
         if self.documents is None:
-            return True
+            return keys
         host = self.documents.host
         if host is None:
             if self.documents.ids.device.type != "cpu":
-                return True
+                return keys
             host = self.documents.ids.numpy()
         pairs = zip(host[:, queries.start : queries.stop], host[:, keys.start : keys.stop], strict=True)
-        return any(np.intersect1d(q, k).size > 0 for q, k in pairs)
+        columns = np.flatnonzero(np.any([np.isin(k, q) for q, k in pairs], axis=0))
+        return keys[columns[0] : columns[-1] + 1] if columns.size else range(0)
 
 
 def _starts(runs: tuple[range, ...]) -> list[int]:

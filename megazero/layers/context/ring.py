@@ -56,16 +56,18 @@ class Ring:
 
     def sent(self, owner: int, reader: int) -> list[slice]:
         """The rows among the owner's that the reader's queries attend to."""
-        theirs = self.columns(owner)
+        theirs, start, rows = self.columns(owner), 0, []
         needed = self.masks.needed(self.columns(reader), theirs)
-        starts = [sum(map(len, theirs[:i])) for i in needed]
-        return [slice(start, start + len(theirs[i])) for i, start in zip(needed, starts, strict=True)]
+        for run in theirs:
+            offset = start - run.start
+            rows += [slice(part.start + offset, part.stop + offset) for part in needed if part.start in run]
+            start += len(run)
+        return rows
 
     def pairs(self, step: int) -> list[Pair]:
         """The calls with the keys that this rank receives for a step."""
         theirs = self.columns(self.group.rank - step)
-        needed = self.masks.needed(self.own, theirs)
-        return self.masks.pairs(self.own, tuple(theirs[i] for i in needed)) if needed else []
+        return self.masks.pairs(self.own, self.masks.needed(self.own, theirs) if step else theirs)
 
 
 class _Exchange:
@@ -131,7 +133,8 @@ class _Arriving:
     first: Tensor
     second: Tensor
 
-    def wait(self) -> tuple[Tensor, Tensor]:
+    def arrived(self) -> tuple[Tensor, Tensor]:
+        """Both, when they are here."""
         for work in self.works:
             work.wait()
         return self.first, self.second
@@ -169,7 +172,7 @@ class _RingAttention(Function):
         lse = torch.full((b, n, s), -torch.inf, dtype=wide, device=q.device)
         coming = exchange.fetch(1)
         for step in range(ring.group.size):
-            keys, values = (k, v) if step == 0 else coming.wait()
+            keys, values = (k, v) if step == 0 else coming.arrived()
             if 0 < step < ring.group.size - 1:
                 coming = exchange.fetch(step + 1)
             for pair in ring.pairs(step):
@@ -193,7 +196,7 @@ class _RingAttention(Function):
         grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
         coming, returning = exchange.fetch(1), None
         for step in range(size):
-            keys, values = (k, v) if step == 0 else coming.wait()
+            keys, values = (k, v) if step == 0 else coming.arrived()
             if 0 < step < size - 1:
                 coming = exchange.fetch(step + 1)
             theirs = grads[1:] if step == 0 else [torch.zeros_like(x, dtype=wide) for x in (keys, values)]
@@ -218,7 +221,7 @@ class _RingAttention(Function):
 def _add_home(ring: Ring, step: int, arriving: _Arriving, grads: Sequence[Tensor]) -> None:
     """Add the gradients that the reader at a distance of `step` computed for this rank's keys and values."""
     reader, start = ring.group.rank + step, 0
-    parts = arriving.wait()
+    parts = arriving.arrived()
     for rows in ring.sent(ring.group.rank, reader % ring.group.size):
         stop = start + rows.stop - rows.start
         for total, part in zip(grads[1:], parts, strict=True):

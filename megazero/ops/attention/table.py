@@ -222,7 +222,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
         )
     if call.documents is not None:
         given, (t, b), s = list(call.documents.ids.shape), k.shape[:2], q.shape[0]
-        if given != [b, t] or s > t:
+        own = call.part is not None and call.part.query_ids is not None
+        if given != [b, t] or (s > t and not own):
             raise ValueError(
                 f"`document_ids` must be [{b}, {t}] for at most as many queries, but is {given} for {s}; "
                 "give each key the id of its document."
