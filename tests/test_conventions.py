@@ -62,7 +62,6 @@ LARGE_CONSTRUCTORS = {
     "megazero.mpu.param_spec.ParamSpec": 10,
     "megazero.mpu.watch.report.CallRecord": 9,
     "megazero.mpu.watch.report.Report": 9,
-    "megazero.ops.attention.call.AttentionCall": 8,
     "megazero.optim.compressed.zero_one_adam.ZeroOneAdam": 8,
     "megazero.optim.muon.Muon": 9,
     "megazero.train.observe.stragglers.Straggler": 9,

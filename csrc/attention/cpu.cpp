@@ -36,15 +36,17 @@ template <typename Set, typename T, typename Result>
 MEGAZERO_INLINE void forward(const ForwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
   const AttentionShape& shape = call.shape;
   const attention::Sizes sizes(shape);
+  auto* notes = reinterpret_cast<attention::PanelNote*>(scratch);
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t sample = i / shape.heads, head = i % shape.heads;
     const std::int64_t group = head / (shape.heads / shape.groups);
-    const attention::HeadLimits limits(shape, call.limits, sample, head);
-    attention::forward_head<Set>(sizes, limits, shape.scale, head_of<const T>(call.q, sample, head), call.q.row,
+    const attention::Visible visible(shape, call.limits, sample, head, notes);
+    visible.note_panels();
+    attention::forward_head<Set>(sizes, visible, shape.scale, head_of<const T>(call.q, sample, head), call.q.row,
                                  head_of<const T>(call.k, sample, group), call.k.row,
                                  head_of<const T>(call.v, sample, group), call.v.row,
                                  head_of<Result>(call.out, sample, head), call.out.row, call.lse + i * shape.queries,
-                                 scratch);
+                                 scratch + sizes.notes());
   }
 }
 
@@ -53,7 +55,8 @@ template <typename Set, typename T, typename Result>
 MEGAZERO_INLINE void backward(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
   const AttentionShape& shape = call.shape;
   const attention::Sizes sizes(shape);
-  attention::Backward memory(sizes, scratch);
+  auto* notes = reinterpret_cast<attention::PanelNote*>(scratch);
+  attention::Backward memory(sizes, scratch + sizes.notes());
   const std::int64_t each = shape.heads / shape.groups;
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t sample = i / shape.groups, group = i % shape.groups;
@@ -66,7 +69,8 @@ MEGAZERO_INLINE void backward(const BackwardCall& call, std::int64_t begin, std:
     std::fill(memory.grad_k, memory.grad_k + sizes.all_keys * sizes.row, 0.0f);
     std::fill(memory.grad_v, memory.grad_v + sizes.all_keys * sizes.row, 0.0f);
     for (std::int64_t head = group * each; head < (group + 1) * each; ++head) {
-      const attention::HeadLimits limits(shape, call.limits, sample, head);
+      const attention::Visible visible(shape, call.limits, sample, head, notes);
+      if (head == group * each) visible.note_panels();
       const std::int64_t number = (sample * shape.heads + head) * shape.queries;
       attention::copy_in(head_of<const T>(call.q, sample, head), call.q.row, sizes.queries, sizes, shape.scale,
                          memory.queries, sizes.all_queries);
@@ -74,7 +78,7 @@ MEGAZERO_INLINE void backward(const BackwardCall& call, std::int64_t begin, std:
                          memory.grads, sizes.all_queries);
       attention::row_terms(head_of<const T>(call.out, sample, head), call.out.row, sizes, memory.grads,
                                call.grad_lse == nullptr ? nullptr : call.grad_lse + number, memory.delta);
-      attention::backward_head<Set>(sizes, limits, call.lse + number, memory);
+      attention::backward_head<Set>(sizes, visible, call.lse + number, memory);
       attention::copy_out(memory.grad_q, sizes.queries, sizes, shape.scale, head_of<Result>(call.grad_q, sample, head),
                           call.grad_q.row);
     }

@@ -10,26 +10,48 @@
 namespace megazero {
 
 // Queries [queries, samples, heads, size] attend to keys and values [keys, samples, groups, size], of bf16 if narrow,
-// else fp32; the result, or the gradients, are of bf16 if `narrow_results`, else fp32. Query i sees keys up to
-// i + keys - queries if causal. `most` is the most that is used of the processor.
+// else fp32; the result, or the gradients, are of bf16 if `narrow_results`, else fp32. `most` is the
+// most that is used of the processor.
 struct AttentionShape {
   std::int64_t queries, keys, samples, heads, groups, size;
   std::int64_t threads;
   float scale;
-  bool causal, narrow, narrow_results;
+  bool narrow, narrow_results;
   InstructionSet most;
 };
 
-// What may not be attended to, and what is dropped.
+// The limit of a side that has none.
+constexpr std::int64_t kNoLimit = std::int64_t{1} << 60;
+
+// What may be attended to, and what is dropped. All restrictions hold at once; a pointer is 0 where there is none.
 //
-// mask: bool, the byte of (sample, head, query, key) is at the sum of its distances, keys being adjacent; 0 for none.
+// shift: the place of the first query, less that of the first key. left, right: the most keys before and after its own
+// that a query sees. prefix: keys before this one are seen by all queries whose own keys are before it, whatever `right`
+// is. sinks: bytes [keys], `sinks_sample` apart, of the keys that `left` does not hide.
+//
+// query_ids [samples, queries] and key_ids [samples, keys]: a query sees keys of its own document alone.
+//
+// blocks: bytes of the blocks of `block` places that may meet, of (head, row, column) at the sum of its distances,
+// columns being adjacent; query_place and key_place are the places of the first query and key.
+//
+// slopes [heads]: a score gets its head's slope times the key's place, less the query's.
+//
+// mask: bool, the byte of (sample, head, query, key) is at the sum of its distances, keys being adjacent.
+//
 // keep: the rows' shares are [samples, heads, queries], those of the keys `column_sample` apart for each sample;
 // nothing is dropped if they are 0.
 struct AttentionLimits {
-  const std::uint8_t* mask;
-  std::int64_t mask_sample, mask_head, mask_query;
-  Keep keep;
-  std::int64_t column_sample;
+  std::int64_t shift = 0, left = kNoLimit, right = kNoLimit, prefix = 0;
+  const std::uint8_t* sinks = nullptr;
+  std::int64_t sinks_sample = 0;
+  const std::int64_t *query_ids = nullptr, *key_ids = nullptr;
+  const std::uint8_t* blocks = nullptr;
+  std::int64_t blocks_head = 0, blocks_row = 0, block = 1, query_place = 0, key_place = 0;
+  const float* slopes = nullptr;
+  const std::uint8_t* mask = nullptr;
+  std::int64_t mask_sample = 0, mask_head = 0, mask_query = 0;
+  Keep keep{};
+  std::int64_t column_sample = 0;
 };
 
 }  // namespace megazero

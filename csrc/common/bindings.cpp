@@ -67,11 +67,11 @@ UpdatePass make_update_pass(std::int64_t count, std::int64_t threads, std::uintp
 
 AttentionShape make_attention_shape(std::int64_t queries, std::int64_t keys, std::int64_t samples, std::int64_t heads,
                                     std::int64_t groups, std::int64_t size, std::int64_t threads, float scale,
-                                    bool causal, bool narrow, bool narrow_results, InstructionSet most) {
+                                    bool narrow, bool narrow_results, InstructionSet most) {
   if (std::min({queries, keys, samples, heads, size}) < 0 || groups < 1 || heads % groups != 0 || threads < 1) {
     throw std::invalid_argument("sizes must not be negative, groups must divide heads, threads must be positive");
   }
-  return {queries, keys, samples, heads, groups, size, threads, scale, causal, narrow, narrow_results, most};
+  return {queries, keys, samples, heads, groups, size, threads, scale, narrow, narrow_results, most};
 }
 
 HeadTensor make_head_tensor(std::uintptr_t at, std::int64_t row, std::int64_t sample, std::int64_t head) {
@@ -83,6 +83,36 @@ Keep make_keep(std::uintptr_t low, std::uintptr_t odd_high, std::uintptr_t colum
   const auto share = [](std::uintptr_t at) { return reinterpret_cast<const std::int32_t*>(at); };
   return {share(low), share(odd_high), share(columns), threshold, kept};
 }
+
+void set_places(AttentionLimits& limits, std::int64_t query, std::int64_t key, std::int64_t left, std::int64_t right,
+                std::int64_t prefix) {
+  limits.query_place = query;
+  limits.key_place = key;
+  limits.shift = query - key;
+  limits.left = left < 0 ? megazero::kNoLimit : left;
+  limits.right = right < 0 ? megazero::kNoLimit : right;
+  limits.prefix = prefix - key;
+}
+
+void set_sinks(AttentionLimits& limits, std::uintptr_t at, std::int64_t sample) {
+  limits.sinks = reinterpret_cast<const std::uint8_t*>(at);
+  limits.sinks_sample = sample;
+}
+
+void set_documents(AttentionLimits& limits, std::uintptr_t queries, std::uintptr_t keys) {
+  limits.query_ids = reinterpret_cast<const std::int64_t*>(queries);
+  limits.key_ids = reinterpret_cast<const std::int64_t*>(keys);
+}
+
+void set_blocks(AttentionLimits& limits, std::uintptr_t at, std::int64_t head, std::int64_t row, std::int64_t size) {
+  if (size < 1) throw std::invalid_argument("the size of blocks must be positive");
+  limits.blocks = reinterpret_cast<const std::uint8_t*>(at);
+  limits.blocks_head = head;
+  limits.blocks_row = row;
+  limits.block = size;
+}
+
+void set_slopes(AttentionLimits& limits, std::uintptr_t at) { limits.slopes = reinterpret_cast<const float*>(at); }
 
 void set_mask(AttentionLimits& limits, std::uintptr_t at, std::int64_t sample, std::int64_t head, std::int64_t query) {
   limits.mask = reinterpret_cast<const std::uint8_t*>(at);
@@ -147,12 +177,18 @@ PYBIND11_MODULE(_native, module) {
       .value("AVX512", InstructionSet::avx512);
   py::class_<AttentionShape>(module, "AttentionShape")
       .def(py::init(&make_attention_shape), py::arg("queries"), py::arg("keys"), py::arg("samples"), py::arg("heads"),
-           py::arg("groups"), py::arg("size"), py::arg("threads"), py::arg("scale"), py::arg("causal"),
-           py::arg("narrow"), py::arg("narrow_results"), py::arg("most") = InstructionSet::avx512);
+           py::arg("groups"), py::arg("size"), py::arg("threads"), py::arg("scale"), py::arg("narrow"),
+           py::arg("narrow_results"), py::arg("most") = InstructionSet::avx512);
   py::class_<HeadTensor>(module, "HeadTensor")
       .def(py::init(&make_head_tensor), py::arg("at"), py::arg("row"), py::arg("sample"), py::arg("head"));
   py::class_<AttentionLimits>(module, "AttentionLimits")
       .def(py::init<>())
+      .def("places", &set_places, py::arg("query"), py::arg("key"), py::arg("left"), py::arg("right"),
+           py::arg("prefix"))
+      .def("sinks", &set_sinks, py::arg("at"), py::arg("sample"))
+      .def("documents", &set_documents, py::arg("queries"), py::arg("keys"))
+      .def("blocks", &set_blocks, py::arg("at"), py::arg("head"), py::arg("row"), py::arg("size"))
+      .def("slopes", &set_slopes, py::arg("at"))
       .def("mask", &set_mask, py::arg("at"), py::arg("sample"), py::arg("head"), py::arg("query"))
       .def("dropout", &set_dropout, py::arg("keep"), py::arg("column_sample"));
   bind(module, "attention_forward", megazero_attention_forward);

@@ -12,3 +12,4 @@
 #endif
 
 #define MEGAZERO_INLINE inline __attribute__((always_inline))
+#define MEGAZERO_INLINE_LAMBDA __attribute__((always_inline))

@@ -62,7 +62,7 @@ class LocalCore(AttentionCore):
         rows, wanted, pattern = inputs.rows, inputs.wanted, attends.pattern
         settings: dict[str, Any] = {"dropout": self._dropout(q.shape[2], inputs, attends)}
         chosen = not isinstance(rows.positions, range)  # by random-LTD, or packed, or both
-        if wanted is not None or (chosen and (not pattern.idle or isinstance(bias, Slopes))):
+        if wanted is not None or (chosen and (pattern != ALL or isinstance(bias, Slopes))):
             keys = _as_columns(rows.positions, q.device)
             queries = _as_columns(rows.positions_at(wanted), q.device)
             mask = _mask_by_places(attends, rows, wanted, queries, keys)

@@ -10,7 +10,7 @@ from megazero.ops.attention import cuda as attention_on_gpu
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.cuda import attention_cuda
 from megazero.ops.attention.documents import Documents
-from megazero.ops.attention.pattern import Pattern
+from megazero.ops.attention.pattern import ALL, CAUSAL, Pattern
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
 from tests.kernels.harness import DTYPES, assert_faultless, in_every_order, watched
@@ -62,7 +62,7 @@ def dropout_of(b: int, s: int, t: int) -> AttentionDropout:
 @each_dtype
 @pytest.mark.parametrize("size", [1, 8, 20, 32, 40, 64, 72, 128])
 def test_heads_of_every_size(size, dtype):
-    call = AttentionCall(0.2, causal=size % 3 == 0, dropout=dropout_of(1, 21, 21))
+    call = AttentionCall(0.2, pattern=ALL.causally(size % 3 == 0), dropout=dropout_of(1, 21, 21))
     check(inputs_of(21, 21, 1, 2, 1, size, dtype), call)
 
 
@@ -71,7 +71,7 @@ def test_heads_of_every_size(size, dtype):
 def test_ragged_sizes(s, t, dtype):
     """Fewer queries than keys continue a cache; with more, the first see nothing, and give zeros and -inf."""
     inputs = inputs_of(s, t, 2, 2, 1, 16, dtype)
-    out, lse, *_ = check(inputs, AttentionCall(0.3, causal=True))
+    out, lse, *_ = check(inputs, AttentionCall(0.3, pattern=CAUSAL))
     assert (lse == -torch.inf).sum() == 4 * max(0, s - t)
     assert not out[: max(0, s - t)].any()
     check(inputs, AttentionCall(0.3, dropout=dropout_of(2, s, t)))
@@ -81,8 +81,8 @@ def test_ragged_sizes(s, t, dtype):
 @pytest.mark.parametrize("window", [(0, 0), (3, -1), (-1, 2), (20, 7), (70, 70)])
 def test_windows(window, causal):
     near = Pattern(window)
-    check(inputs_of(100, 100, 1, 1, 1, 8, torch.bfloat16), AttentionCall(0.3, causal, pattern=near))
-    check(inputs_of(20, 100, 1, 1, 1, 8, torch.bfloat16), AttentionCall(0.3, causal, pattern=near))
+    check(inputs_of(100, 100, 1, 1, 1, 8, torch.bfloat16), AttentionCall(0.3, pattern=near.causally(causal)))
+    check(inputs_of(20, 100, 1, 1, 1, 8, torch.bfloat16), AttentionCall(0.3, pattern=near.causally(causal)))
 
 
 IDS = torch.tensor([[0] * 30 + [1] + [2] * 69 + [-1] * 40, [5] * 50 + [6] * 40 + [5] * 50])
@@ -93,11 +93,13 @@ IDS = torch.tensor([[0] * 30 + [1] + [2] * 69 + [-1] * 40, [5] * 50 + [6] * 40 +
 @pytest.mark.parametrize("ids", [IDS, IDS.to(torch.int32), IDS << 40], ids=["64", "32", "beyond 32"])
 def test_documents_which_may_come_back(ids, window, causal):
     near = Pattern(window)
-    call = AttentionCall(0.3, causal, documents=Documents(ids), pattern=near, dropout=dropout_of(2, 140, 140))
+    call = AttentionCall(
+        0.3, documents=Documents(ids), pattern=near.causally(causal), dropout=dropout_of(2, 140, 140)
+    )
     check(inputs_of(140, 140, 2, 2, 1, 16, torch.bfloat16), call)
     check(
         inputs_of(9, 140, 2, 2, 1, 16),
-        AttentionCall(0.3, causal, documents=Documents(ids), pattern=near),
+        AttentionCall(0.3, documents=Documents(ids), pattern=near),
     )
 
 
@@ -137,7 +139,7 @@ def test_the_mask_of_dropout_is_that_of_a_cpu_bit_for_bit(dtype):
 
 def test_any_order_of_the_threads_gives_the_same_bits():
     inputs = inputs_of(70, 70, 1, 4, 2, 24, torch.bfloat16)
-    call = AttentionCall(0.3, causal=True, dropout=dropout_of(1, 70, 70))
+    call = AttentionCall(0.3, pattern=CAUSAL, dropout=dropout_of(1, 70, 70))
     bits = in_every_order(
         lambda kernels: both_ways(lambda *x: attention_cuda(*x, kernels=kernels), inputs, call)
     )
@@ -148,7 +150,7 @@ def test_slices_of_one_projection_are_read_where_they_are(monkeypatch):
     together = torch.randn(33, 2, 4, 3, 16)
     inputs = [*(x.squeeze(3) for x in together.split(1, dim=3)), *inputs_of(33, 33, 2, 4, 4, 16)[3:]]
     assert all(attention_on_gpu._readable(x) is x for x in inputs[:3])
-    check(inputs, AttentionCall(0.3, causal=True))
+    check(inputs, AttentionCall(0.3, pattern=CAUSAL))
     shifted = torch.randn(2 * 33 * 2 * 16 + 1)[1:].view(66, 2, 1, 16)[::2]  # not where packs begin
     assert attention_on_gpu._readable(shifted) is not shifted
     check([shifted, shifted, shifted, *inputs_of(33, 33, 2, 1, 1, 16)[3:]], AttentionCall(0.3))
@@ -159,7 +161,7 @@ def test_only_one_of_the_results_has_a_gradient():
         grads = []
         for attend in (lambda *x: attention_cuda(*x, kernels=watched()), attention_reference):
             leaves = [x.requires_grad_() for x in inputs_of(20, 20, 1, 2, 1, 8)[:3]]
-            result = attend(*leaves, AttentionCall(0.3, causal=True))[which]
+            result = attend(*leaves, AttentionCall(0.3, pattern=CAUSAL))[which]
             grads.append(torch.autograd.grad(result.sin().sum(), leaves, materialize_grads=True))
         for ours, true in zip(*grads, strict=True):
             torch.testing.assert_close(ours, true, rtol=1e-4, atol=1e-5)
@@ -170,7 +172,7 @@ def test_nothing_gives_zeros(sizes):
     library = watched()
     *leaves, grad, _ = inputs_of(*sizes)
     leaves = [x.requires_grad_() for x in leaves]
-    out, lse = attention_cuda(*leaves, AttentionCall(0.3, causal=True), kernels=library)
+    out, lse = attention_cuda(*leaves, AttentionCall(0.3, pattern=CAUSAL), kernels=library)
     assert out.shape == grad.shape
     assert not out.any()
     assert bool((lse == -torch.inf).all())

@@ -16,6 +16,7 @@ from torch import Tensor
 from megazero.ops import operators
 from megazero.ops.attention import ATTENTION, MaskKind
 from megazero.ops.attention.call import AttentionCall
+from megazero.ops.attention.pattern import ALL
 from megazero.ops.dispatch import CallFacts, Operator
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.example import Example
@@ -90,7 +91,7 @@ def _attention(label, shapes, scales, mask, causal, p) -> Example:
     def call(f, q, k, v) -> Tensor:
         keys, where = torch.arange(b, device=q.device) + 11, None if mask is None else mask.to(q.device)
         dropout = AttentionDropout(p, keys, range(s), range(t), head_offset=4) if p else None
-        return f(q, k, v, AttentionCall(d**-0.5, causal, where, dropout=dropout))[0]
+        return f(q, k, v, AttentionCall(d**-0.5, where, dropout=dropout, pattern=ALL.causally(causal)))[0]
 
     dense = mask is not None or (causal and s != t)
     kind = MaskKind.DENSE if dense else MaskKind.CAUSAL if causal else MaskKind.NONE

@@ -24,6 +24,7 @@ from megazero.ops import attention as front
 from megazero.ops.attention import (
     ATTENTION,
     AttentionFacts,
+    BiasKind,
     Documents,
     HeadKind,
     MaskKind,
@@ -34,6 +35,7 @@ from megazero.ops.attention import (
 )
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.cuda import attention_cuda
+from megazero.ops.attention.pattern import ALL, CAUSAL
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.attention.varlen import attention_varlen, varlen_arguments, varlen_knows
 from megazero.ops.dispatch import everything
@@ -133,7 +135,7 @@ def by_run(causal_name: str):
         assert not given
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-        call = AttentionCall(scale, causal)
+        call = AttentionCall(scale, pattern=ALL.causally(causal))
         outs = [attention_reference(*(x.unsqueeze(1) for x in part), call) for part in parts]
         return torch.cat([out.view(len(out), *q.shape[1:]) for out, _ in outs])
 
@@ -148,7 +150,9 @@ def by_run(causal_name: str):
 def test_torchs_function_of_each_version_gets_what_the_mask_says(names, groups, scale, causal):
     torch.manual_seed(1)
     leaves = [torch.randn(6, 2, n, 8, dtype=torch.float64, requires_grad=True) for n in (2, groups, groups)]
-    call = AttentionCall(scale, causal, documents=Documents(torch.from_numpy(IDS), Runs.of(IDS, CPU)))
+    call = AttentionCall(
+        scale, pattern=ALL.causally(causal), documents=Documents(torch.from_numpy(IDS), Runs.of(IDS, CPU))
+    )
     attend = by_run("is_causal" if "is_causal" in names else "window_size")
     ours, _ = attention_varlen(*leaves, call, attend, names)
     true, _ = attention_reference(*leaves, call)
@@ -165,7 +169,7 @@ def test_which_versions_know_what():
 
 def test_this_torchs_function_takes_the_arguments():
     varlen = pytest.importorskip("torch.nn.attention.varlen")
-    given = varlen_arguments(AttentionCall(0.3, causal=True), grouped=varlen_knows(True))
+    given = varlen_arguments(AttentionCall(0.3, pattern=CAUSAL), grouped=varlen_knows(True))
     inspect.signature(varlen.varlen_attn).bind(*range(7), **given)
 
 
@@ -244,7 +248,7 @@ def test_layers_share_the_bounds_of_their_documents(monkeypatch):
         ("composed", {"dropout": True}, True),
         ("reference", {"lse": True}, True),
         ("sdpa", {"mask": MaskKind.RUNS}, True),
-        ("sdpa", {"bias": True}, True),
+        ("sdpa", {"bias": BiasKind.TENSOR}, True),
         ("sdpa", {}, False),
         ("cuda", {"mask": MaskKind.DENSE}, False),
         ("varlen", {"mask": MaskKind.RUNS}, False),
@@ -258,8 +262,10 @@ def test_a_tensor_of_all_pairs_is_told(name, facts, warned):
 
 
 def test_the_warning_says_why(monkeypatch):
-    call = AttentionFacts("cuda", torch.bfloat16, MaskKind.CAUSAL, dropout=True, lse=False, bias=True)
-    with pytest.warns(UserWarning, match="`composed` .`cuda` serves bias=False only."):
+    call = AttentionFacts(
+        "cuda", torch.bfloat16, MaskKind.CAUSAL, dropout=True, lse=False, bias=BiasKind.TENSOR
+    )
+    with pytest.warns(UserWarning, match="`composed` .`cuda` serves bias=none only."):
         table._warn_of_all_pairs("composed", call)
 
 
@@ -284,7 +290,7 @@ def test_dropout_by_documents_on_a_gpu_is_that_of_a_cpu():
     torch.manual_seed(3)
     q, k, v = (torch.randn(40, 2, n, 8) for n in (4, 2, 2))
     dropout = AttentionDropout(0.2, torch.tensor([7, 8]), range(40), range(40))
-    call = AttentionCall(0.3, True, documents=documents(), dropout=dropout)
+    call = AttentionCall(0.3, pattern=CAUSAL, documents=documents(), dropout=dropout)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours, lse = attention_cuda(q, k, v, call, kernels=watched())

@@ -9,10 +9,11 @@ from torch import Tensor
 from megazero.ops import native
 from megazero.ops.attention import Part, Pattern, backward_of_part, forward_of_part, parts
 from megazero.ops.attention.call import AttentionCall
-from megazero.ops.attention.cuda import _Cuda
+from megazero.ops.attention.cuda import _CudaByMask
 from megazero.ops.attention.flash_cpu import attention_flash_cpu
 from megazero.ops.attention.kernel import Results
 from megazero.ops.attention.native_cpu import attention_native_cpu
+from megazero.ops.attention.pattern import CAUSAL
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dispatch import Implementation
 from megazero.ops.dropout import AttentionDropout
@@ -24,7 +25,7 @@ KERNELS = {
     "native": pytest.param(lambda: attention_native_cpu, marks=built, id="native"),
     "flash": pytest.param(lambda: attention_flash_cpu, id="flash"),
     "reference": pytest.param(lambda: attention_reference, id="reference"),
-    "cuda": pytest.param(lambda: _Cuda(watched()), id="cuda"),
+    "cuda": pytest.param(lambda: _CudaByMask(watched()), id="cuda"),
 }
 each_kernel = pytest.mark.parametrize("kernel_of", KERNELS.values())
 
@@ -99,7 +100,7 @@ def test_parts_merge_to_the_whole(kernel_of, dropped, size, use):
         keys = range(S)[cut]
         dropout = dropout_of(keys) if dropped else None
         return AttentionCall(
-            0.3, True, mask[..., cut], dropout=dropout, pattern=Pattern((9, 0)), part=Part(0, keys.start)
+            0.3, mask[..., cut], dropout=dropout, pattern=Pattern((9, 0)), part=Part(0, keys.start)
         )
 
     true_mask = Pattern((9, 0)).allowed(True, range(S), range(S), torch.device("cpu")) & mask
@@ -148,7 +149,7 @@ def test_errors_in_bf16_do_not_grow_with_the_number_of_parts(kernel_of, use):
 
 @each_kernel
 def test_the_log_sum_exp_has_a_gradient_too(kernel_of):
-    kernel, (q, k, v, grad), call = kernel_of(), inputs(), AttentionCall(0.3, True)
+    kernel, (q, k, v, grad), call = kernel_of(), inputs(), AttentionCall(0.3, pattern=CAUSAL)
     given = kernel.prepare(q, k, v, call)
     out, lse = kernel.forward(q, k, v, given, torch.float32)
     results = Results(out, lse, grad, torch.full_like(lse, 2.0))
@@ -180,7 +181,7 @@ def test_log_sum_exps_far_apart_merge(first, second, merged):
 
 def test_those_that_the_table_chooses_are_compiled():
     if native.available():
-        call = AttentionCall(0.3, True)
+        call = AttentionCall(0.3, pattern=CAUSAL)
         for dtype in (torch.float32, torch.bfloat16):
             q, k, v, _ = inputs(dtype)
             assert parts._kernel(q, k, v, call)[0] is attention_native_cpu

@@ -12,6 +12,7 @@ from megazero.ops import native
 from megazero.ops.attention import native_cpu
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.native_cpu import attention_native_cpu
+from megazero.ops.attention.pattern import ALL, CAUSAL
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
 
@@ -32,7 +33,7 @@ def _all(attend, inputs: list[Tensor], causal: bool, dropout=None, lse: bool = F
     for leaf in leaves:
         leaf.requires_grad_()
     s, b, n, _ = leaves[0].shape
-    out, sums = attend(*leaves, AttentionCall(0.3, causal, dropout=dropout))
+    out, sums = attend(*leaves, AttentionCall(0.3, pattern=ALL.causally(causal), dropout=dropout))
     of, grads = (out, sums.nan_to_num(neginf=0.0)) if lse else (out,), (grad, torch.ones(b, n, s).to(grad))
     return [out.detach(), sums.detach(), *torch.autograd.grad(of, leaves, grads[: len(of)])]
 
@@ -123,11 +124,11 @@ def test_what_is_not_finite_stays_visible(bad: float, which: int) -> None:
     for s, t in ((1, 1), (70, 70)):
         inputs = _inputs(s, t, 1, 2, 2, 4)
         inputs[which][s // 2, 0, 1, 2] = bad
-        ours, _ = attention_native_cpu(*inputs[:3], AttentionCall(0.5, causal=True))
-        true, _ = attention_reference(*inputs[:3], AttentionCall(0.5, causal=True))
+        ours, _ = attention_native_cpu(*inputs[:3], AttentionCall(0.5, pattern=CAUSAL))
+        true, _ = attention_reference(*inputs[:3], AttentionCall(0.5, pattern=CAUSAL))
         assert torch.equal(ours.isfinite(), true.isfinite())
 
 
 def test_bad_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="groups must divide heads"):
-        native.NATIVE.AttentionShape(1, 1, 1, 3, 2, 4, 1, 1.0, False, False, False)
+        native.NATIVE.AttentionShape(1, 1, 1, 3, 2, 4, 1, 1.0, False, False)

@@ -17,6 +17,7 @@ from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.rows import Rows, chosen_runs
 from megazero.mpu.group import Group
 from megazero.ops.attention import (
+    ALL,
     BlockLayout,
     Documents,
     Part,
@@ -204,11 +205,13 @@ def _place(own: range, keys: range, attends: Attends, documents: Documents | Non
     """The place of a call; None if the last query has the last key, or places do not matter."""
     pattern = attends.pattern
     absolute = pattern.sinks or pattern.prefix or pattern.layout is not None
-    free = pattern.idle and not attends.causal and documents is None
+    free = pattern == ALL and not attends.causal and documents is None
     if not absolute and (own.stop == keys.stop or free):
         return None
-    ids = None if documents is None else documents.ids[:, own.start : own.stop]
-    return Part(own.start, keys.start, ids)
+    if documents is None:
+        return Part(own.start, keys.start)
+    begins = documents.bounds[0][:, keys.start : keys.stop] if pattern.sinks else None
+    return Part(own.start, keys.start, documents.ids[:, own.start : own.stop], begins)
 
 
 def _part_of(dropout: AttentionDropout, queries: range, keys: range) -> AttentionDropout:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.layers.inputs import Attends
-from megazero.ops.attention import ALL, AttentionCall, Documents, Part, Slopes
+from megazero.ops.attention import ALL, CAUSAL, AttentionCall, Documents, Part, Slopes
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions, position_tensor
 
@@ -91,7 +91,7 @@ class PairMasks:
 
     @cached_property
     def _plain(self) -> bool:
-        return self.attends.pattern.idle and self.bias is None and self.documents is None
+        return self.attends.pattern == ALL and self.bias is None and self.documents is None
 
     def _fused(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> Pair | None:
         """One call for all pairs, where causality alone decides and leaves a rectangle, or the own square."""
@@ -114,11 +114,11 @@ class PairMasks:
         queries: tuple[range, ...],
         keys: tuple[range, ...],
         *,
-        causal: bool | None = None,
+        causal: bool = False,
         part: bool = True,
     ) -> AttentionCall:
-        """The call of these runs; without `part`, the last query sees the last key."""
-        dropout, documents = self.dropout, self.documents
+        """The call of these runs; without `part`, all keys, or those before each query if `causal`."""
+        dropout, documents, pattern = self.dropout, self.documents, self.attends.pattern
         if dropout is not None:
             own_keys = dropout.keys
             dropout = replace(
@@ -127,20 +127,18 @@ class PairMasks:
                 query_positions=_at(dropout.query_positions, queries, own_keys.device),
                 key_positions=_at(dropout.key_positions, keys, own_keys.device),
             )
-        place = None
-        if part:
-            ids = None if documents is None else documents.ids[:, queries[0].start : queries[0].stop]
-            place = Part(queries[0].start, keys[0].start, ids)
-            if documents is not None:
-                documents = Documents(documents.ids[:, keys[0].start : keys[0].stop])
+        if not part:
+            return AttentionCall(self.scale, dropout=dropout, pattern=CAUSAL if causal else ALL)
+        place = Part(queries[0].start, keys[0].start)
+        if documents is not None:
+            there = slice(keys[0].start, keys[0].stop)
+            ids = documents.ids[:, queries[0].start : queries[0].stop]
+            begins = documents.bounds[0][:, there] if pattern.sinks else None
+            place = replace(place, query_ids=ids, begins=begins)
+            documents = Documents(documents.ids[:, there])
+        pattern = pattern.causally(self.attends.causal)
         return AttentionCall(
-            self.scale,
-            self.attends.causal if causal is None else causal,
-            documents=documents,
-            bias=self.bias,
-            dropout=dropout,
-            pattern=self.attends.pattern if part else ALL,
-            part=place,
+            self.scale, documents=documents, bias=self.bias, dropout=dropout, pattern=pattern, part=place
         )
 
     def _of_documents(self, queries: range, keys: range) -> range:

@@ -13,11 +13,12 @@ from torch import Tensor
 from megazero.ops.attention.call import AttentionCall, Part, Slopes, attention_by_document
 from megazero.ops.attention.documents import Documents, Runs
 from megazero.ops.attention.parts import backward_of_part, forward_of_part
-from megazero.ops.attention.pattern import ALL, BlockLayout, Pattern
+from megazero.ops.attention.pattern import ALL, CAUSAL, BlockLayout, Pattern
 from megazero.ops.attention.softmax_offset import with_softmax_offset
 from megazero.ops.attention.table import (
     ATTENTION,
     AttentionFacts,
+    BiasKind,
     HeadKind,
     MaskKind,
     check,
@@ -29,8 +30,10 @@ from megazero.ops.dropout import AttentionDropout
 __all__ = [
     "ALL",
     "ATTENTION",
+    "CAUSAL",
     "AttentionCall",
     "AttentionFacts",
+    "BiasKind",
     "BlockLayout",
     "Documents",
     "HeadKind",
@@ -81,7 +84,7 @@ def attention(
     A query that may attend to nothing gives zeros. Raises ValueError if the shapes do not fit together.
     """
     documents = Documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
-    call = AttentionCall(_scale(q, scale), causal, mask, documents, bias, dropout, pattern, part)
+    call = AttentionCall(_scale(q, scale), mask, documents, bias, dropout, pattern.causally(causal), part)
     whole = mask is None and bias is None and q.shape[0] == k.shape[0] and part is None
     whole = whole and pattern.prefix == 0 and pattern.layout is None
     # Reads where documents end, which a compiler cannot trace.
@@ -115,7 +118,7 @@ def attention_with_lse(
     nothing. Scores of dropped probabilities count: dropout affects only the result.
     """
     documents = Documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
-    call = AttentionCall(_scale(q, scale), causal, mask, documents, bias, dropout, pattern, part)
+    call = AttentionCall(_scale(q, scale), mask, documents, bias, dropout, pattern.causally(causal), part)
     out, lse = _attend(q, k, v, call, lse=True)
     assert lse is not None, "the table has no implementation without it for such a call"
     return out, lse

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops.attention.documents import Documents
-from megazero.ops.attention.pattern import ALL, Pattern
+from megazero.ops.attention.pattern import ALL, CAUSAL, Pattern
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions
 from megazero.ops.scaled_softmax import same_document
@@ -35,11 +35,13 @@ class Part:
     Attributes:
         query, key: the places of the first query and of the first key.
         query_ids: int [b, s], the documents of the queries; None: those of the last s keys.
+        begins: int [b, t], the places at which the keys' documents begin; None: where their ids change.
     """
 
     query: int
     key: int
     query_ids: Tensor | None = None
+    begins: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,16 @@ class AttentionCall:
 
     Attributes:
         scale: the factor of the products of queries and keys.
-        causal: whether a query attends only to keys up to its own row, where the last query has the last key.
         mask: bool, broadcastable to [b, n, s, t], True where the query may attend to the key; None: all.
         documents: of the keys, [b, t]; a query attends only to keys of its own; None: to all.
         bias: broadcastable to [b, n, s, t], added to the scaled scores; it may have a gradient. Or `Slopes`.
         dropout: the dropout of the probabilities.
-        pattern: which keys a query may attend to by its place.
+        pattern: which keys a query may attend to by its place; causality is a part of it.
         part: where queries and keys lie in their sequence; None: the keys are the sequence from its
             beginning, and the last query has the last key.
     """
 
     scale: float
-    causal: bool = False
     mask: Tensor | None = None
     documents: Documents | None = None
     bias: Tensor | Slopes | None = None
@@ -67,48 +67,69 @@ class AttentionCall:
     pattern: Pattern = ALL
     part: Part | None = None
 
+    @property
+    def causal(self) -> bool:
+        """Whether no query attends to later keys, a prefix aside."""
+        return self.sides[1] == 0
+
+    def causal_alone(self, s: int, t: int) -> bool:
+        """Whether nothing but causality, of as many queries as keys, restricts the keys."""
+        free = self.mask is None and self.documents is None
+        return free and self.pattern == CAUSAL and s == t and self.shift(s, t) == 0
+
     def allowed(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """One bool mask [b or 1, n or 1, s, t] of all restrictions; None if `causal` alone expresses them."""
-        s, t, documents = q.shape[0], k.shape[0], self.documents
-        masks = [] if self.mask is None else [self.mask]
-        plain = self.pattern.idle and self.part is None
-        if documents is not None and s == t and plain and not torch.compiler.is_compiling():
-            masks.append(documents.causal_mask if self.causal else documents.mask)  # shared by the layers
-        else:
-            begins = None
-            if documents is not None:
+        """One bool mask [b or 1, n or 1, s, t] of all restrictions; None for none or `causal_alone`."""
+        s, t, documents, pattern = q.shape[0], k.shape[0], self.documents, self.pattern
+        if self.causal_alone(s, t):
+            return None
+        masks, begins = [] if self.mask is None else [self.mask], None
+        if documents is not None:
+            square = s == t and self.part is None and pattern in (ALL, CAUSAL)
+            if square and not torch.compiler.is_compiling():
+                masks.append(documents.causal_mask if self.causal else documents.mask)  # shared by the layers
+                pattern = ALL
+            else:
                 masks.append(self._same_document(documents, s))
-                if self.pattern.sinks:
-                    assert self.part is None, "the sinks of documents are known where their keys are whole"
-                    begins = documents.bounds[0]
-            if not self.pattern.idle or (self.causal and (masks or s != t or self.part is not None)):
-                queries, keys = self.places(s, t)
-                masks += _given(self.pattern.allowed(self.causal, queries, keys, q.device, begins))
+                begins = self.begins if pattern.sinks else None
+        masks += _given(pattern.allowed(False, *self.places(s, t), q.device, begins))
         if not masks:
             return None
         mask = reduce(and_, masks)
         return mask.view((1,) * (4 - mask.dim()) + mask.shape).expand(-1, -1, s, t)
 
-    @property
-    def by_mask(self) -> bool:
-        """Whether kernels need a mask to know which keys a query may attend to."""
-        pattern = self.pattern
-        special = pattern.sinks > 0 or pattern.prefix > 0 or pattern.layout is not None
-        return special or self.part is not None
-
     def masked(self, q: Tensor, k: Tensor) -> AttentionCall:
-        """The call with all its restrictions in its mask, if there is no other way."""
-        if not self.by_mask:
+        """The call with all its restrictions in its mask, and biases that are a tensor."""
+        biases = self.biases(q.shape[0], k.shape[0])
+        if self.causal_alone(q.shape[0], k.shape[0]):
+            return replace(self, bias=biases, part=None)
+        mask = self.allowed(q, k)
+        return replace(self, mask=mask, documents=None, pattern=ALL, part=None, bias=biases)
+
+    def simplified(self, s: int, t: int) -> AttentionCall:
+        """The same call of s queries and t keys, without what makes no difference to it."""
+        queries, keys = self.places(s, t)
+        pattern, part = self.pattern.within(queries, keys), self.part
+        if self.documents is not None and self.pattern.sinks and pattern.sides()[0] >= 0:
+            pattern = replace(pattern, sinks=self.pattern.sinks)
+        ids = None if part is None else part.query_ids
+        placed = not pattern.idle or isinstance(self.bias, Slopes)
+        whole = self.shift(s, t) == t - s and not pattern.special
+        if part is not None and ids is None and (whole or not placed):
+            part = None
+        if pattern == self.pattern and part is self.part:
             return self
-        return replace(
-            self,
-            mask=self.allowed(q, k),
-            causal=False,
-            documents=None,
-            pattern=ALL,
-            part=None,
-            bias=self.biases(q.shape[0], k.shape[0]),
-        )
+        return replace(self, pattern=pattern, part=part)
+
+    @property
+    def begins(self) -> Tensor | None:
+        """int [b, t], the places at which the keys' documents begin; None without documents."""
+        if self.part is not None and self.part.begins is not None:
+            return self.part.begins
+        return None if self.documents is None else self.documents.bounds[0]
+
+    def shift(self, s: int, t: int) -> int:
+        """The place of the first query, less that of the first key."""
+        return t - s if self.part is None else self.part.query - self.part.key
 
     def places(self, s: int, t: int) -> tuple[range, range]:
         """The places of s queries and t keys in their sequence."""
@@ -118,7 +139,7 @@ class AttentionCall:
     @property
     def sides(self) -> tuple[int, int]:
         """The most keys before and after its own that a query attends to; -1 for no limit."""
-        return self.pattern.sides(self.causal)
+        return self.pattern.sides()
 
     def biases(self, s: int, t: int) -> Tensor | None:
         """All that is added to the scaled scores, broadcastable to [b, n, s, t]."""

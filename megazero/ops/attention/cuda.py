@@ -17,6 +17,7 @@ from torch import Tensor
 from megazero.kernels.library import Argument, KernelLibrary
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.kernel import AttentionKernel, Results
+from megazero.ops.attention.pattern import CAUSAL
 from megazero.ops.counter_random import keep_threshold
 from megazero.ops.cuda import cuda_kernels
 from megazero.ops.dropout import AttentionDropout
@@ -163,6 +164,16 @@ def attention_cuda(
     return _Cuda(kernels)(q, k, v, call)
 
 
+class _CudaByMask(_Cuda):
+    """By the same kernels, for restrictions that they know as a mask of all pairs alone."""
+
+    def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
+        return super().prepare(q, k, v, call.masked(q, k))
+
+
+attention_cuda_by_mask = _CudaByMask()
+
+
 def attention_examples() -> Iterator[Example]:
     """One whose kernels have a tile for each block, so that each byte moves once."""
     s, b, n, d = 64, 2, 2, 64
@@ -171,7 +182,7 @@ def attention_examples() -> Iterator[Example]:
 
     def call(f: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         own = replace(dropout, keys=dropout.keys.to(q.device))
-        out: Tensor = f(q, k, v, AttentionCall(0.125, causal=True, dropout=own))[0]
+        out: Tensor = f(q, k, v, AttentionCall(0.125, dropout=own, pattern=CAUSAL))[0]
         return out
 
     def moves(dtype: torch.dtype) -> dict[str, int]:

@@ -254,7 +254,8 @@ class _Given:
 class _FlashCPU(AttentionKernel):
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
         narrow = q.dtype == torch.bfloat16
-        shape = _Shape(len(q), len(k), q.shape[2], k.shape[2], call.causal, call.scale, narrow)
+        causal = call.causal_alone(len(q), len(k))
+        shape = _Shape(len(q), len(k), q.shape[2], k.shape[2], causal, call.scale, narrow)
         keeps = None
         if call.dropout is not None:
             columns = keep_columns(attention_columns(call.dropout))

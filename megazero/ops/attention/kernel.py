@@ -7,7 +7,7 @@ everybody else calls the kernel.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,24 +61,54 @@ class AttentionKernel(ABC):
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """The result [s, b, n e] and the log-sum-exp, recorded for backward."""
-        return apply(_Attention, q, k, v, self.prepare(q, k, v, call), self)
+        dropout, mask = call.dropout, call.mask
+        keys = None if dropout is None else dropout.keys
+        return apply(_Attention, q, k, v, mask, keys, call, self)
 
 
 class _Attention(torch.autograd.Function):
+    """The call's own tensors are given beside it, for autograd to save: a recomputed layer drops them.
+
+    What a kernel makes of a call is made again in backward, since it is large beside what it is made of.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, given: Any, kernel: AttentionKernel
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        keys: Tensor | None,
+        call: AttentionCall,
+        kernel: AttentionKernel,
     ) -> tuple[Tensor, Tensor]:
-        out, lse = kernel.forward(q, k, v, given, q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.given, ctx.kernel = given, kernel
+        out, lse = kernel.forward(q, k, v, kernel.prepare(q, k, v, call), q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, mask, keys)
+        ctx.call, ctx.kernel = _without(call), kernel
         ctx.set_materialize_grads(False)
         return out.flatten(2), lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, mask, keys = ctx.saved_tensors
         grad = torch.zeros_like(out) if grad is None else grad.view(out.shape)
-        results = Results(out, lse, grad, grad_lse)
-        return *ctx.kernel.backward(q, k, v, results, ctx.given, q.dtype), None, None
+        results, call = Results(out, lse, grad, grad_lse), _with(ctx.call, mask, keys)
+        given = ctx.kernel.prepare(q, k, v, call)
+        return *ctx.kernel.backward(q, k, v, results, given, q.dtype), *(None,) * 4
+
+
+def _without(call: AttentionCall) -> AttentionCall:
+    """The call without its mask and the keys of its dropout, which are its own."""
+    dropout = call.dropout
+    if dropout is not None:
+        dropout = replace(dropout, keys=dropout.keys.new_empty(0))
+    return replace(call, mask=None, dropout=dropout)
+
+
+def _with(call: AttentionCall, mask: Tensor | None, keys: Tensor | None) -> AttentionCall:
+    dropout = call.dropout
+    if dropout is not None and keys is not None:
+        dropout = replace(dropout, keys=keys)
+    return replace(call, mask=mask, dropout=dropout)

@@ -1,8 +1,8 @@
 """Attention whole in compiled code on CPU (csrc/attention): forward, and backward from the log-sum-exp.
 
-Matrix products, softmax, mask and dropout of a block happen while it is in the cache, in fp32 arithmetic, and
-blocks beyond the causal diagonal are left out (Dao et al. 2022). Only the result and the log-sum-exp are
-saved.
+Matrix products, softmax, mask and dropout of a block happen while it is in the cache, in fp32 arithmetic
+(Dao et al. 2022). Blocks that no query may see, by place, document or layout, are left out. Only the result
+and the log-sum-exp are saved.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.ops.attention.call import AttentionCall
+from megazero.ops.attention.call import AttentionCall, Slopes
 from megazero.ops.attention.kernel import AttentionKernel, Results
 from megazero.ops.counter_random import KeepRows, keep_columns
 from megazero.ops.dropout import attention_columns, attention_row_keys
@@ -26,41 +26,65 @@ def _shape(
     (s, b, n, d), (t, _, g, _) = q.shape, k.shape
     kinds = [x == torch.bfloat16 for x in (q.dtype, results)]
     threads = torch.get_num_threads()
-    return NATIVE.AttentionShape(
-        s, t, b, n, g, d, threads, call.scale, call.causal, kinds[0], kinds[1], **most
-    )
+    return NATIVE.AttentionShape(s, t, b, n, g, d, threads, call.scale, kinds[0], kinds[1], **most)
 
 
 @dataclass(frozen=True, eq=False)
 class _Given:
-    """A call as the kernels get it: its mask, and the shares of dropout's hash by row and by key."""
+    """A call as the kernels get it: `limits` has the addresses of the tensors in `held`."""
 
     call: AttentionCall
-    mask: Tensor | None = None
-    rows: KeepRows | None = None
-    columns: Tensor | None = None
+    limits: NATIVE.AttentionLimits
+    held: tuple[Tensor, ...]
 
-    def limits(self) -> NATIVE.AttentionLimits:
-        """The kernels' description of mask and dropout; this must outlive it."""
-        limits = NATIVE.AttentionLimits()
-        if self.mask is not None:
-            steps = (self.mask.stride(dim) if self.mask.shape[dim] > 1 else 0 for dim in range(3))
-            limits.mask(self.mask.data_ptr(), *steps)
-        if self.call.dropout is not None and self.rows is not None and self.columns is not None:
-            step = self.columns.stride(0) if len(self.columns) > 1 else 0
-            limits.dropout(kept_by(self.rows, self.columns, self.call.dropout.p), step)
-        return limits
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, call: AttentionCall) -> _Given:
+        (s, _, n, _), t, limits, pattern = q.shape, k.shape[0], NATIVE.AttentionLimits(), call.pattern
+        held: list[Tensor] = []
+
+        def hold(x: Tensor, dtype: torch.dtype = torch.bool) -> Tensor:
+            held.append(x.to(dtype).contiguous())
+            return held[-1]
+
+        (queries, keys), documents = call.places(s, t), call.documents
+        limits.places(queries.start, keys.start, *call.sides, pattern.prefix)
+        if pattern.sinks and call.sides[0] >= 0:
+            places = torch.arange(keys.start, keys.stop)
+            begins = call.begins
+            sinks = hold((places if begins is None else places - begins) < pattern.sinks)
+            limits.sinks(address(sinks), t if sinks.dim() == 2 else 0)
+        if documents is not None:
+            ids = documents.ids[:, t - s :] if call.part is None else call.part.query_ids
+            ids = documents.ids[:, t - s :] if ids is None else ids
+            limits.documents(*(address(hold(x, torch.int64)) for x in (ids, documents.ids)))
+        if pattern.layout is not None:
+            blocks = hold(pattern.layout.blocks)
+            head, row = _strides(blocks, 2)
+            limits.blocks(address(blocks), head, row, pattern.layout.size)
+        if isinstance(call.bias, Slopes):
+            limits.slopes(address(hold(call.bias.by_head, torch.float32)))
+        if call.mask is not None:
+            mask = adjacent(
+                call.mask.view((1,) * (4 - call.mask.dim()) + call.mask.shape).expand(-1, -1, s, t)
+            )
+            held.append(mask)
+            limits.mask(address(mask), *_strides(mask, 3))
+        if call.dropout is not None:
+            rows = KeepRows.of(attention_row_keys(call.dropout, n))
+            rows = KeepRows(*(hold(x, torch.int32) for x in (rows.low, rows.odd_high)))
+            columns = hold(keep_columns(attention_columns(call.dropout)), torch.int32)
+            limits.dropout(kept_by(rows, columns, call.dropout.p), *_strides(columns, 1))
+        return cls(call, limits, tuple(held))
+
+
+def _strides(x: Tensor, dims: int) -> list[int]:
+    """Strides of the first dims, 0 where x is broadcast."""
+    return [x.stride(dim) if x.shape[dim] > 1 else 0 for dim in range(dims)]
 
 
 class _NativeAttention(AttentionKernel):
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
-        rows = columns = None
-        if call.dropout is not None:
-            rows = KeepRows.of(attention_row_keys(call.dropout, q.shape[2]))
-            rows = KeepRows(rows.low.contiguous(), rows.odd_high.contiguous())
-            columns = keep_columns(attention_columns(call.dropout)).contiguous()
-        mask = call.allowed(q, k)
-        return _Given(call, None if mask is None else adjacent(mask), rows, columns)
+        return _Given.of(q, k, call)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, given: _Given, dtype: torch.dtype
@@ -70,7 +94,7 @@ class _NativeAttention(AttentionKernel):
         out = torch.empty(q.shape, dtype=dtype)
         lse = torch.empty(b, n, s, dtype=torch.float32)
         shape = _shape(q, k, given.call, dtype)
-        NATIVE.attention_forward(shape, given.limits(), *map(heads_of, (q, k, v, out)), address(lse))
+        NATIVE.attention_forward(shape, given.limits, *map(heads_of, (q, k, v, out)), address(lse))
         return out, lse
 
     def backward(
@@ -82,7 +106,7 @@ class _NativeAttention(AttentionKernel):
         shape = _shape(q, k, given.call, dtype)
         NATIVE.attention_backward(
             shape,
-            given.limits(),
+            given.limits,
             *map(heads_of, (q, k, v, out)),
             address(lse),
             heads_of(grad),

@@ -1,4 +1,4 @@
-"""`Pattern`: which keys a query may attend to by its place, besides causality. The one language of masks.
+"""`Pattern`: which keys a query may attend to by its place. The one language of masks.
 
 Every implementation of attention, the ring of context parallelism and generation's cache read it. A place is
 a row's number in its sequence, wherever the row is computed.
@@ -6,7 +6,7 @@ a row's number in its sequence, wherever the row is computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import and_
 
@@ -33,8 +33,8 @@ class Pattern:
 
     Attributes:
         window: the most keys before and after its own that a query attends to, -1 for no limit; None: all.
-        sinks: how many keys at the beginning of a sequence, or of a document, no window hides (StreamingLLM,
-            Xiao et al. 2023).
+        sinks: how many keys at the beginning of a sequence, or of a document, no window hides from what comes
+            after them (StreamingLLM, Xiao et al. 2023).
         prefix: how many places at the beginning of a sequence see each other whatever their order.
         layout: the blocks that may meet; None: all.
     """
@@ -46,13 +46,37 @@ class Pattern:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is restricted or, by a prefix, allowed."""
-        return self.window is None and self.layout is None and self.prefix == 0
+        """Whether a query may attend to all keys."""
+        return self.sides() == (-1, -1) and self.layout is None
 
-    def sides(self, causal: bool) -> tuple[int, int]:
+    @property
+    def special(self) -> bool:
+        """Whether there is more than a window."""
+        return self.sinks > 0 or self.prefix > 0 or self.layout is not None
+
+    def sides(self, causal: bool = False) -> tuple[int, int]:
         """The most keys before and after its own that a query attends to; -1 for no limit."""
         left, right = (-1, -1) if self.window is None else self.window
         return left, 0 if causal else right
+
+    def causally(self, causal: bool) -> Pattern:
+        """The pattern without later keys, a prefix aside, if `causal`: a window with nothing to its right."""
+        return replace(self, window=self.sides(True)) if causal else self
+
+    def within(self, queries: range, keys: range) -> Pattern:
+        """The pattern without what makes no difference to such places.
+
+        So a kernel that knows less serves more calls; sinks are taken to be of the whole sequence.
+        """
+        left, right = self.sides()
+        if right >= 0 and queries.start + right >= keys.stop - 1:
+            right = -1
+        if left >= 0 and queries.stop - 1 - left <= keys.start:
+            left = -1
+        window = None if (left, right) == (-1, -1) else (left, right)
+        sinks = self.sinks if left >= 0 and keys.start < self.sinks else 0
+        prefix = self.prefix if right >= 0 and max(queries.start, keys.start) < self.prefix else 0
+        return Pattern(window, sinks, prefix, self.layout)
 
     def allowed(
         self,
@@ -82,8 +106,6 @@ class Pattern:
         (left, right), masks = self.sides(causal), []
         if right >= 0:
             near = k - q <= right
-            if self.sinks and not causal:
-                near = near | (k - first < self.sinks)
             if self.prefix:
                 near = near | ((q < self.prefix) & (k < self.prefix))
             masks.append(near)
@@ -101,3 +123,6 @@ class Pattern:
 
 ALL = Pattern()
 """No restriction."""
+
+CAUSAL = ALL.causally(True)
+"""No later keys."""

@@ -29,7 +29,9 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tens
     wide_q, wide_k, wide_v = (x.to(compute_dtype(q.dtype)) for x in (q, k, v))
     wide_k, wide_v = (x.repeat_interleave(repeats, 2) for x in (wide_k, wide_v))
     scores, scale = _biased(torch.einsum("sbnd,tbnd->bnst", wide_q, wide_k), call)
-    wide_scores, none_allowed = masked_scores(scores, scale, call.causal, call.allowed(q, k))
+    wide_scores, none_allowed = masked_scores(
+        scores, scale, call.causal_alone(len(q), len(k)), call.allowed(q, k)
+    )
     lse = torch.logsumexp(wide_scores, -1).masked_fill(none_allowed.squeeze(-1), -torch.inf)
     probs = torch.softmax(wide_scores, -1).masked_fill(none_allowed, 0)
     if call.dropout is not None:
@@ -60,7 +62,9 @@ class _Reference(AttentionKernel):
         q, k, v, out, grad = (x.to(wide) for x in (q, k, v, results.out, results.grad))
         keys, values = (x.repeat_interleave(repeats, 2) for x in (k, v))
         scores, scale = _biased(torch.einsum("sbnd,tbnd->bnst", q, keys), given)
-        scores, nothing = masked_scores(scores, scale, given.causal, given.allowed(q, k))
+        scores, nothing = masked_scores(
+            scores, scale, given.causal_alone(len(q), len(k)), given.allowed(q, k)
+        )
         lse = above_all_scores(results.lse).unsqueeze(-1)
         probs = (scores - lse).exp().masked_fill(nothing, 0)
         kept, grad_probs = probs, torch.einsum("sbne,tbne->bnst", grad, values)
@@ -85,8 +89,7 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tupl
     """Attention without dropout by torch's SDPA, which chooses the kernel."""
     assert call.dropout is None, "SDPA draws dropout masks of its own"
     s, b, n, _ = q.shape
-    mask = call.allowed(q, k)
-    causal = call.causal and mask is None
+    mask, causal = call.allowed(q, k), call.causal_alone(s, k.shape[0])
     biases = call.biases(s, k.shape[0])
     if biases is not None:  # SDPA takes a mask or a bias, so all restrictions go into the bias.
         allowed = may_attend(s, k.shape[0], q.device) if causal else mask
@@ -110,14 +113,16 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall)
     Document ids need no mask [b, 1, s, t] of their own: the softmax compares them.
     """
     s, b, n, _ = q.shape
-    ids = None if call.documents is None else call.documents.ids.expand(b, k.shape[0])
-    mask = replace(call, documents=None).allowed(q, k)
+    ids, t = None, k.shape[0]
+    if call.documents is not None and call.part is None and not call.pattern.special:
+        ids, call = call.documents.ids.expand(b, t), replace(call, documents=None)
+    mask, causal = call.allowed(q, k), call.causal_alone(s, t)
     repeats = n // k.shape[2]
     keys, values = (_heads_second(x).repeat_interleave(repeats, 1) for x in (k, v))
     scores, scale = _biased(_heads_second(q) @ keys.transpose(2, 3), call)
-    probs = scaled_softmax(scores, scale, call.causal, mask, document_ids=ids)
+    probs = scaled_softmax(scores, scale, causal, mask, document_ids=ids)
     if call.dropout is not None:
-        probs = probs * dropout_mask_attention(call.dropout, b, n, s, k.shape[0])
+        probs = probs * dropout_mask_attention(call.dropout, b, n, s, t)
         values = values / (1 - call.dropout.p)
     return (probs @ values).permute(2, 0, 1, 3).reshape(s, b, -1), None
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import enum
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megazero.ops.attention.call import AttentionCall
-from megazero.ops.attention.cuda import MOST_SIZE, attention_cuda, attention_examples
+from megazero.ops.attention.call import AttentionCall, Slopes
+from megazero.ops.attention.cuda import (
+    MOST_SIZE,
+    attention_cuda,
+    attention_cuda_by_mask,
+    attention_examples,
+)
 from megazero.ops.attention.flash_cpu import attention_flash_cpu
 from megazero.ops.attention.native_cpu import attention_native_cpu
+from megazero.ops.attention.pattern import ALL, CAUSAL, BlockLayout
 from megazero.ops.attention.reference import attention_reference, attention_sdpa, attention_with_dropout
 from megazero.ops.attention.varlen import attention_varlen, varlen_knows
 from megazero.ops.cuda import on_cuda_kernels
@@ -33,6 +39,16 @@ class MaskKind(enum.Enum):
     RUNS = "runs"  # documents whose runs are known, causal or not, if torch's varlen takes such heads
     DOCUMENTS = "documents"
     DENSE = "dense"
+    PART = "part"  # queries that are not the last keys, masked or not
+    PATTERN = "pattern"  # sinks, a prefix or blocks, with anything else
+
+
+class BiasKind(enum.Enum):
+    """The biases that are added to the scores of a call."""
+
+    NONE = "none"
+    SLOPES = "slopes"  # by distance
+    TENSOR = "tensor"
 
 
 class HeadKind(enum.Enum):
@@ -51,14 +67,14 @@ class AttentionFacts(CallFacts):
         mask: the restriction of the keys that a query may attend to.
         dropout: whether probabilities are dropped.
         lse: whether the log-sum-exp is needed too.
-        bias: whether something is added to the scores.
+        bias: the biases that are added to the scores.
         heads: the widths of queries, keys and values.
     """
 
     mask: MaskKind
     dropout: bool
     lse: bool
-    bias: bool = False
+    bias: BiasKind = BiasKind.NONE
     heads: HeadKind = HeadKind.ALIKE
 
 
@@ -75,6 +91,18 @@ def _cuda_pays(facts: AttentionFacts) -> bool:
     return facts.dropout or facts.lse or _masked(facts)
 
 
+def _in_order(facts: AttentionFacts) -> bool:
+    return facts.mask not in (MaskKind.PART, MaskKind.PATTERN)
+
+
+def _restricted(facts: AttentionFacts) -> bool:
+    return not _in_order(facts)
+
+
+_IN_ORDER = "knows no sinks, prefix, blocks or places of parts"
+_RESTRICTED = "pays with sinks, a prefix, blocks or places of parts only"
+
+
 def _masked(facts: AttentionFacts) -> bool:
     return facts.mask not in (MaskKind.NONE, MaskKind.CAUSAL)
 
@@ -83,6 +111,11 @@ def _one_width(facts: AttentionFacts) -> bool:
     return facts.heads is not HeadKind.UNLIKE
 
 
+def _no_tensor(facts: AttentionFacts) -> bool:
+    return facts.bias is not BiasKind.TENSOR
+
+
+_NO_TENSOR = "adds no biases but those by distance"
 _ONE_WIDTH = "serves values as wide as keys only"
 _CUDA_PAYS = "pays with dropout, lse or a mask only"
 
@@ -100,12 +133,14 @@ ATTENTION: Operator[_Attend] = Operator(
     "attention",
     (
         Implementation(
-            "native_cpu", attention_native_cpu, on_native_cpu(bias=False).needing(_one_width, _ONE_WIDTH)
+            "native_cpu",
+            attention_native_cpu,
+            on_native_cpu().needing(_no_tensor, _NO_TENSOR).needing(_one_width, _ONE_WIDTH),
         ),
         Implementation(
             "flash_cpu",
             attention_flash_cpu,
-            where(CPU, _FLASH_DTYPES, bias=False)
+            where(CPU, _FLASH_DTYPES, bias=BiasKind.NONE)
             .needing(_one_width, _ONE_WIDTH)
             .needing(_flash_pays, _FLASH_PAYS),
         ),
@@ -118,7 +153,7 @@ ATTENTION: Operator[_Attend] = Operator(
                 mask=MaskKind.RUNS,
                 dropout=False,
                 lse=False,
-                bias=False,
+                bias=BiasKind.NONE,
                 heads=HeadKind.ALIKE,
             ).needing(_varlen_serves, _VARLEN_SERVES),
             traceable=True,
@@ -126,7 +161,14 @@ ATTENTION: Operator[_Attend] = Operator(
         Implementation(
             "cuda",
             attention_cuda,
-            on_cuda_kernels(bias=False, heads=HeadKind.ALIKE).needing(_cuda_pays, _CUDA_PAYS),
+            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE)
+            .needing(_cuda_pays, _CUDA_PAYS)
+            .needing(_in_order, _IN_ORDER),
+        ),
+        Implementation(
+            "cuda_by_mask",
+            attention_cuda_by_mask,
+            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE).needing(_restricted, _RESTRICTED),
         ),
         Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False), traceable=True),
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
@@ -140,7 +182,7 @@ ATTENTION: Operator[_Attend] = Operator(
             mask=(MaskKind.NONE, MaskKind.CAUSAL, MaskKind.DOCUMENTS, MaskKind.DENSE),
             dropout=(False, True),
             lse=(False, True),
-            bias=(False, True),
+            bias=tuple(BiasKind),
             heads=tuple(HeadKind),
         )[1:],
     ),
@@ -156,15 +198,14 @@ def chosen(
     Raises ValueError if the shapes do not fit together.
     """
     check(q, k, v, call)
-    call = call.masked(q, k)
-    if call.causal and q.shape[0] == 1:  # The last query sees all keys.
-        call = replace(call, causal=False)
+    s, t = q.shape[0], k.shape[0]
+    call = call.simplified(s, t)
     facts = AttentionFacts.of(
         q,
-        mask=_mask_kind(call, q.shape[0] == k.shape[0], q.shape[2] != k.shape[2]),
+        mask=_mask_kind(call, s, t, q.shape[2] != k.shape[2]),
         dropout=call.dropout is not None,
         lse=lse,
-        bias=call.bias is not None,
+        bias=_bias_kind(call.bias),
         heads=_head_kind(q.shape[-1], v.shape[-1]),
     )
     implementation = ATTENTION.choose(facts)
@@ -175,8 +216,8 @@ def chosen(
 
 def holds_all_pairs(name: str, facts: AttentionFacts) -> bool:
     """Whether that implementation holds a tensor of all pairs of queries and keys for a call on a GPU."""
-    masks = name == "sdpa" and (facts.bias or _masked(facts))
-    return facts.device == "cuda" and (masks or name in ("composed", "reference"))
+    masks = name == "sdpa" and (facts.bias is not BiasKind.NONE or _masked(facts))
+    return facts.device == "cuda" and (masks or name in ("cuda_by_mask", "composed", "reference"))
 
 
 def _warn_of_all_pairs(name: str, facts: AttentionFacts) -> None:
@@ -189,23 +230,34 @@ def _warn_of_all_pairs(name: str, facts: AttentionFacts) -> None:
     )
 
 
+def _bias_kind(bias: Tensor | Slopes | None) -> BiasKind:
+    if bias is None:
+        return BiasKind.NONE
+    return BiasKind.SLOPES if isinstance(bias, Slopes) else BiasKind.TENSOR
+
+
 def _head_kind(size: int, values: int) -> HeadKind:
     if values != size:
         return HeadKind.UNLIKE
     return HeadKind.WIDE if size > MOST_SIZE else HeadKind.ALIKE
 
 
-def _mask_kind(call: AttentionCall, square: bool, grouped: bool) -> MaskKind:
+def _mask_kind(call: AttentionCall, s: int, t: int, grouped: bool) -> MaskKind:
     """The kind of mask; causality of fewer queries than keys is a window too."""
-    documents, hidden = call.documents, call.pattern.window is not None or (call.causal and not square)
+    documents, pattern = call.documents, call.pattern
+    if pattern.special:
+        return MaskKind.PATTERN
+    if call.part is not None:
+        return MaskKind.PART
     if call.mask is not None:
         return MaskKind.DENSE
+    square = s == t and pattern in (ALL, CAUSAL)
     if documents is not None:
-        whole = documents.runs is not None and square and call.pattern.idle
+        whole = documents.runs is not None and square
         return MaskKind.RUNS if whole and not (grouped and not varlen_knows(grouped)) else MaskKind.DOCUMENTS
-    if hidden:
-        return MaskKind.WINDOW
-    return MaskKind.CAUSAL if call.causal else MaskKind.NONE
+    if pattern == ALL:
+        return MaskKind.NONE
+    return MaskKind.CAUSAL if square else MaskKind.WINDOW
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
@@ -228,5 +280,23 @@ def check(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
                 f"`document_ids` must be [{b}, {t}] for at most as many queries, but is {given} for {s}; "
                 "give each key the id of its document."
             )
+    part = call.part
+    if call.documents is not None and call.pattern.sinks and part is not None and part.begins is None:
+        raise ValueError(
+            "`pattern` must have no sinks where `part` has a part of documents, because where those begin is "
+            "not among its keys; give all keys."
+        )
     if call.dropout is not None:
         call.dropout.check(q.shape[1], q.shape[0], k.shape[0])
+    if call.pattern.layout is not None:
+        _check_layout(call.pattern.layout, call.places(q.shape[0], k.shape[0]), q.shape[2])
+
+
+def _check_layout(layout: BlockLayout, places: tuple[range, range], heads: int) -> None:
+    own, rows, columns = layout.blocks.shape
+    least, stop = min(x.start for x in places), max(x.stop for x in places)
+    if own not in (1, heads) or rows != columns or least < 0 or stop > rows * layout.size:
+        raise ValueError(
+            f"`layout` must be [1 or {heads}, N, N] with {stop} places or more in blocks of {layout.size}, "
+            f"but is {list(layout.blocks.shape)}; make it for the length of the sequence."
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.config.tree.config import Config
-from megazero.ops.attention import ATTENTION, AttentionFacts, HeadKind, MaskKind, holds_all_pairs
+from megazero.ops.attention import ATTENTION, AttentionFacts, BiasKind, HeadKind, MaskKind, holds_all_pairs
 from megazero.ops.attention.cuda import MOST_SIZE
 from megazero.ops.attention.varlen import varlen_knows
 from megazero.train.parts.chunks import DTYPES
@@ -42,7 +42,7 @@ def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
         mask,
         dropout=model.attention_dropout > 0,
         lse=model.softmax_type != "vanilla",
-        bias=model.position_embedding_type == "alibi",
+        bias=BiasKind.SLOPES if model.position_embedding_type == "alibi" else BiasKind.NONE,
         heads=HeadKind.WIDE if model.head_dim > MOST_SIZE else HeadKind.ALIKE,
     )
 

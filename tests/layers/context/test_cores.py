@@ -27,6 +27,8 @@ PROBLEMS = {
     "window both ways": Problem(pattern=Pattern((4, 2)), causal=False),
     "wide window": Problem(pattern=Pattern((15, 0)), documents=DOCUMENTS),
     "window and first tokens": Problem(pattern=Pattern((2, 0), sinks=3)),
+    "window and first tokens of documents": Problem(pattern=Pattern((2, 0), sinks=2), documents=DOCUMENTS),
+    "window both ways and first tokens": Problem(pattern=Pattern((3, 1), sinks=4), causal=False),
     "prefix": Problem(pattern=Pattern(prefix=13)),
     "blocks": Problem(pattern=Pattern(layout=LAYOUT)),
     "dropout": Problem(dropout=0.4),
