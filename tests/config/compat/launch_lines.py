@@ -64,7 +64,6 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
 
 _RULES: Mapping[str, str] = MappingProxyType(
     {
-        "context_parallel_unavailable": "context parallelism",
         "interleaved_micro_batches": "micro-batch groups of other sizes",
     }
 )

@@ -76,12 +76,19 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model.num_query_groups": 2,
     },
     "ffn_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 102},
-    "sequence_over_tensor_ranks": {
-        "parallel.tensor_model_parallel_size": 4,
-        "parallel.sequence_parallel": True,
-        "model.seq_length": 30,
+    "sequence_over_ranks": {"parallel.context_parallel_size": 2, "model.seq_length": 30},
+    "cp_comm_types_count": {"parallel.context_parallel_size": 2, "parallel.cp_comm_type": ("p2p",) * 3},
+    "cp_blocks_given": {"parallel.context_parallel_size": 2, "parallel.cp_comm_type": ("a2a+p2p",)},
+    "cp_blocks_multiply": {
+        "parallel.context_parallel_size": 2,
+        "parallel.hierarchical_context_parallel_sizes": (2, 2),
     },
-    "context_parallel_unavailable": {"parallel.context_parallel_size": 2},
+    "heads_over_context_ranks": {
+        "parallel.context_parallel_size": 4,
+        "parallel.cp_comm_type": ("a2a",),
+        "model.num_attention_heads": 2,
+    },
+    "finetuning_shares_no_sequences": {**TASK, "parallel.context_parallel_size": 2},
     "experts_over_expert_ranks": {
         "model.num_experts": (4, 4, 4, 6),
         "parallel.expert_model_parallel_size": 4,
