@@ -346,6 +346,43 @@ EXPERT_CIRCLES = (
 )
 
 
+SHARED_SEQUENCES = replace(SMALL, sequence=24, shape="llama")
+CONTEXT_CIRCLE = (
+    SHARED_SEQUENCES,
+    *(
+        replace(SHARED_SEQUENCES, **changes)
+        for changes in (
+            {"cp": 2},
+            {"cp": 4, "comm": "a2a", "zero": 1},
+            {"cp": 3, "zero": 3},
+            {"cp": 2, "dp": 2, "zero": 2, "comm": "all_gather"},
+            {"tp": 2, "zero": 1},
+            {"cp": 2, "tp": 2, "sequence_parallel": True},
+            {"dp": 4, "zero": 3},
+            {"cp": 4, "comm": "a2a+p2p", "zero": 3},
+            {"cp": 2, "pp": 2, "zero": 1},
+            {"pp": 2, "dp": 2, "zero": 2},
+            {"cp": 2, "comm": "a2a", "zero": 3, "dp": 2},
+            {"cp": 3, "comm": "mixed"},
+            {"dp": 2, "zero": 1},
+            {"cp": 4, "zero": 2, "store": "cpu"},
+            {"tp": 2, "dp": 2, "zero": 3},
+            {"cp": 2, "tp": 2, "comm": "a2a", "zero": 2},
+            {"cp": 4, "comm": "all_gather", "zero": 1},
+            {"cp": 2, "pp": 2, "schedule": "zb-h1", "zero": 3},
+            {"cp": 3, "zero": 1, "comm": "a2a"},
+            {"cp": 2, "zero": 2, "recompute": "full"},
+            {"cp": 4},
+        )
+    ),
+)
+
+
+def context_circle() -> list[Case]:
+    """Cases of one model whose sequences 1 to 4 ranks share, each with another number than the one before."""
+    return [Case(layout) for layout in CONTEXT_CIRCLE]
+
+
 def expert_circles() -> list[list[Case]]:
     """Cases with experts, in a circle for each model."""
     return [[Case(layout) for layout in circle] for circle in EXPERT_CIRCLES]

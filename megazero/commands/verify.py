@@ -112,9 +112,10 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
     config, replicas = resolve(rest, flags.world_size)
     shrunk = shrink(config, replicas, flags.ranks)
     grid = shrunk.grid
+    context = f" x context {grid.cp}" if grid.cp > 1 else ""
     experts = f", experts over {grid.ep} x {grid.etp} ranks" if config.model.num_experts else ""
     print(
-        f"layout     tensor {grid.tp} x pipeline {grid.pp} x data {grid.dp}{experts}, "
+        f"layout     tensor {grid.tp} x pipeline {grid.pp}{context} x data {grid.dp}{experts}, "
         f"ZeRO stage {config.zero.stage}"
     )
     for note in shrunk.notes:
@@ -155,6 +156,9 @@ def serial_of(config: Config) -> Config:
                     "pipeline_schedule": "auto",
                     "pipeline_partition": "uniform",
                     "sequence_parallel": False,
+                    "context_parallel_size": 1,
+                    "cp_comm_type": ("p2p",),
+                    "hierarchical_context_parallel_sizes": None,
                     "expert_model_parallel_size": 1,
                     "expert_tensor_parallel_size": None,
                 }

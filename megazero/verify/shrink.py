@@ -56,33 +56,34 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     sizes = {
         "tp": parallel.tensor_model_parallel_size,
         "pp": parallel.pipeline_model_parallel_size,
+        "cp": parallel.context_parallel_size,
         "dp": min(data_parallel, 2 * config.zero.hpz_partition_size),
     }
     if config.model.num_experts:
         # Enough replicas for experts to be shared, if there are.
         sizes["dp"] = min(data_parallel, max(sizes["dp"], parallel.expert_model_parallel_size))
     wanted = dict(sizes)
-    while sizes["tp"] * sizes["pp"] * sizes["dp"] > most_ranks and max(sizes.values()) > 2:
+    while math.prod(sizes.values()) > most_ranks and max(sizes.values()) > 2:
         largest = max(sizes, key=lambda axis: sizes[axis])
         sizes[largest] = max(2, sizes[largest] // 2)
-    words = {"tp": "tensor", "pp": "pipeline", "dp": "data"}
+    words = {"tp": "tensor", "pp": "pipeline", "cp": "context", "dp": "data"}
     notes = [f"{words[a]} parallel size {wanted[a]} -> {sizes[a]}" for a in sizes if sizes[a] != wanted[a]]
-    tp, pp, dp = sizes["tp"], sizes["pp"], sizes["dp"]
-    ep, etp = _expert_sizes(config, tp, dp)
+    tp, pp, cp, dp = sizes["tp"], sizes["pp"], sizes["cp"], sizes["dp"]
+    ep, etp = _expert_sizes(config, tp, dp * cp)
     changes: dict[str, dict[str, Any]] = {
         "model": {**_model(config, tp, pp), **_experts(config, tp, ep, etp)},
-        "parallel": _parallel(config, tp, pp) | _shared_experts(config, ep, etp),
+        "parallel": _parallel(config, tp, pp) | _context(config, cp) | _shared_experts(config, ep, etp),
         "zero": _zero(config, dp),
         "offload": _offload(config),
         "batch": _batch(config, data_parallel, pp, dp),
         "optimizer": _optimizer(config),
         "precision": {"dtype": "fp32"},
-        "curriculum": _curriculum(config, tp),
+        "curriculum": _curriculum(config, tp * cp),
         "data_sampling": {
             "curriculum_metrics": tuple(map(shrunk_metric, config.data_sampling.curriculum_metrics)),
             "curriculum_unit": "iters",
         },
-        "skipping": _skipping(config, tp),
+        "skipping": _skipping(config, tp * cp),
         "distillation": {"kd_train_iters": None if config.distillation.kd_train_iters is None else 3},
         "training": {"train_iters": 100, "train_samples": None, "train_tokens": None},
     }
@@ -91,6 +92,8 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         notes.append("no biases: the gradient of the keys' bias is rounding alone, and its sign is taken")
     if config.optimizer.optimizer in _ALL_EXACT:
         notes.append(f"{config.optimizer.optimizer} sums exactly: compressed sums depend on the replicas")
+    if cp > 1:
+        changes["model"] |= {"seq_length": 8 * tp * cp} | _heads(changes["model"], tp, cp)
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
         notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")
@@ -100,8 +103,32 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         notes.append(f"samples are drawn by difficulty from {SAMPLES} random ones, with made-up indexes")
     if config.distillation.kd:
         notes.append("the teacher is a new one with twice the student's layers")
-    grid = ProcessGrid(pp=pp, dp=dp, tp=tp, ep=ep, etp=etp)
+    inner = (sections["parallel"].hierarchical_context_parallel_sizes or (1, 1))[0]
+    grid = ProcessGrid(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, cp_inner=inner)
     return Shrunk(config.model_copy(update=sections), grid, tuple(notes))
+
+
+def _context(config: Config, cp: int) -> dict[str, Any]:
+    """The settings of sequences that `cp` ranks share, with what attention sends in the few layers."""
+    parallel, layers = config.parallel, max(2, chunks_per_stage(config))
+    blocks, types = parallel.hierarchical_context_parallel_sizes, parallel.cp_comm_type
+    if blocks is not None:
+        inner = math.gcd(blocks[0], cp)
+        blocks = (inner, cp // inner)
+    if len(types) > 1:
+        layers *= parallel.pipeline_model_parallel_size
+        types = tuple(types[layer % len(types)] for layer in range(layers))
+    return {
+        "context_parallel_size": cp,
+        "cp_comm_type": types,
+        "hierarchical_context_parallel_sizes": blocks,
+    }
+
+
+def _heads(model: dict[str, Any], tp: int, cp: int) -> dict[str, Any]:
+    """Enough heads for ranks to exchange."""
+    heads = max(model["num_attention_heads"], 2 * tp * cp)
+    return {"num_attention_heads": heads, "hidden_size": heads * _WIDTH_OF_HEAD}
 
 
 def _offload(config: Config) -> dict[str, Any]:

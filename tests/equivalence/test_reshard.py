@@ -8,6 +8,7 @@ there and back, `--all-layouts` hundreds of pairs, of up to eight ranks.
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from proofs.reshard_sweep import (
     cases,
     check,
     circles,
+    context_circle,
     difference,
     expert_circles,
     flat,
@@ -58,6 +60,17 @@ def pytest_generate_tests(metafunc):
 
 
 def test_there_and_back(tmp_path, circle):
+    assert check(circle, tmp_path).wrong == ()
+
+
+def test_the_ranks_that_share_sequences_change(tmp_path):
+    circle = context_circle()
+    around = [*circle, circle[0]]
+    changes = [(a.layout.cp, b.layout.cp) for a, b in pairwise(around)]
+    assert len(changes) >= 20
+    assert all(a != b for a, b in changes)
+    assert {cp for change in changes for cp in change} == {1, 2, 3, 4}
+    assert not any(case.layout.broken_rules() for case in circle)
     assert check(circle, tmp_path).wrong == ()
 
 
