@@ -9,6 +9,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megazero.layers.patterns import pattern_of
 from megazero.layers.placement import Placement
 from megazero.mpu.matrices import Matrices
 from megazero.ops.rotary import apply_rotary
@@ -32,7 +33,8 @@ class SelfAttention(nn.Module):
         self, layer: int, config: ModelConfig, placement: Placement, *, causal: bool, recompute: bool = False
     ):
         super().__init__()
-        self.attends = Attends(layer, causal, config.attention_dropout)
+        pattern = pattern_of(config, layer, placement.tp, causal)
+        self.attends = Attends(layer, causal, config.attention_dropout, pattern)
         self.core = core_of(placement)
         self.recompute = recompute
         self.queries_per_group = config.num_attention_heads // config.kv_heads

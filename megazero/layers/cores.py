@@ -12,10 +12,11 @@ from typing import Protocol
 from torch import Tensor
 
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
+from megazero.layers.patterns import seen_by_wanted
 from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows, keys_at
 from megazero.mpu.group import Group
-from megazero.ops.attention import attention
+from megazero.ops.attention import ALL, attention
 from megazero.ops.dropout import AttentionDropout
 
 
@@ -44,6 +45,8 @@ class LocalCore(AttentionCore):
         if inputs.wanted is not None:
             assert not attends.causal, "causality counts the queries from the last key"
             mask, documents = _mask_of_wanted(inputs.rows, inputs.wanted), None
+            seen = seen_by_wanted(attends.pattern, inputs.wanted, len(k))
+            mask = seen if mask is None else mask if seen is None else mask & seen
         return attention(
             inputs.narrow(q),
             k,
@@ -53,7 +56,7 @@ class LocalCore(AttentionCore):
             document_ids=documents,
             bias=bias,
             dropout=dropout,
-            pattern=attends.pattern,
+            pattern=attends.pattern if inputs.wanted is None else ALL,
         )
 
     def _dropout(self, heads: int, inputs: LayerInputs, attends: Attends) -> AttentionDropout | None:
