@@ -1,4 +1,4 @@
-"""The pattern of a layer's attention by the model's settings: which keys a position attends to by its place."""
+"""The pattern of a layer's attention by the model's settings: the keys that a position may attend to."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def layout_of(config: ModelConfig, layer: int, causal: bool) -> Tensor:
 
 
 def seen_by_wanted(pattern: Pattern, wanted: Tensor, keys: int) -> Tensor | None:
-    """bool [b, n or 1, r, t]: which of a sequence's t `keys` its rows `wanted`, int64 [r, b], see; None: all."""
+    """bool [b, n or 1, r, t]: the t `keys` that the rows `wanted`, int64 [r, b], may attend to; None: all."""
     places = range(keys)
     seen = pattern.allowed(False, places, places, wanted.device)
     if seen is None:

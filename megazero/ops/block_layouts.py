@@ -111,8 +111,8 @@ def bigbird(
     causal: bool = False,
     key: int = 0,
 ) -> Tensor:
-    """bool [n, N, N]: a window that slides, first blocks that see and are seen, random ones (BigBird, Zaheer et
-    al. 2020).
+    """bool [n, N, N]: a window that slides, first blocks that see and are seen, and random ones
+    (BigBird, Zaheer et al. 2020).
 
     Args:
         blocks: N.

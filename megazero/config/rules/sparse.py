@@ -17,6 +17,7 @@ _PATTERNS, _PER_HEAD = (
 )
 _STARTS, _ENDS = "model.sparse_global_block_indices", "model.sparse_global_block_end_indices"
 _DIRECTION, _SEED = "model.sparse_direction", "model.sparse_seed"
+_DEFAULT_SEED = ModelConfig.model_fields["sparse_seed"].default
 
 
 def _sparse(*modes: str) -> Callable[[Callable[[ModelConfig], bool]], Callable[[Case], bool]]:
@@ -72,9 +73,7 @@ SPARSE_RULES: tuple[Rule, ...] = (
         (_DIRECTION, _FAMILY),
         "`sparse_direction` must be unidirectional for GPT and bidirectional for BERT",
         "correct it or leave it out",
-        lambda c: (
-            c.config.model.sparse_direction in (None, _direction(c.config.model))
-        ),
+        lambda c: c.config.model.sparse_direction in (None, _direction(c.config.model)),
     ),
     Rule(
         "sparse_global_blocks_fit",
@@ -126,13 +125,13 @@ SPARSE_RULES: tuple[Rule, ...] = (
         (_SEED, _RANDOM),
         "`sparse_seed` must have random blocks to draw",
         "set `--sparse-num-random-blocks` or leave out `--sparse-seed`",
-        _sparse()(lambda model: model.sparse_seed == type(model).model_fields["sparse_seed"].default or _draws(model)),
+        _sparse()(lambda model: model.sparse_seed == _DEFAULT_SEED or _draws(model)),
     ),
     Rule(
         "sparse_global_runs_exist",
         (_STARTS, _ENDS, _BLOCK),
-        "`sparse_global_block_indices` must be numbers of blocks, and `sparse_global_block_end_indices` as many "
-        "numbers, each above the one that it belongs to",
+        "`sparse_global_block_indices` must be numbers of blocks, and `sparse_global_block_end_indices` as "
+        "many numbers, each above the one that it belongs to",
         "correct the numbers, which count from 0",
         _sparse("variable", "bslongformer")(_runs_sound),
         _length_in_blocks,
