@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megazero.deepspeed.settings import read_settings
 from megazero.deepspeed.sparse.attention import BertSparseSelfAttention, SparseSelfAttention
 from megazero.deepspeed.sparse.configs import (
     BigBirdSparsityConfig,
@@ -19,6 +20,8 @@ from megazero.deepspeed.sparse.configs import (
 )
 from megazero.deepspeed.sparse.products import MatMul, Softmax
 from megazero.deepspeed.sparse.utils import SparseAttentionUtils as Utils
+from megazero.deepspeed.user_config import DeepSpeedConfig
+from megazero.errors import ConfigError
 
 CONFIGS = {
     "dense": DenseSparsityConfig(2, 4),
@@ -181,7 +184,8 @@ def test_products_with_transposed_matrices(mode, trans_a, trans_b):
     dense, sparse = MatMul(layout, 4, "sdd"), layout.repeat_interleave(4, 1).repeat_interleave(4, 2)
     whole = torch.randn(2, 2, 24, 24) * sparse
     blocks = whole.unflatten(3, (6, 4)).unflatten(2, (6, 4)).movedim(3, 4)
-    values = blocks[:, *layout.nonzero().unbind(1)]
+    heads, rows, columns = layout.nonzero().unbind(1)
+    values = blocks[:, heads, rows, columns]
     assert torch.equal(dense(whole, torch.eye(24).expand(2, 2, 24, 24)), values)
     a, b = (torch.randn(2, 2, 24, 24) for _ in range(2))
     left, right = (whole if mode == "dsd" else a), (whole if mode == "dds" else b)
@@ -189,9 +193,7 @@ def test_products_with_transposed_matrices(mode, trans_a, trans_b):
     given = (values if mode == "dsd" else a), (values if mode == "dds" else b)
     found = MatMul(layout, 4, mode, trans_a, trans_b)(*given)
     if mode == "sdd":
-        product = (
-            product.unflatten(3, (6, 4)).unflatten(2, (6, 4)).movedim(3, 4)[:, *layout.nonzero().unbind(1)]
-        )
+        product = product.unflatten(3, (6, 4)).unflatten(2, (6, 4)).movedim(3, 4)[:, heads, rows, columns]
     torch.testing.assert_close(found, product, rtol=1e-4, atol=1e-5)
 
 
@@ -287,3 +289,32 @@ def test_a_tokenizer_cuts_later():
     tokenizer = SimpleNamespace(model_max_length=512, init_kwargs={})
     assert Utils.update_tokenizer_model_max_length(tokenizer, 4096) is tokenizer
     assert (tokenizer.model_max_length, tokenizer.init_kwargs) == (4096, {"model_max_length": 4096})
+
+
+SECTION = {"train_batch_size": 1, "sparse_attention": {"block": 4, "num_local_blocks": 2}}
+
+
+def test_a_script_reads_the_section_with_the_defaults_of_its_mode():
+    assert DeepSpeedConfig(SECTION).sparse_attention == {
+        "mode": "fixed",
+        "block": 4,
+        "different_layout_per_head": False,
+        "num_local_blocks": 2,
+        "num_global_blocks": 1,
+        "attention": "bidirectional",
+        "horizontal_global_attention": False,
+        "num_different_global_patterns": 1,
+    }
+    other = {"train_batch_size": 1, "sparse_attention": {"mode": "BSLongformer"}}
+    assert DeepSpeedConfig(other).sparse_attention["global_block_indices"] == [0]
+    assert DeepSpeedConfig({"train_batch_size": 1}).sparse_attention is None
+    kept = {key: value for key, value in DeepSpeedConfig(SECTION).sparse_attention.items() if key != "mode"}
+    assert FixedSparsityConfig(2, **kept).make_layout(16).shape == (2, 4, 4)
+
+
+def test_a_section_is_refused_where_nothing_is_sparse():
+    """DeepSpeed's engine never looked at it, and trained a dense model."""
+    with pytest.raises(ConfigError, match="the model must have a `SparseSelfAttention`"):
+        read_settings(SECTION, 1, torch.nn.Linear(1, 1))
+    assert read_settings(SECTION, 1, SparseSelfAttention(FixedSparsityConfig(2), max_seq_length=64))
+    assert read_settings({**SECTION, "sparse_attention": {"mode": "dense"}}, 1, torch.nn.Linear(1, 1))

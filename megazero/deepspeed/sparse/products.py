@@ -44,19 +44,18 @@ class MatMul:
             right = b.unflatten(3, (count, size)).movedim(3, 2)[:, heads, columns]
             product: Tensor = left @ right
             return product
-        sparse_is_first = self.mode == "dsd"
-        if self.trans_a if sparse_is_first else self.trans_b:
+        heads_and_blocks = self.layout.shape[0] * count
+        if self.trans_a if self.mode == "dsd" else self.trans_b:  # the sparse one
             rows, columns = columns, rows
-        if sparse_is_first:  # each block of columns of `a` meets its block of rows of `b`
-            pieces = a @ b.unflatten(2, (count, size))[:, heads, columns]
-            whole = pieces.new_zeros(len(a), self.layout.shape[0] * count, size, pieces.shape[-1])
-            whole = whole.index_add(1, heads * count + rows, pieces)
-            return whole.view(len(a), -1, count * size, whole.shape[-1])
+        if self.mode == "dsd":
+            pieces: Tensor = a @ b.unflatten(2, (count, size))[:, heads, columns]
+            total = pieces.new_zeros(len(a), heads_and_blocks, size, pieces.shape[-1])
+            total = total.index_add(1, heads * count + rows, pieces)
+            return total.view(len(a), -1, count * size, pieces.shape[-1])
         pieces = a.unflatten(3, (count, size)).movedim(3, 2)[:, heads, rows] @ b
-        whole = pieces.new_zeros(len(a), self.layout.shape[0] * count, pieces.shape[2], size)
-        whole = whole.index_add(1, heads * count + columns, pieces)
-        strips = whole.view(len(a), -1, count, whole.shape[2], size)
-        return strips.movedim(2, 3).flatten(3)
+        total = pieces.new_zeros(len(a), heads_and_blocks, pieces.shape[2], size)
+        total = total.index_add(1, heads * count + columns, pieces)
+        return total.view(len(a), -1, count, pieces.shape[2], size).movedim(2, 3).flatten(3)
 
 
 class Softmax:

@@ -13,6 +13,7 @@ from megazero.checkpoint.shards import parts_to_read, state_keys
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 from megazero.train.resume.fit import check_tensors
@@ -47,7 +48,7 @@ def take_foreign_weights(
 
 @contextmanager
 def _upcycled(path: str, model: ModelConfig, vocab_size: int) -> Iterator[Source]:
-    with HFReader.for_model(path, dense_model(model), vocab_size) as reader:
+    with HFReader.for_model(path, dense_model(model), vocab_size, SPARSE_FIELDS) as reader:
         yield Upcycled(reader, model)
 
 
