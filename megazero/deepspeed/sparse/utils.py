@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from megazero.deepspeed.sparse.attention import TransformersSparseSelfAttention
 from megazero.deepspeed.sparse.configs import SparsityConfig
 
-_RESERVED = MappingProxyType({"bert": 0, "roberta": 2})
-"""The rows at the beginning of a position table that are no positions."""
+_BODIES = (("bert", 0), ("roberta", 2))
+"""The attribute of a model that holds its layers, and the first rows of its table that are no positions."""
 
 
 class SparseAttentionUtils:
@@ -30,8 +29,8 @@ class SparseAttentionUtils:
         Raises:
             ValueError: the model is of another family, or has as many positions.
         """
-        kind, body = _body(model)
-        embeddings, first = body.embeddings, _RESERVED[kind]
+        body, first = _body(model)
+        embeddings = body.embeddings
         table = embeddings.position_embeddings
         known = len(table.weight) - first
         if max_position <= known:
@@ -71,9 +70,9 @@ class SparseAttentionUtils:
         Raises:
             ValueError: the model is of another family, or the layout does not fit the longest sequence.
         """
-        kind, body = _body(model)
+        body, reserved = _body(model)
         config: Any = model.config
-        config.max_position_embeddings = max_position + _RESERVED[kind]
+        config.max_position_embeddings = max_position + reserved
         SparseAttentionUtils._replace(config, body.encoder.layer, sparsity_config, max_position)
         return model
 
@@ -152,10 +151,10 @@ class SparseAttentionUtils:
         return sequence_output[:, : sequence_output.shape[1] - pad_len]
 
 
-def _body(model: Any) -> tuple[str, Any]:
-    for kind in _RESERVED:
-        if hasattr(model, kind):
-            return kind, getattr(model, kind)
+def _body(model: Any) -> tuple[Any, int]:
+    for name, reserved in _BODIES:
+        if hasattr(model, name):
+            return getattr(model, name), reserved
     raise ValueError(
         f"`model` must have a `bert` or a `roberta`, but is a {type(model).__name__}; use a model with a "
         "head, such as BertForMaskedLM"
