@@ -253,7 +253,7 @@ def _blocks(config: Config) -> dict[str, Any]:
         "sparse_num_global_blocks": 1,
         "sparse_num_different_global_patterns": min(4, patterns),
         "sparse_num_random_blocks": min(2, model.sparse_num_random_blocks),
-        "sparse_local_window_blocks": tuple(min(3, w) for w in model.sparse_local_window_blocks),
+        "sparse_local_window_blocks": tuple(min(4, w) for w in model.sparse_local_window_blocks),
         "sparse_global_block_indices": (0,),
         "sparse_global_block_end_indices": (2,) if model.sparse_global_block_end_indices else (),
         "sparse_num_sliding_window_blocks": min(3, sliding),

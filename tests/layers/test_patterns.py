@@ -189,3 +189,43 @@ def test_results_and_gradients_are_those_of_the_formula(mode, length):
     found = run(attention(*inputs, causal=True, pattern=pattern))
     for ours, theirs in zip(found, run(expected(config, 1, *inputs)), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_packed_documents_are_seen_by_blocks_of_their_row():
+    torch.manual_seed(0)
+    config = model("bslongformer")
+    pattern = pattern_of(config, 0, SoloGroup(), True)
+    q, k, v = (torch.randn(24, 2, 4, 8, dtype=torch.float64) for _ in range(3))
+    ids = torch.tensor([[0] * 7 + [1] * 17, [0] * 16 + [1] * 5 + [-1] * 3])
+    seen = layout_of(config, 0, True).repeat_interleave(2, 1).repeat_interleave(2, 2).tril()
+    seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) / 8**0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    right = torch.einsum("bnst,tbnd->sbnd", weights, v).flatten(2)
+    found = attention(q, k, v, causal=True, pattern=pattern, document_ids=ids)
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("block", [16, 64, 128])
+@pytest.mark.parametrize("mode", MODES)
+def test_blocks_of_any_size_with_padding(mode, block):
+    """Both ways, in fp32, where the sequence ends within a block and samples before it."""
+    torch.manual_seed(0)
+    config = model(mode, family="bert", seq_length=12 * block, sparse_block=block)
+    pattern, length = pattern_of(config, 0, SoloGroup(), False), 5 * block - 3
+    inputs = [torch.randn(length, 2, 4, 8, requires_grad=True) for _ in range(3)]
+    kept = torch.arange(length) < torch.tensor([[length], [3 * block + 1]])
+    seen = layout_of(config, 0, False).repeat_interleave(block, 1).repeat_interleave(block, 2)
+    seen = seen[:, :length, :length] & (kept.unsqueeze(2) == kept.unsqueeze(1)).unsqueeze(1)
+    scores = torch.einsum("sbnd,tbnd->bnst", *inputs[:2]) / 8**0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    right = torch.einsum("bnst,tbnd->sbnd", weights, inputs[2]).flatten(2)
+    ids = torch.where(kept, 0, -1)
+    found = attention(*inputs, causal=False, pattern=pattern, document_ids=ids)
+    pairs = zip(
+        [found, *torch.autograd.grad(found.square().sum(), inputs)],
+        [right, *torch.autograd.grad(right.square().sum(), inputs)],
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
