@@ -57,6 +57,21 @@ def test_a_training_goes_on_with_the_layout_that_it_has(run, tmp_path):
     assert train(f"--load {sparse} {other} {SPARSE}").iteration == 6
 
 
+def test_a_sparse_model_has_no_form_in_transformers(run, tmp_path, capsys):
+    sparse = tmp_path / "sparse"
+    train(f"--load {run} --finetune --save {sparse} {SPARSE}")
+    capsys.readouterr()
+    assert main(["to-hf", str(sparse), str(tmp_path / "hf"), "--no-tokenizer"]) != 0
+    assert "`sparse_attention` is" in capsys.readouterr().err
+
+
+def test_a_model_of_transformers_becomes_sparse(run, tmp_path):
+    """By `--load-hf`, too, where nothing is longer."""
+    assert main(["to-hf", str(run), str(tmp_path / "hf"), "--no-tokenizer"]) == 0
+    state = train(f"--load-hf {tmp_path / 'hf'} --save {tmp_path / 'a'} --train-iters 1 {SPARSE}")
+    assert state.iteration == 1
+
+
 def test_what_cannot_be_extended_is_refused(run, tmp_path, capsys):
     def refused(source, out, positions: int, status: int) -> str:
         argv = ["extend-positions", str(source), str(out), "--max-position-embeddings", str(positions)]
