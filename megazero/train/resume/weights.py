@@ -42,7 +42,8 @@ def take_foreign_weights(
         opener = partial(_upcycled, path, config.model, vocab_size)
         take_weights(engine, context, path, opener, own=router_names(config.model), spare=())
         return (f"began experts from the dense model {path}",)
-    take_weights(engine, context, path, partial(HFReader.for_model, path, config.model, vocab_size))
+    opener = partial(HFReader.for_model, path, config.model, vocab_size, SPARSE_FIELDS)
+    take_weights(engine, context, path, opener)
     return (f"took the weights from {path}",)
 
 

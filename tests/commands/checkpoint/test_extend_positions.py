@@ -62,7 +62,7 @@ def test_a_sparse_model_has_no_form_in_transformers(run, tmp_path, capsys):
     train(f"--load {run} --finetune --save {sparse} {SPARSE}")
     capsys.readouterr()
     assert main(["to-hf", str(sparse), str(tmp_path / "hf"), "--no-tokenizer"]) != 0
-    assert "`sparse_attention` is" in capsys.readouterr().err
+    assert "`sparse_attention` must be dense, but is bigbird" in capsys.readouterr().err
 
 
 def test_a_model_of_transformers_becomes_sparse(run, tmp_path):
