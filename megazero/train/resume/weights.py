@@ -39,8 +39,8 @@ def take_foreign_weights(
     if path is None:
         return ()
     if config.checkpoint.moe_use_upcycling:
-        opener = partial(_upcycled, path, config.model, vocab_size)
-        take_weights(engine, context, path, opener, own=router_names(config.model), spare=())
+        upcycled = partial(_upcycled, path, config.model, vocab_size)
+        take_weights(engine, context, path, upcycled, own=router_names(config.model), spare=())
         return (f"began experts from the dense model {path}",)
     opener = partial(HFReader.for_model, path, config.model, vocab_size, SPARSE_FIELDS)
     take_weights(engine, context, path, opener)
