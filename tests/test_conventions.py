@@ -49,6 +49,11 @@ LARGE_CONSTRUCTORS = {
     "megazero.deepspeed.report.StepFacts": 8,
     "megazero.deepspeed.saved.Saved": 13,
     "megazero.deepspeed.settings.UserSettings": 10,
+    # DeepSpeed's signatures, with the seed and the layer of random blocks.
+    "megazero.deepspeed.sparse.configs.BSLongformerSparsityConfig": 9,
+    "megazero.deepspeed.sparse.configs.BigBirdSparsityConfig": 9,
+    "megazero.deepspeed.sparse.configs.FixedSparsityConfig": 10,
+    "megazero.deepspeed.sparse.configs.VariableSparsityConfig": 11,
     "megazero.deepspeed.transformer.DeepSpeedTransformerConfig": 20,
     "megazero.deepspeed.zero.init.Init": 16,  # DeepSpeed's signature, as is the next one
     "megazero.deepspeed.zero.tiling.TiledLinear": 10,

@@ -11,6 +11,7 @@ import torch
 
 from megazero.config.deepspeed.row import AUTO
 from megazero.deepspeed.monitor import get_monitor_config
+from megazero.deepspeed.sparse.section import sparse_section
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -122,6 +123,7 @@ def sections_of(given: Mapping[str, Any]) -> dict[str, Any]:
     shown["seq_parallel_communication_data_type"] = DTYPES[
         value_at(given, "seq_parallel_communication_data_type", "fp32")
     ]
+    shown["sparse_attention"] = sparse_section(given)
     shown["monitor_config"] = get_monitor_config(given)
     log = value_at(given, "comms_logger", {"enabled": False})
     shown["comms_config"] = ConfigSection(comms_logger_enabled=log["enabled"])

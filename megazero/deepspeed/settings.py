@@ -23,6 +23,7 @@ from megazero.config.tree.option import Section
 from megazero.config.tree.precision import PrecisionConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.deepspeed.layer_drop import LayerDropSchedule, layer_drop_of
+from megazero.deepspeed.sparse.section import sparse_faults
 from megazero.errors import ConfigError
 
 JsonSource = str | Path | Mapping[str, Any]
@@ -108,6 +109,7 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | Non
         except ConfigError as error:
             problems += error.violations
     problems += check_sections(sections)
+    problems += sparse_faults(read.values.get("model.sparse_attention"), model)
     for name in _FOR_SCRIPTS_OF_OURS:
         if any(name in setting.source and setting.value is not False for setting in read.settings):
             problems.append(

@@ -156,8 +156,10 @@ def _check(
     positions = model.config.positions
     # The last token drawn is never fed.
     needed = max((len(prompt) for prompt in prompts), default=0) + max_new_tokens - 1
-    if model.config.position_embedding_type == "learned_absolute" and needed > positions:
+    learned = model.config.position_embedding_type == "learned_absolute"
+    if (learned or model.config.is_sparse) and needed > positions:
+        kind = "learned positions" if learned else "positions of the sparse attention's layout"
         raise ConfigError(
-            f"`prompt length + max_new_tokens - 1` must be at most the {positions} learned positions, but is "
+            f"`prompt length + max_new_tokens - 1` must be at most the {positions} {kind}, but is "
             f"{needed}; shorten the prompt or set fewer new tokens"
         )

@@ -34,7 +34,8 @@ class SelfAttention(nn.Module):
         self, layer: int, config: ModelConfig, placement: Placement, *, causal: bool, recompute: bool = False
     ):
         super().__init__()
-        self.attends = Attends(layer, causal, config.attention_dropout, pattern_of(config, layer))
+        pattern = pattern_of(config, layer, placement.tp, causal)
+        self.attends = Attends(layer, causal, config.attention_dropout, pattern)
         self.core = core_of(placement, layer)
         self.slopes = slopes_of(config, placement)
         self.softmax_type = config.softmax_type

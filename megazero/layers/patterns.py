@@ -8,18 +8,26 @@ import torch
 
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.placement import Placement
+from megazero.layers.sparse_layouts import own_layout
+from megazero.mpu.group import Group
 from megazero.ops.attention import ALL, Pattern, Slopes
 
 
-def pattern_of(config: ModelConfig, layer: int) -> Pattern:
-    """The keys that a token sees in a layer (from 0): all, or a window and the first tokens beside it.
+def pattern_of(config: ModelConfig, layer: int, heads: Group, causal: bool) -> Pattern:
+    """The keys that a token sees in a layer: all, a window and the first tokens beside it, or some blocks.
 
     (Child et al. 2019; Xiao et al. 2023.)
+
+    Args:
+        config: the model's settings.
+        layer: the layer's number, from 0.
+        heads: the ranks that the heads are sliced over.
+        causal: whether a position attends only to itself and earlier ones.
     """
-    window = config.window_at(layer)
+    window, layout = config.window_at(layer), own_layout(config, layer, heads, causal)
     if window is None:
-        return ALL
-    return Pattern(window, config.window_sink_tokens)
+        return ALL if layout is None else Pattern(layout=layout)
+    return Pattern(window, config.window_sink_tokens, layout=layout)
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -261,6 +261,29 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
         "vocab_size": 61,
         "make_vocab_size_divisible_by": 4,
         "init_method_std": 0.1,
+        **_blocks(config),
+    }
+
+
+def _blocks(config: Config) -> dict[str, Any]:
+    """Blocks of one token, and as few of them in each place as leave the layout its kind."""
+    model = config.model
+    if not model.is_sparse:
+        return {}
+    patterns, sliding = (
+        model.sparse_num_different_global_patterns,
+        model.sparse_num_sliding_window_blocks,
+    )
+    return {
+        "sparse_block": 1,
+        "sparse_num_local_blocks": 4,
+        "sparse_num_global_blocks": 1,
+        "sparse_num_different_global_patterns": min(4, patterns),
+        "sparse_num_random_blocks": min(2, model.sparse_num_random_blocks),
+        "sparse_local_window_blocks": tuple(min(4, w) for w in model.sparse_local_window_blocks),
+        "sparse_global_block_indices": (0,),
+        "sparse_global_block_end_indices": (2,) if model.sparse_global_block_end_indices else (),
+        "sparse_num_sliding_window_blocks": min(3, sliding),
     }
 
 

@@ -70,6 +70,25 @@ def test_tokens_and_layers_are_still_left_out_when_shrunk(capsys):
     assert min(each.layers_run for each in found) < small.model.num_layers
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--sparse-attention fixed --sparse-num-local-blocks 8 --sparse-block 8 "
+        "--sparse-different-layout-per-head --sparse-num-different-global-patterns 4",
+        "--sparse-attention bigbird --sparse-num-random-blocks 3 --sparse-num-sliding-window-blocks 5",
+        "--sparse-attention variable --sparse-local-window-blocks 2 6 --sparse-global-block-indices 1 5 "
+        "--sparse-global-block-end-indices 3 7",
+    ],
+)
+def test_attention_is_still_sparse_when_it_is_shrunk(flags, capsys):
+    argv = [*BASE, *flags.split(), "--tensor-model-parallel-size", "2", "--world-size", "2", "--steps", "2"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out.endswith("the same training as one process\n")
+    small = shrink(parse_config([*argv[:-4], "--mock-data"], world_size=2).config, 1).config
+    assert check(small, 2) == []
+    assert small.model.sparse_attention == flags.split()[1]
+
+
 def test_a_curriculum_still_grows_when_it_is_shrunk(capsys):
     grows = "--seqlen-schedule fixed_linear --seqlen-min-difficulty 32 --seqlen-total-curriculum-step 8"
     layout = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2 --steps 3"

@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "compiler": ({"compile": {"deepcompile": True}}, "the compiler is not offered"),
     "tuning": ({"autotuning": {"enabled": True}}, "tuning is not offered"),
     "experts": ({"expert_parallel": {"enabled": True}}, "not replaced by experts"),
-    "sparse": ({"sparse_attention": {"mode": "fixed"}}, "attention is dense"),
+    "sparse": ({"sparse_attention": {"mode": "strided"}}, "choose dense, fixed, variable, bigbird or"),
 }
 
 

@@ -19,7 +19,17 @@ from tests.inference.samples import GPT2, LLAMA, LLAMA_FOUR_GROUPS, PROMPTS, VOC
 
 GREEDY = Sampling(greedy=True)
 DRAWN = Sampling(temperature=1.3, top_k=20, top_p=0.95, seed=5)
-SHAPES = pytest.mark.parametrize("config", [GPT2, LLAMA, LLAMA_FOUR_GROUPS], ids=["gpt2", "llama", "mha"])
+SPARSE = LLAMA.model_copy(
+    update={
+        "sparse_attention": "bigbird",
+        "sparse_block": 2,
+        "sparse_num_random_blocks": 1,
+        "sparse_different_layout_per_head": True,
+    }
+)
+SHAPES = pytest.mark.parametrize(
+    "config", [GPT2, LLAMA, LLAMA_FOUR_GROUPS, SPARSE], ids=["gpt2", "llama", "mha", "sparse"]
+)
 RULES = pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 NEW = 8
 
@@ -238,3 +248,9 @@ def test_gathered_logits_are_the_serial_ones():
 
     for got in on_threads(4, work):
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layout_ends_with_the_positions_that_it_was_made_for():
+    with pytest.raises(ConfigError, match="at most the 24 positions of the sparse attention's layout"):
+        generate(build(SPARSE), [[1] * 20], max_new_tokens=6)
+    assert len(generate(build(SPARSE), [[1] * 20], max_new_tokens=5)[0]) == 5

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELDS
+from megazero.config.tree.sparse import SPARSE_FIELDS
 from tests.oracle.text import VOCABULARY
 
 STEPS = 20
@@ -158,6 +159,10 @@ NOT_STATED = MappingProxyType(
         **dict.fromkeys(
             (f"model.{name}" for name in EXPERT_FIELDS),
             "experts have cases of their own: tests/oracle/test_experts.py",
+        ),
+        **dict.fromkeys(
+            (f"model.{name}" for name in sorted(SPARSE_FIELDS)),
+            "its oracle is dense attention with the same mask: tests/layers/test_patterns.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "precision.tf32": "a CPU has no such products: tests/train/test_determinism.py",

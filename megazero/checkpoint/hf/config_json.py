@@ -299,6 +299,7 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         for setting in architecture.settings
         if setting.words
     ]
+    allowed.append(("sparse_attention", ["dense"]))  # none of theirs has such layouts
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from megazero.commands.checkpoint import convert, diff, inspect, prune, verify
+from megazero.commands.checkpoint import convert, diff, extend_positions, inspect, prune, verify
 from megazero.commands.show import printable
 from megazero.errors import MegazeroError
 
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Inspect, check, compare, rewrite and remove checkpoints.",
     )
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-    for module in (inspect, verify, diff, convert, prune):
+    for module in (inspect, verify, diff, convert, extend_positions, prune):
         module.add_verb(verbs)
     for name, line, _, _ in _OTHERS:
         verbs.add_parser(name, help=line)

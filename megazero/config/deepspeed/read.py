@@ -142,10 +142,12 @@ def read_deepspeed(
 
 
 def _as_deepspeed_takes(result: DeepSpeedSettings, document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The document in the types that the rows have, where DeepSpeed takes others for the same."""
+    """The document as the rows have it, where DeepSpeed takes others for the same, or a default for a key."""
     changed = dict(document)
     if isinstance(stage := document.get("zero_optimization"), bool):  # how the first releases said stage 1
         changed["zero_optimization"] = {"stage": int(stage)}
+    if isinstance(sparse := document.get("sparse_attention"), Mapping):
+        changed["sparse_attention"] = {"mode": "fixed", **sparse}
     clip = document.get("gradient_clipping")
     if isinstance(clip, bool) or (isinstance(clip, int | float) and clip < 0):
         changed["gradient_clipping"] = 1.0 if clip is True else 0.0

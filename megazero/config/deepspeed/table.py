@@ -11,6 +11,7 @@ from megazero.config.deepspeed.rows.data_efficiency import DATA_EFFICIENCY_ROWS
 from megazero.config.deepspeed.rows.offload import OFFLOAD_ROWS
 from megazero.config.deepspeed.rows.optimizer import OPTIMIZER_ROWS
 from megazero.config.deepspeed.rows.skipping import SKIPPING_ROWS
+from megazero.config.deepspeed.rows.sparse import SPARSE_ROWS
 from megazero.config.deepspeed.rows.tools import FEATURE_ROWS, LOGGING_ROWS
 from megazero.config.deepspeed.rows.train import BATCH_ROWS, PRECISION_ROWS, SCHEDULER_ROWS
 from megazero.config.deepspeed.rows.zero import ACTIVATION_ROWS, PIPELINE_ROWS, ZERO_ROWS
@@ -29,6 +30,7 @@ GROUPS: Mapping[str, tuple[KeyRow, ...]] = MappingProxyType(
         "Curriculum": CURRICULUM_ROWS,
         "Data efficiency": DATA_EFFICIENCY_ROWS,
         "Token and layer dropping": SKIPPING_ROWS,
+        "Sparse attention": SPARSE_ROWS,
         "Logging": LOGGING_ROWS,
         "Other features": FEATURE_ROWS,
     }

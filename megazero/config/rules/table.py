@@ -20,6 +20,7 @@ from megazero.config.rules.routing import ROUTING_RULES
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.rules.skipping import SKIPPING_RULES
 from megazero.config.rules.sound import Unsound, sound_part
+from megazero.config.rules.sparse import SPARSE_RULES
 from megazero.config.rules.training import (
     LENGTH_RULES,
     PRECISION_RULES,
@@ -51,6 +52,7 @@ RULES: tuple[Rule, ...] = (
     *CURRICULUM_RULES,
     *DATA_SAMPLING_RULES,
     *SKIPPING_RULES,
+    *SPARSE_RULES,
 )
 
 

@@ -10,10 +10,11 @@ from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.checkpoint.saver import together
 from megazero.config.tree.config import Config
+from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.errors import CheckpointError
 from megazero.models.classifier import OWN, PRETRAINING_ONLY
 from megazero.mpu.context import ParallelContext
-from megazero.train.resume.fit import FREE_MODEL_FIELDS, check_model
+from megazero.train.resume.fit import FREE_MODEL_FIELDS, check_model, free_to_begin
 from megazero.train.resume.saved import checkpoint_at, model_at
 from megazero.train.resume.weights import Opener, take_weights
 from megazero.train.step.engine import Engine
@@ -44,14 +45,15 @@ def take_pretrained(
     if given is not None:
         folder = checkpoint_at(given, context)
         path, saved = str(folder), model_at(folder, context)
-        check_model(config.model, vocab_size, saved, folder, FREE_MODEL_FIELDS | _OF_THE_HEAD)
+        free = FREE_MODEL_FIELDS | _OF_THE_HEAD | free_to_begin(saved, True)
+        check_model(config.model, vocab_size, saved, folder, free)
         opener = partial(CheckpointReader, path, verify=Verify(config.checkpoint.verify_checkpoint))
         labels = saved.sections.get("finetune", {}).get("labels") or ()
         same = _same_classes(saved.sections["model"].get("num_classes"), tuple(labels), config)
         without = () if same else ("classifier.",)
     elif hugging_face is not None:
         path = hugging_face
-        opener = partial(HFReader.for_model, path, config.model, vocab_size, _OF_THE_HEAD)
+        opener = partial(HFReader.for_model, path, config.model, vocab_size, _OF_THE_HEAD | SPARSE_FIELDS)
         theirs = _described(path, context)
         same = _same_classes(theirs.model.num_classes, theirs.labels, config)
         without = () if same else ("classifier.",)

@@ -15,6 +15,7 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.data.blended import SampleDataset
 from megazero.data.sources import contents
 from megazero.errors import CheckpointError, ConfigError, DataError
@@ -72,7 +73,8 @@ def fit(
         ConfigError: its global batch, which is kept, cannot be distributed over these ranks.
     """
     model = dense_model(config.model) if begins_experts else config.model
-    check_model(model, vocab_size, saved_model(reader), reader.folder)
+    saved, anew = saved_model(reader), run is None or config.checkpoint.finetune
+    check_model(model, vocab_size, saved, reader.folder, FREE_MODEL_FIELDS | free_to_begin(saved, anew))
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
         return config, []
     if not config.checkpoint.override_opt_param_scheduler:
@@ -92,6 +94,12 @@ def fit(
         for where, before, now in _differences(run.config, kept.model_dump(mode="json"))
     ]
     return kept, ["changed since the checkpoint: " + "; ".join(changes)] if changes else []
+
+
+def free_to_begin(saved: SavedModel, anew: bool) -> Set[str]:
+    """The settings that another training than the saved one may begin with: a dense model becomes sparse."""
+    dense = saved.sections["model"].get("sparse_attention", "dense") == "dense"
+    return SPARSE_FIELDS if anew and dense else frozenset()
 
 
 def check_tensors(source: Source, parts: Iterable[Part], where: object, unused: Iterable[str] = ()) -> None:

@@ -13,6 +13,7 @@ from megazero.checkpoint.shards import parts_to_read, state_keys
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 from megazero.train.resume.fit import check_tensors
@@ -38,16 +39,17 @@ def take_foreign_weights(
     if path is None:
         return ()
     if config.checkpoint.moe_use_upcycling:
-        opener = partial(_upcycled, path, config.model, vocab_size)
-        take_weights(engine, context, path, opener, own=router_names(config.model), spare=())
+        upcycled = partial(_upcycled, path, config.model, vocab_size)
+        take_weights(engine, context, path, upcycled, own=router_names(config.model), spare=())
         return (f"began experts from the dense model {path}",)
-    take_weights(engine, context, path, partial(HFReader.for_model, path, config.model, vocab_size))
+    opener = partial(HFReader.for_model, path, config.model, vocab_size, SPARSE_FIELDS)
+    take_weights(engine, context, path, opener)
     return (f"took the weights from {path}",)
 
 
 @contextmanager
 def _upcycled(path: str, model: ModelConfig, vocab_size: int) -> Iterator[Source]:
-    with HFReader.for_model(path, dense_model(model), vocab_size) as reader:
+    with HFReader.for_model(path, dense_model(model), vocab_size, SPARSE_FIELDS) as reader:
         yield Upcycled(reader, model)
 
 

@@ -34,6 +34,7 @@ from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 from tests.config.deepspeed.data_efficiency_keys import EXAMPLES, LTD, SAMPLED
 from tests.config.deepspeed.reading import read
+from tests.config.deepspeed.sparse_keys import SPARSE_EXAMPLES
 
 # key -> its value, other keys that must stand beside it, and what the tree then holds (besides their effect)
 HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -213,7 +214,7 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "comms_logger.enabled": (True, {}, {"logging.comms_logger": True}),
 }
 
-HONOURED |= EXAMPLES
+HONOURED |= EXAMPLES | SPARSE_EXAMPLES
 
 # key -> its value, other keys that must stand beside it, and what the engine then reads
 EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {

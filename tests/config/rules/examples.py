@@ -54,6 +54,10 @@ GRAPHED = {"acceleration.cuda_graph": True}
 COMPILED = {"acceleration.compile": True}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
+SPARSE = {"model.sparse_block": 4}  # 8 blocks
+FIXED = {**SPARSE, "model.sparse_attention": "fixed"}
+BIGBIRD = {**SPARSE, "model.sparse_attention": "bigbird"}
+
 # rule -> the changes to the base configuration that break it alone, on 4 ranks
 EXAMPLES: dict[str, dict[str, Any]] = {
     "hidden_multiple_of_heads": {"model.hidden_size": 66},
@@ -249,6 +253,23 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "parallel.tensor_model_parallel_size": 2,
         "parallel.sequence_parallel": True,
     },
+    "sparse_blocks_divide_sequence": {**FIXED, "model.sparse_block": 12},
+    "sparse_direction_of_model": {**FIXED, "model.sparse_direction": "bidirectional"},
+    "sparse_global_blocks_fit": {**FIXED, "model.sparse_num_global_blocks": 3},
+    "sparse_patterns_fit": {
+        **FIXED,
+        "model.sparse_different_layout_per_head": True,
+        "model.sparse_num_different_global_patterns": 5,
+    },
+    "sparse_layouts_differ": {**FIXED, "model.sparse_different_layout_per_head": True},
+    "sparse_random_blocks_fit": {**BIGBIRD, "model.sparse_num_random_blocks": 9},
+    "sparse_seed_draws": {**BIGBIRD, "model.sparse_seed": 1},
+    "sparse_global_runs_exist": {
+        **SPARSE,
+        "model.sparse_attention": "bslongformer",
+        "model.sparse_global_block_indices": (8,),
+    },
+    "sparse_window_fits": {**BIGBIRD, "model.sparse_num_sliding_window_blocks": 9},
 }
 
 # Combinations near a rule's border that must run.

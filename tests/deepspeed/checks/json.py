@@ -158,7 +158,7 @@ quantized_training = takes(REMOVED, "accepted", quantize_training={"enabled": Fa
 elasticity = takes(REMOVED, "accepted", elasticity={"enabled": False})
 elasticity_that_is_on = takes(elasticity={"enabled": True})
 layer_drop = takes(REMOVED, "accepted", progressive_layer_drop={"enabled": False})
-sparse_attention = takes(sparse_attention={"mode": "fixed"})
+sparse_attention = takes(REMOVED, "accepted", sparse_attention={"mode": "fixed"})
 amp_that_is_off = takes(REMOVED, "accepted", amp={"enabled": False})
 nebula = takes(REMOVED, "accepted", nebula={"enabled": False})
 sparse_gradients = takes(REMOVED, "accepted", sparse_gradients=False)

@@ -142,7 +142,6 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         "elasticity",
     ),
     *refuses("tuning is not offered; leave the section out", SECTION, DISABLED, "autotuning"),
-    *refuses("attention is dense; leave the section out", SECTION, None, "sparse_attention"),
     *refuses(
         "automatic mixed precision is not offered; use `fp16` or `bf16`",
         SECTION,

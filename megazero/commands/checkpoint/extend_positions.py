@@ -1,0 +1,110 @@
+"""`megazero checkpoint extend-positions`: a model with more learned positions, from one with fewer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.folder import saved_iterations
+from megazero.checkpoint.hf.convert import KIND
+from megazero.checkpoint.locate import one_checkpoint
+from megazero.checkpoint.part import WEIGHT, Key
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import write_checkpoint
+from megazero.commands.checkpoint.stream import whole_tensors
+from megazero.commands.show import printable
+from megazero.errors import CheckpointError, ConfigError
+from megazero.train.resume.saved import saved_model
+from megazero.version import VERSION
+
+_POSITIONS = Key("embedding.position.weight")
+
+
+def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the flags of `extend-positions`."""
+    parser = verbs.add_parser(
+        "extend-positions",
+        help="give a model more learned positions, to train on longer sequences",
+        description="Write the weights of a checkpoint with a longer table of positions, which repeats the "
+        "one that it has. Train it further with --load and --finetune. A Hugging Face folder is converted by "
+        "from-hf first.",
+    )
+    parser.add_argument(
+        "source", metavar="CKPT", help="a checkpoint, or a run's folder, whose newest is taken"
+    )
+    parser.add_argument("out", metavar="OUT", help="folder of the new run; it must hold no checkpoints")
+    parser.add_argument(
+        "--max-position-embeddings", type=int, required=True, metavar="N", help="positions of the result"
+    )
+    parser.set_defaults(run=run, trouble=1)
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Extend, and print how to go on."""
+    folder = one_checkpoint(Path(flags.source))
+    with CheckpointReader(folder) as reader:
+        written = extend_positions(reader, Path(flags.out), flags.max_position_embeddings)
+    print(f"read   {printable(folder)}")
+    print(f"wrote  {printable(written)}: {flags.max_position_embeddings} positions")
+    print("train it further with the model's flags, those of data, batch and optimizer, and:")
+    print(f"  --load {printable(written.parent)} --finetune")
+    print(f"  --max-position-embeddings {flags.max_position_embeddings}")
+    return 0
+
+
+def extend_positions(reader: CheckpointReader, out: Path, positions: int) -> Path:
+    """Write the weights with `positions` learned positions as checkpoint 0 in `out`; returns its folder.
+
+    Position i gets the row of position i mod the number there was (Beltagy et al. 2020), so that each stretch
+    of the old length begins as what was trained.
+
+    Raises:
+        CheckpointError: the model has no learned positions, or `out` holds checkpoints or cannot be written.
+        ConfigError: it has as many positions.
+        DamagedCheckpointError: the original is not as it was written.
+    """
+    if saved_iterations(out):
+        raise CheckpointError(f"`{out}` must hold no checkpoints, but holds some; name another folder")
+    if _POSITIONS not in reader.shapes:
+        raise CheckpointError(
+            f"`{reader.folder}` must have learned positions, but has none; rotary ones need no table: raise "
+            "`--max-position-embeddings`"
+        )
+    known = reader.shapes[_POSITIONS][0]
+    if positions <= known:
+        raise ConfigError(
+            f"`--max-position-embeddings` must be above {known}, but is {positions}; the model has as many"
+        )
+    saved = saved_model(reader)
+    facts = {
+        "kind": KIND,
+        "extended_from": {"megazero": VERSION, "positions": known},
+        "vocab_size": saved.vocab_size,
+        **{name: reader.facts[name] for name in ("token_ids",) if name in reader.facts},
+        **{name: dict(saved.sections[name]) for name in ("tokenizer", "finetune") if name in saved.sections},
+        "model": {**saved.sections["model"], "max_position_embeddings": positions},
+    }
+    return write_checkpoint(out, 0, _laters(reader, positions), facts)
+
+
+def _laters(reader: CheckpointReader, positions: int) -> Iterator[tuple[Key, Later]]:
+    keys = [key for key in reader.shapes if key.kind == WEIGHT]
+    stream = whole_tensors(reader, keys)
+    for key in keys:
+        shape = reader.shapes[key]
+        shape = (positions, *shape[1:]) if key == _POSITIONS else shape
+        yield key, Later(reader.dtype(key), shape, partial(_next, stream, key, positions))
+
+
+def _next(stream: Iterator[tuple[Key, Tensor]], expected: Key, positions: int) -> Tensor:
+    key, tensor = next(stream)
+    assert key == expected, f"{key} came, {expected} is due"
+    if key != _POSITIONS:
+        return tensor
+    return tensor[torch.arange(positions) % len(tensor)]
