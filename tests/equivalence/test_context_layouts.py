@@ -8,7 +8,7 @@ import pytest
 
 from megazero.verify.run import run_in_threads, run_in_world
 from tests.equivalence.one_process import check, in_order, pairs_met, parametrize
-from tests.layouts.layout import DECODERS, ENCODERS, Layout
+from tests.layouts.layout import ATTENDS, DECODERS, ENCODERS, Layout
 from tests.layouts.selection import allowed, context_layouts, covering, with_methods, with_stores
 
 FEW, MANY = 53, 220
@@ -43,6 +43,7 @@ def test_the_selections_hold_every_pair_of_settings():
     expected = {
         "cp": {2, 3, 4},
         "comm": {"p2p", "a2a", "all_gather", "a2a+p2p", "mixed"},
+        "attends": set(ATTENDS),
         "experts": {"", "top2", "first-come", "shared"},
         "tp": {1, 2, 4},
         "pp": {1, 2, 4},

@@ -136,8 +136,8 @@ def test_it_trains_what_dense_attention_with_the_same_mask_trains(name, shape, m
 def _every_row(core):
     """The core that computes all rows, of which BERT's last layer then takes those of masked words."""
 
-    def every(self, q, k, v, inputs, attends, bias):
-        result = core(self, q, k, v, replace(inputs, wanted=None), attends, bias)
+    def every(self, q, k, v, inputs, *given):
+        result = core(self, q, k, v, replace(inputs, wanted=None), *given)
         return inputs.narrow(result)
 
     return every

@@ -193,6 +193,12 @@ ATTENDS: Mapping[str, _Settings] = MappingProxyType(
         "window": {"window_size": (4, 0)},
         "every-other": {"window_size": (3, 0), "window_attn_skip_freq": (2,), "softmax_type": "off-by-one"},
         "sinks": {"window_size": (2, 0), "window_sink_tokens": 2, "softmax_type": "learnable"},
+        "blocks": {
+            "sparse_attention": "bigbird",
+            "sparse_block": 4,
+            "sparse_num_random_blocks": 1,
+            "sparse_different_layout_per_head": True,
+        },
         "alibi": {"position_embedding_type": "alibi"},
     }
 )

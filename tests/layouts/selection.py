@@ -10,6 +10,7 @@ from itertools import combinations, cycle, islice, product
 
 from megazero.config.tree.optimizer import OptimizerName
 from tests.layouts.layout import (
+    ATTENDS,
     DECODERS,
     ENCODERS,
     EXPERTS,
@@ -146,6 +147,7 @@ def context_layouts(most_ranks: int = 8, count: int = 2400, seed: int = 1) -> li
             ep=dice.choice((1, 2)) if experts else 1,
             cp=cp,
             comm=dice.choice(_COMMS),
+            attends=dice.choice(("", *ATTENDS)),
             sequence=24 if cp == 3 else 16,
         )
         if pp == 1 and schedule in ("gpipe", "interleaved"):
