@@ -26,8 +26,8 @@ class DistributedAttention(nn.Module):
     that their heads use, and each of these belongs to equally many of their heads.
 
     Args:
-        local_attention: called with query, key and value of whole sequences; its result has the query's shape,
-            or ``[s, b, h]`` (``[b, s, h]``).
+        local_attention: called with query, key and value of whole sequences; its result has the query's
+            shape, or ``[s, b, h]`` (``[b, s, h]``).
         sequence_process_group: the ranks that share a sequence, each with an equal piece; None for all ranks.
         scatter_idx: the dim of the heads, 2.
         gather_idx: the dim of the sequence, 0 or 1; `forward`'s `batch_dim_idx` decides.

@@ -23,6 +23,6 @@ def check_pieces(x: Tensor, group: Group) -> None:
         if len(set(sizes)) > 1:
             raise ConfigError(
                 f"`query` must have equally many {what} on the {group.size} ranks that share a sequence, but "
-                f"has {', '.join(map(str, sizes))}; pad sequences to a multiple of {group.size}, and give all "
+                f"has {', '.join(map(str, sizes))}; pad sequences to a multiple of {group.size}, and give "
                 "these ranks pieces of the same samples"
             )
