@@ -1,5 +1,7 @@
 """A Llama of transformers whose sequences ranks share (ALST), by ZeRO 3 over all of them."""
 
+from itertools import islice
+
 import deepspeed
 import torch
 import torch.distributed.nn.functional as differentiable
@@ -66,7 +68,7 @@ if __name__ == "__main__":
         DataLoader(data, sampler=sampler), rank, group, size, device=engine.device
     )
     losses = []
-    for step, batch in zip(range(60), loader):
+    for batch in islice(loader, 60):
         batch = {name: value.to(engine.device) for name, value in batch.items()}
         loss = loss_of(engine, batch, group)
         engine.backward(loss)

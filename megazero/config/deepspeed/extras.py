@@ -58,6 +58,8 @@ class Extras:
         managed_gradient_accumulation: count micro-batches; without it, every step updates.
         sequence_parallel_size: ranks that share a sequence.
         data_parallel_size: ranks with samples of their own, if the JSON says more than one.
+        seq_parallel_communication_data_type: the type of gradients on their way between ranks, some of which
+            share sequences; None: as for others.
         checkpoint: how checkpoints are written.
         sections: the content of sections that are read elsewhere, as it stands in the JSON: for example
             `tensor_parallel`.
@@ -78,6 +80,7 @@ class Extras:
     managed_gradient_accumulation: bool = True
     sequence_parallel_size: int = 1
     data_parallel_size: int | None = None
+    seq_parallel_communication_data_type: str | None = None
     checkpoint: CheckpointExtras = CheckpointExtras()
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -9,7 +9,6 @@ from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.arguments import Mesh
 from megazero.deepspeed.comm.world import process_group
 from megazero.deepspeed.mpu import DeepSpeedMpu
-from megazero.deepspeed.utils.groups import LAYOUT
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,4 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> SequenceMpu:
     Raises:
         ConfigError: the number does not divide the ranks.
     """
-    context = LAYOUT.context()
-    if context is None or context.groups["cp"].size != sequence_parallel_size:
-        context = find_context(Mesh(None, sequence_parallel_size))
-    return SequenceMpu(context)
+    return SequenceMpu(find_context(Mesh(None, sequence_parallel_size)))

@@ -225,6 +225,11 @@ EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
     "prescale_gradients": (True, {}, Extras(prescale_gradients=True)),
     "fp16.consecutive_hysteresis": (True, {"fp16.enabled": True}, Extras(consecutive_hysteresis=True)),
     "managed_gradient_accumulation": (False, {}, Extras(managed_gradient_accumulation=False)),
+    "seq_parallel_communication_data_type": (
+        "bfp16",
+        {},
+        Extras(seq_parallel_communication_data_type="bf16"),
+    ),
     "sequence_parallel_size": (2, {}, Extras(sequence_parallel_size=2)),
     "data_parallel_size": (4, {}, Extras(data_parallel_size=4)),
     "gradient_predivide_factor": (2, {}, Extras(gradient_predivide_factor=2.0)),

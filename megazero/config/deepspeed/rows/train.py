@@ -192,6 +192,16 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         refused=_CHOOSE_DTYPE,
     ),
     KeyRow(
+        "seq_parallel_communication_data_type",
+        TEXT,
+        convert=_dtype,
+        extra="seq_parallel_communication_data_type",
+        only=_A_DTYPE,
+        refused=_CHOOSE_DTYPE,
+        accepted="gradients are sent in it where `megazero.initialize` shares sequences; a training script "
+        "sends them as `communication_data_type` says",
+    ),
+    KeyRow(
         "prescale_gradients",
         BOOL,
         extra="prescale_gradients",
