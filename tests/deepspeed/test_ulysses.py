@@ -58,7 +58,7 @@ def serial(replicas: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
-        losses.append(float(parts[0]))
+        losses.append(parts[0].item())
     return losses, norms, dict(model.named_parameters())
 
 
@@ -120,7 +120,8 @@ def _trains(rank: int, size: int, ranks: int, stage: int, recipe: str) -> None:
 )
 def test_a_llama_trains_as_on_one_rank(pool, size, ranks, stage):
     """Gradient norms and SGD's weights show any factor. On 4 ranks, 3 heads of keys go to 4."""
-    pool.run(_trains, size, ranks, stage, "added" if stage == 1 else "gathered")
+    # Over Gloo, torch's differentiable all_gather has no backward in a group that is not the world.
+    pool.run(_trains, size, ranks, stage, "added" if stage == 1 or ranks < size else "gathered")
 
 
 class Layer(nn.Module):
