@@ -18,7 +18,7 @@ def for_sequences(settings: UserSettings, context: ParallelContext) -> UserSetti
     ranks = context.groups["cp"].size
     if ranks == 1:
         return settings
-    dtype, notes = settings.extras.seq_parallel_communication_data_type, settings.notes
+    dtype, notes = settings.extras.ranks.seq_parallel_communication_data_type, settings.notes
     if settings.zero.stage < 3:
         notes = (
             *notes,

@@ -83,7 +83,7 @@ def _ranks(key: str) -> KeyRow:
         key,
         COUNT,
         convert=lambda size, values: NOTHING if size == 1 else size,
-        extra=key,
+        extra=f"ranks.{key}",
         script_refused="ranks are laid out by `--context-parallel-size`; leave it out",
     )
 
@@ -195,7 +195,7 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         "seq_parallel_communication_data_type",
         TEXT,
         convert=_dtype,
-        extra="seq_parallel_communication_data_type",
+        extra="ranks.seq_parallel_communication_data_type",
         only=_A_DTYPE,
         refused=_CHOOSE_DTYPE,
         accepted="gradients are sent in it where `megazero.initialize` shares sequences; a training script "
