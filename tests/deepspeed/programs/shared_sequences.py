@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed.nn.functional as differentiable
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
@@ -49,6 +50,7 @@ def train(stage: int) -> list[float]:
 
 
 if __name__ == "__main__":
+    deepspeed.init_distributed("gloo")
     PartialState(cpu=True)
     stage = int(sys.argv[2])
     found = train(stage)
