@@ -28,7 +28,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.checkpoint.hf.architecture.Architecture": 19,
     "megazero.commands.checkpoint.summary.Summary": 9,
     "megazero.config.compat.foreign.Foreign": 9,
-    "megazero.config.deepspeed.extras.Extras": 17,
+    "megazero.config.deepspeed.extras.Extras": 16,
     "megazero.config.deepspeed.read.DeepSpeedSettings": 12,
     "megazero.config.deepspeed.row.KeyRow": 13,
     "megazero.config.fields.FieldSpec": 17,

@@ -289,6 +289,7 @@ def _compare(mpu: Any, context: ParallelContext) -> None:
     """Raise ConfigError if `mpu` does not place this rank where our grid does."""
     asked = {
         "tensor": ("tp", "get_tensor_model_parallel_rank", "get_model_parallel_rank"),
+        "sequence": ("cp", "get_sequence_parallel_rank"),
         "data": ("data", "get_data_parallel_rank"),
     }
     for what, (group, *names) in asked.items():

@@ -112,6 +112,7 @@ class Mesh:
 
 def mesh_of(extras: Extras) -> Mesh | None:
     """The layout in a JSON; None if it names none."""
-    if extras.sequence_parallel_size == 1 and extras.data_parallel_size is None:
+    ranks = extras.ranks
+    if ranks.sequence_parallel_size == 1 and ranks.data_parallel_size is None:
         return None
-    return Mesh(extras.data_parallel_size, extras.sequence_parallel_size)
+    return Mesh(ranks.data_parallel_size, ranks.sequence_parallel_size)

@@ -27,6 +27,7 @@ from megazero.deepspeed.inference.hybrid import SECTION as HYBRID
 from megazero.deepspeed.inference.hybrid import engine_kind
 from megazero.deepspeed.moe.experts import agreed_ep_size, check_ep_size, share_experts, without
 from megazero.deepspeed.parallel import UserParallel
+from megazero.deepspeed.sequence.gradients import for_sequences
 from megazero.deepspeed.settings import JsonSource, UserSettings, choose_source, read_settings
 from megazero.deepspeed.sharding import Sharding, build_parallel, prepare
 from megazero.deepspeed.tensor_parallel.training import SECTION as TENSOR_PARALLEL
@@ -115,7 +116,7 @@ def _build(
     check_ep_size(model, context)
     if isinstance(mpu, Mesh):
         mpu.check(context.data.size)
-    settings = read_settings(source, request.shares(mpu, context), model)
+    settings = for_sequences(read_settings(source, request.shares(mpu, context), model), context)
     _check(settings, context)
     request.apply(model, context)
 

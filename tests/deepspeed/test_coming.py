@@ -19,7 +19,7 @@ def test_the_examples_run():
     done = run("-c", "\n".join([*blocks, "print('trained', engine.global_steps, float(loss))"]))
     assert done.returncode == 0, done.stderr
     refusal, trained = done.stdout.splitlines()[-2:]
-    assert refusal.startswith("`deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF.")
+    assert refusal.startswith("`deepspeed.sequence.auto_sp.auto_wrap_model_for_sp")
     assert trained.startswith("trained 1 ")
 
 

@@ -8,7 +8,7 @@ import torch
 from megazero.deepspeed.adopt import find_context, init_distributed
 from megazero.deepspeed.comm import collectives, world
 from megazero.deepspeed.comm.log import LOG, CommsLogger
-from megazero.deepspeed.sequence import DistributedAttention, shares
+from megazero.deepspeed.sequence.layer import DistributedAttention
 from megazero.deepspeed.utils import groups
 from megazero.deepspeed.utils.tensors import PartitionedTensor
 from megazero.errors import ConfigError
@@ -52,25 +52,6 @@ def test_calls_start_and_stop_to_be_timed_by_name():
     assert log.prof_all
     assert log.get_operation_summary("a")[100]["total_latency_ms"] == 2.0
     assert log.get_operation_summary("b") is None
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv", "ranks", "found"),
-    [(4, 4, 2, [2, 2]), (3, 3, 2, [2, 1]), (8, 2, 2, [4, 4]), (9, 3, 2, [6, 3]), (2, 2, 1, [2])],
-)
-def test_ranks_take_whole_groups_of_heads(heads, kv, ranks, found):
-    assert shares(heads, kv, ranks) == found
-
-
-@pytest.mark.parametrize(("heads", "kv", "ranks"), [(4, 1, 2), (3, 2, 2)])
-def test_heads_that_cannot_be_shared_are_refused(heads, kv, ranks):
-    with pytest.raises(ConfigError, match="`num_kv_heads` must be at least the number of ranks"):
-        shares(heads, kv, ranks)
-
-
-def test_heads_are_in_the_third_dim():
-    with pytest.raises(ConfigError, match="`scatter_idx` must be 2"):
-        DistributedAttention(torch.nn.Identity(), None, scatter_idx=1)
 
 
 class _Attention(torch.nn.Module):

@@ -14,7 +14,7 @@ from tests.forks import ROOT, run_ranks
 
 FOLDER = ROOT / "examples_3d/deepspeed"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
-RANKS = {"autotp": 2, "neox_pipeline": 2, "pipeline_alexnet": 2, "ulysses": 2}
+RANKS = {"autotp": 2, "neox_pipeline": 2, "pipeline_alexnet": 2, "ulysses": 2, "ulysses_llama": 2}
 QUICK = {
     "cifar_cnn",
     "neox_pipeline",
@@ -26,7 +26,8 @@ QUICK = {
 }
 # Two are in bf16; the last steps of the third divide by the probabilities of a model that has hardly moved.
 TOLERANCES = {"own_backward": 0.02, "squad_finetune": 0.02, "chat_stages": 1e-3}
-NEEDED = {"causal_sft": "accelerate"}  # transformers' HfDeepSpeedConfig asks for it
+# transformers' HfDeepSpeedConfig asks for the first.
+NEEDED = {"causal_sft": "accelerate", "ulysses_llama": "transformers"}
 THERE = json.loads((Path(__file__).parent / "programs/answers/examples.json").read_text())
 
 

@@ -159,3 +159,13 @@ keep = HfDeepSpeedConfig(config); print(sharded())
 """
     done = forks.run("-c", code, environment=ONE_RANK)
     assert done.stdout.split()[-2:] == ["False", "True"], done.stderr
+
+
+@pytest.mark.slow
+def test_sequences_are_shared_through_accelerate_at_every_stage(tmp_path):
+    """DeepSpeed's losses are those of stage 3; its gradients at stage 2 are twice as large, and clipped."""
+    for stage in (2, 3):
+        run(2, "shared_sequences.py", tmp_path / "found.json", stage)
+        assert json.loads((tmp_path / "found.json").read_text()) == pytest.approx(
+            answers("shared_sequences"), rel=1e-5
+        )

@@ -98,6 +98,8 @@ SIGNATURES = {
     "detailed, module_depth, top_modules, warm_up, as_string, output_file, ignore_modules, mode",
     "sequence.layer.DistributedAttention": "local_attention, sequence_process_group, scatter_idx, "
     "gather_idx, sp_stream, num_kv_heads",
+    "runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter": "dl, sp_rank, sp_group, "
+    "sp_world_size, device",
     "runtime.utils.see_memory_usage": "message, force",
     "utils.log_dist": "message, ranks, level",
     "utils.timer.ThroughputTimer": "config, batch_size, start_step, steps_per_output, monitor_memory, "
@@ -112,6 +114,14 @@ def test_arguments_have_deepspeeds_names_and_order(path):
     module, _, name = path.rpartition(".")
     (row,) = (row for row in ROWS if row.name == name and (module or ".") in row.modules)
     assert ", ".join(inspect.signature(row.value()).parameters) == SIGNATURES[path]
+
+
+def test_models_of_transformers_are_registered_with_deepspeeds_arguments():
+    ulysses = importlib.import_module("megazero.deepspeed.sequence.hugging_face").UlyssesSPAttentionHF
+    assert ", ".join(inspect.signature(ulysses.register_with_transformers).parameters) == (
+        "model_name_or_path, core_attn_implementation, sequence_parallel_size, micro_batch_size, seq_length, "
+        "seq_length_is_variable, disable_in_eval, max_length"
+    )
 
 
 def test_homes_are_modules_of_megazero():

@@ -25,6 +25,22 @@ class Named:
 
 
 @dataclass(frozen=True)
+class RankExtras:
+    """Ranks that share sequences.
+
+    Attributes:
+        sequence_parallel_size: how many share a sequence.
+        data_parallel_size: ranks with samples of their own, if the JSON says more than one.
+        seq_parallel_communication_data_type: the type of gradients on their way between ranks, some of which
+            share sequences; None: as for others.
+    """
+
+    sequence_parallel_size: int = 1
+    data_parallel_size: int | None = None
+    seq_parallel_communication_data_type: str | None = None
+
+
+@dataclass(frozen=True)
 class CheckpointExtras:
     """The section `checkpoint`.
 
@@ -56,8 +72,7 @@ class Extras:
         dump_state: print the configuration at start.
         consecutive_hysteresis: every step without an overflow gives the tolerated overflows back.
         managed_gradient_accumulation: count micro-batches; without it, every step updates.
-        sequence_parallel_size: ranks that share a sequence.
-        data_parallel_size: ranks with samples of their own, if the JSON says more than one.
+        ranks: how ranks are laid out.
         checkpoint: how checkpoints are written.
         sections: the content of sections that are read elsewhere, as it stands in the JSON: for example
             `tensor_parallel`.
@@ -76,18 +91,17 @@ class Extras:
     dump_state: bool = False
     consecutive_hysteresis: bool = False
     managed_gradient_accumulation: bool = True
-    sequence_parallel_size: int = 1
-    data_parallel_size: int | None = None
+    ranks: RankExtras = RankExtras()
     checkpoint: CheckpointExtras = CheckpointExtras()
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Extras:
         """Build it from attribute paths such as `checkpoint.tag_validation`."""
-        groups: dict[str, dict[str, Any]] = {"checkpoint": {}, "sections": {}}
+        groups: dict[str, dict[str, Any]] = {"ranks": {}, "checkpoint": {}, "sections": {}}
         plain: dict[str, Any] = {}
         for path, value in values.items():
             group, _, name = path.rpartition(".")
             (groups[group] if group else plain)[name] = value
-        checkpoint = CheckpointExtras(**groups["checkpoint"])
-        return cls(**plain, checkpoint=checkpoint, sections=groups["sections"])
+        ranks, checkpoint = RankExtras(**groups["ranks"]), CheckpointExtras(**groups["checkpoint"])
+        return cls(**plain, ranks=ranks, checkpoint=checkpoint, sections=groups["sections"])

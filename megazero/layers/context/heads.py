@@ -34,6 +34,8 @@ class HeadPlan:
     Attributes:
         heads, kv_heads: the numbers of query heads and of key/value heads that are exchanged.
         size, rank: the number of ranks, and this one.
+        groups: into how many groups heads are put that stay together even if some ranks then have more; with
+            fewer groups than ranks they are cut.
 
     Raises:
         ConfigError: there are fewer query heads than ranks, or they are no multiple of the key/value heads.
@@ -43,13 +45,15 @@ class HeadPlan:
     kv_heads: int
     size: int
     rank: int
+    groups: int | None = None
 
     def __post_init__(self) -> None:
-        if self.kv_heads < 1 or self.heads % self.kv_heads:
-            raise ConfigError(
-                f"`num_attention_heads` must be a multiple of the key/value heads ({self.kv_heads}), but is "
-                f"{self.heads}; correct one of them"
-            )
+        for what, count in (("key/value heads", self.kv_heads), ("groups of heads", self.groups)):
+            if count is not None and (count < 1 or self.heads % count):
+                raise ConfigError(
+                    f"`num_attention_heads` must be a multiple of the {what} ({count}), but is {self.heads}; "
+                    "correct one of them"
+                )
         if self.heads < self.size:
             raise ConfigError(
                 f"`num_attention_heads` must be at least the number of ranks that exchange heads "
@@ -59,10 +63,10 @@ class HeadPlan:
     @cached_property
     def queries(self) -> tuple[range, ...]:
         """The query heads of each rank."""
-        together = self.heads // self.kv_heads
-        largest = -(-self.heads // self.size)
-        whole = self.kv_heads >= self.size and -(-self.kv_heads // self.size) * together == largest
-        step = together if whole else 1
+        groups = self.groups or self.kv_heads
+        together, largest = self.heads // groups, -(-self.heads // self.size)
+        free = -(-groups // self.size) * together == largest
+        step = together if groups >= self.size and (free or self.groups is not None) else 1
         return tuple(
             range(step * part.start, step * part.stop) for part in _even(self.heads // step, self.size)
         )

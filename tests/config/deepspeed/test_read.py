@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megazero.config.deepspeed.extras import CheckpointExtras, Extras, Named
+from megazero.config.deepspeed.extras import CheckpointExtras, Extras, Named, RankExtras
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.config.deepspeed.row import (
     AMOUNT,
@@ -226,8 +226,13 @@ EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
     "prescale_gradients": (True, {}, Extras(prescale_gradients=True)),
     "fp16.consecutive_hysteresis": (True, {"fp16.enabled": True}, Extras(consecutive_hysteresis=True)),
     "managed_gradient_accumulation": (False, {}, Extras(managed_gradient_accumulation=False)),
-    "sequence_parallel_size": (2, {}, Extras(sequence_parallel_size=2)),
-    "data_parallel_size": (4, {}, Extras(data_parallel_size=4)),
+    "seq_parallel_communication_data_type": (
+        "bf16",
+        {},
+        Extras(ranks=RankExtras(seq_parallel_communication_data_type="bf16")),
+    ),
+    "sequence_parallel_size": (2, {}, Extras(ranks=RankExtras(sequence_parallel_size=2))),
+    "data_parallel_size": (4, {}, Extras(ranks=RankExtras(data_parallel_size=4))),
     "gradient_predivide_factor": (2, {}, Extras(gradient_predivide_factor=2.0)),
     "zero_allow_untested_optimizer": (True, {}, Extras(zero_allow_untested_optimizer=True)),
     "zero_optimization.leaf_module": (

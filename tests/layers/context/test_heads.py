@@ -39,7 +39,7 @@ def coded(rows: int, batch: int, heads: int, width: int, first: int = 0) -> Tens
         ((7, 7, 4), [2, 2, 2, 1], [2, 2, 2, 1]),
         ((8, 2, 4), [2, 2, 2, 2], [1, 1, 1, 1]),
         ((24, 8, 12), [2] * 12, [1, 2, 1] * 4),
-        ((12, 6, 4), [3, 3, 3, 3], [2, 2, 2, 2]),  # evenly, rather than whole groups on 4, 4, 2, 2
+        ((12, 6, 4), [3, 3, 3, 3], [2, 2, 2, 2]),  # evenly, as whole groups would be 4, 4, 2, 2
         ((14, 7, 4), [4, 4, 4, 2], [2, 2, 2, 1]),  # whole groups, as no rank has more heads for it
     ],
 )
@@ -50,6 +50,12 @@ def test_heads_are_shared_out(layout, queries, keys):
     together = plan.heads // plan.kv_heads
     for own, used in zip(plan.queries, plan.keys, strict=True):
         assert {head // together for head in own} == set(used)
+
+
+def test_groups_stay_together_where_that_is_wanted():
+    plan = HeadPlan(12, 6, 4, rank=0, groups=6)
+    assert [len(heads) for heads in plan.queries] == [4, 4, 2, 2]
+    assert HeadPlan(12, 3, 4, rank=0, groups=3).queries == HeadPlan(12, 3, 4, rank=0).queries
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -221,5 +221,4 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
     ),
     *ignores("garbage collection is left to Python", BOOL, "disable_python_gc"),
     *ignores("the model determines the size of the vocabulary", SIZE, "vocabulary_size"),
-    *ignores("activations are sent in the model's type", TEXT, "seq_parallel_communication_data_type"),
 )

@@ -83,7 +83,7 @@ def _ranks(key: str) -> KeyRow:
         key,
         COUNT,
         convert=lambda size, values: NOTHING if size == 1 else size,
-        extra=key,
+        extra=f"ranks.{key}",
         script_refused="ranks are laid out by `--context-parallel-size`; leave it out",
     )
 
@@ -190,6 +190,16 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         convert=_dtype,
         only=_A_DTYPE,
         refused=_CHOOSE_DTYPE,
+    ),
+    KeyRow(
+        "seq_parallel_communication_data_type",
+        TEXT,
+        convert=_dtype,
+        extra="ranks.seq_parallel_communication_data_type",
+        only=_A_DTYPE,
+        refused=_CHOOSE_DTYPE,
+        accepted="gradients are sent in it where `megazero.initialize` shares sequences; a training script "
+        "sends them as `communication_data_type` says",
     ),
     KeyRow(
         "prescale_gradients",

@@ -1,0 +1,1 @@
+"""sequence: sequences that ranks share, for models of a script's own (`layer`) and of transformers."""

@@ -1,0 +1,145 @@
+"""Batches for ranks that share sequences: each rank loads samples, and all work on each of them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megazero.deepspeed.comm.collectives import all_gather, all_gather_object
+from megazero.deepspeed.comm.world import AnyGroup
+from megazero.errors import DataError
+
+_NEEDED = ("input_ids", "position_ids", "labels")
+_IGNORED = -100
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Deals the batches of a loader to ranks that share sequences, as pieces.
+
+    The ranks' next batches are gathered, and as many steps follow, each with this rank's piece of one rank's
+    batch. ``labels`` become ``shift_labels``, which are shifted before they are cut: the label of a piece's
+    last token is the next piece's first. Pieces wait on the host.
+
+    Args:
+        dl: a loader of dictionaries with ``input_ids``, ``position_ids`` and ``labels`` [b, s]. It gives each
+            rank samples of its own, and each rank equally many batches; other tensors are [b, s, ...].
+        sp_rank, sp_group, sp_world_size: the ranks that share a sequence.
+        device: where tensors are while they are gathered.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: AnyGroup, sp_world_size: int, device: Any):
+        self.dl, self.device = dl, device
+        self.sp_rank, self.sp_group, self.sp_world_size = sp_rank, sp_group, sp_world_size
+        self.iter = iter(dl)
+        self.micro_batches: deque[dict[str, Any]] = deque()
+        self._warned = False
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        """The next piece. It stops at the end of an epoch, and goes on with the next one if asked again.
+
+        Raises:
+            DataError: on all ranks, if a batch of one lacks a tensor, has tensors of several lengths or a
+                length that does not divide by the ranks, or if a rank has fewer batches than others.
+        """
+        if not self.micro_batches:
+            self.refill()
+        return self.micro_batches.popleft()
+
+    def refill(self) -> None:
+        """Take each rank's next batch and cut them; see `__next__`."""
+        batch = next(self.iter, None)
+        shapes = self._objects(None if batch is None else _shape(batch, self.sp_world_size))
+        problems = [shape for shape in shapes if isinstance(shape, str)]
+        ended = [shape is None for shape in shapes]
+        if any(ended) and not all(ended):
+            problems.append(
+                f"`dl` must give equally many batches to the {self.sp_world_size} ranks that share a "
+                f"sequence, but ends first on {sum(ended)} of them; drop the last batches"
+            )
+        if problems:
+            raise DataError(problems[0])
+        if batch is None:
+            self.iter = iter(self.dl)
+            raise StopIteration
+        whole = {key: self._of_all(value, shapes) for key, value in batch.items()}
+        self._look_for_copies(whole["input_ids"])
+        for source in range(self.sp_world_size):
+            self.micro_batches.append(self._piece({key: values[source] for key, values in whole.items()}))
+
+    def _objects(self, value: Any) -> list[Any]:
+        every = [None] * self.sp_world_size
+        all_gather_object(every, value, group=self.sp_group)
+        return every
+
+    def _of_all(self, value: Any, shapes: Sequence[tuple[int, int]]) -> Sequence[Any]:
+        """A value of each rank's batch; tensors [b, s, ...] have the shapes of their ranks."""
+        if not isinstance(value, Tensor):
+            return self._objects(value)
+        rest = value.shape[2:]
+        width = math.prod(rest) * value.element_size()
+        sizes = [rows * columns * width for rows, columns in shapes]
+        # As bytes of equal number, which every library gathers, whatever the type.
+        own = value.to(self.device).contiguous().view(-1).view(torch.uint8)
+        own = pad(own, (0, max(sizes) - own.numel()))
+        every = [torch.empty_like(own) for _ in shapes]
+        all_gather(every, own, group=self.sp_group)
+        return [
+            data[:size].view(value.dtype).view(*shape, *rest)
+            for data, size, shape in zip(every, sizes, shapes, strict=True)
+        ]
+
+    def _piece(self, batch: dict[str, Any]) -> dict[str, Any]:
+        labels = batch.pop("labels")
+        batch["shift_labels"] = pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        size = labels.shape[1] // self.sp_world_size
+        return {
+            key: value.narrow(1, self.sp_rank * size, size).cpu() if isinstance(value, Tensor) else value
+            for key, value in batch.items()
+        }
+
+    def _look_for_copies(self, ids: Sequence[Tensor]) -> None:
+        if self._warned or self.sp_world_size == 1:
+            return
+        self._warned = True  # looks at the first batches alone
+        if all(torch.equal(ids[0], other) for other in ids[1:]):
+            warnings.warn(
+                f"the {self.sp_world_size} ranks that share a sequence have loaded the same samples, each of "
+                "which is then trained on as often; give the loader a DistributedSampler over all ranks",
+                stacklevel=4,
+            )
+
+
+def _shape(batch: Mapping[str, Any], ranks: int) -> tuple[int, int] | str:
+    """[b, s] of a batch, or what is wrong with it."""
+    for name in _NEEDED:
+        if not isinstance(batch.get(name), Tensor):
+            return (
+                f"`{name}` must be a tensor in each batch of `dl`, but is {type(batch.get(name)).__name__}; "
+                "let the collator make it, positions as `torch.arange(s)`, starting anew at each document"
+            )
+    shape = batch["input_ids"].shape
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.shape[:2] != shape:
+            return (
+                f"`{name}` must have the shape of `input_ids` {list(shape)} first, but has "
+                f"{list(value.shape)}; pad it, or leave it out"
+            )
+    if shape[1] % ranks:
+        return (
+            f"`input_ids` must have a multiple of {ranks} columns, one piece for each rank that shares a "
+            f"sequence, but has {shape[1]}; pad samples to one"
+        )
+    return shape[0], shape[1]
