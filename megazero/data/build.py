@@ -19,7 +19,8 @@ from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
-from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
+from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.index_build import normalized
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges
@@ -151,6 +152,7 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
+        pack=data.pack == "best-fit",
     )
     return build_datasets(_request(config, GPTBuilder(settings), sizes))
 
