@@ -149,8 +149,8 @@ class PackedDataset(SampleDataset):
         if documents != sequences:
             raise DataError(
                 f"`data_path` must have one sequence per document to be packed, but "
-                f"{self.indexed.prefix} has {sequences} sequences in {documents} documents; preprocess the text without "
-                "--split-sentences."
+                f"{self.indexed.prefix} has {sequences} sequences in {documents} "
+                "documents; preprocess the text without --split-sentences."
             )
         if not sizes.sum(dtype=np.int64):
             raise DataError(

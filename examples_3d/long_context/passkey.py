@@ -1,0 +1,141 @@
+"""Documents that hide a pass key in text, to train on, and prompts that ask for one, to test (Mohtashami & Jaggi 2023).
+
+A document is one line: source code, `pass key=73921;` somewhere in it, more source code, and at the end
+`pass key=73921` again. A prompt ends before the last number, and the model has to find it.
+
+    python passkey.py documents --corpus C.jsonl --tokenizer T.json --tokens 40 2048 --count 2000 --output D.jsonl
+    python passkey.py prompts --corpus C.jsonl --tokenizer T.json --distances 100 500 2000 --count 20 --output P.txt
+    python passkey.py judge --prompts P.txt --answers GENERATED.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megazero.data.files import whole_file
+from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
+from megazero.errors import DataError, exit_status
+
+_ASK = "pass key="
+_DIGITS = 5
+_TEST_SHARE = 0.1  # of the corpus, at its end, whose lines no training document has
+
+
+class Filler:
+    """Source code as one line, in pieces of known numbers of tokens.
+
+    Args:
+        corpus: jsonl file of documents.
+        tokenizer: tokenizer.json.
+        test: whether to take the part of the corpus that is for prompts.
+    """
+
+    def __init__(self, corpus: Path, tokenizer: Path, test: bool):
+        self.tokenizer = build_tokenizer(TokenizerSpec("HFTokenizer", model=str(tokenizer)))
+        documents = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()]
+        border = round(len(documents) * (1 - _TEST_SHARE))
+        chosen = documents[border:] if test else documents[:border]
+        self._lines = [" ".join(line.split()) for text in chosen for line in text.splitlines() if line.strip()]
+
+    def text(self, tokens: int, rng: random.Random) -> str:
+        """Lines that follow one another in the corpus, cut to about so many tokens."""
+        number, parts, size = rng.randrange(len(self._lines)), [], 0
+        while size < tokens:
+            line = " " + self._lines[number % len(self._lines)]
+            ids = self.tokenizer.encode(line)[: tokens - size]
+            parts.append(self.tokenizer.decode(ids))
+            number, size = number + 1, size + len(ids)
+        return "".join(parts)
+
+
+def hidden(filler: Filler, before: int, between: int, rng: random.Random) -> tuple[str, str]:
+    """A prompt with so many tokens before the key and so many between it and the question; and the key."""
+    key = "".join(rng.sample("0123456789", _DIGITS))
+    start, rest = filler.text(before, rng), filler.text(between, rng)
+    return f"{start} {_ASK}{key};{rest} {_ASK}", key
+
+
+def make_documents(args: argparse.Namespace) -> None:
+    """Write documents whose lengths lie between the two of `--tokens`, as many short as long ones."""
+    rng, filler = random.Random(args.seed), Filler(args.corpus, args.tokenizer, test=False)
+    least, most = args.tokens
+    with whole_file(args.output) as file:
+        for _ in range(args.count):
+            room = rng.randint(least, most) - 32  # for the key and the question
+            between = rng.randint(0, max(0, room))
+            prompt, key = hidden(filler, max(0, room - between), between, rng)
+            file.write(json.dumps({"text": prompt + key}).encode() + b"\n")
+
+
+def make_prompts(args: argparse.Namespace) -> None:
+    """Write `--count` prompts for each distance, and the keys beside them."""
+    rng, filler = random.Random(args.seed), Filler(args.corpus, args.tokenizer, test=True)
+    keys = []
+    with whole_file(args.output) as file:
+        for distance in args.distances:
+            for _ in range(args.count):
+                prompt, key = hidden(filler, args.before, distance - 8, rng)
+                file.write(prompt.encode() + b"\n")
+                keys.append({"distance": distance, "key": key})
+    args.output.with_suffix(".keys.json").write_text(json.dumps(keys))
+
+
+def judge(args: argparse.Namespace) -> None:
+    """Print, for each distance, how many of the keys that `megazero generate` printed are right."""
+    keys = json.loads(args.prompts.with_suffix(".keys.json").read_text())
+    answers = list(answers_in(args.answers.read_text(encoding="utf-8")))
+    if len(answers) != len(keys):
+        raise DataError(
+            f"`--answers` must hold an answer for each of {len(keys)} prompts, but has {len(answers)}; give "
+            "what `megazero generate` printed for these prompts."
+        )
+    print("distance  right   of")
+    for distance in dict.fromkeys(key["distance"] for key in keys):
+        right = [answer == k["key"] for k, answer in zip(keys, answers, strict=True) if k["distance"] == distance]
+        print(f"{distance:8,}  {sum(right):5}  {len(right):3}")
+
+
+def answers_in(text: str) -> Iterator[str]:
+    """The number at the end of each prompt's continuation, as `megazero generate` prints them."""
+    for part in re.split(r"^--- prompt \d+, sample \d+ ---\n", text, flags=re.MULTILINE)[1:]:
+        yield part[part.rindex(_ASK, 0, part.index("\n") if "\n" in part else None) + len(_ASK) :][:_DIGITS]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The three commands."""
+    parser = argparse.ArgumentParser(prog="passkey.py", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    for name, run in (("documents", make_documents), ("prompts", make_prompts)):
+        command = commands.add_parser(name)
+        command.set_defaults(run=run)
+        command.add_argument("--corpus", type=Path, required=True, help="jsonl file of source code")
+        command.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
+        command.add_argument("--output", type=Path, required=True)
+        command.add_argument("--count", type=int, required=True, help="how many; prompts: of each distance")
+        command.add_argument("--seed", type=int, default=1)
+        if run is make_documents:
+            command.add_argument("--tokens", type=int, nargs=2, required=True, metavar=("LEAST", "MOST"))
+        else:
+            command.add_argument("--distances", type=int, nargs="+", required=True, help="from key to question, in tokens")
+            command.add_argument("--before", type=int, default=16, help="tokens before the key")
+    command = commands.add_parser("judge")
+    command.set_defaults(run=judge)
+    command.add_argument("--prompts", type=Path, required=True, help="what `prompts` wrote")
+    command.add_argument("--answers", type=Path, required=True, help="what `megazero generate` printed")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    args = build_parser().parse_args(argv)
+    return exit_status(lambda: args.run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
