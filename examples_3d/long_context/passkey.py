@@ -1,7 +1,7 @@
 """Documents that hide a pass key in text, to train on, and prompts that ask for one, to test (Mohtashami & Jaggi 2023).
 
 A document is one line: source code, `pass key=73921;` somewhere in it, more source code, and at the end
-`pass key=73921` again. A prompt ends before the last number, and the model has to find it.
+`pass key=73921;` again. A prompt ends before the last number, and the model has to find it.
 
     python passkey.py documents --corpus C.jsonl --tokenizer T.json --tokens 40 2048 --count 2000 --output D.jsonl
     python passkey.py prompts --corpus C.jsonl --tokenizer T.json --distances 100 500 2000 --count 20 --output P.txt
@@ -16,6 +16,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from megazero.data.files import whole_file
@@ -24,6 +25,7 @@ from megazero.errors import DataError, exit_status
 
 _ASK = "pass key="
 _DIGITS = 5
+_SAID = 10  # about the tokens of ` pass key=73921;`
 _TEST_SHARE = 0.1  # of the corpus, at its end, whose lines no training document has
 
 
@@ -54,23 +56,23 @@ class Filler:
         return "".join(parts)
 
 
-def hidden(filler: Filler, before: int, between: int, rng: random.Random) -> tuple[str, str]:
-    """A prompt with so many tokens before the key and so many between it and the question; and the key."""
-    key = "".join(rng.sample("0123456789", _DIGITS))
-    start, rest = filler.text(before, rng), filler.text(between, rng)
-    return f"{start} {_ASK}{key};{rest} {_ASK}", key
+def new_key(rng: random.Random) -> str:
+    """Five digits, none of them twice."""
+    return "".join(rng.sample("0123456789", _DIGITS))
 
 
 def make_documents(args: argparse.Namespace) -> None:
-    """Write documents whose lengths lie between the two of `--tokens`, as many short as long ones."""
+    """Write documents whose lengths lie between the two of `--tokens`; each says its key `--times` times."""
     rng, filler = random.Random(args.seed), Filler(args.corpus, args.tokenizer, test=False)
     least, most = args.tokens
     with whole_file(args.output) as file:
         for _ in range(args.count):
-            room = rng.randint(least, most) - 32  # for the key and the question
-            between = rng.randint(0, max(0, room))
-            prompt, key = hidden(filler, max(0, room - between), between, rng)
-            file.write(json.dumps({"text": prompt + key}).encode() + b"\n")
+            room = rng.randint(least, most) - _SAID * args.times
+            cuts = sorted(rng.randint(0, max(0, room)) for _ in range(args.times - 1))
+            gaps = [end - begin for begin, end in pairwise([0, *cuts, max(0, room)])]
+            key = new_key(rng)
+            text = "".join(f"{filler.text(gap, rng)} {_ASK}{key};" for gap in gaps)
+            file.write(json.dumps({"text": text}).encode() + b"\n")
 
 
 def make_prompts(args: argparse.Namespace) -> None:
@@ -80,8 +82,9 @@ def make_prompts(args: argparse.Namespace) -> None:
     with whole_file(args.output) as file:
         for distance in args.distances:
             for _ in range(args.count):
-                prompt, key = hidden(filler, args.before, distance - 8, rng)
-                file.write(prompt.encode() + b"\n")
+                key, start = new_key(rng), filler.text(args.before, rng)
+                between = filler.text(distance - _SAID, rng)
+                file.write(f"{start} {_ASK}{key};{between} {_ASK}\n".encode())
                 keys.append({"distance": distance, "key": key})
     args.output.with_suffix(".keys.json").write_text(json.dumps(keys))
 
@@ -120,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--count", type=int, required=True, help="how many; prompts: of each distance")
         command.add_argument("--seed", type=int, default=1)
         if run is make_documents:
+            command.add_argument("--times", type=int, default=2, help="how often each says its key (2)")
             command.add_argument("--tokens", type=int, nargs=2, required=True, metavar=("LEAST", "MOST"))
         else:
             command.add_argument("--distances", type=int, nargs="+", required=True, help="from key to question, in tokens")
