@@ -66,7 +66,7 @@ def test_samples_drawn_by_hand(indexed):
 
 def test_positions_go_on_unless_they_are_reset(indexed):
     settings = replace(SETTINGS, reset_position_ids=False)
-    assert rows(PackedDataset(indexed, range(5), None, settings))[12]["position_ids"] == [*range(8)]
+    assert rows(PackedDataset(indexed, range(1, 5), None, settings))[12]["position_ids"] == [*range(8)]
 
 
 def test_end_of_document_inputs_may_be_left_out_of_the_loss(indexed):
@@ -164,13 +164,9 @@ def test_a_planted_cache_is_built_anew(indexed, tmp_path):
 
 
 def test_a_blend_of_packed_datasets(tmp_path):
-    paths = (
-        "3",
-        str(write_lengths(tmp_path / "a", LENGTHS)),
-        "1",
-        str(write_lengths(tmp_path / "b", [6] * 9)),
-    )
-    request = DatasetRequest(GPTBuilder(SETTINGS), (40, 0, 0), paths, "1,0,0")
+    one = str(write_lengths(tmp_path / "a", LENGTHS))
+    two = str(write_lengths(tmp_path / "b", [6] * 9))
+    request = DatasetRequest(GPTBuilder(SETTINGS), (40, 0, 0), ("3", one, "1", two), "1,0,0")
     train = build_datasets(request)[0]
     batch = train.batch(range(40))
     assert np.bincount(batch["dataset_id"]).tolist() == [30, 10]
@@ -180,7 +176,7 @@ def test_a_blend_of_packed_datasets(tmp_path):
 
 def test_ids_beyond_the_vocabulary(indexed):
     with pytest.raises(DataError, match=r"must be in 0\.\.11, but is \d+ in sample"):
-        PackedDataset(indexed, range(5), None, replace(SETTINGS, vocab_size=12)).batch(range(4))
+        PackedDataset(indexed, range(5), None, replace(SETTINGS, vocab_size=12)).batch(range(3))
 
 
 def test_damaged_tokens_are_found(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ def contents(packing: Packing, lengths: np.ndarray, length: int) -> list[list[tu
     sizes = np.minimum(lengths[packing.documents] - packing.offsets, length)
     pieces = list(zip(packing.documents.tolist(), packing.offsets.tolist(), sizes.tolist(), strict=True))
     firsts = packing.firsts.tolist()
-    return [pieces[begin:end] for begin, end in zip(firsts[:-1], firsts[1:], strict=True)]
+    return [pieces[begin:end] for begin, end in pairwise(firsts)]
 
 
 def plainly(sizes: list[int], capacity: int) -> list[int]:
@@ -54,7 +56,7 @@ def test_it_is_best_fit_decreasing(seed):
 
 
 def test_a_packing_drawn_by_hand():
-    """Document 1 is longer than a sequence of 8: one full sequence, and a rest of 3 beside documents 0 and 4."""
+    """Document 1 is longer than a sequence of 8: it fills one, and its rest of 3 goes to documents 0 and 4."""
     lengths = np.array([4, 11, 8, 0, 1], dtype=np.int32)
     packing = pack(lengths, np.arange(5), 8, seed=1)
     found = {tuple(sorted(pieces)) for pieces in contents(packing, lengths, 8)}
@@ -75,13 +77,12 @@ def test_every_token_is_there_once_and_no_document_is_cut_that_fits(seed):
     pieces = [piece for sequence in sequences for piece in sequence]
     tokens = sorted((document, offset + i) for document, offset, size in pieces for i in range(size))
     assert tokens == sorted((int(i), k) for i in ids for k in range(lengths[i]))
-    assert {document for document, offset, _ in pieces if offset} == {
-        int(i) for i in ids if lengths[i] > length
-    }
+    cut = {document for document, offset, _ in pieces if offset}
+    assert cut == set(ids[lengths[ids] > length].tolist())
 
 
 def test_little_is_wasted_and_few_are_cut_beside_documents_laid_end_to_end():
-    """The claim of Ding et al. on lengths like those of web text: hardly any padding, a fraction of the cuts."""
+    """Ding et al. on lengths like those of web text: hardly any padding, and a fraction of the cuts."""
     lengths = np.minimum(np.random.default_rng(0).lognormal(6.0, 1.2, 20_000).astype(np.int32) + 1, 10**6)
     ends = np.cumsum(lengths, dtype=np.int64)
     cut_end_to_end = int(((ends - 1) // 2048 != (ends - lengths) // 2048).sum())
