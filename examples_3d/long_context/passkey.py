@@ -1,8 +1,9 @@
 """Documents that hide a pass key in text, to train on, and prompts that ask for one, to test (Mohtashami & Jaggi 2023).
 
-A document is one line: source code, `pass key=73921;` somewhere in it, more source code, and at the end
-`pass key=73921;` again. A prompt ends before the last number, and the model has to find it.
+A document is one line: source code, `pass key=amber;` somewhere in it, more source code, and `pass key=amber;`
+again. A prompt ends before the second word, and the model has to find it: one of 64 words.
 
+    python passkey.py words --count 400 --output W.jsonl
     python passkey.py documents --corpus C.jsonl --tokenizer T.json --tokens 40 2048 --count 2000 --output D.jsonl
     python passkey.py prompts --corpus C.jsonl --tokenizer T.json --distances 100 500 2000 --count 20 --output P.txt
     python passkey.py judge --prompts P.txt --answers GENERATED.txt
@@ -24,8 +25,13 @@ from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError, exit_status
 
 _ASK = "pass key="
-_DIGITS = 5
-_SAID = 10  # about the tokens of ` pass key=73921;`
+_SAID = 6  # about the tokens of ` pass key=amber;`
+WORDS = tuple(
+    "acorn amber apple badge basil beach birch bison brick camel candy cedar chalk cliff clover cobra coral "
+    "crane daisy eagle ebony fern flute fox grape hazel heron honey ivory jade jasmin kiwi koala lemon lilac "
+    "llama lotus lynx mango maple melon moose olive onion opal orchid otter owl panda pearl peony pine plum "
+    "poppy quail raven robin ruby tiger tulip velvet walnut willow zebra".split()
+)
 _TEST_SHARE = 0.1  # of the corpus, at its end, whose lines no training document has
 
 
@@ -43,7 +49,9 @@ class Filler:
         documents = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()]
         border = round(len(documents) * (1 - _TEST_SHARE))
         chosen = documents[border:] if test else documents[:border]
-        self._lines = [" ".join(line.split()) for text in chosen for line in text.splitlines() if line.strip()]
+        lines = (" ".join(line.split()) for text in chosen for line in text.splitlines())
+        said = re.compile("|".join(WORDS))  # the pass key is to be the only one of these words
+        self._lines = [line for line in lines if line and said.search(line) is None]
 
     def text(self, tokens: int, rng: random.Random) -> str:
         """Lines that follow one another in the corpus, cut to about so many tokens."""
@@ -56,9 +64,11 @@ class Filler:
         return "".join(parts)
 
 
-def new_key(rng: random.Random) -> str:
-    """Five digits, none of them twice."""
-    return "".join(rng.sample("0123456789", _DIGITS))
+def make_words(args: argparse.Namespace) -> None:
+    """Write a text that says every word often, so that a tokenizer trained on it too has a token for each."""
+    with whole_file(args.output) as file:
+        for word in WORDS:
+            file.write(json.dumps({"text": f" {_ASK}{word};" * args.count}).encode() + b"\n")
 
 
 def make_documents(args: argparse.Namespace) -> None:
@@ -70,7 +80,7 @@ def make_documents(args: argparse.Namespace) -> None:
             room = rng.randint(least, most) - _SAID * args.times
             cuts = sorted(rng.randint(0, max(0, room)) for _ in range(args.times - 1))
             gaps = [end - begin for begin, end in pairwise([0, *cuts, max(0, room)])]
-            key = new_key(rng)
+            key = rng.choice(WORDS)
             text = "".join(f"{filler.text(gap, rng)} {_ASK}{key};" for gap in gaps)
             file.write(json.dumps({"text": text}).encode() + b"\n")
 
@@ -82,7 +92,7 @@ def make_prompts(args: argparse.Namespace) -> None:
     with whole_file(args.output) as file:
         for distance in args.distances:
             for _ in range(args.count):
-                key, start = new_key(rng), filler.text(args.before, rng)
+                key, start = rng.choice(WORDS), filler.text(args.before, rng)
                 between = filler.text(distance - _SAID, rng)
                 file.write(f"{start} {_ASK}{key};{between} {_ASK}\n".encode())
                 keys.append({"distance": distance, "key": key})
@@ -105,15 +115,21 @@ def judge(args: argparse.Namespace) -> None:
 
 
 def answers_in(text: str) -> Iterator[str]:
-    """The number at the end of each prompt's continuation, as `megazero generate` prints them."""
+    """The word after the last question of each prompt, as `megazero generate` prints them."""
     for part in re.split(r"^--- prompt \d+, sample \d+ ---\n", text, flags=re.MULTILINE)[1:]:
-        yield part[part.rindex(_ASK, 0, part.index("\n") if "\n" in part else None) + len(_ASK) :][:_DIGITS]
+        asked = part.split("\n")[0].split(_ASK)
+        # The prompt asks second; whatever the model goes on to ask itself comes after.
+        yield re.match(r"\w*", asked[2])[0] if len(asked) > 2 else ""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The three commands."""
+    """The commands."""
     parser = argparse.ArgumentParser(prog="passkey.py", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("words")
+    command.set_defaults(run=make_words)
+    command.add_argument("--output", type=Path, required=True)
+    command.add_argument("--count", type=int, default=400, help="how often each is said (400)")
     for name, run in (("documents", make_documents), ("prompts", make_prompts)):
         command = commands.add_parser(name)
         command.set_defaults(run=run)

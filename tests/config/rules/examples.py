@@ -54,6 +54,12 @@ GRAPHED = {"acceleration.cuda_graph": True}
 COMPILED = {"acceleration.compile": True}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
+EXTENDED = {
+    "checkpoint.extend_context": True,
+    "checkpoint.load": "short",
+    "model.position_embedding_type": "yarn",
+}
+
 # rule -> the changes to the base configuration that break it alone, on 4 ranks
 EXAMPLES: dict[str, dict[str, Any]] = {
     "hidden_multiple_of_heads": {"model.hidden_size": 66},
@@ -66,6 +72,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "rotary_limits_in_order": {"model.position_embedding_type": "yarn", "model.yarn_beta_slow": 32.0},
     "positions_cover_sequence": {"model.max_position_embeddings": 31},
+    "scaling_reaches_extended_context": {
+        **EXTENDED,
+        "model.rotary_scaling_factor": 3.0,
+        "model.yarn_original_max_position_embeddings": 8,
+    },
     "world_size_factors": {"parallel.tensor_model_parallel_size": 8, "model.num_attention_heads": 8},
     "heads_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.num_attention_heads": 2},
     "query_groups_over_tensor_ranks": {
@@ -292,6 +303,13 @@ ACCEPTED: list[dict[str, Any]] = [
         "optimizer.lr_warmup_iters": 50,
     },
     {"data.data_path": ("0.3", "a", "7", "b")},
+    {"data.pack": "best-fit", "data.reset_attention_mask": True},
+    {
+        **EXTENDED,
+        "model.rotary_scaling_factor": 4.0,
+        "model.yarn_original_max_position_embeddings": 8,
+    },
+    {**EXTENDED, "model.position_embedding_type": "rope"},
     {"data.data_path": (), "data.mock_data": True},
     {"data.data_path": (), "data.valid_data_path": ("v",), "training.skip_train": True},
     {"data.data_path": (), "data.train_data_path": ("1", "a", "2", "b"), "data.valid_data_path": ("v",)},
