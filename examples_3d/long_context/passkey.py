@@ -4,7 +4,7 @@ A document is one line: source code, `pass key=amber;` somewhere in it, more sou
 again. A prompt ends before the second word, and the model has to find it: one of 64 words.
 
     python passkey.py words --count 400 --output W.jsonl
-    python passkey.py documents --corpus C.jsonl --tokenizer T.json --tokens 40 2048 --count 2000 --output D.jsonl
+    python passkey.py documents --corpus C.jsonl --tokenizer T.json --tokens 2048 --count 2000 --output D.jsonl
     python passkey.py prompts --corpus C.jsonl --tokenizer T.json --distances 100 500 2000 --count 20 --output P.txt
     python passkey.py judge --prompts P.txt --answers GENERATED.txt
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import sys
@@ -72,17 +73,22 @@ def make_words(args: argparse.Namespace) -> None:
 
 
 def make_documents(args: argparse.Namespace) -> None:
-    """Write documents whose lengths lie between the two of `--tokens`; each says its key `--times` times."""
+    """Write documents that say their key again and again, at distances of all magnitudes.
+
+    A model of random weights attends to all tokens alike. It learns to find the key where there are few, and
+    then where there are more.
+    """
     rng, filler = random.Random(args.seed), Filler(args.corpus, args.tokenizer, test=False)
-    least, most = args.tokens
     with whole_file(args.output) as file:
         for _ in range(args.count):
-            room = rng.randint(least, most) - _SAID * args.times
-            cuts = sorted(rng.randint(0, max(0, room)) for _ in range(args.times - 1))
-            gaps = [end - begin for begin, end in pairwise([0, *cuts, max(0, room)])]
-            key = rng.choice(WORDS)
-            text = "".join(f"{filler.text(gap, rng)} {_ASK}{key};" for gap in gaps)
-            file.write(json.dumps({"text": text}).encode() + b"\n")
+            key, parts, room = rng.choice(WORDS), [], args.tokens
+            while len(parts) < args.times:
+                gap = round(math.exp(rng.uniform(0, math.log(args.tokens))))
+                if gap + _SAID > room:
+                    break
+                parts.append(f"{filler.text(gap, rng)} {_ASK}{key};")
+                room -= gap + _SAID
+            file.write(json.dumps({"text": "".join(parts)}).encode() + b"\n")
 
 
 def make_prompts(args: argparse.Namespace) -> None:
@@ -110,7 +116,9 @@ def judge(args: argparse.Namespace) -> None:
         )
     print("distance  right   of")
     for distance in dict.fromkeys(key["distance"] for key in keys):
-        right = [answer == k["key"] for k, answer in zip(keys, answers, strict=True) if k["distance"] == distance]
+        right = [
+            answer == k["key"] for k, answer in zip(keys, answers, strict=True) if k["distance"] == distance
+        ]
         print(f"{distance:8,}  {sum(right):5}  {len(right):3}")
 
 
@@ -139,10 +147,14 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--count", type=int, required=True, help="how many; prompts: of each distance")
         command.add_argument("--seed", type=int, default=1)
         if run is make_documents:
-            command.add_argument("--times", type=int, default=2, help="how often each says its key (2)")
-            command.add_argument("--tokens", type=int, nargs=2, required=True, metavar=("LEAST", "MOST"))
+            command.add_argument(
+                "--times", type=int, default=6, help="how often each says its key, at most (6)"
+            )
+            command.add_argument("--tokens", type=int, required=True, help="of a document, at most")
         else:
-            command.add_argument("--distances", type=int, nargs="+", required=True, help="from key to question, in tokens")
+            command.add_argument(
+                "--distances", type=int, nargs="+", required=True, help="from key to question, in tokens"
+            )
             command.add_argument("--before", type=int, default=16, help="tokens before the key")
     command = commands.add_parser("judge")
     command.set_defaults(run=judge)

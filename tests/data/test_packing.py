@@ -56,7 +56,7 @@ def test_it_is_best_fit_decreasing(seed):
 
 
 def test_a_packing_drawn_by_hand():
-    """Document 1 is longer than a sequence of 8: it fills one, and its rest of 3 goes to documents 0 and 4."""
+    """Document 1 is longer than a sequence of 8: it fills one, and the rest goes to documents 0 and 4."""
     lengths = np.array([4, 11, 8, 0, 1], dtype=np.int32)
     packing = pack(lengths, np.arange(5), 8, seed=1)
     found = {tuple(sorted(pieces)) for pieces in contents(packing, lengths, 8)}
