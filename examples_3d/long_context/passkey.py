@@ -1,11 +1,11 @@
-"""Documents that hide a pass key in text, to train on, and prompts that ask for one, to test (Mohtashami & Jaggi 2023).
+"""Documents that hide a pass key in text, to train on, and prompts that ask for one (Mohtashami & Jaggi 2023).
 
-A document is one line: source code, `pass key=amber;` somewhere in it, more source code, and `pass key=amber;`
-again. A prompt ends before the second word, and the model has to find it: one of 64 words.
+A document is one line: source code, `pass key=amber;` somewhere in it, more source code, and `pass
+key=amber;` again. A prompt ends before the second word, and the model has to find it: one of sixteen.
 
-    python passkey.py words --count 400 --output W.jsonl
+    python passkey.py words --output W.jsonl
     python passkey.py documents --corpus C.jsonl --tokenizer T.json --tokens 2048 --count 2000 --output D.jsonl
-    python passkey.py prompts --corpus C.jsonl --tokenizer T.json --distances 100 500 2000 --count 20 --output P.txt
+    python passkey.py prompts --corpus C.jsonl --tokenizer T.json --distances 100 2000 --count 20 --output P.txt
     python passkey.py judge --prompts P.txt --answers GENERATED.txt
 """
 
@@ -18,7 +18,6 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 from megazero.data.files import whole_file
@@ -27,11 +26,9 @@ from megazero.errors import DataError, exit_status
 
 _ASK = "pass key="
 _SAID = 6  # about the tokens of ` pass key=amber;`
-WORDS = tuple(
-    "acorn amber apple badge basil beach birch bison brick camel candy cedar chalk cliff clover cobra coral "
-    "crane daisy eagle ebony fern flute fox grape hazel heron honey ivory jade jasmin kiwi koala lemon lilac "
-    "llama lotus lynx mango maple melon moose olive onion opal orchid otter owl panda pearl peony pine plum "
-    "poppy quail raven robin ruby tiger tulip velvet walnut willow zebra".split()
+WORDS = (
+    *("amber", "birch", "cedar", "daisy", "eagle", "fern", "grape", "heron"),
+    *("ivory", "jade", "koala", "lemon", "maple", "opal", "panda", "robin"),
 )
 _TEST_SHARE = 0.1  # of the corpus, at its end, whose lines no training document has
 
@@ -137,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
     command = commands.add_parser("words")
     command.set_defaults(run=make_words)
     command.add_argument("--output", type=Path, required=True)
-    command.add_argument("--count", type=int, default=400, help="how often each is said (400)")
+    command.add_argument("--count", type=int, default=4000, help="how often each is said (4000)")
     for name, run in (("documents", make_documents), ("prompts", make_prompts)):
         command = commands.add_parser(name)
         command.set_defaults(run=run)
