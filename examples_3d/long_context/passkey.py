@@ -1,12 +1,10 @@
-"""Documents that hide a pass key in text, to train on, and prompts that ask for one (Mohtashami & Jaggi 2023).
+"""Documents that hide a pass key in text, to train on, and prompts that ask for one.
 
-A document is one line: source code, `pass key=amber;` somewhere in it, more source code, and `pass
-key=amber;` again. A prompt ends before the second word, and the model has to find it: one of sixteen.
+After Mohtashami & Jaggi 2023. A document is one line: source code, `pass key=amber;` somewhere in it, more source code, and `pass
+key=amber;` again. A prompt ends before the second word, and the model has to find it: one of 64.
 
-    python passkey.py words --output W.jsonl
-    python passkey.py documents --corpus C.jsonl --tokenizer T.json --tokens 2048 --count 2000 --output D.jsonl
-    python passkey.py prompts --corpus C.jsonl --tokenizer T.json --distances 100 2000 --count 20 --output P.txt
-    python passkey.py judge --prompts P.txt --answers GENERATED.txt
+`words` writes a text to train a tokenizer on, `documents` and `prompts` write the two, and `judge` counts the
+right answers in what `megazero generate` printed for the prompts. See run.sh.
 """
 
 from __future__ import annotations
@@ -27,8 +25,14 @@ from megazero.errors import DataError, exit_status
 _ASK = "pass key="
 _SAID = 6  # about the tokens of ` pass key=amber;`
 WORDS = (
-    *("amber", "birch", "cedar", "daisy", "eagle", "fern", "grape", "heron"),
-    *("ivory", "jade", "koala", "lemon", "maple", "opal", "panda", "robin"),
+    *("acorn", "amber", "apple", "badge", "basil", "beach", "birch", "bison"),
+    *("brick", "camel", "candy", "cedar", "chalk", "cliff", "clover", "cobra"),
+    *("coral", "crane", "daisy", "eagle", "ebony", "fern", "flute", "fox"),
+    *("grape", "hazel", "heron", "honey", "ivory", "jade", "jasmin", "kiwi"),
+    *("koala", "lemon", "lilac", "llama", "lotus", "lynx", "mango", "maple"),
+    *("melon", "moose", "olive", "onion", "opal", "orchid", "otter", "owl"),
+    *("panda", "pearl", "peony", "pine", "plum", "poppy", "quail", "raven"),
+    *("robin", "ruby", "tiger", "tulip", "velvet", "walnut", "willow", "zebra"),
 )
 _TEST_SHARE = 0.1  # of the corpus, at its end, whose lines no training document has
 

@@ -168,20 +168,19 @@ def packing_fault(
         return "firsts does not cover the pieces"
     if (np.diff(firsts) < 1).any():
         return "firsts leaves a sequence empty"
-    pieces = -(-lengths[ids].astype(np.int64) // sequence_length)
-    if int(pieces.sum()) != documents.size:
-        return f"there are {documents.size} pieces, and {int(pieces.sum())} are needed"
-    order = np.argsort(ids, kind="stable")
-    place = np.searchsorted(ids, documents, sorter=order)
-    rows = order[np.minimum(place, ids.size - 1)]
+    times = np.bincount(ids, minlength=len(lengths))
+    pieces = np.where(times > 0, -(-lengths.astype(np.int64) // sequence_length), 0)  # of each document
+    if documents.size != int((times * pieces).sum()):
+        return f"there are {documents.size} pieces, and {int((times * pieces).sum())} are needed"
+    if documents.size and not 0 <= int(documents.min()) <= int(documents.max()) < len(lengths):
+        return "documents is out of range"
     number = offsets // sequence_length
-    if not ((ids[rows] == documents) & (offsets >= 0) & (number < pieces[rows])).all():
+    if not ((offsets >= 0) & (number < pieces[documents])).all():
         return "documents or offsets is out of range"
     if (number * sequence_length != offsets).any():
         return "offsets is not a multiple of the sequence length"
-    seen = np.zeros(documents.size, dtype=bool)
-    seen[(np.cumsum(pieces) - pieces)[rows] + number] = True
-    if not seen.all():
+    seen = np.bincount((np.cumsum(pieces) - pieces)[documents] + number, minlength=int(pieces.sum()))
+    if not np.array_equal(seen, np.repeat(times, pieces)):
         return "documents does not have each piece once"
     sizes = np.minimum(lengths[documents] - offsets, sequence_length).astype(np.int64)
     if (np.add.reduceat(sizes, firsts[:-1]) > sequence_length).any():

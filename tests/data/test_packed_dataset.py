@@ -156,6 +156,15 @@ def test_a_cache_serves_trainings_of_any_length(indexed, tmp_path):
     assert len(list((tmp_path / "cache").glob("*.json"))) == 3
 
 
+def test_a_document_may_be_chosen_twice(indexed, tmp_path):
+    settings = replace(SETTINGS, cache_dir=tmp_path / "cache")
+    first = PackedDataset(indexed, np.array([1, 4, 1]), None, settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = PackedDataset(indexed, np.array([1, 4, 1]), None, settings)
+    assert first.facts == again.facts == PackingFacts(documents=3, cut=2, tokens=23, sequences=3, padding=1)
+
+
 def test_a_planted_cache_is_built_anew(indexed, tmp_path):
     def make(cache):
         return vars(PackedDataset(indexed, range(5), None, replace(SETTINGS, cache_dir=cache)).packing)
