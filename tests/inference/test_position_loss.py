@@ -77,7 +77,7 @@ def test_it_is_the_cross_entropy_by_the_position_in_a_document(trained):
     arrays = dataset.batch(range(SAMPLES))
     collate = family_of(config.model).collate(config, vocabulary.size, context.device, None)
     with torch.no_grad():
-        logits = model(collate(arrays, tuple(range(SAMPLES))))[..., :64].float()
+        logits = model(collate(arrays, tuple(range(SAMPLES))))[..., : vocabulary.size].float()
     losses = F.cross_entropy(logits.permute(1, 2, 0), torch.from_numpy(arrays["labels"]), reduction="none")
     sums, counted = np.zeros(16), np.zeros(16)
     for loss, mask, place in zip(losses, arrays["loss_mask"], arrays["position_ids"], strict=True):
