@@ -1,7 +1,8 @@
 """Documents that hide a pass key in text, to train on, and prompts that ask for one.
 
-After Mohtashami & Jaggi 2023. A document is one line: source code, `pass key=amber;` somewhere in it, more source code, and `pass
-key=amber;` again. A prompt ends before the second word, and the model has to find it: one of 64.
+After Mohtashami & Jaggi 2023. A document is one line: source code, `pass key=amber;` somewhere in it, more
+source code, and `pass key=amber;` again. A prompt ends before the second word, and the model has to find it:
+one of 64.
 
 `words` writes a text to train a tokenizer on, `documents` and `prompts` write the two, and `judge` counts the
 right answers in what `megazero generate` printed for the prompts. See run.sh.
@@ -48,7 +49,7 @@ class Filler:
 
     def __init__(self, corpus: Path, tokenizer: Path, test: bool):
         self.tokenizer = build_tokenizer(TokenizerSpec("HFTokenizer", model=str(tokenizer)))
-        documents = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines()]
+        documents = [json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").split("\n")[:-1]]
         border = round(len(documents) * (1 - _TEST_SHARE))
         chosen = documents[border:] if test else documents[:border]
         lines = (" ".join(line.split()) for text in chosen for line in text.splitlines())
