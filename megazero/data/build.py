@@ -152,9 +152,9 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
-        pack=data.pack == "best-fit",
     )
-    return build_datasets(_request(config, GPTBuilder(settings), sizes))
+    builder = GPTBuilder(settings, pack=data.pack == "best-fit")
+    return build_datasets(_request(config, builder, sizes))
 
 
 def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:

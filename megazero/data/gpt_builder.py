@@ -12,9 +12,13 @@ from megazero.data.packed_dataset import PackedDataset
 
 @dataclass(frozen=True)
 class GPTBuilder:
-    """Makes GPT datasets of these settings, for `megazero.data.build`. Splits divide sequences."""
+    """Makes GPT datasets of these settings, for `megazero.data.build`. Splits divide sequences.
+
+    pack: samples are made of whole documents, by best-fit packing.
+    """
 
     settings: GPTSettings
+    pack: bool = False
 
     unit = "sequences"
 
@@ -28,7 +32,7 @@ class GPTBuilder:
     def build(
         self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
     ) -> GPTDataset | PackedDataset:
-        kind = PackedDataset if self.settings.pack else GPTDataset
+        kind = PackedDataset if self.pack else GPTDataset
         return kind(indexed, units, num_samples, self.settings, name, epochs)
 
     def mock(self, num_samples: int, name: str) -> MockGPTDataset:

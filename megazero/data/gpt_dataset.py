@@ -44,8 +44,7 @@ class GPTSettings:
     the id that ends a document, needed by the three flags: eod_mask_loss (no loss where the input is EOD),
     reset_position_ids (positions restart after EOD), reset_attention_mask (adds `document_ids`).
     add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
-    overlap and the last label is masked. pack: samples are made by best-fit packing (`PackedDataset`), where
-    documents are those of the dataset and EOD tokens say nothing about them.
+    overlap and the last label is masked.
     """
 
     sequence_length: int
@@ -57,11 +56,11 @@ class GPTSettings:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     add_extra_token: bool = True
-    pack: bool = False
 
     def __post_init__(self) -> None:
-        by_eod = () if self.pack else ("reset_position_ids", "reset_attention_mask")
-        flags = [name for name in (*by_eod, "eod_mask_loss") if getattr(self, name)]
+        flags = [
+            n for n in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(self, n)
+        ]
         if flags and self.eod_token is None:
             raise DataError(f"`eod_token` must be given for {', '.join(flags)}, but is None; name the token.")
         if self.sequence_length < 1:

@@ -44,7 +44,7 @@ class PackingFacts:
 
     @property
     def padding_share(self) -> float:
-        """Of all positions."""
+        """The share of all positions that are padding."""
         return self.padding / max(1, self.tokens + self.padding)
 
     @classmethod

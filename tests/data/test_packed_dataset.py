@@ -20,7 +20,7 @@ from megazero.errors import DataError
 from tests.data.corpora import write_golden, write_lengths
 from tests.data.test_planted_cache import check, set_to
 
-SETTINGS = GPTSettings(8, pack=True, reset_position_ids=True)
+SETTINGS = GPTSettings(8, eod_token=59_999, reset_position_ids=True)
 # Ids count up from 0 over the corpus: document 0 is 0..3, 1 is 4..14, 2 is 15..22, 4 is 23.
 LENGTHS = [4, 11, 8, 0, 1]
 
@@ -175,7 +175,7 @@ def test_a_planted_cache_is_built_anew(indexed, tmp_path):
 def test_a_blend_of_packed_datasets(tmp_path):
     one = str(write_lengths(tmp_path / "a", LENGTHS))
     two = str(write_lengths(tmp_path / "b", [6] * 9))
-    request = DatasetRequest(GPTBuilder(SETTINGS), (40, 0, 0), ("3", one, "1", two), "1,0,0")
+    request = DatasetRequest(GPTBuilder(SETTINGS, pack=True), (40, 0, 0), ("3", one, "1", two), "1,0,0")
     train = build_datasets(request)[0]
     batch = train.batch(range(40))
     assert np.bincount(batch["dataset_id"]).tolist() == [30, 10]
