@@ -2,9 +2,9 @@
 
 `python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts and lengths, and
 the sequences (sentences, if the texts were split) per document; on request a histogram of document lengths,
-document K (as text if a tokenizer is given), the unigram entropy and the cost of `--pack best-fit`. A damaged dataset gives an error and
-exit status 1. With `--write-sums` a dataset without checksums gets them; a `.sum` that does not agree with
-the files is an error and stays.
+document K (as text if a tokenizer is given), the unigram entropy and the cost of `--pack best-fit`. A damaged
+dataset gives an error and exit status 1. With `--write-sums` a dataset without checksums gets them; a `.sum`
+that does not agree with the files is an error and stays.
 """
 
 from __future__ import annotations
@@ -128,10 +128,8 @@ def print_facts(facts: dict[str, Any]) -> None:
             f"  {'packed':<17} {row['sequences']:,} sequences of {row['sequence_length']:,} tokens, "
             f"{row['padding']:,} positions ({share:.2%}) of padding"
         )
-        print(
-            f"  {'documents cut':<17} {row['cut']:,} of {row['documents']:,}; {row['cut_end_to_end']:,} if laid "
-            "end to end"
-        )
+        cut = f"{row['cut']:,} of {row['documents']:,}; {row['cut_end_to_end']:,} if laid end to end"
+        print(f"  {'documents cut':<17} {cut}")
     if "histogram" in facts:
         print("  documents by length in tokens")
         most = max((count for _, _, count in facts["histogram"]), default=1)

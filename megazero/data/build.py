@@ -28,6 +28,7 @@ from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
 
 _RESERVE = 0.005  # share of samples built beyond the request of each dataset of a weighted blend
+_NO_TOKEN = -1  # an id that no token has
 _MOCK_EPOCH = 100_000  # samples; as many sequences as Megatron-Core's mock data has
 
 Datasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
@@ -142,19 +143,20 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
     Raises:
         DataError: files are missing or damaged, or hold too little for one sample.
     """
-    data = config.data
+    data, eod, packed = config.data, vocabulary.eod, config.data.pack == "best-fit"
+    if packed and eod is None and not data.eod_mask_loss:
+        eod = _NO_TOKEN  # a packing knows where documents begin, so that no token has to say it
     settings = GPTSettings(
         sequence_length=config.model.seq_length,
         seed=config.training.seed,
         cache_dir=_cache_of(data),
         vocab_size=vocabulary.size,
-        eod_token=vocabulary.eod,
+        eod_token=eod,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )
-    builder = GPTBuilder(settings, pack=data.pack == "best-fit")
-    return build_datasets(_request(config, builder, sizes))
+    return build_datasets(_request(config, GPTBuilder(settings, packed), sizes))
 
 
 def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:
