@@ -10,10 +10,6 @@ from megazero.config.steps import BatchRamp
 from megazero.config.training_plan import Limits
 
 _HEAD_SHAPE = ("model.hidden_size", "model.num_attention_heads", "model.kv_channels")
-_SCALED_LENGTHS = (
-    *("model.rotary_scaling_factor", "model.yarn_original_max_position_embeddings"),
-    *("model.rope_scaling_factor", "model.rope_original_max_position_embeddings"),
-)
 _MOST_LAYOUTS = 8  # named in one message
 _LARGEST_AXIS = 4096  # ranks along one axis of a layout that is named
 
@@ -86,7 +82,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "scaling_reaches_extended_context",
-        ("checkpoint.extend_context", "model.seq_length", *_SCALED_LENGTHS),
+        ("checkpoint.extend_context", "model.seq_length", "model.position_embedding_type"),
         "with `extend_context`, the scaling factor times the length of the first training must be at least "
         "`seq_length`",
         "raise `--rotary-scaling-factor` (YaRN) or `--rope-scaling-factor` (Llama 3)",
