@@ -9,7 +9,7 @@ usage: bash examples_3d/long_context/run.sh [--cp N] [--short-steps N] [--long-s
 
   --cp N            ranks that share each sequence of the longer training (default 1)
   --short-steps N   steps of 2,048 tokens at 256 tokens (default 1000)
-  --long-steps N    steps of 8,192 tokens at 2,048 tokens (default 120)
+  --long-steps N    steps of 8,192 tokens at 2,048 tokens (default 200)
   --out DIR         where everything is written (default out/long_context)
 TEXT
 }
@@ -20,7 +20,7 @@ refuse() {
     exit 2
 }
 
-cp=1 short_steps=1000 long_steps=120 out=out/long_context
+cp=1 short_steps=1000 long_steps=200 out=out/long_context
 while (($#)); do
     case $1 in
         -h | --help)
