@@ -27,7 +27,8 @@ from pathlib import Path
 import numpy as np
 
 from megazero.data.build import DatasetRequest, build_datasets
-from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
+from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.data_efficiency.map import ChunkGrid, MapJob, MetricFolder, Share, run_map

@@ -18,7 +18,8 @@ from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import SampleDataset
 from megazero.data.build import DatasetBuilder, DatasetRequest, build_datasets, default_cache
-from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
+from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.data.tokenizers.build import build_tokenizer
 from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of

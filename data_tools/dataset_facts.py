@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megazero.data.indexed.reader import IndexedDataset
+from megazero.data.packing import PackingFacts, pack
 
 _BLOCK = 1 << 24
 
@@ -49,6 +50,27 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     bins = np.bincount(np.frexp(lengths.astype(np.float64))[1])
     edges = [(0, 0), *((1 << b, (2 << b) - 1) for b in range(len(bins) - 1))]
     return [(first, last, int(count)) for (first, last), count in zip(edges, bins, strict=True)]
+
+
+def packing_costs(dataset: IndexedDataset, length: int) -> dict[str, int]:
+    """The cost of `--pack best-fit` at a sequence length, and the documents that are cut without it.
+
+    Keys: sequence_length, documents (those with tokens), sequences, padding (positions), cut, and
+    cut_end_to_end, where the documents of the dataset lie one after another in their order.
+    """
+    sizes = document_lengths(dataset)
+    lengths = sizes.astype(np.int32)
+    facts = PackingFacts.of(sizes, length, pack(lengths, np.arange(sizes.size), length, 0).sequences)
+    ends = np.cumsum(sizes)
+    crossing = (ends - sizes) // length != np.maximum(ends - 1, 0) // length
+    return {
+        "sequence_length": length,
+        "documents": facts.documents,
+        "sequences": facts.sequences,
+        "padding": facts.padding,
+        "cut": facts.cut,
+        "cut_end_to_end": int((crossing & (sizes > 0)).sum()),
+    }
 
 
 def unigram_entropy(dataset: IndexedDataset) -> float:

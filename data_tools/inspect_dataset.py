@@ -2,9 +2,9 @@
 
 `python data_tools/inspect_dataset.py PREFIX [--validate] [--document K ...]` prints counts and lengths, and
 the sequences (sentences, if the texts were split) per document; on request a histogram of document lengths,
-document K (as text if a tokenizer is given) and the unigram entropy. A damaged dataset gives an error and
-exit status 1. With `--write-sums` a dataset without checksums gets them; a `.sum` that does not agree with
-the files is an error and stays.
+document K (as text if a tokenizer is given), the unigram entropy and the cost of `--pack best-fit`. A damaged
+dataset gives an error and exit status 1. With `--write-sums` a dataset without checksums gets them; a `.sum`
+that does not agree with the files is an error and stays.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         LengthFacts,
         document_lengths,
         histogram,
+        packing_costs,
         sequences_per_document,
         unigram_entropy,
     )
@@ -76,6 +77,8 @@ def collect(args: argparse.Namespace) -> dict[str, Any]:
         facts["histogram"] = histogram(documents)
     if args.unigram_entropy:
         facts["unigram_entropy"] = unigram_entropy(dataset)
+    if args.pack is not None:
+        facts["packing"] = packing_costs(dataset, args.pack)
     if args.document is not None:
         facts["document"] = _document(dataset, args)
     return facts
@@ -118,6 +121,15 @@ def print_facts(facts: dict[str, Any]) -> None:
         print(f"  {'valid':<17} yes ({checked})")
     if "unigram_entropy" in facts:
         print(f"  {'unigram_entropy':<17} {facts['unigram_entropy']:.4f} nats per token")
+    if "packing" in facts:
+        row = facts["packing"]
+        share = row["padding"] / max(1, row["sequences"] * row["sequence_length"])
+        print(
+            f"  {'packed':<17} {row['sequences']:,} sequences of {row['sequence_length']:,} tokens, "
+            f"{row['padding']:,} positions ({share:.2%}) of padding"
+        )
+        cut = f"{row['cut']:,} of {row['documents']:,}; {row['cut_end_to_end']:,} if laid end to end"
+        print(f"  {'documents cut':<17} {cut}")
     if "histogram" in facts:
         print("  documents by length in tokens")
         most = max((count for _, _, count in facts["histogram"]), default=1)
@@ -139,6 +151,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--histogram", action="store_true", help="documents by length")
     parser.add_argument(
         "--unigram-entropy", action="store_true", help="entropy of the token frequencies in nats"
+    )
+    parser.add_argument(
+        "--pack",
+        type=cli.positive_int,
+        metavar="N",
+        help="what --pack best-fit costs with sequences of N tokens: padding and documents cut",
     )
     parser.add_argument("--validate", action="store_true", help="also compare every token with the checksums")
     parser.add_argument("--write-sums", action="store_true", help="write the checksums, if there are none")

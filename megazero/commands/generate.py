@@ -34,6 +34,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default 0)")
     parser.add_argument("--batch-size", type=int, default=16, help="prompts at a time (default 16)")
+    parser.add_argument(
+        "--prefill-chunk",
+        type=int,
+        metavar="N",
+        help="feed prompts in chunks of this many tokens, which bounds the memory that long ones take beside "
+        "their keys and values (default: whole)",
+    )
     return parser
 
 
@@ -53,7 +60,11 @@ def _run(flags: argparse.Namespace) -> None:
     with loaded_model(flags, Launch.from_environment(), "generate", LanguageModel.of) as (loaded, model):
         repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
         texts = TextGenerator(model, loaded.tokenizer).complete(
-            repeated, max_new_tokens=flags.max_new_tokens, sampling=sampling, batch_size=flags.batch_size
+            repeated,
+            max_new_tokens=flags.max_new_tokens,
+            sampling=sampling,
+            batch_size=flags.batch_size,
+            prefill_chunk=flags.prefill_chunk,
         )
         if loaded.context.rank == 0:
             print(format_results(repeated, texts, flags.num_samples))

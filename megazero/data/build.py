@@ -19,7 +19,8 @@ from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
-from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
+from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.index_build import normalized
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges
@@ -27,6 +28,7 @@ from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
 
 _RESERVE = 0.005  # share of samples built beyond the request of each dataset of a weighted blend
+_NO_TOKEN = -1  # an id that no token has
 _MOCK_EPOCH = 100_000  # samples; as many sequences as Megatron-Core's mock data has
 
 Datasets = tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]
@@ -141,18 +143,20 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
     Raises:
         DataError: files are missing or damaged, or hold too little for one sample.
     """
-    data = config.data
+    data, eod, packed = config.data, vocabulary.eod, config.data.pack == "best-fit"
+    if packed and eod is None and not data.eod_mask_loss:
+        eod = _NO_TOKEN  # a packing knows where documents begin, so that no token has to say it
     settings = GPTSettings(
         sequence_length=config.model.seq_length,
         seed=config.training.seed,
         cache_dir=_cache_of(data),
         vocab_size=vocabulary.size,
-        eod_token=vocabulary.eod,
+        eod_token=eod,
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )
-    return build_datasets(_request(config, GPTBuilder(settings), sizes))
+    return build_datasets(_request(config, GPTBuilder(settings, packed), sizes))
 
 
 def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:

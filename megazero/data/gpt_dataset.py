@@ -132,16 +132,11 @@ class GPTDataset(SampleDataset):
     @property
     def description(self) -> dict[str, object]:
         """Everything that the order and content of the samples depend on, as JSON: the key of caches."""
-        ids = self._ids
-        if isinstance(ids, range):
-            split = f"{ids.start}..{ids.stop}"
-        else:
-            split = hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i8").data, digest_size=16).hexdigest()
         plan = self.plan
         return {
             "kind": "gpt",
             "dataset": self.indexed.fingerprint,
-            "sequences": split,
+            "sequences": chosen_sequences(self._ids),
             "sequence_length": plan.sequence_length,
             "extra": plan.extra,
             "epochs": plan.epochs,
@@ -185,7 +180,7 @@ class GPTDataset(SampleDataset):
         tokens, labels, lowest, highest = gathered
         limit = self.settings.vocab_size
         if indices.size and (lowest < 0 or (limit is not None and highest >= limit)):
-            self._refuse_ids(indices, tokens, labels)
+            refuse_ids(indices, (tokens, labels), limit, f"the {self.name} split of {self.indexed.prefix}")
         return tokens, labels
 
     def _spans(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -203,17 +198,25 @@ class GPTDataset(SampleDataset):
         size = self.indexed.dtype.itemsize
         return offsets[sequences] + begins * size, offsets[sequences] + ends * size
 
-    def _refuse_ids(self, indices: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> None:
-        limit = self.settings.vocab_size or np.iinfo(np.int64).max
-        for ids in (tokens, labels):
-            wrong = np.argwhere((ids < 0) | (ids >= limit))
-            if len(wrong):
-                row, column = wrong[0]
-                raise DataError(
-                    f"`token id` must be in 0..{limit - 1}, but is {int(ids[row, column])} in sample "
-                    f"{int(indices[row])} of the {self.name} split of {self.indexed.prefix}; use the "
-                    "tokenizer the dataset was made with."
-                )
+
+def refuse_ids(indices: np.ndarray, texts: Sequence[np.ndarray], limit: int | None, where: str) -> None:
+    """Raise DataError for the first id outside of 0..limit-1 in `texts`, int64 [b, T] each."""
+    limit = limit or np.iinfo(np.int64).max
+    for ids in texts:
+        wrong = np.argwhere((ids < 0) | (ids >= limit))
+        if len(wrong):
+            row, column = wrong[0]
+            raise DataError(
+                f"`token id` must be in 0..{limit - 1}, but is {int(ids[row, column])} in sample "
+                f"{int(indices[row])} of {where}; use the tokenizer the dataset was made with."
+            )
+
+
+def chosen_sequences(ids: range | np.ndarray) -> str:
+    """The sequences of a split as a short text: their range, or a hash of int [n]."""
+    if isinstance(ids, range):
+        return f"{ids.start}..{ids.stop}"
+    return hashlib.blake2b(np.ascontiguousarray(ids, dtype="<i8").data, digest_size=16).hexdigest()
 
 
 def finish_batch(tokens: np.ndarray, labels: np.ndarray, settings: GPTSettings) -> dict[str, np.ndarray]:
@@ -284,27 +287,3 @@ class MockGPTDataset(SampleDataset):
             "sequence_length": self.settings.sequence_length,
             "vocab_size": self.settings.vocab_size,
         }
-
-
-@dataclass(frozen=True)
-class GPTBuilder:
-    """Makes GPT datasets of these settings, for `megazero.data.build`. Splits divide sequences."""
-
-    settings: GPTSettings
-
-    unit = "sequences"
-
-    @property
-    def cache_dir(self) -> str | Path | None:
-        return self.settings.cache_dir
-
-    def units(self, indexed: IndexedDataset) -> int:
-        return len(indexed)
-
-    def build(
-        self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
-    ) -> GPTDataset:
-        return GPTDataset(indexed, units, num_samples, self.settings, name, epochs)
-
-    def mock(self, num_samples: int, name: str) -> MockGPTDataset:
-        return MockGPTDataset(num_samples, self.settings, name)

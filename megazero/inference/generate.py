@@ -3,7 +3,8 @@
 All sequences advance through the same positions, each from its own start, without any padding in between: up
 to the end of a prompt its own tokens are fed, from there on the drawn ones (as in Megatron-LM). So a batch
 gives the same tokens as each prompt alone. While all sequences still have prompt tokens left, many positions
-are fed at once.
+are fed at once: all of them, or chunks of them (Agrawal et al. 2023, "Sarathi"), so that a long prompt takes
+the memory of a chunk's activations and not of the whole prompt's.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def generate(
     sampling: Sampling | None = None,
     eod: int | None = None,
     numbers: Sequence[int] | None = None,
+    prefill_chunk: int | None = None,
     on_token: OnToken | None = None,
 ) -> list[list[int]]:
     """Continue each prompt; every rank of the model calls this with the same arguments and returns the same.
@@ -47,6 +49,8 @@ def generate(
         eod: the id that ends a sequence; None lets all sequences run to `max_new_tokens`.
         numbers: numbers of the sequences in the random stream, so that a prompt draws the same tokens in any
             batch; the default is 0, 1, 2, ...
+        prefill_chunk: most positions of the prompts to feed at once; None feeds as many as there are. The
+            tokens are the same, and only keys and values grow with the prompt.
         on_token: called with (index of the prompt, token) as soon as a token is known, on every rank.
 
     Returns:
@@ -59,7 +63,7 @@ def generate(
         NumericsError: the model's logits are not finite.
     """
     staged = model if isinstance(model, StagedModel) else StagedModel.whole(model)
-    _check(staged, prompts, max_new_tokens, numbers)
+    _check(staged, prompts, max_new_tokens, numbers, prefill_chunk)
     if not prompts:
         return []
     sampling = sampling or Sampling()
@@ -74,6 +78,8 @@ def generate(
         while live := [row for row in rows if row.live]:
             # A live sequence is longer than what was fed, at least by its last drawn token.
             stop = min(len(row.tokens) for row in live)
+            if prefill_chunk is not None:
+                stop = min(stop, position + prefill_chunk)
             logits = step([row.span(position, stop) for row in rows])
             position = stop
             due = [i for i, row in enumerate(rows) if row.live and len(row.tokens) == position]
@@ -132,6 +138,7 @@ def _check(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     numbers: Sequence[int] | None,
+    prefill_chunk: int | None,
 ) -> None:
     if model.placement.sequence_parallel:
         raise ConfigError(
@@ -140,6 +147,10 @@ def _check(
         )
     if max_new_tokens < 1:
         raise ConfigError(f"`max_new_tokens` must be at least 1, but is {max_new_tokens}; ask for a token")
+    if prefill_chunk is not None and prefill_chunk < 1:
+        raise ConfigError(
+            f"`prefill_chunk` must be at least 1, but is {prefill_chunk}; leave it out to feed prompts whole"
+        )
     if numbers is not None and len(numbers) != len(prompts):
         raise ConfigError(
             f"`numbers` must be one per prompt ({len(prompts)}), but are {len(numbers)}; leave them out"

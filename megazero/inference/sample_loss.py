@@ -7,13 +7,14 @@ that they hold in training. All ranks get all values; the first one keeps them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megazero.checkpoint.manifest import MANIFEST
 from megazero.checkpoint.reader import CheckpointReader, Verify
@@ -27,6 +28,7 @@ from megazero.data_efficiency.map import ChunkGrid, MetricFolder
 from megazero.data_efficiency.reduce import is_reduced, reduce_metric
 from megazero.errors import ConfigError, NumericsError
 from megazero.models.batch import Collate, M, MicroBatch
+from megazero.models.chunk import ModelChunk
 from megazero.models.sample_losses import SampleLosses
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
@@ -35,7 +37,7 @@ from megazero.pipeline.executor import Evaluator
 from megazero.train.parts.chunks import programs_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
-from megazero.train.resume.fit import check_model
+from megazero.train.resume.fit import check_model, free_fields
 from megazero.train.resume.saved import checkpoint_at, opened, saved_model
 from megazero.train.resume.trained import load_chunks
 
@@ -83,7 +85,22 @@ class LossMeter(Generic[M]):
         return range(0, len(samples), self.samples_per_step)
 
     def _step(self, samples: range) -> np.ndarray:
-        # A step that is not full repeats its last sample, as all ranks have to take part.
+        totals = torch.zeros(2, self.samples_per_step, dtype=torch.float64, device=self.context.device)
+        for slot, arrays, losses in self.evaluated(samples):
+            totals[0, slot] = losses.double()
+            counts = arrays["loss_mask"].sum(1, dtype=np.float64)
+            totals[1, slot] = torch.from_numpy(counts).to(totals)
+        sums, counted = self.summed(totals)
+        means: np.ndarray = sums / np.maximum(counted, 1.0)
+        return means[: len(samples)]
+
+    def evaluated(self, samples: range) -> Iterator[tuple[slice, Mapping[str, np.ndarray], Tensor]]:
+        """Evaluate a step's samples; every rank goes through all of it.
+
+        Yields (places in the step, the dataset's arrays, what the chunk calls losses) of each of this
+        replica's micro-batches, on the last stage alone. A step that is not full repeats its last sample, as
+        all ranks have to take part: places from len(samples) on are none of its samples.
+        """
         numbers = np.minimum(np.arange(self.samples_per_step), len(samples) - 1) + samples.start
         slots = self._own_slots()
         arrays = [self.dataset.batch(numbers[slot]) for slot in slots]
@@ -92,16 +109,15 @@ class LossMeter(Generic[M]):
             for rows, slot in zip(arrays, slots, strict=True)
         ]
         outputs = self.evaluator.evaluate(self.program(len(batches)), batches).outputs
-        totals = torch.zeros(2, self.samples_per_step, dtype=torch.float64, device=self.context.device)
-        for i, output in outputs.items():  # on the last stage
-            totals[0, slots[i]] = output["losses"].double()
-            counts = arrays[i]["loss_mask"].sum(1, dtype=np.float64)
-            totals[1, slots[i]] = torch.from_numpy(counts).to(totals)
+        for i, output in outputs.items():
+            yield slots[i], arrays[i], output["losses"]
+
+    def summed(self, totals: Tensor) -> np.ndarray:
+        """The sum of float64 tensors of all stages and replicas; every rank calls this."""
         self.context.pp.all_reduce(totals).wait()
         self.context.batch.all_reduce(totals).wait()
-        sums, counted = totals.cpu().numpy()
-        means: np.ndarray = sums / np.maximum(counted, 1.0)
-        return means[: len(samples)]
+        summed: np.ndarray = totals.cpu().numpy()
+        return summed
 
     def _own_slots(self) -> list[slice]:
         """The places of this replica's micro-batches in a step."""
@@ -190,25 +206,43 @@ def _loss_meter(
     config: Config, vocabulary: Vocabulary, context: ParallelContext, dataset: SampleDataset
 ) -> tuple[LossMeter[MicroBatch], str]:
     """A meter for the dataset, and a hash of the checkpoint."""
-    family = family_of(config.model)
+    where, chunks = trained_chunks(config, vocabulary, context)
+    wrapped = {number: SampleLosses.of(chunk) for number, chunk in chunks.items()}
+    meter = LossMeter(
+        dataset,
+        Evaluator(wrapped, context.pp, context.device),
+        programs_of(config).evaluate,
+        family_of(config.model).collate(config, vocabulary.size, context, None),
+        context,
+        step_shape(config),
+    )
+    return meter, hashlib.blake2b((where / MANIFEST).read_bytes(), digest_size=16).hexdigest()
+
+
+def step_shape(config: Config) -> tuple[int, int]:
+    """Micro-batches of a step of evaluation on each replica, and samples of each."""
+    stages = config.parallel.pipeline_model_parallel_size
+    return 1 if stages == 1 else 2 * stages, config.batch.micro_batch_size
+
+
+def trained_chunks(
+    config: Config, vocabulary: Vocabulary, context: ParallelContext
+) -> tuple[Path, dict[int, ModelChunk[MicroBatch]]]:
+    """The folder of the checkpoint in `--load`, and the parts of its model that this rank holds.
+
+    Raises:
+        MegazeroError: there is none, it cannot be read, or it holds another model.
+    """
     section = config.checkpoint
     if section.load is None:
         raise ConfigError("`load` must name the checkpoint of the model, but is not given; set --load")
-
+    if context.groups["cp"].size > 1:
+        raise ConfigError(
+            "`context_parallel_size` must be 1 to measure losses of samples, but is "
+            f"{context.groups['cp'].size}; use tensor or pipeline parallelism"
+        )
     where = checkpoint_at(section.load, context, section.ckpt_step)
     reader: CheckpointReader = opened(where, Verify(section.verify_checkpoint), context)
-    check_model(config.model, vocabulary.size, saved_model(reader), where)
-    chunks = {
-        number: SampleLosses.of(chunk)
-        for number, chunk in load_chunks(config, vocabulary, context, reader).items()
-    }
-    stages = config.parallel.pipeline_model_parallel_size
-    meter = LossMeter(
-        dataset,
-        Evaluator(chunks, context.pp, context.device),
-        programs_of(config).evaluate,
-        family.collate(config, vocabulary.size, context, None),
-        context,
-        (1 if stages == 1 else 2 * stages, config.batch.micro_batch_size),
-    )
-    return meter, hashlib.blake2b((where / MANIFEST).read_bytes(), digest_size=16).hexdigest()
+    saved = saved_model(reader)
+    check_model(config.model, vocabulary.size, saved, where, free_fields(config, config.model, saved, where))
+    return where, load_chunks(config, vocabulary, context, reader)

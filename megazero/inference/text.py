@@ -39,11 +39,13 @@ class TextGenerator:
         max_new_tokens: int,
         sampling: Sampling | None = None,
         batch_size: int = 16,
+        prefill_chunk: int | None = None,
     ) -> list[str]:
         """Return the continuation of each prompt, up to the end of the document or `max_new_tokens`.
 
         An empty prompt begins a new document. Only ids that the tokenizer knows are drawn. `batch_size`
-        prompts are continued at a time, which limits memory and changes nothing else.
+        prompts are continued at a time, and `prefill_chunk` positions of prompts are fed at once (None: all);
+        both limit memory and change nothing else.
 
         Raises:
             ConfigError: an argument is out of range, or a sequence outgrows the learned positions.
@@ -64,6 +66,7 @@ class TextGenerator:
                 sampling=replace(sampling, vocab_size=known),
                 eod=self.tokenizer.eod,
                 numbers=range(start, start + len(batch)),
+                prefill_chunk=prefill_chunk,
             )
             texts += [self._decode(*pair) for pair in zip(batch, new, strict=True)]
         return texts

@@ -126,14 +126,11 @@ class GPT(LanguageModel):
             overwrite=overwrite,
         )
 
-    def sample_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """The summed loss of each sample over the positions that count, in nats, float32 [b].
-
-        Only the chunk with the head has it, from the hidden states of the previous chunk.
-        """
+    def position_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """The loss of each position in nats, 0 where it does not count, float32 [s, b]."""
         assert batch.labels is not None, "a batch to measure has labels"
         losses = self.token_losses(self._logits(self.hidden(batch, hidden)), batch.labels)
-        return (losses if batch.loss_mask is None else losses * batch.loss_mask.t()).sum(0)
+        return losses if batch.loss_mask is None else losses * batch.loss_mask.t()
 
     def _logits(self, hidden: Tensor, deferred: Deferred | None = None) -> Tensor:
         assert self.head is not None, "only a chunk with the head has logits"

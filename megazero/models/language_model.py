@@ -28,6 +28,17 @@ class LanguageModel(MeasuredModel[Batch]):
     Its head gives logits [s, b, v/tp] of hidden states [s, b, h].
     """
 
+    @abstractmethod
+    def position_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """The loss of each position in nats, 0 where it does not count, float32 [s, b].
+
+        Only the chunk with the head has it, from the hidden states of the previous chunk.
+        """
+
+    def sample_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """The loss of each sample, summed over the positions that count, in nats, float32 [b]."""
+        return self.position_losses(batch, hidden).sum(0)
+
     @staticmethod
     def of(chunk: nn.Module) -> LanguageModel:
         """Return the chunk, which must be one of such a model."""

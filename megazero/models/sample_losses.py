@@ -1,4 +1,4 @@
-"""`SampleLosses`: a chunk of a model that gives the loss of each sample instead of the sum over all."""
+"""Chunks of a model that give the loss of each sample, or of each position, instead of the sum over all."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from megazero.errors import ConfigError
 from megazero.layers.inputs import Deferred
 from megazero.loss import LossTerm
-from megazero.models.batch import M_contra
+from megazero.models.batch import Batch, M_contra
 from megazero.models.chunk import ModelChunk
-from megazero.models.language_model import MeasuredModel
+from megazero.models.language_model import LanguageModel, MeasuredModel
 from megazero.pipeline.chunk import Boundary, Chunk, ChunkResult
 
 
@@ -52,4 +52,31 @@ class SampleLosses(Chunk[M_contra]):
         """The hidden states for the next chunk; the last chunk gives the losses instead."""
         if self.chunk.head is None:
             return ChunkResult(self.chunk.hidden(batch, hidden))
-        return ChunkResult(None, outputs={"losses": self.chunk.sample_losses(batch, hidden)})
+        return ChunkResult(None, outputs={"losses": self._losses(batch, hidden)})
+
+    def _losses(self, batch: M_contra, hidden: Tensor | None) -> Tensor:
+        return self.chunk.sample_losses(batch, hidden)
+
+
+@dataclass(frozen=True)
+class PositionLosses(SampleLosses[Batch]):
+    """A chunk of a language model; the last one's output ``losses`` has the result of `position_losses`."""
+
+    chunk: LanguageModel
+
+    @classmethod
+    def of(cls, chunk: ModelChunk[Batch]) -> PositionLosses:
+        """Wrap a chunk.
+
+        Raises:
+            ConfigError: its model does not predict each token from those before it.
+        """
+        if not isinstance(chunk, LanguageModel):
+            raise ConfigError(
+                f"the model must be a language model, but is a {type(chunk).__name__}, whose loss does not "
+                "depend on how much text is before a position; measure its samples"
+            )
+        return cls(chunk)
+
+    def _losses(self, batch: Batch, hidden: Tensor | None) -> Tensor:
+        return self.chunk.position_losses(batch, hidden)

@@ -13,7 +13,8 @@ from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.training import BatchConfig
 from megazero.data.blended import BlendedDataset
 from megazero.data.build import DatasetRequest, build_datasets, gpt_datasets
-from megazero.data.gpt_dataset import GPTBuilder, GPTDataset, GPTSettings
+from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.splits import SplitReading
 from megazero.errors import DataError
 from tests.data.corpora import write_lengths

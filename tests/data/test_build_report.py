@@ -11,7 +11,8 @@ from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
 from megazero.data.build_report import BuildReport
-from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
+from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.indexed.writer import IndexedDatasetWriter
 

@@ -18,7 +18,8 @@ with warnings.catch_warnings():
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megazero.data.build import DatasetRequest, build_datasets
-from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
+from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.index_build import (
     build_blending_index,
     build_exhaustive_blending_index,

@@ -13,7 +13,8 @@ import pytest
 from data_tools.analyze_dataset import main
 from megazero.config.resolve import parse_config
 from megazero.data.build import gpt_datasets
-from megazero.data.gpt_dataset import GPTBuilder, GPTSettings
+from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of
 from megazero.data_efficiency.metric_index import MetricIndex

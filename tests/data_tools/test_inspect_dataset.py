@@ -53,6 +53,24 @@ def test_text_output_decodes_a_document(prefix, capsys):
     assert "           4 - 7                     1 " + "#" * 50 in shown
 
 
+def test_the_cost_of_packing_beside_documents_laid_end_to_end(out, capsys):
+    """Of sequences of 8: 6 + 2, 5 + 3 and 4 fill three; 9 is cut anyway. End to end, 5, 9 and 2 are cut."""
+    with IndexedDatasetWriter(str(out / "p"), np.uint16) as writer:
+        for length in (6, 5, 0, 3, 9, 2):
+            writer.add_document([np.full(length, 7)])
+    assert main([str(out / "p"), "--pack", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "packed            4 sequences of 8 tokens, 7 positions (21.88%) of padding" in shown
+    assert "documents cut     1 of 5; 3 if laid end to end" in shown
+    assert main([str(out / "p"), "--pack", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["packing"] == {
+        **{"sequence_length": 8, "documents": 5, "sequences": 4},
+        **{"padding": 7, "cut": 1, "cut_end_to_end": 3},
+    }
+    with pytest.raises(SystemExit):
+        main([str(out / "p"), "--pack", "0"])
+
+
 def test_sentences_per_document_are_told_where_documents_have_several(out, capsys):
     with IndexedDatasetWriter(str(out / "s"), np.uint16) as writer:
         for sentences in (1, 4, 2, 1):

@@ -7,8 +7,10 @@ import torch
 
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.errors import ConfigError, DataError
+from megazero.inference.cache import KeyValueCache
 from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling, choose_tokens
+from megazero.inference.staged import StagedModel
 from megazero.layers.collectives import gather_features
 from megazero.models.batch import Batch
 from megazero.models.chunk import Slice
@@ -61,6 +63,47 @@ def test_a_batch_equals_its_prompts_alone(config, sampling):
     for i, prompt in enumerate(PROMPTS):
         alone = generate(model, [prompt], max_new_tokens=NEW, sampling=sampling, numbers=[i])
         assert alone == together[i : i + 1]
+
+
+@SHAPES
+@RULES
+@pytest.mark.parametrize("chunk", [1, 2, 3, 64])
+def test_prompts_in_chunks_give_the_same_tokens(config, sampling, chunk):
+    model = build(config)
+    whole = generate(model, PROMPTS, max_new_tokens=NEW, sampling=sampling)
+    assert generate(model, PROMPTS, max_new_tokens=NEW, sampling=sampling, prefill_chunk=chunk) == whole
+
+
+@SHAPES
+def test_a_chunked_prompt_has_the_logits_of_one_pass_and_no_step_is_longer(config):
+    model, prompt = build(config), torch.arange(12).tolist()
+    steps: list[int] = []
+
+    def logits(chunk: int | None) -> torch.Tensor:
+        seen = []
+        staged = StagedModel.whole(model)
+        answer = staged.logits
+
+        def spy(batch: Batch, cache: KeyValueCache) -> torch.Tensor:
+            steps.append(batch.tokens.shape[1])
+            seen.append(answer(batch, cache))
+            return seen[-1]
+
+        staged.logits = spy
+        generate(staged, [prompt], max_new_tokens=1, sampling=GREEDY, prefill_chunk=chunk)
+        return seen[-1]
+
+    whole = logits(None)
+    assert steps == [12]
+    steps.clear()
+    torch.testing.assert_close(logits(5), whole, rtol=1e-5, atol=1e-6)
+    assert steps == [5, 5, 2]
+
+
+@pytest.mark.parametrize("chunk", [0, -3])
+def test_a_chunk_has_a_token(chunk):
+    with pytest.raises(ConfigError, match=f"`prefill_chunk` must be at least 1, but is {chunk}"):
+        generate(build(GPT2), PROMPTS, max_new_tokens=1, prefill_chunk=chunk)
 
 
 def test_a_seed_repeats_itself_and_another_differs():

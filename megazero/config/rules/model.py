@@ -14,6 +14,11 @@ _MOST_LAYOUTS = 8  # named in one message
 _LARGEST_AXIS = 4096  # ranks along one axis of a layout that is named
 
 
+def _scaling_reaches(case: Case) -> bool:
+    model = case.config.model
+    return model.scaled_to is None or model.scaled_to >= model.seq_length
+
+
 def _rotary_dim_is_even(case: Case) -> bool:
     model = case.config.model
     return not model.rotates or (model.rotary_dim >= 2 and model.rotary_dim % 2 == 0)
@@ -74,6 +79,15 @@ MODEL_RULES: tuple[Rule, ...] = (
         "`max_position_embeddings` must be at least `seq_length`",
         "raise it or leave it out",
         lambda c: c.config.model.positions >= c.config.model.seq_length,
+    ),
+    Rule(
+        "scaling_reaches_extended_context",
+        ("checkpoint.extend_context", "model.seq_length", "model.position_embedding_type"),
+        "with `extend_context`, the scaling factor times the length of the first training must be at least "
+        "`seq_length`",
+        "raise `--rotary-scaling-factor` (YaRN) or `--rope-scaling-factor` (Llama 3)",
+        lambda c: not c.config.checkpoint.extend_context or _scaling_reaches(c),
+        lambda c: f"it is {c.config.model.scaled_to:,.0f}",
     ),
 )
 

@@ -64,6 +64,15 @@ class CheckpointConfig(Section):
         "load weights only and start counting anew",
         aliases=("--load-weights-only",),
     )
+    extend_context: bool = option(
+        False,
+        "take weights of a training at shorter sequences, with another base, scaling or range of the "
+        "rotary positions",
+        needs=(
+            "load",
+            "model.position_embedding_type=rope,yarn: other positions cannot be scaled",
+        ),
+    )
     no_load_optim: bool = option(False, "leave the optimizer state unread")
     no_load_rng: bool = option(False, "take the seed of dropout from the configuration, not the checkpoint")
     no_save_optim: bool = option(False, "leave the optimizer state unsaved")

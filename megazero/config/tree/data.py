@@ -71,6 +71,17 @@ class DataConfig(Section):
         "leave end-of-document inputs out of the loss",
         needs="model.family=gpt: a BERT's samples stay within one document",
     )
+    pack: Literal["none", "best-fit"] = option(
+        "none",
+        "best-fit: fill sequences with whole documents, as tightly as they go (Ding et al. 2024), and cut "
+        "only those that are longer than a sequence; none: lay documents end to end and cut them anywhere",
+        needs=(
+            "model.family=gpt: a BERT's samples stay within one document, and --bert-pack packs those",
+            "reset_attention_mask: documents that share a sequence have nothing to do with each other",
+            "mock_data=False: random tokens have no documents",
+            "finetune.task=None: its samples are not cut",
+        ),
+    )
     mask_prob: Annotated[float, Field(gt=0, lt=1)] = option(
         0.15, "BERT: share of a sample's tokens that the model has to predict"
     )

@@ -86,3 +86,16 @@ class RotaryConfig(TransformerConfig):
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def scaled_from(self) -> int | None:
+        """The sequence length of the first training, where positions are scaled by it (YaRN, Llama 3)."""
+        if self.position_embedding_type == "yarn":
+            return self.yarn_original_max_position_embeddings
+        return self.rope_original_max_position_embeddings if self.use_rope_scaling else None
+
+    @property
+    def scaled_to(self) -> float | None:
+        """The sequence length that such positions are scaled to."""
+        factor = self.rope_scaling_factor if self.use_rope_scaling else self.rotary_scaling_factor
+        return None if self.scaled_from is None else self.scaled_from * factor

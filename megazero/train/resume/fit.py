@@ -15,7 +15,9 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.rotary import RotaryConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
+from megazero.config.tree.transformer import TransformerConfig
 from megazero.data.blended import SampleDataset
 from megazero.data.sources import contents
 from megazero.errors import CheckpointError, ConfigError, DataError
@@ -53,6 +55,10 @@ FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | frozenset(
         "make_vocab_size_divisible_by",
     }
 )
+# Settings that may change besides with --extend-context: how fast the channels of a head turn, and how far.
+_ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(TransformerConfig.model_fields) - {
+    "rotary_percent"
+} | {"position_embedding_type", "max_position_embeddings"}
 # Changes in these sections do not affect the training, so they are not reported.
 _SILENT_SECTIONS = ("checkpoint", "logging")
 _SHOWN = 10
@@ -74,7 +80,8 @@ def fit(
     """
     model = dense_model(config.model) if begins_experts else config.model
     saved, anew = saved_model(reader), run is None or config.checkpoint.finetune
-    check_model(model, vocab_size, saved, reader.folder, FREE_MODEL_FIELDS | free_to_begin(saved, anew))
+    free = free_fields(config, model, saved, reader.folder) | free_to_begin(saved, anew)
+    check_model(model, vocab_size, saved, reader.folder, free)
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
         return config, []
     if not config.checkpoint.override_opt_param_scheduler:
@@ -129,6 +136,27 @@ def check_model(
         wrong.append(f"vocab_size {saved.vocab_size} (now {vocab_size})")
     if wrong:
         raise CheckpointError(f"`{folder}` must hold this model, but has {', '.join(wrong)}")
+
+
+def free_fields(config: Config, model: ModelConfig, saved: SavedModel, folder: Path) -> frozenset[str]:
+    """The settings that the checkpoint's model need not share with `model`, which may see longer sequences.
+
+    Raises:
+        CheckpointError: the model scales its positions from another length than the checkpoint's.
+    """
+    if not config.checkpoint.extend_context:
+        return FREE_MODEL_FIELDS
+    before = saved.settings([name for name in ModelConfig.model_fields if name in saved.sections["model"]])
+    if not before.rotates:
+        return FREE_MODEL_FIELDS  # the kind of positions is then a difference that is refused
+    lengths = (before.seq_length, before.positions) if before.scaled_from is None else (before.scaled_from,)
+    if model.scaled_from is not None and model.scaled_from not in lengths:
+        name = "yarn" if model.position_embedding_type == "yarn" else "rope"
+        raise CheckpointError(
+            f"`{name}_original_max_position_embeddings` must be the sequence length of the first training of "
+            f"`{folder}` ({lengths[0]}), but is {model.scaled_from}; set it to that"
+        )
+    return FREE_MODEL_FIELDS | _ROTARY_FIELDS
 
 
 def _check_schedule(optimizer: OptimizerConfig, saved: SavedConfig, folder: Path) -> None:

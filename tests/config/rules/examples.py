@@ -57,6 +57,11 @@ UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": 
 SPARSE = {"model.sparse_block": 4}  # 8 blocks
 FIXED = {**SPARSE, "model.sparse_attention": "fixed"}
 BIGBIRD = {**SPARSE, "model.sparse_attention": "bigbird"}
+EXTENDED = {
+    "checkpoint.extend_context": True,
+    "checkpoint.load": "short",
+    "model.position_embedding_type": "yarn",
+}
 
 # rule -> the changes to the base configuration that break it alone, on 4 ranks
 EXAMPLES: dict[str, dict[str, Any]] = {
@@ -73,6 +78,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "window_pattern_is_whole": {"model.window_size": (8, 0), "model.window_attn_skip_freq": (1,) * 9},
     "window_of_the_past": {"model.window_size": (8, 8)},
     "some_layer_has_a_window": {"model.window_size": (-1, 0)},
+    "scaling_reaches_extended_context": {
+        **EXTENDED,
+        "model.rotary_scaling_factor": 3.0,
+        "model.yarn_original_max_position_embeddings": 8,
+    },
     "world_size_factors": {"parallel.tensor_model_parallel_size": 8, "model.num_attention_heads": 8},
     "heads_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.num_attention_heads": 2},
     "query_groups_over_tensor_ranks": {
@@ -323,6 +333,13 @@ ACCEPTED: list[dict[str, Any]] = [
         "optimizer.lr_warmup_iters": 50,
     },
     {"data.data_path": ("0.3", "a", "7", "b")},
+    {"data.pack": "best-fit", "data.reset_attention_mask": True},
+    {
+        **EXTENDED,
+        "model.rotary_scaling_factor": 4.0,
+        "model.yarn_original_max_position_embeddings": 8,
+    },
+    {**EXTENDED, "model.position_embedding_type": "rope"},
     {"data.data_path": (), "data.mock_data": True},
     {"data.data_path": (), "data.valid_data_path": ("v",), "training.skip_train": True},
     {"data.data_path": (), "data.train_data_path": ("1", "a", "2", "b"), "data.valid_data_path": ("v",)},

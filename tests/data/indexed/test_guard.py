@@ -14,7 +14,8 @@ from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
 from megazero.data.build import DatasetRequest, build_datasets
-from megazero.data.gpt_dataset import GPTBuilder, GPTDataset, GPTSettings
+from megazero.data.gpt_builder import GPTBuilder
+from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed import checksum
 from megazero.data.indexed.checksum import TokenBlocks
 from megazero.data.indexed.reader import open_indexed
