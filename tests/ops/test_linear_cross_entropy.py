@@ -103,7 +103,7 @@ def test_by_the_kernels_for_gpus(dtype, block: int) -> None:
 
     def run(kernels):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = linear_cross_entropy_cuda(*leaves, target, SoloGroup(), 0, 29, block, kernels)
+        loss = linear_cross_entropy_cuda(*leaves, target, SoloGroup(), 0, 29, block, kernels=kernels)
         return loss, *torch.autograd.grad(loss, leaves, weights)
 
     found, true = in_every_order(run), exactly(*given, 29)
