@@ -1,7 +1,7 @@
-"""A function of rows, tile by tile: the activations of one tile are alive (TiledMLP of ALST, Bekman et al. 2025).
+"""A function of rows, tile by tile: the activations of one tile are alive (TiledMLP, Bekman et al. 2025).
 
-Backward computes each tile again. A parameter's gradients of all tiles are added up before autograd sees them:
-whoever waits for it, such as a reduction over ranks, gets one gradient, whole.
+Backward computes each tile again. A parameter's gradients of all tiles are added up before autograd sees
+them: whoever waits for it, such as a reduction over ranks, gets one gradient, whole.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from megazero.ops.native import on_native_cpu
 
 BLOCK = 8192
 TILE_BYTES = 2**30
-"""The most bytes that the float32 logits of a tile and a block take, unless the caller says how many tiles."""
+"""The most bytes that the float32 logits of a tile and a block take, unless a caller names the tiles."""
 
 
 def linear_cross_entropy_reference(
@@ -65,8 +65,8 @@ class VocabularySlice:
     """A rank's slice of the vocabulary, and the way in which its logits are computed.
 
     group: the ranks that hold the other slices. start: the first id here. size: the number of ids of the
-    whole vocabulary. block: the number of columns to project to at once. tiles: the number of tiles of tokens;
-    0 for what `TILE_BYTES` asks for. passes: the passes over logits.
+    whole vocabulary. block: the number of columns to project to at once. tiles: the number of tiles of
+    tokens; 0 for what `TILE_BYTES` asks for. passes: the passes over logits.
     """
 
     group: ReduceGroup

@@ -1,4 +1,4 @@
-"""Rows computed tile by tile: the values, gradients and hooks of all rows at once, in the memory of one tile."""
+"""Rows computed tile by tile: values, gradients and hooks of all rows at once, in the memory of one tile."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_tiles_equal_the_whole(tiles: int, activation: str) -> None:
         assert bias is None
         named = dict(module.named_parameters())
         grads = torch.autograd.grad(out, [x, *named.values()], grad)
-        assert torch.equal(x, before[0]) and (x._version, grad._version) == before[1:]
+        assert torch.equal(x, before[0])
+        assert (x._version, grad._version) == before[1:]
         results.append([out, *grads])
         assert all(gradient.abs().max() > 0 for gradient in grads), list(named)
     for ours, whole in zip(*results, strict=True):
@@ -146,7 +147,8 @@ def test_products_are_not_handed_over_tile_by_tile() -> None:
     sum_in_products([module], lambda weight, product: handed.append(weight), Blas(gemm_ex, lambda: 77))
     x, grad = given(torch.float32)
     module(x, inputs)[0].backward(grad)
-    assert not handed and module.up.weight.grad is not None
+    assert not handed
+    assert module.up.weight.grad is not None
 
 
 LAYOUTS = [
