@@ -36,7 +36,7 @@ from megazero.ops.cross_entropy import (
     targets,
     vocab_parallel_cross_entropy_reference,
 )
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example
 from megazero.ops.native import on_native_cpu
@@ -219,6 +219,7 @@ LINEAR_CROSS_ENTROPY: Operator[
     (
         Implementation("native_cpu", partial(_loss, NATIVE_CPU_PASSES), on_native_cpu()),
         Implementation("cuda", linear_cross_entropy_cuda, on_cuda_kernels()),
+        planned(linear_cross_entropy_cuda),
         Implementation("chunked", partial(_loss, CHUNKED_PASSES)),
         Implementation("reference", linear_cross_entropy_reference),
     ),

@@ -22,7 +22,7 @@ from megazero.ops.attention.parts import backward_of_part
 from megazero.ops.attention.pattern import ALL, BlockLayout, Pattern
 from megazero.ops.attention.reference import attention_reference, attention_sdpa, attention_with_dropout
 from megazero.ops.attention.varlen import attention_varlen, varlen_knows
-from megazero.ops.cuda import on_cuda_kernels
+from megazero.ops.cuda import on_cuda_kernels, planned
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.native import on_native_cpu
@@ -156,6 +156,8 @@ ATTENTION: Operator[_Attend] = Operator(
             attention_cuda,
             on_cuda_kernels(bias=False, heads=HeadKind.ALIKE).needing(_cuda_pays, _CUDA_PAYS),
         ),
+        # On a GPU torch's kernels take heads of other widths, and hold as much.
+        planned(attention_cuda, bias=False),
         Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False), traceable=True),
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
         Implementation("reference", attention_reference),
