@@ -34,20 +34,38 @@ def tiles_of(x: Tensor, size: int) -> Iterator[Tensor]:
     return (x[first : first + size] for first in range(0, len(x), size))
 
 
-class _Tiled(Function):
-    """`of_rows` of x [s, ...] by tiles; saves x alone."""
+class _Kept(Function):
+    """x itself, which it saves.
+
+    A Function saves tensors once its forward has run. Recompute stops when it has all that backward needs: if
+    this one saves x, it stops before the tiles, and their forward runs twice instead of three times.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, of_rows: OfRows, size: int, *params: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.of_rows, ctx.size, ctx.params = of_rows, size, params
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        return (grad,)
+
+
+class _Tiled(Function):
+    """`of_rows` of x [s, ...] by tiles. `keeper` saves x, or this does if it is None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keeper: Any, of_rows: OfRows, size: int, *params: Tensor) -> Tensor:
+        if keeper is None:
+            ctx.save_for_backward(x)
+        ctx.keeper, ctx.of_rows, ctx.size, ctx.params = keeper, of_rows, size, params
         return _in_tiles(x, of_rows, size)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        (x,) = ctx.saved_tensors
-        wants_x, _, _, *wants = ctx.needs_input_grad
+        (x,) = (ctx.keeper or ctx).saved_tensors
+        wants_x, _, _, _, *wants = ctx.needs_input_grad
         params = [param for param, wanted in zip(ctx.params, wants, strict=True) if wanted]
         grad_x = torch.empty_like(x) if wants_x else None
         sums: list[Tensor] = []
@@ -62,8 +80,9 @@ class _Tiled(Function):
                 grad_x[first : first + len(rows)] = made.pop()
             first += len(rows)
             _add(sums, made)
+            del out, made  # before the next tile has its own
         totals = iter([total.to(param.dtype) for total, param in zip(sums, params, strict=True)])
-        return grad_x, None, None, *(next(totals) if wanted else None for wanted in wants)
+        return grad_x, None, None, None, *(next(totals) if wanted else None for wanted in wants)
 
 
 def _add(sums: list[Tensor], more: Sequence[Tensor]) -> None:
@@ -92,7 +111,7 @@ def tiled(of_rows: OfRows, x: Tensor, size: int, params: Sequence[Tensor]) -> Te
     """`of_rows(x)`, computed for `size` entries of x's first dim at a time.
 
     Besides the result and, in backward, the gradient of x, only what one tile needs is in memory. It costs a
-    second forward.
+    second forward, within a recomputed unit too.
 
     Args:
         of_rows: rows [r, ..., h] -> [r, ..., n]; a row's result must depend on that row alone. It is called
@@ -103,4 +122,8 @@ def tiled(of_rows: OfRows, x: Tensor, size: int, params: Sequence[Tensor]) -> Te
     """
     if not torch.is_grad_enabled():
         return _in_tiles(x, of_rows, size)
-    return apply(_Tiled, x, of_rows, size, *params)
+    keeper = None
+    if x.requires_grad:
+        x = apply(_Kept, x)
+        keeper = x.grad_fn
+    return apply(_Tiled, x, keeper, of_rows, size, *params)

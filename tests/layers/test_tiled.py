@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.inputs import LayerInputs
@@ -204,3 +205,26 @@ def test_training_in_tiles_with_products(monkeypatch) -> None:
     layout = replace(LAYOUTS[0], dtype="bf16")
     monkeypatch.setattr(build, "working_blas", lambda device: Blas(gemm_ex, lambda: 77))
     assert_alike(trained(layout, 3), trained(layout, 1), 4e-2)
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_recompute_stops_before_the_tiles(learns: bool) -> None:
+    """Within a recomputed unit a tile's forward runs twice, not three times, whether or not x learns."""
+    module, inputs = mlp(4)
+    calls = Counter()
+    of_rows = module._of_rows
+
+    def counted(x: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
+        calls.update(["call"])
+        return of_rows(x, *rest)
+
+    module._of_rows = counted
+    x, grad = given()
+    x = x if learns else x.detach()
+    whole = torch.autograd.grad(module(x, inputs)[0], list(module.parameters()), grad)
+    calls.clear()
+    out = checkpoint(lambda x: module(2 * x, inputs)[0] + 1, x / 2, use_reentrant=False)
+    grads = torch.autograd.grad(out, list(module.parameters()), grad)
+    assert calls["call"] == (8 if learns else 12)
+    for ours, other in zip(grads, whole, strict=True):
+        torch.testing.assert_close(ours, other)
