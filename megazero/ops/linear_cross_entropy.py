@@ -140,6 +140,7 @@ class BlockwiseLoss(torch.autograd.Function):
                     torch.mm(logits.t(), rows, out=grad_weight[columns])
                 else:
                     grad_weight[columns] += logits.t() @ rows[tokens]
+                del logits  # before the next block has its own
             grad_x[tokens] = grad_rows
         return grad_x.view(x.shape), grad_weight.to(weight.dtype), None, None
 
@@ -156,6 +157,7 @@ def _add_statistics(
     for columns, counted in part.blocks(len(weight)):
         logits = F.linear(rows, weight[columns])
         highest, summed, logit = part.passes.statistics(logits, counted, _within(local, columns))
+        del logits  # before the next block has its own
         before = maximum.clone()
         torch.maximum(maximum, highest, out=maximum)
         total.mul_(torch.exp(before - maximum)).add_(summed * torch.exp(highest - maximum))
