@@ -1,4 +1,4 @@
-"""Does a long sequence fit? Plans of the configurations of examples_3d/long_context/paper, on the meta device.
+"""Does a long sequence fit? Plans of examples_3d/long_context/paper, on the meta device.
 
     python benchmarks/long_context_memory.py --node 8
 
@@ -30,7 +30,7 @@ def part_of(path: Path, overrides: list[str]) -> tuple[Config, int]:
     ranks = settings["parallel"].pop("context_parallel_size")
     length = settings["model"]["seq_length"] // ranks
     words = [f"--seq-length={length}", f"--max-position-embeddings={settings['model']['seq_length']}"]
-    words += [f"--context-parallel-size=1", f"--global-batch-size={ranks}", *overrides]
+    words += ["--context-parallel-size=1", f"--global-batch-size={ranks}", *overrides]
     return parse_config(["--config", str(path), *words], world_size=ranks).config, ranks
 
 
@@ -50,7 +50,8 @@ def main() -> None:
         print(f"formula of activations: {shown(formula.most)}, at the {formula.when}", end="; ")
         print({moment: shown(size) for moment, size in formula.moments.items()})
         host = memory.total("cpu") * arguments.node
-        print(f"host, for each node of {arguments.node}: {shown(host)} ({time.perf_counter() - begun:.0f} s)\n")
+        seconds = time.perf_counter() - begun
+        print(f"host, for each node of {arguments.node}: {shown(host)} ({seconds:.0f} s)\n")
 
 
 if __name__ == "__main__":

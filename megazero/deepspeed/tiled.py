@@ -186,7 +186,9 @@ def sequence_tiled_compute(
     results = _in_tiles(_Tiling(of_tile, shards, 1), list(kwargs_to_shard.values()))
     scalars = results[0].dim() == 0
     out = torch.stack(results) if scalars else torch.cat(results, output_unshard_dimension)
-    return {"mean": out.mean, "sum": out.sum, None: lambda: out}[output_reduction]()
+    if output_reduction is None:
+        return out
+    return out.mean() if output_reduction == "mean" else out.sum()
 
 
 class SequenceTiledCompute:

@@ -13,12 +13,36 @@ from dataclasses import dataclass
 from megazero.commands.memory_report.planned import is_apart
 from megazero.commands.memory_report.table import shown
 from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.recompute import recompute_units
+from megazero.models.language_model import LanguageModel
 from megazero.ops.linear_cross_entropy import BLOCK, TILE_BYTES
+from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import build_vocabulary
 
 _WIDE = 4  # bytes of a float32
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The widths of attention, in elements.
+
+    Attributes:
+        q, kv: of all queries, and of all keys.
+        turned: of queries and keys that are kept beside the projection they are parts of.
+    """
+
+    q: int
+    kv: int
+    turned: int
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Heads:
+        """The widths of a model's attention."""
+        q, kv = (heads * model.head_dim for heads in (model.num_attention_heads, model.kv_heads))
+        # Rotated, both are new. Otherwise queries that lie between keys are copied.
+        return cls(q, kv, q + kv if model.rotates else q * (kv < q))
 
 
 @dataclass(frozen=True)
@@ -26,52 +50,44 @@ class Widths:
     """The sizes of a model, in elements.
 
     Attributes:
-        h, q, kv, f: of hidden states, all queries, all keys, and within the MLP.
+        h, f: of hidden states, and within the MLP.
         ups: matrices by which the MLP widens: 2 for SwiGLU.
-        turned: of queries and keys that attention keeps beside the projection they are parts of.
-        vocab: ids, padding included.
+        heads: of attention.
+        tables: rows of the vocabulary, padding included, and of a table of positions; 0 without one.
         size: bytes of an element.
         numbers: bytes of float32 and int64 numbers for each token of a layer, and for each token at all.
-        positions: rows of a table of positions; 0 without one.
     """
 
     h: int
-    q: int
-    kv: int
     f: int
     ups: int
-    turned: int
-    vocab: int
+    heads: Heads
+    tables: tuple[int, int]
     size: int
     numbers: tuple[int, int]
-    positions: int
 
     @classmethod
     def of(cls, config: Config, vocab: int) -> Widths:
         """The sizes that the configuration describes, for so many ids."""
         model = config.model
-        q, kv = (heads * model.head_dim for heads in (model.num_attention_heads, model.kv_heads))
-        # Rotated, both are new. Otherwise queries that lie between keys are copied.
-        turned = q + kv if model.rotates else q * (kv < q)
         statistics = 2 * (2 if model.normalization == "LayerNorm" else 1) + model.num_attention_heads
-        table = _WIDE * model.rotary_dim if model.rotates else 8  # or the positions
+        angles = _WIDE * model.rotary_dim if model.rotates else 8  # or the positions
+        learned = model.position_embedding_type == "learned_absolute"
         return cls(
             model.hidden_size,
-            q,
-            kv,
             model.ffn_size,
             2 if model.activation == "swiglu" else 1,
-            turned,
-            vocab,
+            Heads.of(model),
+            (vocab, model.positions if learned else 0),
             4 if config.precision.dtype == "fp32" else 2,
-            (_WIDE * statistics, table + 8),
-            model.positions if model.position_embedding_type == "learned_absolute" else 0,
+            (_WIDE * statistics, angles + 8),
         )
 
     @property
     def attention(self) -> int:
         """Elements that a layer's attention keeps: its norm, the projection, what is turned, the context."""
-        return self.h + (self.q + 2 * self.kv) + self.turned + self.q
+        heads = self.heads
+        return self.h + (heads.q + 2 * heads.kv) + heads.turned + heads.q
 
     @property
     def mlp(self) -> int:
@@ -118,7 +134,9 @@ def stated(config: Config) -> bool:
     drops = model.hidden_dropout or model.attention_dropout
     skips = config.skipping.random_ltd or config.skipping.progressive_layer_drop
     built = config.acceleration.compile or config.acceleration.cuda_graph
-    plain = model.family == "gpt" and not model.num_experts and config.precision.fp8_format == "none"
+    made = family_of(model).chunk
+    decodes = isinstance(made, type) and issubclass(made, LanguageModel) and config.finetune.task is None
+    plain = decodes and not model.num_experts and config.precision.fp8_format == "none"
     selective = config.recompute.granularity == "selective"
     learns = not config.distillation.kd
     return plain and learns and not (sliced or special or drops or skips or built or selective)
@@ -154,7 +172,7 @@ def activation_bytes(config: Config, vocab: int, *, apart: bool) -> ActivationBy
         kept += len(span) * layer if not again else 0 if away else widths.h
         kept_numbers += 0 if again else len(span) * per_layer
         fetched = widths.h if again and away else 0
-    tables = widths.size * widths.h * max(widths.vocab, widths.positions)
+    tables = widths.size * widths.h * max(widths.tables)
     moments["embedding"] = widths.size * widths.h * tokens + tables + tied
     kept += 2 * widths.h  # the last layer's result, and its norm
     numbers = tokens * (kept_numbers + per_token + 3 * 8)
@@ -168,7 +186,7 @@ def _transients(widths: Widths, tokens: int, tiles: int) -> dict[str, int]:
     At the MLP: the gradient of its result, then that of all its inner values. In tiles: also that of its
     input, and sums of the weights' gradients, beside those of a tile.
     """
-    h, q, kv, size = widths.h, widths.q, widths.kv, widths.size
+    h, q, kv, size = widths.h, widths.heads.q, widths.heads.kv, widths.size
     if tiles == 1:
         mlp = size * tokens * (h + widths.ups * widths.f)
         gone = widths.mlp + widths.inner
@@ -177,13 +195,13 @@ def _transients(widths: Widths, tokens: int, tiles: int) -> dict[str, int]:
         at_activation = rows * (widths.inner + widths.ups * widths.f + h) + widths.f * h
         mlp = size * (tokens * 2 * h + max(at_activation, weights + 2 * rows * h)) + _WIDE * weights
         gone = widths.mlp
-    attention = size * tokens * (h + q + (q + 2 * kv) - gone) + _WIDE * tokens * (widths.numbers[0] // _WIDE)
+    attention = size * tokens * (h + q + (q + 2 * kv) - gone) + tokens * widths.numbers[0]
     return {"MLP": mlp, "attention": attention}
 
 
 def _head(widths: Widths, tokens: int, recompute: RecomputeConfig) -> int:
     """Bytes that the head takes: its logits, of all tokens or of a tile and a block, and gradients."""
-    h, vocab, size = widths.h, widths.vocab, widths.size
+    h, (vocab, _), size = widths.h, widths.tables, widths.size
     if not recompute.logits:
         return size * (tokens * (vocab + h) + vocab * h)
     block = min(BLOCK, vocab)
