@@ -215,7 +215,6 @@ LAYOUT = {
         "selective": {"recompute-granularity": "selective"},
         "full": {"recompute-granularity": "full"},
         "logits": {"recompute-logits": True},
-        "tiles": {"recompute-logits": True, "recompute-logits-tiles": 3, "mlp-tiles": 3},
     },
 }
 RAMP_SAMPLES = 56  # of 20 steps: 13 of 2 samples, 6 of 4, 1 of 6
