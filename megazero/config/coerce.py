@@ -28,6 +28,8 @@ def coerce(spec: FieldSpec, value: Any) -> Any:
 
 
 def _read_int(spec: FieldSpec, value: Any) -> int:
+    if isinstance(value, str) and value in spec.synonyms:
+        return int(spec.synonyms[value])
     return read_count(value) if spec.is_endless else read_int(value)
 
 

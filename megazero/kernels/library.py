@@ -97,6 +97,23 @@ class KernelLibrary:
         return self._functions.setdefault(name, function)
 
 
+class StillKernels(KernelLibrary):
+    """Kernels of a device that is planned for: nothing is launched, and results have no content."""
+
+    def __init__(self) -> None:
+        self.path = Path("still")
+
+    def driver_error(self) -> None:
+        """None: there is no driver to ask."""
+
+    def launch(self, name: str, *arguments: Argument) -> None:
+        """Do nothing."""
+
+    def column_groups(self, count: int, width: int) -> int:
+        """The most that a small device takes."""
+        return MOST_GROUPS
+
+
 def current_stream(device: int) -> int:
     """The address of a device's current stream; torch's `Stream` objects take several microseconds."""
     stream: int = torch._C._cuda_getCurrentRawStream(device)

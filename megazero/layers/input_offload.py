@@ -14,10 +14,14 @@ class Shelf:
 
     Args:
         streams: those of the device.
+
+    Attributes:
+        nbytes: the bytes of this memory.
     """
 
     def __init__(self, streams: Streams):
         self.streams = streams
+        self.nbytes = 0
         self._slab = Slab(streams)
         self._free: list[Tensor] = []
 
@@ -28,7 +32,10 @@ class Shelf:
         self._free = [memory for memory in self._free if memory is not chosen]
         if not fitting:
             size = like.nbytes
-            chosen = like.new_empty(size, dtype=torch.uint8) if like.is_meta else self._slab.take(size)
+            self.nbytes += size - (0 if chosen is None else chosen.nbytes)
+            # Of a plan it is none of the device's memory, which a meter of the meta device counts.
+            planned = like.is_meta
+            chosen = like.new_empty(1, dtype=torch.uint8).expand(size) if planned else self._slab.take(size)
         assert chosen is not None, "a new one, or one that fits"
         return chosen
 
@@ -80,6 +87,8 @@ class AwayInput:
 
     def _on_host(self) -> Tensor:
         empty, shape = self._like
+        if self._memory.is_meta:
+            return self._memory
         size = shape.numel() * empty.itemsize
         return self._memory[:size].view(empty.dtype).view(shape)
 

@@ -178,6 +178,8 @@ def sum_in_products(
 ) -> None:
     """Hand the gradients of linear layers' weights over as products, which sums take in as they are made.
 
+    Layers that are called for a tile of rows at a time are left out: their gradients are sums over tiles.
+
     Args:
         blocks: the blocks of a chunk.
         collect: takes a weight and the product that is its gradient, in backward.
@@ -208,7 +210,7 @@ def sum_in_products(
         for module in block.modules():
             if not isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 continue
-            if module.product is column_linear:
+            if module.product is column_linear and not module.in_tiles:
                 module.product = linear
 
 
@@ -222,7 +224,12 @@ class ColumnParallelLinear(nn.Module):
         bias: whether the layer has a bias.
         std: standard deviation of the initial weight.
         matrices: the matrices that the weight is made of; by default it is one.
+
+    Attributes:
+        in_tiles: whether a call is for some of the rows, and others follow.
     """
+
+    in_tiles = False
 
     def __init__(
         self,
@@ -264,7 +271,12 @@ class RowParallelLinear(nn.Module):
         features: output width h.
         bias: whether it has one; it is added once, after the sum over the slices.
         std: standard deviation of the initial weight.
+
+    Attributes:
+        in_tiles: whether a call is for some of the rows, and others follow.
     """
+
+    in_tiles = False
 
     def __init__(
         self,
@@ -307,8 +319,13 @@ class RowParallelLinear(nn.Module):
         partial = self.product(x, self.weight, None, alone, False, deferred)
         tp = self.placement.tp
         if self.placement.sequence_parallel:
-            return reduce_scatter_sequence(partial, tp), self.bias
-        return reduce_from_slices(partial, tp, given_away=True), self.bias
+            return reduce_scatter_sequence(partial, tp), self.bias_left
+        return reduce_from_slices(partial, tp, given_away=True), self.bias_left
+
+    @property
+    def bias_left(self) -> nn.Parameter | None:
+        """The bias that the caller still has to add."""
+        return None if self.placement.tp.size == 1 else self.bias
 
 
 class ReplicatedLinear(nn.Module):

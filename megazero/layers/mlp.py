@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megazero.config.tree.model import ModelConfig
-from megazero.layers.inputs import LayerInputs
+from megazero.layers.inputs import Deferred, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
 from megazero.layers.sums import Sums
+from megazero.layers.tiled import tile_size, tiled
 from megazero.mpu.matrices import Matrices
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.squared_relu import squared_relu
@@ -38,6 +39,10 @@ class MLP(nn.Module):
         placement: ranks, dtype and device.
         name: global name; by default that of the layer's only MLP.
         width: f; by default the model's.
+        tiles: how many tiles of rows are computed one after another, so that [s, b, f] is never whole; 0
+            for tiles of about h rows.
+            Backward then computes the weights' gradients with that of the input, also where it is split: to
+            leave them for later would keep what tiles let go of.
     """
 
     def __init__(
@@ -48,8 +53,10 @@ class MLP(nn.Module):
         *,
         name: str | None = None,
         width: int | None = None,
+        tiles: int = 1,
     ):
         super().__init__()
+        self.tiles = tiles
         name, width = name or f"layers.{layer}.mlp", width or config.ffn_size
         self.activation = config.activation
         gated = config.activation == "swiglu"
@@ -72,6 +79,17 @@ class MLP(nn.Module):
             std=residual_std(config.init_method_std, config.num_layers),
         )
 
+        self.up.in_tiles = self.down.in_tiles = tiles != 1
+
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
-        inner = activated(self.up(x, inputs.deferred), self.activation)
-        return *self.down(inner, inputs.deferred), Sums()
+        size = tile_size(x, self.tiles)
+        if size >= len(x):
+            return *self._of_rows(x, inputs.deferred), Sums()
+        left = self.down.bias_left
+        used = (p for p in self.parameters() if p is not left)
+        return tiled(lambda rows: self._of_rows(rows)[0], x, size, tuple(used)), left, Sums()
+
+    def _of_rows(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
+        inner = activated(self.up(x, deferred), self.activation)
+        out: tuple[Tensor, Tensor | None] = self.down(inner, deferred)
+        return out

@@ -93,7 +93,8 @@ class InputKeeping:
         kept = self._part(x)
         # A separate buffer, so that no part of `x` stays in memory.
         pin = self.offload and x.is_cuda
-        own = torch.empty_like(kept, device="cpu" if self.offload else None, pin_memory=pin)
+        away = self.offload and not x.is_meta  # a plan counts the host's memory here
+        own = torch.empty_like(kept, device="cpu" if away else None, pin_memory=pin)
         return own.copy_(kept, non_blocking=True), x.shape, x.device
 
     def _unpack(self, packed: tuple[Tensor | AwayInput, torch.Size, torch.device]) -> Tensor:

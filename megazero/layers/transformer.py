@@ -55,6 +55,7 @@ class TransformerLayer(nn.Module):
         else:
             x = bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)
             normed, x = self.mlp_norm(x, both=True)
+        del out  # it has been added to x, and need not be there while the MLP runs
         out, bias, sums = self.mlp(normed.to(self.placement.dtype), inputs)
         out, bias = _scaled(out, bias, inputs.branch_scale)
         residual = normed if self.residual_after_norm else x

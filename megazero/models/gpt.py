@@ -34,13 +34,20 @@ from megazero.pipeline.chunk import ChunkResult
 class Head(nn.Module):
     """Final norm and projection to the vocabulary: [s, b, h] -> logits [s, b, v/tp].
 
-    `tied` is the embedding's weight, if it is on this rank.
+    `tied` is the embedding's weight, if it is on this rank; `tiles` those of the loss.
     """
 
     def __init__(
-        self, config: ModelConfig, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
+        self,
+        config: ModelConfig,
+        vocab: tuple[int, int],
+        placement: Placement,
+        tied: nn.Parameter | None,
+        *,
+        tiles: int = 0,
     ):
         super().__init__()
+        self.tiles = tiles
         self.placement, self.vocab_size = placement, vocab[0]
         self.norm = Norm(
             "final_norm", config.hidden_size, config.normalization, config.norm_epsilon, placement
@@ -58,7 +65,8 @@ class Head(nn.Module):
         whole = gather_for_parts(x, tp) if sequence_parallel else share_for_parts(x, tp, given_away=True)
         matrix = self.weight.flatten(0, -2)
         start = tp.rank * matrix.shape[0]
-        return linear_cross_entropy(whole, matrix, labels.t().contiguous(), tp, start, self.vocab_size)
+        target, tiles = labels.t().contiguous(), self.tiles
+        return linear_cross_entropy(whole, matrix, target, tp, start, self.vocab_size, tiles=tiles)
 
 
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
@@ -83,7 +91,8 @@ class GPT(LanguageModel):
 
     def build_head(self, tied: nn.Parameter | None) -> Head:
         """The norm and the projection."""
-        return Head(self.config, self.held.vocab, self.placement, tied)
+        tiles = self.recompute.logits_tiles
+        return Head(self.config, self.held.vocab, self.placement, tied, tiles=tiles)
 
     def forward(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None

@@ -21,7 +21,7 @@ def attention_of(number: int, held: Slice, *, causal: bool) -> nn.Module:
 def mlp_of(number: int, held: Slice) -> nn.Module:
     """The MLP of a layer, or its experts."""
     kind = MoEMLP if experts_of(held.config, number) else MLP
-    return kind(number, held.config, held.placement)
+    return kind(number, held.config, held.placement, tiles=held.recompute.mlp_tiles)
 
 
 def layer_of(number: int, held: Slice, *, causal: bool) -> TransformerLayer:

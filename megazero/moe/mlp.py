@@ -36,9 +36,10 @@ class MoEMLP(nn.Module):
         layer: number of the layer.
         config: shape of the model.
         placement: ranks, dtype and device.
+        tiles: those of the MLP that all tokens go through; experts are not cut.
     """
 
-    def __init__(self, layer: int, config: ModelConfig, placement: Placement):
+    def __init__(self, layer: int, config: ModelConfig, placement: Placement, *, tiles: int = 1):
         super().__init__()
         self.layer, self.config, self.placement = layer, config, placement
         self.total = experts_of(config, layer)
@@ -54,11 +55,12 @@ class MoEMLP(nn.Module):
         self.coefficient: _TokenLinear | None = None
         name, width = f"layers.{layer}.mlp", config.moe_shared_expert_intermediate_size
         if width is not None:
-            self.shared = MLP(layer, config, placement, name=f"{name}.shared", width=width)
+            self.shared = MLP(layer, config, placement, name=f"{name}.shared", width=width, tiles=tiles)
             if config.moe_shared_expert_gate:
                 self.shared_gate = _TokenLinear(f"{name}.shared_gate", 1, config, placement, bias=False)
         if config.mlp_type == "residual":
-            self.dense = MLP(layer, config, placement, name=f"{name}.dense", width=config.expert_ffn_size)
+            width = config.expert_ffn_size
+            self.dense = MLP(layer, config, placement, name=f"{name}.dense", width=width, tiles=tiles)
             self.coefficient = _TokenLinear(f"{name}.coefficient", 2, config, placement, bias=True)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:

@@ -22,7 +22,7 @@ from megazero.ops.counter_random import (
     mix_64,
     signed_64,
 )
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import Dropout, dropout_mask_hidden, hidden_row_keys
 from megazero.ops.example import Example, Traffic
@@ -301,6 +301,7 @@ BIAS_DROPOUT_ADD: Operator[Callable[[Tensor, Tensor | None, Tensor, Dropout | No
     "bias_dropout_add",
     (
         Implementation("cuda", bias_dropout_add_cuda, on_cuda_kernels()),
+        planned(bias_dropout_add_cuda),
         Implementation("torch", bias_add_torch, where(dtypes=TRAINING_FLOATS, dropout=False)),
         Implementation("native_cpu", bias_dropout_add_native_cpu, on_native_cpu(dropout=True, mixed=False)),
         # The multiplier 1 / (1 - p) is fp32, so fp64 takes the reference.

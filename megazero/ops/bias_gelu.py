@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megazero.kernels.library import MOST_GROUPS, KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, kinds_of_calls
 from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
@@ -165,6 +165,7 @@ BIAS_GELU: Operator[Callable[[Tensor, Tensor | None, bool], Tensor]] = Operator(
     (
         Implementation("native_cpu", bias_gelu_native_cpu, on_native_cpu(exact=False, mixed=False)),
         Implementation("cuda", bias_gelu_cuda, on_cuda_kernels(mixed=False)),
+        planned(bias_gelu_cuda, mixed=False),
         Implementation("torch", bias_gelu_torch),
         Implementation("reference", bias_gelu_reference),
     ),

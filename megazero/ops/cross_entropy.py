@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
@@ -333,6 +333,7 @@ CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, ReduceGroup, int, int, bool], 
     (
         Implementation("native_cpu", partial(_loss, NATIVE_CPU_PASSES), on_native_cpu()),
         Implementation("cuda", vocab_parallel_cross_entropy_cuda, on_cuda_kernels()),
+        planned(vocab_parallel_cross_entropy_cuda),
         Implementation("chunked", partial(_loss, CHUNKED_PASSES)),
         Implementation("reference", vocab_parallel_cross_entropy_reference),
     ),

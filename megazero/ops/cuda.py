@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,8 +24,8 @@ from megazero.kernels.build import (
     cuda_recipe,
     known_architectures,
 )
-from megazero.kernels.library import DTYPE_CODES, KernelLibrary
-from megazero.ops.dispatch import CUDA, Requirements, where
+from megazero.kernels.library import DTYPE_CODES, KernelLibrary, StillKernels
+from megazero.ops.dispatch import CUDA, META, Implementation, Requirements, where
 
 OLDEST_CAPABILITY = divmod(int(ARCHITECTURES[0].removeprefix("sm_")), 10)
 
@@ -101,3 +102,16 @@ def kernel_build() -> str:
 def on_cuda_kernels(dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any) -> Requirements:
     """The calls that a CUDA kernel of ours handles: in these dtypes, if built; `own` is as in `where`."""
     return where(CUDA, dtypes, cuda_built, **own)
+
+
+STILL_KERNELS = StillKernels()
+
+
+def planned(
+    fn: Callable[..., Any], dtypes: frozenset[torch.dtype] = CUDA_DTYPES, **own: Any
+) -> Implementation[Any]:
+    """The row for the meta device of what has a CUDA kernel: it makes what `fn` makes, and launches nothing.
+
+    So a plan counts the memory of kernels, not that of references. `own` is as in `where`.
+    """
+    return Implementation("planned", partial(fn, kernels=STILL_KERNELS), where(META, dtypes, **own))

@@ -20,7 +20,7 @@ from torch import Tensor
 from megazero.ops.example import Example
 
 DEVICES = ("cpu", "cuda")
-CPU, CUDA = frozenset({"cpu"}), frozenset({"cuda"})
+CPU, CUDA, META = frozenset({"cpu"}), frozenset({"cuda"}), frozenset({"meta"})
 FLOATS = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 TRAINING_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 

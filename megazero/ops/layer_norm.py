@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.cuda import on_cuda_kernels
+from megazero.ops.cuda import on_cuda_kernels, planned
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 from megazero.ops.norm import (
@@ -134,6 +134,7 @@ LAYER_NORM: Operator[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = Operat
         Implementation("torch", layer_norm_torch, where(CPU, _FULL)),
         Implementation("cuda", layer_norm_cuda, on_cuda_kernels()),
         Implementation("torch", layer_norm_torch, where(CUDA)),
+        planned(layer_norm_cuda),
         Implementation("reference", layer_norm_reference),
     ),
     examples=norm_examples("layer_norm", 2, 160),

@@ -3,12 +3,14 @@
 A block of the vocabulary is what another rank's slice is: it adds a maximum, a sum of exponentials and, if
 it holds the target, a logit for each token (the online softmax of Milakov & Gimelshein 2018). Backward makes
 each block of logits again and writes its gradient over it, as Cut Cross-Entropy does (Wijmans et al. 2025).
-Blocks are of the vocabulary rather than of tokens, so that a row of the weight gets its gradient from one
-product, rounded once.
+Blocks are of the vocabulary, so that a row of the weight gets its gradient from one product, rounded once.
+Of a long sequence a block of logits is large too: then the tokens are cut into tiles as well, whose parts of
+the weight's gradient are added up in fp32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -34,12 +36,14 @@ from megazero.ops.cross_entropy import (
     targets,
     vocab_parallel_cross_entropy_reference,
 )
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example
 from megazero.ops.native import on_native_cpu
 
 BLOCK = 8192
+TILE_BYTES = 2**30
+"""The most bytes that the float32 logits of a tile and a block take, unless a caller names the tiles."""
 
 
 def linear_cross_entropy_reference(
@@ -50,8 +54,9 @@ def linear_cross_entropy_reference(
     vocab_start: int,
     vocab_size: int,
     block: int,
+    tiles: int = 0,
 ) -> Tensor:
-    """Cross-entropy of x [..., h] @ weight [v/tp, h]^T."""
+    """Cross-entropy of x [..., h] @ weight [v/tp, h]^T; the logits are whole."""
     return vocab_parallel_cross_entropy_reference(F.linear(x, weight), target, group, vocab_start, vocab_size)
 
 
@@ -60,14 +65,22 @@ class VocabularySlice:
     """A rank's slice of the vocabulary, and the way in which its logits are computed.
 
     group: the ranks that hold the other slices. start: the first id here. size: the number of ids of the
-    whole vocabulary. block: the number of columns to project to at once. passes: the passes over logits.
+    whole vocabulary. block: the number of columns to project to at once. tiles: the number of tiles of
+    tokens; 0 for what `TILE_BYTES` asks for. passes: the passes over logits.
     """
 
     group: ReduceGroup
     start: int
     size: int
     block: int
+    tiles: int
     passes: SlicePasses
+
+    def tokens(self, rows: int, padded: int) -> list[slice]:
+        """The tiles of so many tokens."""
+        width = 4 * min(self.block, padded)
+        size = max(1, math.ceil(rows / self.tiles) if self.tiles else TILE_BYTES // width)
+        return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
     def held(self, padded: int) -> int:
         """The number of the `padded` columns that are no padding."""
@@ -98,12 +111,9 @@ class BlockwiseLoss(torch.autograd.Function):
         wide = compute_dtype(x.dtype)
         maximum = torch.full((len(rows),), torch.finfo(wide).min, dtype=wide, device=x.device)
         total, picked = torch.zeros_like(maximum), torch.zeros_like(maximum)
-        for columns, counted in part.blocks(padded):
-            logits = F.linear(rows, weight[columns])
-            highest, summed, logit = part.passes.statistics(logits, counted, _within(local, columns))
-            before, maximum = maximum, torch.maximum(maximum, highest)
-            total = total * torch.exp(before - maximum) + summed * torch.exp(highest - maximum)
-            picked += logit
+        for tokens in part.tokens(len(rows), padded):
+            statistics = maximum[tokens], total[tokens], picked[tokens]
+            _add_statistics(statistics, rows[tokens], weight, local[tokens], part)
         loss, normalizer = merge_slices((maximum, total, picked), target, part.group, part.size)
         ctx.save_for_backward(x, weight, local, normalizer)
         ctx.part = part
@@ -115,14 +125,43 @@ class BlockwiseLoss(torch.autograd.Function):
         """The gradients of x, this slice's part of the sum, and of the weight."""
         x, weight, local, normalizer = ctx.saved_tensors
         rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1).to(normalizer.dtype)
-        grad_rows = torch.zeros_like(rows, dtype=normalizer.dtype)
-        grad_weight = torch.zeros_like(weight)
-        for columns, counted in ctx.part.blocks(weight.shape[0]):
-            logits = F.linear(rows, weight[columns])
-            ctx.part.passes.gradient(logits, counted, _within(local, columns), normalizer, grad, logits)
-            grad_rows += logits @ weight[columns]
-            grad_weight[columns] = logits.t() @ rows
-        return grad_rows.to(x.dtype).view(x.shape), grad_weight, None, None
+        tiles = ctx.part.tokens(len(rows), len(weight))
+        grad_x = torch.empty_like(rows)
+        grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype if len(tiles) > 1 else weight.dtype)
+        for tokens in tiles:
+            # Of one tile alone: they are wider than x.
+            grad_rows = torch.zeros_like(rows[tokens], dtype=normalizer.dtype)
+            for columns, counted in ctx.part.blocks(len(weight)):
+                logits = F.linear(rows[tokens], weight[columns])
+                given = _within(local[tokens], columns), normalizer[tokens], grad[tokens]
+                ctx.part.passes.gradient(logits, counted, *given, logits)
+                grad_rows += logits @ weight[columns]
+                if len(tiles) == 1:
+                    torch.mm(logits.t(), rows, out=grad_weight[columns])
+                else:
+                    grad_weight[columns] += logits.t() @ rows[tokens]
+                del logits  # before the next block has its own
+            grad_x[tokens] = grad_rows
+        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None, None
+
+
+def _add_statistics(
+    statistics: tuple[Tensor, Tensor, Tensor],
+    rows: Tensor,
+    weight: Tensor,
+    local: Tensor,
+    part: VocabularySlice,
+) -> None:
+    """Merge the blocks' maxima, sums of exponentials and targets' logits of some tokens into `statistics`."""
+    maximum, total, picked = statistics
+    for columns, counted in part.blocks(len(weight)):
+        logits = F.linear(rows, weight[columns])
+        highest, summed, logit = part.passes.statistics(logits, counted, _within(local, columns))
+        del logits  # before the next block has its own
+        before = maximum.clone()
+        torch.maximum(maximum, highest, out=maximum)
+        total.mul_(torch.exp(before - maximum)).add_(summed * torch.exp(highest - maximum))
+        picked += logit
 
 
 def _loss(
@@ -134,9 +173,10 @@ def _loss(
     vocab_start: int,
     vocab_size: int,
     block: int,
+    tiles: int = 0,
 ) -> Tensor:
     """Loss of each row of x [..., h] by these passes."""
-    part = VocabularySlice(group, vocab_start, vocab_size, block, passes)
+    part = VocabularySlice(group, vocab_start, vocab_size, block, tiles, passes)
     return apply(BlockwiseLoss, x, weight, target, part)
 
 
@@ -148,38 +188,44 @@ def linear_cross_entropy_cuda(
     vocab_start: int,
     vocab_size: int,
     block: int,
+    tiles: int = 0,
     kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """Loss of each row of fp32, fp16 or bf16 x [..., h] on a GPU."""
     passes = cuda_passes(kernels or cuda_kernels())
-    return _loss(passes, x, weight, target, group, vocab_start, vocab_size, block)
+    return _loss(passes, x, weight, target, group, vocab_start, vocab_size, block, tiles)
 
 
-def _call(s: int, b: int, vocab_size: int, block: int) -> Callable[..., Tensor]:
+def _call(s: int, b: int, vocab_size: int, block: int, tiles: int) -> Callable[..., Tensor]:
     target = targets(s, b, vocab_size)
-    return lambda f, x, weight: f(x, weight, target.to(x.device), OneRank(), 0, vocab_size, block)
+    return lambda f, x, weight: f(x, weight, target.to(x.device), OneRank(), 0, vocab_size, block, tiles)
 
 
 def _examples() -> Iterator[Example]:
-    """Blocks of one column, that divide the vocabulary or do not, that are all padding, and one for all."""
+    """Blocks of one column, that divide the vocabulary or do not, that are all padding, and one for all.
+
+    One tile, of all tokens, and several, of which the last is smaller.
+    """
     for s, b, h, width, vocab in ((3, 2, 5, 8, 8), (2, 1, 3, 16, 7), (1, 1, 1, 1, 1), (19, 3, 24, 250, 241)):
         for block in (4, 1, 8192) if s < 5 else (100,):
-            label = f"{(s, b, h, width)} {vocab=} {block=}"
-            call, scales = _call(s, b, vocab, block), (1.0, h**-0.5)
-            yield Example(label, ((s, b, h), (width, h)), call, scales)
+            for tiles in (0, 4) if s > 1 else (0,):
+                label = f"{(s, b, h, width)} {vocab=} {block=} {tiles=}"
+                call, scales = _call(s, b, vocab, block, tiles), (1.0, h**-0.5)
+                yield Example(label, ((s, b, h), (width, h)), call, scales)
 
 
-LINEAR_CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, Tensor, ReduceGroup, int, int, int], Tensor]] = (
-    Operator(
-        "linear_cross_entropy",
-        (
-            Implementation("native_cpu", partial(_loss, NATIVE_CPU_PASSES), on_native_cpu()),
-            Implementation("cuda", linear_cross_entropy_cuda, on_cuda_kernels()),
-            Implementation("chunked", partial(_loss, CHUNKED_PASSES)),
-            Implementation("reference", linear_cross_entropy_reference),
-        ),
-        examples=_examples,
-    )
+LINEAR_CROSS_ENTROPY: Operator[
+    Callable[[Tensor, Tensor, Tensor, ReduceGroup, int, int, int, int], Tensor]
+] = Operator(
+    "linear_cross_entropy",
+    (
+        Implementation("native_cpu", partial(_loss, NATIVE_CPU_PASSES), on_native_cpu()),
+        Implementation("cuda", linear_cross_entropy_cuda, on_cuda_kernels()),
+        planned(linear_cross_entropy_cuda),
+        Implementation("chunked", partial(_loss, CHUNKED_PASSES)),
+        Implementation("reference", linear_cross_entropy_reference),
+    ),
+    examples=_examples,
 )
 
 
@@ -192,13 +238,15 @@ def linear_cross_entropy(
     vocab_size: int,
     *,
     block: int = BLOCK,
+    tiles: int = 0,
 ) -> Tensor:
     """`vocab_parallel_cross_entropy(x @ weight.T, ...)` of x [s, b, h] and weight [v/tp, h], fp32 [s, b].
 
-    The logits are never whole: `block` columns of them exist at a time, forward and, made again, backward.
+    The logits are never whole: `block` columns of them exist at a time, forward and, made again, backward,
+    for one of `tiles` tiles of tokens; 0 for so many that these logits take `TILE_BYTES` at most in fp32.
     So the projection costs four products instead of three. x must be equal on all ranks of the group. Its
     gradient is this slice's part, which the caller adds up over the group; the weight's is whole.
     """
     return LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn(
-        x, weight, target, group, vocab_start, vocab_size, block
+        x, weight, target, group, vocab_start, vocab_size, block, tiles
     )

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from megazero.kernels.library import MOST_GROUPS, KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
-from megazero.ops.cuda import cuda_kernels
+from megazero.ops.cuda import cuda_kernels, planned
 from megazero.ops.dispatch import Operator
 from megazero.ops.example import Example, Traffic
 
@@ -133,9 +133,8 @@ def of_sums(
     plain: Operator[Any], cuda: Callable[..., Pair], examples: Callable[[], Iterator[Example]]
 ) -> Operator[Callable[..., Pair]]:
     """The operator of a norm of a sum: `plain`'s implementations after an add, but for `cuda`, which adds."""
-    rows = (
-        replace(row, fn=cuda if row.name == "cuda" else _of_a_sum(row.fn)) for row in plain.implementations
-    )
+    own = {"cuda": cuda, "planned": planned(cuda).fn}
+    rows = (replace(row, fn=own.get(row.name) or _of_a_sum(row.fn)) for row in plain.implementations)
     return Operator(f"add_{plain.name}", tuple(rows), examples=examples)
 
 

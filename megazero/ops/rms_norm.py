@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.cuda import on_cuda_kernels
+from megazero.ops.cuda import on_cuda_kernels, planned
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 from megazero.ops.norm import (
@@ -117,6 +117,7 @@ RMS_NORM: Operator[Callable[[Tensor, Tensor, float], Tensor]] = Operator(
         Implementation("native_cpu", rms_norm_native_cpu, on_native_cpu()),
         Implementation("cuda", rms_norm_cuda, on_cuda_kernels()),
         Implementation("torch", rms_norm_torch, where(CUDA)),
+        planned(rms_norm_cuda),
         Implementation("chunked", rms_norm_chunked, where(CPU)),
         Implementation("reference", rms_norm_reference),
     ),

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import row_chunks
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, adjacent, heads_of, on_native_cpu, rows_of
@@ -188,6 +188,7 @@ ROTARY: Operator[Callable[[Tensor, Tensor, Tensor], Tensor]] = Operator(
     (
         Implementation("native_cpu", apply_rotary_native_cpu, on_native_cpu(table=torch.float32)),
         Implementation("cuda", apply_rotary_cuda, on_cuda_kernels()),
+        planned(apply_rotary_cuda),
         Implementation("fused", apply_rotary_fused, where(dtypes=TRAINING_FLOATS)),
         Implementation("reference", apply_rotary_reference),
     ),

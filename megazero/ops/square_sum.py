@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
 from megazero.ops.example import Example, Traffic
 from megazero.ops.segments import lengths_of
@@ -99,6 +99,7 @@ SQUARE_SUM: Operator[Callable[[Sequence[Tensor]], Tensor]] = Operator(
     "square_sum",
     (
         Implementation("cuda", square_sum_cuda, on_cuda_kernels()),
+        planned(square_sum_cuda),
         Implementation("norms", square_sum_norms, where(CUDA)),
         Implementation("blocks", square_sum_blocks, where(CPU)),
         Implementation("reference", square_sum_reference),

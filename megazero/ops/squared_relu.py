@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Activation, ActivationKernel, apply
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example, Traffic
 
@@ -72,6 +72,7 @@ SQUARED_RELU: Operator[Callable[[Tensor], Tensor]] = Operator(
     "squared_relu",
     (
         Implementation("cuda", squared_relu_cuda, on_cuda_kernels()),
+        planned(squared_relu_cuda),
         Implementation("fused", squared_relu_fused),
         Implementation("reference", squared_relu_reference),
     ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Activation, ActivationKernel, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example, Traffic
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
@@ -113,6 +113,7 @@ SWIGLU: Operator[Callable[[Tensor], Tensor]] = Operator(
     (
         Implementation("native_cpu", swiglu_native_cpu, on_native_cpu()),
         Implementation("cuda", swiglu_cuda, on_cuda_kernels()),
+        planned(swiglu_cuda),
         Implementation("chunked", swiglu_chunked),
         Implementation("reference", swiglu_reference),
     ),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.kernels.library import KernelLibrary
 from megazero.ops.chunks import scaled, side_by_side
-from megazero.ops.cuda import cuda_kernels, on_cuda_kernels
+from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import (
     DEVICES,
     FLOATS,
@@ -198,6 +198,7 @@ UPDATE: Operator[Callable[..., None]] = Operator(
     (
         Implementation("native_cpu", update_native_cpu, on_native_cpu(_FP32)),
         Implementation("cuda", update_cuda, on_cuda_kernels(_FP32)),
+        planned(update_cuda, _FP32),
         Implementation("torch_fused", adam_fused, where(_DEVICES, FLOATS, rule="adam")),
         Implementation("chunks", update_chunks, where(_DEVICES, FLOATS)),
         Implementation("reference", update_reference),

@@ -157,7 +157,8 @@ def test_what_is_planned_is_what_a_run_holds(tmp_path, flags, size):
                 assert kinds.get(kind) == wanted[place].get(kind), (place, kind)
         assert each.places["device"].get("buffers") == wanted["device"].get("buffers")
         taken = each.places["device"]["activations"] / wanted["device"]["activations"]
-        assert 0.4 < taken < 1.1  # kernels of the CPU keep less than references do
+        # Of 16 tokens, so that what is no token's is no small part; long sequences: test_memory_formula.py.
+        assert 0.7 < taken < 1.5
     assert "memory" not in json.loads((tmp_path / "m.jsonl").read_text().splitlines()[1])
 
 

@@ -11,8 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.mpu.solo_group import SoloGroup
+from megazero.ops.cross_entropy import CHUNKED_PASSES
 from megazero.ops.dispatch import CallFacts
-from megazero.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, linear_cross_entropy_cuda
+from megazero.ops.linear_cross_entropy import (
+    BLOCK,
+    LINEAR_CROSS_ENTROPY,
+    VocabularySlice,
+    linear_cross_entropy_cuda,
+)
 from tests.kernels.harness import Bound, in_every_order, watched
 from tests.ops.ranks import on_ranks
 
@@ -95,6 +101,84 @@ def test_the_logits_are_never_whole(block: int, logits: int) -> None:
     assert seen.elements == logits
 
 
+def chosen(dtype=torch.float64):
+    return LINEAR_CROSS_ENTROPY.choose(CallFacts("cpu", dtype)).fn
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4, 7, 15, 99])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_tiles_equal_the_whole(tiles: int, tp: int) -> None:
+    """15 tokens: also where the last tile is smaller than the others, and with more tiles than tokens."""
+    given = inputs(13)
+    found = on_slices(partial(chosen(), tiles=tiles), given, 13, tp, 3)
+    for ours, true in zip(found, exactly(*given, 13), strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+def test_gradcheck(tiles: int) -> None:
+    x, weight, target, _ = inputs(13)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *w: chosen()(*w, target, SoloGroup(), 0, 13, 5, tiles), leaves)
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+@pytest.mark.parametrize("scale", [0.25, torch.rand(5, 3, dtype=torch.float64)], ids=["number", "by-token"])
+def test_the_gradient_of_a_scaled_loss(tiles: int, scale) -> None:
+    """Head and input alike: DeepSpeed 0.19.8 scales the input's gradient alone."""
+    x, weight, target, weights = inputs(13)
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    loss = (chosen()(*leaves, target, SoloGroup(), 0, 13, 5, tiles) * scale * weights).sum()
+    _, *true = exactly(x.detach(), weight.detach(), target, weights * scale, 13)
+    for ours, other in zip(torch.autograd.grad(loss, leaves), true, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("counted", [range(0), range(14, 15), range(0, 4)])
+def test_tiles_without_a_counted_token(counted: range) -> None:
+    """All of them, all but the last, all but the first: there are no means of tiles, so none of nothing."""
+    x, weight, target, weights = inputs(13)
+    mask = torch.zeros(15, dtype=weights.dtype)
+    mask[counted.start : counted.stop] = 1
+    weights = weights * mask.view(5, 3)
+    found = on_slices(partial(chosen(), tiles=4), (x, weight, target, weights), 13, 1, 5)
+    for ours, true in zip(found, exactly(x, weight, target, weights, 13), strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-10)
+    assert bool(found[2].any()) == bool(len(counted))
+
+
+def test_many_tiles_round_as_one_does() -> None:
+    """Gradients of the weight in bf16: those of 256 tiles are added up before they are rounded."""
+    g = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=g).bfloat16() for shape in ((256, 1, 8), (16, 8)))
+    target, weights = torch.randint(16, (256, 1), generator=g), torch.ones(256, 1)
+    true = exactly(x, weight, target, weights, 16)[2]
+    given, errors = (x, weight, target, weights), []
+    for tiles in (1, 256):
+        fn = partial(chosen(torch.bfloat16), tiles=tiles)
+        errors.append((on_slices(fn, given, 16, 1, 16)[2] - true).abs().max())
+    assert errors[1] < 2 * errors[0]
+
+
+def test_one_tile_of_logits_exists_at_a_time() -> None:
+    x, weight = torch.randn(200, 1, 2, requires_grad=True), torch.randn(128, 2, requires_grad=True)
+    target = torch.zeros(200, 1, dtype=torch.int64)
+    with _Largest() as seen:
+        chosen(torch.float32)(x, weight, target, SoloGroup(), 0, 128, 64, 10).sum().backward()
+    assert seen.elements == 20 * 64
+
+
+def test_without_a_number_tiles_stay_below_a_gibibyte() -> None:
+    """So kernels that count elements in 32 bits never see more than they can, however long the sequence."""
+    part = VocabularySlice(SoloGroup(), 0, 128_256, BLOCK, 0, CHUNKED_PASSES)
+    for tokens in (1, 32_768, 462_500, 2**24):
+        tiles = part.tokens(tokens, 128_256)
+        assert [t.start for t in tiles[1:]] == [t.stop for t in tiles[:-1]]
+        assert tiles[-1].stop == tokens
+        assert max(t.stop - t.start for t in tiles) * BLOCK * 4 <= 2**30
+    assert len(part.tokens(32_768, 128_256)) == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block", [16, 5])
 def test_by_the_kernels_for_gpus(dtype, block: int) -> None:
@@ -103,7 +187,7 @@ def test_by_the_kernels_for_gpus(dtype, block: int) -> None:
 
     def run(kernels):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = linear_cross_entropy_cuda(*leaves, target, SoloGroup(), 0, 29, block, kernels)
+        loss = linear_cross_entropy_cuda(*leaves, target, SoloGroup(), 0, 29, block, kernels=kernels)
         return loss, *torch.autograd.grad(loss, leaves, weights)
 
     found, true = in_every_order(run), exactly(*given, 29)

@@ -39,15 +39,20 @@ def _report(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
     from megazero.commands.show import print_table
 
     _check(flags, training)
+    formula = None
     if training is None:
         memories = merge_alike(read_memory(flags.metrics))
     else:
+        from megazero.commands.memory_report.formula import in_words
         from megazero.commands.memory_report.planned import planned_memory
 
         config = parse_config(training, world_size=flags.nproc).config
         memories = merge_alike(planned_memory(config, flags.nproc))
+        formula = in_words(config)
     print_table(COLUMNS, rows(memories), left=2)
     print(verdict(memories))
+    if formula is not None:
+        print(formula)
     if flags.output is not None:
         try:
             draw_memory(memories, flags.output)

@@ -31,7 +31,7 @@ def planned_memory(config: Config, ranks: int) -> list[RankMemory]:
     """The memory of the first rank of each stage, which stands for all ranks of its stage.
 
     Sizes between steps are exact, unless experts are spread unevenly. Activations are those of a first step
-    that runs on tensors without content, by the reference of each operator: fused kernels take less.
+    that runs on tensors without content, with what kernels make for their results and for backward.
 
     Args:
         config: the training's configuration.
@@ -55,15 +55,20 @@ def _of_rank(
     config: Config, training_plan: TrainingPlan, vocabulary: Vocabulary, grid: ProcessGrid, rank: int
 ) -> Mapping[str, Mapping[str, int]]:
     context = recording_context(grid, rank, TrafficLog(), node_size=replicas_per_node(config.zero))
-    wanted = config.parallel.device
-    if wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available()):
-        context = replace(context, streams=STILL)  # its memory is apart, so offload takes buffers
+    if is_apart(config):
+        context = replace(context, streams=STILL)  # so offload takes buffers
     engine = build_model(vocabulary, context, config, training_plan)
     batches = _batches(config, training_plan, vocabulary, context)
     meter = MemoryMeter.of(engine)
     with meter.over_a_step():
         engine.train_step(batches, Progress(), Timers())
     return meter.sizes()
+
+
+def is_apart(config: Config) -> bool:
+    """Whether the training's devices have memory apart from the host's."""
+    wanted = config.parallel.device
+    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
 def _batches(

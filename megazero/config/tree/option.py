@@ -34,7 +34,7 @@ def option(
         yielding: the switches and aliases that give way to any other flag of this field, as they do in
             Megatron scripts: `--no-position-embedding` beside `--use-rotary-position-embeddings` is rotary.
         implies: flags that set another field of the section too, flag -> (that field, its value).
-        synonyms: other words for a choice, word -> choice.
+        synonyms: other words for a choice, word -> choice, or words for an integer.
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
         needs: what must hold where the field is not left at its default: ``optimizer=lamb,muon``, ``kd`` (it

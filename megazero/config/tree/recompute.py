@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from megazero.config.tree.option import Section, option
 
@@ -63,5 +63,24 @@ class RecomputeConfig(Section):
             "model.family=gpt: other heads are small, or need their logits whole",
             "finetune.task=None: the head of a task is small",
             "distillation.kd=False: whole logits are compared there",
+        ),
+    )
+    logits_tiles: NonNegativeInt = option(
+        0,
+        "tiles of positions in which that loss is computed, one after another; 0 or auto: so many that "
+        "one's logits would take 1 GiB at most in float32",
+        flag="--recompute-logits-tiles",
+        synonyms={"auto": 0},
+        needs="logits",
+    )
+    mlp_tiles: NonNegativeInt = option(
+        1,
+        "tiles of positions in which each MLP is computed, one after another, and again in backward; 0 or "
+        "auto: of about as many positions as the hidden size",
+        synonyms={"auto": 0},
+        needs=(
+            "acceleration.compile=False: a compiled layer is one region, with no loop over tiles in its "
+            "backward",
+            "acceleration.cuda_graph=False: a graph keeps buffers of whole sequences",
         ),
     )

@@ -19,7 +19,7 @@ from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.kernel import AttentionKernel, Results
 from megazero.ops.attention.pattern import CAUSAL
 from megazero.ops.counter_random import keep_threshold
-from megazero.ops.cuda import cuda_kernels
+from megazero.ops.cuda import STILL_KERNELS, cuda_kernels
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.example import Example, Traffic
 from megazero.ops.positions import Positions
@@ -111,6 +111,18 @@ class _Cuda(AttentionKernel):
 
     kernels: KernelLibrary | None = None
 
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: AttentionCall,
+        kernels: KernelLibrary | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The result and the log-sum-exp; by other `kernels` if they are given."""
+        own = self if kernels is None else _Cuda(kernels)
+        return AttentionKernel.__call__(own, q, k, v, call)
+
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
         q, k, v = _fit(q, k, v)
         return _Given.of(q, k, v, call)
@@ -157,11 +169,11 @@ def _fit(*tensors: Tensor) -> list[Tensor]:
     return [_readable(F.pad(x, (0, missing)) if missing else x) for x in tensors]
 
 
-def attention_cuda(
-    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, kernels: KernelLibrary | None = None
-) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp on a GPU, for heads of up to 128 channels in fp32, fp16 or bf16."""
-    return _Cuda(kernels)(q, k, v, call)
+attention_cuda = _Cuda()
+"""Attention and its log-sum-exp on a GPU, for heads of up to 128 channels in fp32, fp16 or bf16."""
+
+attention_planned = _Cuda(STILL_KERNELS)
+"""The same on the meta device: it makes what the kernels make, and launches nothing."""
 
 
 class _CudaByMask(_Cuda):

@@ -16,14 +16,15 @@ from megazero.ops.attention.cuda import (
     attention_cuda,
     attention_cuda_by_mask,
     attention_examples,
+    attention_planned,
 )
 from megazero.ops.attention.flash_cpu import attention_flash_cpu
 from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.pattern import ALL, CAUSAL, BlockLayout
 from megazero.ops.attention.reference import attention_reference, attention_sdpa, attention_with_dropout
 from megazero.ops.attention.varlen import attention_varlen, varlen_knows
-from megazero.ops.cuda import on_cuda_kernels
-from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, kinds_of_calls, where
+from megazero.ops.cuda import CUDA_DTYPES, on_cuda_kernels
+from megazero.ops.dispatch import CPU, CUDA, META, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.native import on_native_cpu
 
 _FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
@@ -170,6 +171,8 @@ ATTENTION: Operator[_Attend] = Operator(
             attention_cuda_by_mask,
             on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE).needing(_restricted, _RESTRICTED),
         ),
+        # On a GPU torch's kernels take heads of other widths, and hold as much.
+        Implementation("planned", attention_planned, where(META, CUDA_DTYPES, bias=BiasKind.NONE)),
         Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False), traceable=True),
         Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
         Implementation("reference", attention_reference),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megazero.layers.input_offload import Shelf
+from megazero.models.trunk import Trunk
 from megazero.pipeline.sharding import Sharding
 from megazero.train.step.engine import Engine
 from megazero.zero.store.store import HELD, Sizes, Store
@@ -30,13 +32,17 @@ class MemoryMeter:
     different moments, activations come out smaller. The peak is that of torch's allocator on a CUDA device;
     elsewhere, the meta device included, the outputs of operators on this thread are counted.
 
+    On the host, activations are the inputs of recomputed units that are kept there.
+
     Args:
         store: holds the state.
         sharding: gathers and reduces.
         device: of the weights.
+        shelves: the memory of the host for inputs of recomputed units.
     """
 
-    def __init__(self, store: Store, sharding: Sharding, device: torch.device):
+    def __init__(self, store: Store, sharding: Sharding, device: torch.device, shelves: Sequence[Shelf] = ()):
+        self.shelves = shelves
         self.store = store
         self.sharding = sharding
         self.device = device
@@ -44,8 +50,11 @@ class MemoryMeter:
 
     @classmethod
     def of(cls, engine: Engine) -> MemoryMeter:
-        """A meter for an engine's store and sharding."""
-        return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device)
+        """A meter for an engine's store, sharding and chunks."""
+        modules = (m for chunk in engine.executor.chunks.values() for m in _modules(chunk))
+        trunks = (m for m in modules if isinstance(m, Trunk))
+        shelves = [trunk.keeping.shelf for trunk in trunks if trunk.keeping.shelf is not None]
+        return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device, shelves)
 
     @contextmanager
     def over_a_step(self) -> Iterator[None]:
@@ -73,8 +82,12 @@ class MemoryMeter:
             "activations": max(0, self._peak - transient),
         }
         places = {"device": device, **{place: kinds for place, kinds in held.items() if place != "device"}}
+        shelved = sum(shelf.nbytes for shelf in self.shelves)
+        places["cpu"] = {**places.get("cpu", {}), "activations": shelved}
         return {
-            place: {kind: kinds[kind] for kind in KINDS if kinds.get(kind)} for place, kinds in places.items()
+            place: {kind: kinds[kind] for kind in KINDS if kinds.get(kind)}
+            for place, kinds in places.items()
+            if place in held or place == "device" or any(kinds.values())
         }
 
 
@@ -124,6 +137,10 @@ class _PeakOfOutputs(TorchDispatchMode):
 
     def _remove(self, size: int) -> None:
         self._alive -= size
+
+
+def _modules(chunk: object) -> Iterable[nn.Module]:
+    return chunk.modules() if isinstance(chunk, nn.Module) else ()
 
 
 def _is_strided(value: object) -> bool:
