@@ -44,7 +44,15 @@ MODEL = {
             **{"yarn-beta-slow": 0.1, "yarn-original-max-position-embeddings": 8, "rotary-base": 100.0},
             **{"mscale": 0.8, "mscale-all-dim": 0.3, "no-yarn-correction-range-round-to-int": True},
         },
+        "alibi": {"position-embedding-type": "alibi"},
     },
+    "window": {
+        "none": {},
+        "all": {"window-size": (5, 0)},
+        "some": {"window-size": (2, -1), "window-attn-skip-freq": (2,)},
+        "with-first": {"window-size": (3, 0), "window-sink-tokens": 2},
+    },
+    "softmax": {each: {"softmax-type": each} for each in ("vanilla", "off-by-one", "learnable")},
     "normalization": {"layer": {"normalization": "LayerNorm"}, "rms": {"normalization": "RMSNorm"}},
     "epsilon": {"small": {"norm-epsilon": 1e-5}, "large": {"norm-epsilon": 0.05}},
     "activation": {each: {"activation": each} for each in ("gelu", "gelu_exact", "swiglu", "squared_relu")},
@@ -232,6 +240,8 @@ BERT_FACTORS: Factors = MappingProxyType(
         "head": MODEL["head"],
         "layers": MODEL["layers"],
         "rows": {"own": {}, "shared": {"bert-pack": True}},
+        "window": {"none": {}, "near": {"window-size": (4, 2)}, "before": {"window-size": (3, -1)}},
+        "softmax": MODEL["softmax"],
         "masked": {"0.15": {"mask-prob": 0.15}, "0.4": {"mask-prob": 0.4}},
         "short": {"0.1": {"short-seq-prob": 0.1}, "0.7": {"short-seq-prob": 0.7}},
         "batch": BATCH["batch"],
@@ -285,6 +295,8 @@ _NEVER = (
     frozenset({("heads", "one"), ("layout", "T2-SP")}),
     # Two replicas read two micro-batches at least.
     frozenset({("batch", "whole"), ("layout", "D2")}),
+    # Linear biases hide what a window would not.
+    frozenset({("positions", "alibi"), ("window", "with-first")}),
     # One layer is one stage.
     frozenset({("layers", "1"), ("layout", "P2")}),
 )

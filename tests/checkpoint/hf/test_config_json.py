@@ -18,7 +18,7 @@ from megazero.checkpoint.hf.config_json import (
 )
 from megazero.errors import CheckpointError
 from megazero.layers.rotary import rotary_scaling
-from tests.checkpoint.hf.samples import GPT2, LLAMA, MODELS, VOCAB, config_for
+from tests.checkpoint.hf.samples import GPT2, LLAMA, MISTRAL, MODELS, QWEN2, VOCAB, config_for
 from tests.models.hf_weights import decoder_model
 
 
@@ -111,7 +111,21 @@ REFUSED = [
     (GPT2, {"tie_word_embeddings": 1}, "`tie_word_embeddings` must be a bool"),
     (GPT2, {"vocab_size": 0}, "`vocab_size` must be a positive number"),
     (GPT2, {"vocab_size": None}, "`vocab_size` must be a positive number"),
-    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "`rope_scaling` must be a rotation of the"),
+    (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "but is dynamic, whose base "),
+    (
+        LLAMA,
+        {"rope_scaling": None, "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0}},
+        "`rope_parameters` must be a rotation of the kinds default, linear, llama3, yarn, but is dynamic",
+    ),
+    (LLAMA, {"rope_scaling": {"type": "longrope"}}, "`rope_scaling` must be a rotation of the kinds def"),
+    (MISTRAL, {"sliding_window": 0}, "`sliding_window` must be at least 1, a token that sees itself, but is"),
+    (MISTRAL, {"sliding_window": 2.5}, "`sliding_window` must be a int"),
+    (QWEN2, {"use_sliding_window": False}, "`layer_types` must be full_attention for all layers where `us"),
+    (QWEN2, {"layer_types": ["full_attention"]}, "or full_attention for each of 2 layers, but is ['full"),
+    (QWEN2, {"layer_types": "sliding_attention"}, "`layer_types` must be sliding_attention or full_attent"),
+    (QWEN2, {"layer_types": ["chunked_attention"] * 2}, "or full_attention for each of 2 layers, but is ["),
+    (QWEN2, {"layer_types": None, "max_window_layers": None}, "`max_window_layers` must be a number"),
+    (QWEN2, {"layer_types": None, "num_hidden_layers": 10**9}, "`num_hidden_layers` must be 1 to 10000"),
     (LLAMA, {"rope_scaling": {"type": ["linear"]}}, "`rope_scaling` must be a rotation of the kinds default"),
     (LLAMA, {"rope_scaling": {"type": "linear"}}, "`rope_scaling` of the kind linear must have `factor`"),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 0}}, "of the kind linear must have `factor`"),
