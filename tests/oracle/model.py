@@ -180,7 +180,7 @@ def has_window(flags: Flags, i: int) -> bool:
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """Press et al. 2022: powers of one number; if the heads are no power of two, those of the lower one and some between."""
+    """Press et al. 2022: powers of one number, or those for the lower power of two and some between."""
     if heads & (heads - 1) == 0:
         return [(2 ** (-8 / heads)) ** (i + 1) for i in range(heads)]
     lower = 2 ** (heads.bit_length() - 1)

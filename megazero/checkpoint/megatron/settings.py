@@ -24,9 +24,7 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("qk_layernorm", _UNSET, "norms of queries and keys"),
     ("attention_output_gate", _UNSET, "gated attention"),
     ("experimental_attention_variant", _UNSET, "another attention"),
-    ("window_size", _UNSET, "a sliding window"),
     ("softmax_scale", _UNSET, "another scale of the attention scores"),
-    ("softmax_type", (*_UNSET, "vanilla"), "another softmax"),
     ("apply_layernorm_1p", _UNSET, "norm weights stored less one"),
     ("embed_layernorm", _UNSET, "a norm of the embedding (BLOOM)"),
     ("rotary_interleaved", _UNSET, "interleaved rotation"),
@@ -51,8 +49,10 @@ _POSITIONS = MappingProxyType(
         "rope": "rope",
         "yarn": "yarn",
         "none": "none",
+        "alibi": "alibi",
         PositionEmbedding.absolute: "learned_absolute",
         PositionEmbedding.rotary: "rope",
+        PositionEmbedding.alibi: "alibi",
     }
 )
 _SCALING = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
@@ -104,6 +104,7 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
         _positions,
         _normalization,
         _activation,
+        _attention,
     )
     for part in parts:
         try:
@@ -179,6 +180,15 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
         return {"activation": "gelu"}
     fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
     return {"activation": "gelu" if fused else "gelu_exact"}
+
+
+def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:
+    """Both sides say these alike, but for a window of None, which is none whatever layers it is for."""
+    fields: dict[str, Any] = {"softmax_type": arguments.get("softmax_type") or "vanilla"}
+    window = arguments.get("window_size")
+    if window in _UNSET:
+        return fields
+    return {**fields, "window_size": window, "window_attn_skip_freq": arguments.get("window_attn_skip_freq")}
 
 
 def _vocab_size(arguments: Arguments) -> int | None:

@@ -210,6 +210,9 @@ def slice_of(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> W
     order = {None: (1, 0), 0.0: (1, 0), 1.0: (0, 2, 1)}.get(layout.version)
     for i in range(model.num_layers):
         ours, core = f"layers.{i}", f"decoder.layers.{i}"
+        if f"{ours}.attention.softmax_offset" in weights:
+            offset = own(weights[f"{ours}.attention.softmax_offset"], 0)
+            out[f"{core}.self_attention.core_attention.softmax_offset"] = offset
         for suffix in ("weight", "bias"):
             for norm, name in (("input_norm", "input_layernorm"), ("mlp_norm", "pre_mlp_layernorm")):
                 if f"{ours}.{norm}.{suffix}" in weights:
