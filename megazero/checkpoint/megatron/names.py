@@ -213,7 +213,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
 
     ours, core = "layers.{i}", "decoder.layers.{i}"
     attention, mlp = f"{core}.self_attention", f"{core}.mlp"
-    offset = "softmax_offset"
+    softmax = f"{attention}.core_attention"
     fc1, fc2 = f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"
     return (
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
@@ -235,7 +235,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         row(f"{ours}.attention.qkv.bias", "g s d", f"{attention}.linear_qkv.bias", qkv, "g", qkv_biased),
         row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
-        row(f"{ours}.attention.{offset}", "q", f"{attention}.core_attention.{offset}", "q", "q", _with_offset),
+        row(f"{ours}.attention.softmax_offset", "q", f"{softmax}.softmax_offset", "q", "q", _with_offset),
         *norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),
         row(f"{ours}.mlp.up.weight", "c f h", f"{fc1}.weight", "(c f) h", "f", _gated),
         row(f"{ours}.mlp.up.bias", "c f", f"{fc1}.bias", "(c f)", "f", _gated_biased),
