@@ -46,7 +46,7 @@ class OwnSlopes:
 
     @classmethod
     def of(cls, config: ModelConfig, placement: Placement) -> OwnSlopes | None:
-        """Those of a model at a placement; None without ALiBi."""
+        """The slopes of a model at a placement; None without ALiBi."""
         if config.position_embedding_type != "alibi":
             return None
         slopes = alibi_slopes(config.num_attention_heads)

@@ -52,7 +52,7 @@ def test_an_overrun_is_refused_and_changes_nothing():
 
 
 def test_a_window_keeps_what_later_positions_may_attend_to():
-    """And the first ones that no window hides; memory stops growing, unlike that of a layer without a window."""
+    """And the first ones that no window hides; memory stops growing, unlike without a window."""
     cache = KeyValueCache(40)
     near = Attends(0, True, pattern=Pattern((3, 0), sinks=2))
     assert cache.extend(near, ramp(0, 7), -ramp(0, 7))[0][:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
