@@ -21,6 +21,7 @@ KINDS = {
         **{"position_embedding_type": "alibi", "softmax_type": "learnable"},
         **{"window_size": (5, -1), "window_attn_skip_freq": (1, 0)},
     },
+    "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
     "one": {"softmax_type": "off-by-one", "window_size": (6, 0)},
 }
 # Each has all keys of its row behind it, so these are other shapes than a decoder's.
@@ -60,6 +61,8 @@ def check(records: list[Record], layout: Layout, kind: str) -> None:
         pytest.param("all", Layout(tp=2, dp=2, zero=3), marks=pytest.mark.fast),
         ("all", Layout(tp=2, dp=2, zero=1, sequence_parallel=True, method="random-ltd", dropout=0.2)),
         ("all", Layout(dp=2, zero=2, method="both", recompute="full")),
+        ("bloom", Layout(tp=2, pp=2, sequence_parallel=True, dropout=0.2)),
+        ("bloom", Layout(dp=2, zero=3, untied=True, recompute="full")),
         ("one", Layout(tp=2, method="random-ltd", dropout=0.2)),
         ("both sides", Layout(tp=2, shape="bert", dropout=0.2)),
         ("both sides", Layout(tp=2, shape="bert", sequence_parallel=True, recompute="selective")),

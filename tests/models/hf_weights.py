@@ -145,6 +145,24 @@ def windows(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def bloom_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """BloomForCausalLM of this shape, without dropout."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    theirs = BloomConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_attention_heads,
+        layer_norm_epsilon=config.norm_epsilon,
+        apply_residual_connection_post_layernorm=config.apply_residual_connection_post_layernorm,
+        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return BloomForCausalLM(theirs).eval()
+
+
 def mistral_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     """MistralForCausalLM of this shape."""
     from transformers import MistralConfig, MistralForCausalLM
@@ -204,6 +222,7 @@ def decoder_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     """transformers' decoder of this shape, of the class that `architecture_of` names."""
     makers = {
         "GPT2LMHeadModel": gpt2_model,
+        "BloomForCausalLM": bloom_model,
         "LlamaForCausalLM": llama_model,
         "Qwen2ForCausalLM": qwen2_model,
         "MistralForCausalLM": mistral_model,

@@ -64,6 +64,7 @@ MODEL = {
         "wide": {"num-attention-heads": 2, **_GROUPED, "num-query-groups": 2, "kv-channels": 24},
     },
     "head": {"tied": {}, "untied": {"untie-embeddings-and-output-weights": True}},
+    "embedding": {"plain": {}, "normed": {"embed-layernorm": True}},
     "residual": {"before": {}, "after-norm": {"apply-residual-connection-post-layernorm": True}},
     "hidden-dropout": {"0": {"hidden-dropout": 0.0}, "0.2": {"hidden-dropout": 0.2}},
     "attention-dropout": {"0": {"attention-dropout": 0.0}, "0.15": {"attention-dropout": 0.15}},
@@ -374,8 +375,8 @@ _COMMON = {
 # Switches that the oracle reads: on if given.
 SWITCHES = (
     "disable-bias-linear", "untie-embeddings-and-output-weights", "apply-residual-connection-post-layernorm",
-    "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "fp32-residual-connection",
-    "lamb-adapt-all",
+    "embed-layernorm", "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "lamb-adapt-all",
+    "fp32-residual-connection",
 )  # fmt: skip
 
 

@@ -62,6 +62,8 @@ class Model:
         """Cross-entropy of each position, [b, s]."""
         flags = self.flags
         x = F.embedding(text.tokens, w["embedding.word.weight"])
+        if flags["embed-layernorm"]:
+            x = self._norm(w, "embedding.norm", x)
         if flags["position-embedding-type"] == "learned_absolute":
             x = x + F.embedding(text.positions, w["embedding.position.weight"])
         if flags["fp32-residual-connection"]:

@@ -80,7 +80,9 @@ class Limit:
     words: str
 
 
+PLAIN_EMBEDDING = Limit(lambda m: not m.embed_layernorm, "there must be no norm of the embedding")
 COMMON_LIMITS = (
+    PLAIN_EMBEDDING,
     Limit(
         lambda m: m.num_attention_heads % m.kv_heads == 0,
         "the number of key/value heads must divide the number of query heads",

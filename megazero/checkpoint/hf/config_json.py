@@ -18,6 +18,7 @@ from megazero.checkpoint.hf.bert import (
     BERT_MULTIPLE_CHOICE,
     BERT_PRETRAINING,
 )
+from megazero.checkpoint.hf.bloom import BLOOM
 from megazero.checkpoint.hf.class_names import names_of, naming
 from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.llama import LLAMA
@@ -35,7 +36,7 @@ from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
-DECODERS: tuple[Architecture, ...] = (GPT2, LLAMA, QWEN2, MISTRAL, MIXTRAL, QWEN2_MOE)
+DECODERS: tuple[Architecture, ...] = (GPT2, BLOOM, LLAMA, QWEN2, MISTRAL, MIXTRAL, QWEN2_MOE)
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
     MEGATRON_BERT_MASKED_LM,

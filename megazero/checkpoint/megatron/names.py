@@ -178,6 +178,14 @@ def _plain_biased(model: ModelConfig) -> bool:
     return _plain(model) and model.add_bias_linear
 
 
+def _with_normed_words(model: ModelConfig) -> bool:
+    return model.embed_layernorm
+
+
+def _with_shifted_words(model: ModelConfig) -> bool:
+    return model.embed_layernorm and _with_layer_norm(model)
+
+
 def _with_offset(model: ModelConfig) -> bool:
     return model.softmax_type == "learnable"
 
@@ -217,6 +225,10 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     fc1, fc2 = f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"
     return (
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
+        *(
+            row(f"embedding.norm.{kind}", "h", f"embedding.word_embeddings.norm.{kind}", when=when)
+            for kind, when in (("weight", _with_normed_words), ("bias", _with_shifted_words))
+        ),
         row(
             "embedding.position.weight",
             "p h",

@@ -26,7 +26,6 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("experimental_attention_variant", _UNSET, "another attention"),
     ("softmax_scale", _UNSET, "another scale of the attention scores"),
     ("apply_layernorm_1p", _UNSET, "norm weights stored less one"),
-    ("embed_layernorm", _UNSET, "a norm of the embedding (BLOOM)"),
     ("rotary_interleaved", _UNSET, "interleaved rotation"),
     ("no_rope_freq", _UNSET, "layers without rotary positions"),
     ("glu_activation", _UNSET, "a gated activation other than SwiGLU"),
@@ -41,7 +40,7 @@ _SAME_NAME = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
     *("ffn_hidden_size", "kv_channels", "hidden_dropout", "attention_dropout", "init_method_std"),
     *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear", "add_qkv_bias"),
-    *("apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
+    *("embed_layernorm", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
 )
 _POSITIONS = MappingProxyType(
     {

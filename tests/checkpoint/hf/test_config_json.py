@@ -38,6 +38,7 @@ def test_the_config_is_what_transformers_makes_of_the_same_model(name):
     ours = config_for(MODELS[name])
     told_otherwise = {"bos_token_id", "eos_token_id", "torch_dtype", "architectures", "initializer_range"}
     told_otherwise |= {"resid_pdrop", "embd_pdrop", "attn_pdrop", "attention_dropout", "rope_theta"}
+    told_otherwise |= {"hidden_dropout"}
     shared = (ours.keys() - told_otherwise) & theirs.keys()
     assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
     assert len(shared) > 12
@@ -89,9 +90,9 @@ def test_an_empty_config_of_gpt2_is_the_small_one():
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 REFUSED = [
-    (GPT2, {"architectures": ["BloomForCausalLM"]}, "`architectures` must be one of GPT2LMHeadModel, LlamaF"),
+    (GPT2, {"architectures": ["OPTForCausalLM"]}, "`architectures` must be one of GPT2LMHeadModel, LlamaF"),
     (GPT2, {"architectures": ["GPT2LMHeadModel", "X"]}, "`architectures` must be one of"),
-    (GPT2, {"architectures": None, "model_type": "bloom"}, "`architectures` must be one of"),
+    (GPT2, {"architectures": None, "model_type": "opt"}, "`architectures` must be one of"),
     (GPT2, {"scale_attn_weights": False}, "`scale_attn_weights` must be True"),
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` must be False"),
     (GPT2, {"reorder_and_upcast_attn": True}, "`reorder_and_upcast_attn` must be False"),
@@ -308,7 +309,9 @@ def test_reasons_that_another_architecture_has_too_are_left_out():
         architecture_of(GPT2.model_copy(update={"apply_residual_connection_post_layernorm": True}))
     assert str(refusal.value) == (
         "the model must be one that transformers supports, but is not: GPT2LMHeadModel: "
-        "`apply_residual_connection_post_layernorm` must be False, but is True"
+        "`apply_residual_connection_post_layernorm` must be False, but is True\n"
+        "  BloomForCausalLM: `position_embedding_type` must be alibi, but is learned_absolute; "
+        "`embed_layernorm` must be True, but is False; the MLP must be four times as wide as the model"
     )
 
 

@@ -202,6 +202,9 @@ def slice_of(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> W
     out = {"embedding.word_embeddings.weight": own(pad(weights["embedding.word.weight"]), 0)}
     if "embedding.position.weight" in weights:
         out["embedding.position_embeddings.weight"] = weights["embedding.position.weight"]
+    for suffix in ("weight", "bias"):
+        if f"embedding.norm.{suffix}" in weights:
+            out[f"embedding.word_embeddings.norm.{suffix}"] = weights[f"embedding.norm.{suffix}"]
     if "head.weight" in weights:
         out["output_layer.weight"] = own(pad(weights["head.weight"]), 0)
     for suffix in ("weight", "bias"):

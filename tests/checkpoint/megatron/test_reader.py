@@ -68,6 +68,7 @@ def test_megatron(tmp_path, model, layout):
         {"window_size": (8, 0), "window_attn_skip_freq": (2,), "softmax_type": "learnable"},
         {"window_size": (8, -1), "window_attn_skip_freq": (1, 1, 0, 1), "softmax_type": "off-by-one"},
         {"position_embedding_type": "alibi"},
+        {"position_embedding_type": "alibi", "embed_layernorm": True},
     ],
     ids=str,
 )
@@ -85,7 +86,13 @@ def test_variants_of_attention(tmp_path, settings, tp):
 
 
 def differing(a: ModelConfig, b: ModelConfig) -> list[str]:
-    names = ("window_size", "window_attn_skip_freq", "softmax_type", "position_embedding_type")
+    names = (
+        "embed_layernorm",
+        "window_size",
+        "window_attn_skip_freq",
+        "softmax_type",
+        "position_embedding_type",
+    )
     return [name for name in names if getattr(a, name) != getattr(b, name)]
 
 
