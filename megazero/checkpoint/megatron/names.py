@@ -182,10 +182,6 @@ def _with_normed_words(model: ModelConfig) -> bool:
     return model.embed_layernorm
 
 
-def _with_shifted_words(model: ModelConfig) -> bool:
-    return model.embed_layernorm and _with_layer_norm(model)
-
-
 def _with_offset(model: ModelConfig) -> bool:
     return model.softmax_type == "learnable"
 
@@ -213,10 +209,10 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     ) -> Sliced:
         return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, when=when), letter)
 
-    def norm(ours: str, theirs: str) -> tuple[Sliced, Sliced]:
+    def norm(ours: str, theirs: str, when: Callable[[ModelConfig], bool] = always) -> tuple[Sliced, Sliced]:
         return (
-            row(f"{ours}.weight", "h", f"{theirs}.weight", "h"),
-            row(f"{ours}.bias", "h", f"{theirs}.bias", "h", when=_with_layer_norm),
+            row(f"{ours}.weight", "h", f"{theirs}.weight", when=when),
+            row(f"{ours}.bias", "h", f"{theirs}.bias", when=lambda m: when(m) and _with_layer_norm(m)),
         )
 
     ours, core = "layers.{i}", "decoder.layers.{i}"
@@ -225,10 +221,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     fc1, fc2 = f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"
     return (
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
-        *(
-            row(f"embedding.norm.{kind}", "h", f"embedding.word_embeddings.norm.{kind}", when=when)
-            for kind, when in (("weight", _with_normed_words), ("bias", _with_shifted_words))
-        ),
+        *norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
         row(
             "embedding.position.weight",
             "p h",

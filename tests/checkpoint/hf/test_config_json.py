@@ -41,7 +41,7 @@ def test_the_config_is_what_transformers_makes_of_the_same_model(name):
     told_otherwise |= {"hidden_dropout"}
     shared = (ours.keys() - told_otherwise) & theirs.keys()
     assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
-    assert len(shared) > 12
+    assert len(shared) >= 9
 
 
 def test_a_config_of_transformers_describes_the_same_model():
@@ -90,7 +90,7 @@ def test_an_empty_config_of_gpt2_is_the_small_one():
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 REFUSED = [
-    (GPT2, {"architectures": ["OPTForCausalLM"]}, "`architectures` must be one of GPT2LMHeadModel, LlamaF"),
+    (GPT2, {"architectures": ["OPTForCausalLM"]}, "`architectures` must be one of GPT2LMHeadModel, BloomF"),
     (GPT2, {"architectures": ["GPT2LMHeadModel", "X"]}, "`architectures` must be one of"),
     (GPT2, {"architectures": None, "model_type": "opt"}, "`architectures` must be one of"),
     (GPT2, {"scale_attn_weights": False}, "`scale_attn_weights` must be True"),
