@@ -349,3 +349,57 @@ def test_settings_of_another_family_are_no_difference():
 def test_special_tokens_come_from_the_config(config, tokens):
     assert TokenIds.of_json(config) == tokens
     assert TokenIds.of_json(tokens.as_json()) == tokens
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("model", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])
+def test_windows_and_scaled_rotations_go_together(model, field):
+    config = config_for(model)
+    del config["rope_parameters"]
+    config |= {field: {"rope_type": "linear", "factor": 2.0}, "rope_theta": 500.0}
+    found = model_of(find_architecture(config), config)
+    assert differences(found, model.model_copy(update={"rotary_seq_len_interpolation_factor": 2.0})) == []
+    written = config_of(architecture_of(found), found, 101, TokenIds(), "float32")
+    assert (written["rope_scaling"]["factor"], written["rope_parameters"]["factor"]) == (2.0, 2.0)
+    assert differences(model_of(find_architecture(written), written), found) == []
+
+
+def test_a_window_that_is_left_out_is_the_one_that_transformers_assumes():
+    config = config_for(MISTRAL)
+    assert (MISTRAL.window_size, config["sliding_window"]) == ((3, 0), 4)
+    del config["sliding_window"]
+    assert model_of(find_architecture(config), config).window_size == (4095, 0)
+    none = model_of(find_architecture(config), {**config, "sliding_window": None})
+    assert none.windows == ()
+    assert architecture_of(none).name == "LlamaForCausalLM"
+
+
+def test_layers_from_max_window_layers_on_have_a_window():
+    config = config_for(QWEN2)
+    assert (config["layer_types"], config["max_window_layers"]) == (
+        ["full_attention", "sliding_attention"],
+        1,
+    )
+    del config["layer_types"]
+    assert model_of(find_architecture(config), config).windows == (None, (4, 0))
+    del config["max_window_layers"]  # 28, and there are 2
+    assert model_of(find_architecture(config), config).windows == ()
+    config["use_sliding_window"] = False
+    assert model_of(find_architecture(config), config).windows == ()
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "reason"),
+    [
+        (MISTRAL, {"window_sink_tokens": 2}, "a window must hide the first tokens too"),
+        (MISTRAL, {"window_attn_skip_freq": (0, 1)}, "all layers must have the same window"),
+        (GPT2, {"window_size": (3, 0)}, "all tokens must see all earlier ones"),
+        (LLAMA, {"softmax_type": "learnable"}, "`softmax_type` must be vanilla"),
+        (LLAMA, {"position_embedding_type": "alibi"}, "`position_embedding_type` must be rope or yarn"),
+        (LLAMA, {"embed_layernorm": True}, "there must be no norm of the embedding"),
+    ],
+)
+def test_variants_of_attention_that_an_architecture_lacks_are_refused(model, changed, reason):
+    with pytest.raises(CheckpointError) as refusal:
+        architecture_of(model.model_copy(update=changed))
+    assert reason in str(refusal.value)
