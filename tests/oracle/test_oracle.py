@@ -92,14 +92,16 @@ def test_product_trains_as_the_oracle(case, data, tmp_path):
     (records, tensors), wanted, initial = both(flags, case, data, tmp_path)
     check_spread(flags, initial)
     # LAMB's steps are as long as the weights: initial weights that are off by 6e-8 change the norm by 2e-5.
-    check_steps(records, wanted.steps, 1e-6, factor=50 if flags["optimizer"] == "lamb" else 10)
+    amplified = 5 if flags["optimizer"] == "lamb" else 1
+    check_steps(records, wanted.steps, 1e-6, factor=10 * amplified)
     moved = {name: (weight - initial[name]).abs().max() for name, weight in wanted.weights.items()}
     assert max(moved.values()) > 1e-3, "a training that moves nothing shows nothing"
     for name, weight in wanted.weights.items():
         torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-5, atol=5e-6, msg=name)
         assert tensors[name].keys() == {"weight", *wanted.state[name]}
         for kind, moment in wanted.state[name].items():
-            torch.testing.assert_close(tensors[name][kind].double(), moment, rtol=1e-3, atol=1e-6)
+            saved = tensors[name][kind].double()
+            torch.testing.assert_close(saved, moment, rtol=1e-3, atol=1e-6 * amplified)
 
 
 @pytest.mark.parametrize("case", HALF_CASES, ids=name_of)
