@@ -9,7 +9,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
-from megazero.layers.patterns import pattern_of, slopes_of
+from megazero.layers.patterns import OwnSlopes, pattern_of
 from megazero.layers.placement import Placement
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
@@ -37,7 +37,7 @@ class SelfAttention(nn.Module):
         pattern = pattern_of(config, layer, placement.tp, causal)
         self.attends = Attends(layer, causal, config.attention_dropout, pattern)
         self.core = core_of(placement, layer)
-        self.slopes = slopes_of(config, placement)
+        self.slopes = OwnSlopes.of(config, placement)
         self.softmax_type = config.softmax_type
         self.softmax_offset = self._offset_of(layer, config, placement)
         self.recompute = recompute
@@ -97,4 +97,5 @@ class SelfAttention(nn.Module):
         offset: Tensor | None = self.softmax_offset
         if self.softmax_type == "off-by-one":
             offset = query.new_zeros(query.shape[2])
-        return core(query, key, value, inputs, self.attends, self.slopes, offset)
+        bias = None if self.slopes is None else self.slopes.on(query.device)
+        return core(query, key, value, inputs, self.attends, bias, offset)

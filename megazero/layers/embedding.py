@@ -10,6 +10,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.errors import DataError
 from megazero.layers.collectives import reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.dropout import dropout_mask_hidden
@@ -60,6 +61,10 @@ class Embedding(nn.Module):
         )
         learned = config.position_embedding_type == "learned_absolute"
         self.position = self._table("position", config.positions) if learned else None
+        self.norm: Norm | None = None
+        if config.embed_layernorm:
+            kind, epsilon = config.normalization, config.norm_epsilon
+            self.norm = Norm("embedding.norm", config.hidden_size, kind, epsilon, placement)
         self.token_type = self._table("token_type", token_types) if token_types else None
 
     def _table(self, name: str, rows: int) -> nn.Parameter:
@@ -78,6 +83,8 @@ class Embedding(nn.Module):
         """tokens [b, s], positions [b, s] or [s], and token_types [b, s] where there is a table; int64."""
         spread = inputs.rows.spread
         x = self._words(tokens.t())  # [s, b, h]
+        if self.norm is not None:
+            x = self.norm(x)
         if self.position is not None:
             positions = positions.t() if positions.dim() == 2 else positions.unsqueeze(1)
             x = x + _every_row(spread.own(positions), self.position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -42,11 +43,28 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + between[: heads - power]
 
 
-def slopes_of(config: ModelConfig, placement: Placement) -> Slopes | None:
-    """The slopes of this rank's heads, as the model has them on any number of ranks; None without ALiBi."""
-    if config.position_embedding_type != "alibi":
-        return None
-    slopes = alibi_slopes(config.num_attention_heads)
-    here, first = len(slopes) // placement.tp.size, placement.tp.rank
-    own = slopes[first * here : (first + 1) * here]
-    return Slopes(torch.tensor(own, dtype=torch.float32, device=placement.device))
+@dataclass
+class OwnSlopes:
+    """The slopes of this rank's heads, as the model has them on any number of ranks.
+
+    They are no weights, and a model may be built without memory: they are made where they are first used.
+    """
+
+    values: tuple[float, ...]
+    made: Slopes | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig, placement: Placement) -> OwnSlopes | None:
+        """The slopes of a model at a placement; None without ALiBi."""
+        if config.position_embedding_type != "alibi":
+            return None
+        slopes = alibi_slopes(config.num_attention_heads)
+        here, first = len(slopes) // placement.tp.size, placement.tp.rank
+        return cls(tuple(slopes[first * here : (first + 1) * here]))
+
+    def on(self, device: torch.device) -> Slopes:
+        """The slopes on a device."""
+        if self.made is None or self.made.by_head.device != device:
+            with torch.inference_mode(False):  # they outlive a generation, and a training may follow
+                self.made = Slopes(torch.tensor(self.values, dtype=torch.float32, device=device))
+        return self.made

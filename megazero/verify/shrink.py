@@ -13,6 +13,7 @@ from megazero.config.derive import chunks_per_stage, schedule_kind
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.build import takes_signs
 from megazero.verify.sampling import SAMPLES, shrunk_metric
@@ -258,6 +259,7 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
         "ffn_hidden_size": 24 * tp,
         "seq_length": 8 * tp,
         "max_position_embeddings": None,
+        **_windows(model),
         "vocab_size": 61,
         "make_vocab_size_divisible_by": 4,
         "init_method_std": 0.1,
@@ -284,6 +286,18 @@ def _blocks(config: Config) -> dict[str, Any]:
         "sparse_global_block_indices": (0,),
         "sparse_global_block_end_indices": (2,) if model.sparse_global_block_end_indices else (),
         "sparse_num_sliding_window_blocks": min(3, sliding),
+    }
+
+
+def _windows(model: ModelConfig) -> dict[str, Any]:
+    """A window that hides something of so short a sequence, in the first layer if not in all."""
+    if model.window_size is None:
+        return {}
+    every = model.window_attn_skip_freq is None
+    return {
+        "window_size": tuple(min(side, 3) for side in model.window_size),
+        "window_attn_skip_freq": None if every else (2,),
+        "window_sink_tokens": min(1, model.window_sink_tokens),
     }
 
 

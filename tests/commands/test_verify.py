@@ -57,6 +57,15 @@ def test_compressed_optimizers_are_verified_where_they_sum_exactly(flags, capsys
     assert out.endswith("the same training as one process\n")
 
 
+def test_variants_of_attention_are_verified_with_windows_that_hide_something(capsys):
+    flags = "--window-size 4095,0 --window-attn-skip-freq [0]*1+[1]*3 --position-embedding-type alibi"
+    argv = [*BASE, *flags.split(), "--softmax-type", "learnable", "--num-layers", "4"]
+    assert main([*argv, "--tensor-model-parallel-size", "2", "--world-size", "4", "--steps", "3"]) == 0
+    assert capsys.readouterr().out.endswith("the same training as one process\n")
+    config = parse_config([*argv, "--mock-data"], world_size=1).config
+    assert shrink(config, 1).config.model.windows == ((3, 0), None)
+
+
 def test_tokens_and_layers_are_still_left_out_when_shrunk(capsys):
     skips = "--random-ltd --random-ltd-min-value 16 --random-ltd-require-steps 9 --random-ltd-layer-num 10"
     argv = [*BASE, *skips.split(), "--progressive-layer-drop", "--tensor-model-parallel-size", "2"]

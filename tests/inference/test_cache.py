@@ -8,6 +8,7 @@ import torch
 from megazero.errors import ConfigError
 from megazero.inference.cache import KeyValueCache
 from megazero.layers.inputs import Attends
+from megazero.ops.attention import BlockLayout, Pattern
 
 
 def ramp(start: int, s: int) -> torch.Tensor:
@@ -48,3 +49,38 @@ def test_an_overrun_is_refused_and_changes_nothing():
     with pytest.raises(ConfigError, match=r"`max_length` .* must be at least 4, but is 3"):
         cache.extend(Attends(0, True), ramp(2, 2), ramp(2, 2))
     assert cache.length == 2
+
+
+def test_a_window_keeps_what_later_positions_may_attend_to():
+    """And the first ones that no window hides; memory stops growing, unlike without a window."""
+    cache = KeyValueCache(40)
+    near = Attends(0, True, pattern=Pattern((3, 0), sinks=2))
+    assert cache.extend(near, ramp(0, 7), -ramp(0, 7))[0][:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert cache.extend(near, ramp(7, 1), -ramp(7, 1))[0][:, 0, 0, 0].tolist() == [0, 1, 4, 5, 6, 7]
+    keys, values = cache.extend(near, ramp(8, 2), -ramp(8, 2))
+    assert keys[:, 0, 0, 0].tolist() == [0, 1, 5, 6, 7, 8, 9]
+    assert torch.equal(values, -keys)
+    size = cache.elements
+    for start in range(10, 40):
+        cache.extend(near, ramp(start, 1), ramp(start, 1))
+        assert cache.elements == size == 2 * 5 * 2 * 3
+    assert cache.length == 40
+    with pytest.raises(ConfigError, match="must be at least 41"):
+        cache.extend(near, ramp(40, 1), ramp(40, 1))
+    cache.extend(Attends(1, True), ramp(0, 1), ramp(0, 1))
+    assert cache.elements == size + 2 * 40 * 2 * 3
+
+
+def test_a_long_prompt_is_not_kept_by_a_view_of_its_end():
+    cache = KeyValueCache(1000)
+    cache.extend(Attends(0, True, pattern=Pattern((4, 0))), ramp(0, 1000), ramp(0, 1000))
+    assert [x.untyped_storage().nbytes() for x in cache._windows[0]] == [4 * 2 * 3 * 8] * 2
+
+
+def test_nothing_is_dropped_where_places_matter():
+    cache = KeyValueCache(9)
+    layout = BlockLayout(torch.ones(1, 3, 3, dtype=torch.bool), 3)
+    for layer, pattern in enumerate((Pattern((2, 0), prefix=4), Pattern((2, 0), layout=layout), Pattern())):
+        for start in range(9):
+            keys, _ = cache.extend(Attends(layer, True, pattern=pattern), ramp(start, 1), ramp(start, 1))
+            assert torch.equal(keys, ramp(0, start + 1))

@@ -106,6 +106,39 @@ def test_a_chunk_has_a_token(chunk):
         generate(build(GPT2), PROMPTS, max_new_tokens=1, prefill_chunk=chunk)
 
 
+VARIANTS = {
+    "window": LLAMA.model_copy(update={"window_size": (3, 0)}),
+    "first": LLAMA.model_copy(
+        update={"window_size": (2, 0), "window_attn_skip_freq": (0, 1), "window_sink_tokens": 2}
+    ),
+    "alibi": GPT2.model_copy(update={"position_embedding_type": "alibi", "window_size": (4, 0)}),
+    "offset": GPT2.model_copy(update={"softmax_type": "learnable"}),
+    "all": GPT2.model_copy(
+        update={
+            **{"position_embedding_type": "alibi", "softmax_type": "off-by-one"},
+            **{"window_size": (5, -1), "window_attn_skip_freq": (2,)},
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_of_attention_equal_whole_forwards(name):
+    """Keys that no later token sees are dropped; nothing comes out otherwise."""
+    model = build(VARIANTS[name])
+    got = generate(model, PROMPTS, max_new_tokens=14, sampling=DRAWN)
+    assert got == [slowly(model, prompt, i, DRAWN, new=14) for i, prompt in enumerate(PROMPTS)]
+
+
+def test_variants_of_attention_on_two_ranks():
+    def work(context: ParallelContext) -> list[list[int]]:
+        model = build(VARIANTS["all"], context)
+        return generate(model, PROMPTS, max_new_tokens=NEW, sampling=DRAWN)
+
+    (alone,), both = on_threads(1, work), on_threads(2, work)
+    assert both == [alone, alone]
+
+
 def test_a_seed_repeats_itself_and_another_differs():
     model = build(GPT2)
     first, again, other = (

@@ -130,11 +130,52 @@ def llama_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**like_llama(config, vocab_size), **biases)).eval()
 
 
+def windows(config: ModelConfig) -> dict[str, Any]:
+    """Qwen's words for the windows of some layers; a width counts the token itself."""
+    if config.window_size is None:
+        return {}
+    flags = config.window_attn_skip_freq or (1,) * config.num_layers
+    if len(flags) == 1 < flags[0]:
+        flags = tuple(int((number + 1) % flags[0] > 0) for number in range(config.num_layers))
+    return {
+        "use_sliding_window": True,
+        "sliding_window": config.window_size[0] + 1,
+        "max_window_layers": flags.index(1),
+        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in flags],
+    }
+
+
+def bloom_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """BloomForCausalLM of this shape, without dropout."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    theirs = BloomConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_attention_heads,
+        layer_norm_epsilon=config.norm_epsilon,
+        apply_residual_connection_post_layernorm=config.apply_residual_connection_post_layernorm,
+        tie_word_embeddings=not config.untie_embeddings_and_output_weights,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return BloomForCausalLM(theirs).eval()
+
+
+def mistral_model(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """MistralForCausalLM of this shape."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    width = config.window_size[0] + 1
+    return MistralForCausalLM(MistralConfig(**like_llama(config, vocab_size), sliding_window=width)).eval()
+
+
 def qwen2_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     """Qwen2ForCausalLM of this shape."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return Qwen2ForCausalLM(Qwen2Config(**like_llama(config, vocab_size))).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**like_llama(config, vocab_size), **windows(config))).eval()
 
 
 def expert_by_expert(model: nn.Module) -> nn.Module:
@@ -153,6 +194,7 @@ def mixtral_model(config: ModelConfig, vocab_size: int) -> nn.Module:
         "intermediate_size": config.expert_ffn_size,
         "num_local_experts": config.num_experts[0],
         "num_experts_per_tok": config.moe_router_topk,
+        "sliding_window": None if config.window_size is None else config.window_size[0] + 1,
     }
     return expert_by_expert(MixtralForCausalLM(MixtralConfig(**fields)).eval())
 
@@ -163,6 +205,7 @@ def qwen2_moe_model(config: ModelConfig, vocab_size: int) -> nn.Module:
 
     fields = {
         **like_llama(config, vocab_size),
+        **windows(config),
         "qkv_bias": config.qkv_bias,
         "num_experts": config.num_experts[0],
         "num_experts_per_tok": config.moe_router_topk,
@@ -179,8 +222,10 @@ def decoder_model(config: ModelConfig, vocab_size: int) -> nn.Module:
     """transformers' decoder of this shape, of the class that `architecture_of` names."""
     makers = {
         "GPT2LMHeadModel": gpt2_model,
+        "BloomForCausalLM": bloom_model,
         "LlamaForCausalLM": llama_model,
         "Qwen2ForCausalLM": qwen2_model,
+        "MistralForCausalLM": mistral_model,
         "MixtralForCausalLM": mixtral_model,
         "Qwen2MoeForCausalLM": qwen2_moe_model,
     }

@@ -29,6 +29,8 @@ class PlainBert:
     head_erf: bool = True
     binary: bool = True
     epsilon: float = 1e-5
+    window: tuple[int, int] = (-1, -1)
+    softmax: str = "vanilla"
 
     def hidden(self, w: Weights, tokens: Tensor, types: Tensor) -> Tensor:
         """Hidden states [s, h] of one sample, after the last norm."""
@@ -77,9 +79,19 @@ class PlainBert:
         found = []
         for head in range(self.heads):
             q, k, v = (x @ weight[head, part].T + bias[head, part] for part in range(3))
-            scores = q @ k.T / math.sqrt(q.shape[1])
-            found.append(scores.softmax(1) @ v)
+            scores = (q @ k.T / math.sqrt(q.shape[1])).masked_fill(self.hidden_from(len(x)), -math.inf)
+            if self.softmax != "vanilla":  # a column more takes its share, and nothing is read from it
+                learned = self.softmax == "learnable"
+                logit = w[f"{name}.softmax_offset"][head] if learned else torch.zeros((), dtype=x.dtype)
+                scores = torch.cat((scores, logit.expand(len(x), 1)), 1)
+            found.append(scores.softmax(1)[:, : len(x)] @ v)
         return torch.cat(found, 1) @ w[f"{name}.out.weight"].T + w[f"{name}.out.bias"]
+
+    def hidden_from(self, length: int) -> Tensor:
+        """bool [s, s]: which tokens lie too far before or after a token to be seen."""
+        after = torch.arange(length) - torch.arange(length)[:, None]
+        left, right = self.window
+        return ((left >= 0) & (-after > left)) | ((right >= 0) & (after > right))
 
     def mlp(self, w: Weights, i: int, x: Tensor) -> Tensor:
         inner = gelu(product(w, f"layers.{i}.mlp.up", x), self.erf)

@@ -5,8 +5,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.model import ModelConfig
+from megazero.layers.patterns import pattern_of
 from megazero.models.bert import bert_blocks
-from megazero.models.flops import attention_flops, layer_mlp_flops, logits_flops, mlp_flops
+from megazero.models.flops import attended_keys, attention_flops, layer_mlp_flops, logits_flops, mlp_flops
 from megazero.models.gpt import gpt_blocks
 from tests.config.samples import make_config
 
@@ -118,3 +119,29 @@ def test_a_layer_with_experts_by_hand(settings, channels, gates):
     """A token goes through two products of each inner channel that it meets, and one for each score."""
     shape = model(num_experts=4, moe_ffn_hidden_size=384, **settings)
     assert layer_mlp_flops(shape, 0) == 2 * 2 * 512 * channels + 2 * 512 * gates
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("window", "sinks"),
+    [((7, 0), 0), ((511, -1), 0), ((20, 9), 0), ((-1, 5), 0), ((16, 3), 8), ((400, 0), 200)],
+)
+def test_attended_keys_are_those_of_the_mask(window, sinks, causal):
+    """Up to half a key, as a triangle of s keys has s / 2 by this count and (s + 1) / 2 by the other."""
+    window = (window[0], 0) if causal else window
+    shape = model(family="gpt" if causal else "bert", window_size=window, window_sink_tokens=sinks)
+    mask = pattern_of(shape, 0).allowed(causal, range(512), range(512), torch.device("cpu"))
+    if mask is None:
+        mask = torch.ones(512, 512).tril()
+    counted = mask.sum().item() / 512
+    found = attended_keys(shape, 0, causal=causal)
+    assert found == pytest.approx(counted, abs=0.51)
+
+
+def test_a_window_is_that_of_its_layer():
+    config = make_config().model_copy(
+        update={"model": model(num_layers=4, window_size=(63, 0), window_attn_skip_freq=(2,))}
+    )
+    _, *layers, _ = gpt_blocks(config, 8192)
+    near, whole = 2 * 2 * 512 * (64 - 64 * 64 / 1024), 2 * 2 * 512 * 256
+    assert [layer.flops - layers[1].flops for layer in layers] == [near - whole, 0, near - whole, 0]

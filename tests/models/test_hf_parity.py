@@ -21,10 +21,12 @@ from megazero.mpu.rng import derive_key
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.counter_random import normal
 from tests.models.hf_weights import (
+    bloom_model,
     global_gradients,
     global_weights,
     gpt2_model,
     llama_model,
+    mistral_model,
     qwen2_model,
     to_theirs,
 )
@@ -77,6 +79,11 @@ YARN = {
     "mscale": 0.8,
     "mscale_all_dim": 0.3,
 }
+BLOOM = GPT2.model_copy(
+    update={"position_embedding_type": "alibi", "embed_layernorm": True, "ffn_hidden_size": None}
+)
+QWEN2 = LLAMA.model_copy(update={"kv_channels": None, "add_qkv_bias": True})
+SOME = {"window_size": (4, -1), "window_attn_skip_freq": (1, 0, 1)}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 SHAPES = {
     "gpt2": (GPT2, gpt2_model),
@@ -84,7 +91,14 @@ SHAPES = {
     "gpt2-exact-gelu": (GPT2.model_copy(update={"activation": "gelu_exact"}), gpt2_model),
     "llama": (LLAMA.model_copy(update=UNTIED), llama_model),
     "llama-tied": (LLAMA, llama_model),
-    "qwen2": (LLAMA.model_copy(update={"kv_channels": None, "add_qkv_bias": True}), qwen2_model),
+    "qwen2": (QWEN2, qwen2_model),
+    "bloom": (BLOOM, bloom_model),
+    "bloom-after-norm": (
+        BLOOM.model_copy(update={**UNTIED, "apply_residual_connection_post_layernorm": True}),
+        bloom_model,
+    ),
+    "mistral": (LLAMA.model_copy(update={"window_size": (3, 0)}), mistral_model),
+    "qwen2-windows": (QWEN2.model_copy(update=SOME), qwen2_model),
     "llama-one-group": (LLAMA.model_copy(update={"num_query_groups": 1}), llama_model),
     "llama-linear": (LLAMA.model_copy(update={"rotary_seq_len_interpolation_factor": 3.0}), llama_model),
     "llama-3.1": (LLAMA.model_copy(update=LLAMA_3), llama_model),
@@ -133,7 +147,8 @@ def run_ours(config: ModelConfig, tp: int) -> tuple:
 
 @pytest.mark.parametrize(
     ("shape", "tp"),
-    [(shape, 1) for shape in SHAPES] + [("gpt2", 2), ("llama", 2), ("llama-tied", 2), ("qwen2", 2)],
+    [(shape, 1) for shape in SHAPES]
+    + [("gpt2", 2), ("llama", 2), ("llama-tied", 2), ("qwen2", 2), ("mistral", 2), ("bloom", 2)],
 )
 def test_logits_loss_gradients_and_greedy_tokens_agree(shape, tp):
     config, make = SHAPES[shape]

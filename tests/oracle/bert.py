@@ -25,6 +25,8 @@ def formulas_of(flags: Flags) -> PlainBert:
         flags["bert-head-activation"] == "gelu_exact",
         not flags["bert-no-binary-head"],
         flags["norm-epsilon"],
+        flags.get("window-size", (-1, -1)),
+        flags["softmax-type"],
     )
 
 

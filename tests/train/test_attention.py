@@ -38,6 +38,19 @@ def test_the_kind_of_mask_is_that_of_the_run_on_its_device():
     assert facts.mask is MaskKind.CAUSAL
 
 
+def test_windows_biases_and_offsets_are_facts():
+    """A window among documents is told to kernels by the documents' bounds; first keys need a mask."""
+    window = {"model.window_size": (8, 0)}
+    packed, first = {"data.reset_attention_mask": True}, {"model.window_sink_tokens": 2}
+    several = (window, {**window, **packed}, {**window, **first}, {**window, **packed, **first})
+    kinds = [[attention_facts(make_config(c), d).mask.value for d in (CPU, GPU)] for c in several]
+    assert kinds == [["window", "window"], ["window", "documents"], ["dense", "dense"], ["dense", "dense"]]
+    facts = attention_facts(make_config({"model.softmax_type": "learnable"}), CPU)
+    assert (facts.lse, facts.bias) == (True, False)
+    facts = attention_facts(make_config({"model.position_embedding_type": "alibi"}), CPU)
+    assert (facts.lse, facts.bias) == (False, True)
+
+
 @pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 def test_the_remark_names_the_implementation():
     assert attention_remark(make_config(), CPU) == "attention: native_cpu on cpu (float32, causal, dropout)"

@@ -80,7 +80,9 @@ class Limit:
     words: str
 
 
+PLAIN_EMBEDDING = Limit(lambda m: not m.embed_layernorm, "there must be no norm of the embedding")
 COMMON_LIMITS = (
+    PLAIN_EMBEDDING,
     Limit(
         lambda m: m.num_attention_heads % m.kv_heads == 0,
         "the number of key/value heads must divide the number of query heads",
@@ -88,6 +90,11 @@ COMMON_LIMITS = (
     Limit(
         lambda m: m.hidden_size % m.num_attention_heads == 0,
         "the hidden size must be a multiple of the number of heads",
+    ),
+    Limit(lambda m: m.softmax_type == "vanilla", "`softmax_type` must be vanilla"),
+    Limit(
+        lambda m: not m.has_windows or not m.window_sink_tokens,
+        "a window must hide the first tokens too, without `window_sink_tokens`",
     ),
 )
 DENSE_LIMITS = (*COMMON_LIMITS, Limit(lambda m: not m.num_experts, "there must be no experts"))

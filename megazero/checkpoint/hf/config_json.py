@@ -18,6 +18,7 @@ from megazero.checkpoint.hf.bert import (
     BERT_MULTIPLE_CHOICE,
     BERT_PRETRAINING,
 )
+from megazero.checkpoint.hf.bloom import BLOOM
 from megazero.checkpoint.hf.class_names import names_of, naming
 from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.llama import LLAMA
@@ -27,6 +28,7 @@ from megazero.checkpoint.hf.megatron_bert import (
     MEGATRON_BERT_MULTIPLE_CHOICE,
     MEGATRON_BERT_PRETRAINING,
 )
+from megazero.checkpoint.hf.mistral import MISTRAL
 from megazero.checkpoint.hf.mixtral import MIXTRAL
 from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
@@ -34,7 +36,7 @@ from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
-DECODERS: tuple[Architecture, ...] = (GPT2, LLAMA, QWEN2, MIXTRAL, QWEN2_MOE)
+DECODERS: tuple[Architecture, ...] = (GPT2, BLOOM, LLAMA, QWEN2, MISTRAL, MIXTRAL, QWEN2_MOE)
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
     MEGATRON_BERT_MASKED_LM,
@@ -212,8 +214,9 @@ def model_of(architecture: Architecture, config: Json) -> ModelConfig:
         ValueError: we have no such model.
     """
     config = architecture.plain(config)
+    known = {*dict(architecture.fixed), *(setting.theirs for setting in architecture.settings)}
     for field in NEVER:
-        if field not in dict(architecture.fixed) and config.get(field):
+        if field not in known and config.get(field):
             raise ValueError(f"`{field}` must be absent, but is {config[field]!r:.100}; it is not supported")
     for field, value in architecture.fixed:
         if config.get(field, value) != value:

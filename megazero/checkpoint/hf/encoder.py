@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit, TensorLike
+from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree.model import ModelConfig
 
@@ -122,6 +123,7 @@ OURS_FIXED = (
 )
 TRUNK_LIMITS = (
     *DENSE_LIMITS,
+    NO_WINDOWS,
     Limit(
         lambda m: m.kv_heads == m.num_attention_heads,
         "the number of key/value heads must equal the number of query heads",

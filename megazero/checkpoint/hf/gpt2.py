@@ -6,6 +6,7 @@ Its linear layers are `Conv1D` and hold [in, out], the transpose of ours; one ma
 from __future__ import annotations
 
 from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit
+from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, untied
 
 _WORDS = "transformer.wte.weight"
@@ -84,6 +85,7 @@ GPT2 = Architecture(
     ),
     limits=(
         *DENSE_LIMITS,
+        NO_WINDOWS,
         Limit(
             lambda m: m.kv_heads == m.num_attention_heads,
             "the number of key/value heads must equal the number of query heads",

@@ -10,6 +10,7 @@ from typing import Any
 
 from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit
 from megazero.checkpoint.hf.rope import ROPE_SETTINGS, plain_rope, with_rope_parameters
+from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, biased, qkv_biased, untied
 
 _WORDS = "model.embed_tokens.weight"
@@ -117,6 +118,7 @@ LLAMA = Architecture(
     implied=(("hidden_dropout", 0.0),),
     limits=(
         *DENSE_LIMITS,
+        NO_WINDOWS,
         EVEN_HEADS,
         Limit(
             lambda m: m.qkv_bias == m.add_bias_linear,

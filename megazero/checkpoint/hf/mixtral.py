@@ -16,6 +16,7 @@ from megazero.checkpoint.hf.experts import (
     stacked_rules,
 )
 from megazero.checkpoint.hf.llama import LAYER, LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults
+from megazero.checkpoint.hf.windows import ALIKE, WINDOW
 
 _BLOCK = f"{LAYER}.block_sparse_moe"
 _WIDTH = "intermediate_size"
@@ -45,10 +46,12 @@ MIXTRAL = replace(
         FieldPair(_WIDTH, "ffn_hidden_size", 14336, resolved="expert_ffn_size"),
         number_of_experts("num_local_experts", 8),
         FieldPair("num_experts_per_tok", "moe_router_topk", 2),
+        WINDOW,
     ),
     ours_fixed=(*OURS_FIXED, ("add_qkv_bias", False), ("moe_router_pre_softmax", False)),
     limits=(
         *LIMITS,
+        ALIKE,
         Limit(lambda m: m.expert_places == m.num_layers, "all layers must have experts"),
         Limit(lambda m: m.moe_shared_expert_intermediate_size is None, "there must be no shared experts"),
     ),

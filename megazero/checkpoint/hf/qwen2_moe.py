@@ -29,6 +29,8 @@ from megazero.checkpoint.hf.llama import (
     rules_with,
     with_defaults,
 )
+from megazero.checkpoint.hf.rope import plain_rope
+from megazero.checkpoint.hf.windows import WINDOW, WINDOWED_LAYERS, plain_layers, with_layers
 from megazero.checkpoint.naming import Table, TensorRule, with_experts, with_shared_experts, without_experts
 from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
@@ -74,7 +76,7 @@ def plain(config: Json) -> dict[str, Any]:
     Raises:
         ValueError: they are not given as numbers, or something else is not supported.
     """
-    out = qwen2.plain(config)
+    out = plain_layers(plain_rope(config), layers=QWEN2_LAYERS, first=None)
     step, dense = out.get(_STEP, 1), out.get(_DENSE) or []
     if type(step) is not int or step < 1:
         raise ValueError(f"`{_STEP}` must be a positive number, but is {step!r:.40}")
@@ -146,6 +148,8 @@ QWEN2_MOE = replace(
             5632,
             resolved=lambda model: model.moe_shared_expert_intermediate_size or 1,
         ),
+        WINDOW,
+        WINDOWED_LAYERS,
     ),
     ours_fixed=OURS_FIXED,
     implied=(*LLAMA.implied, ("moe_shared_expert_gate", True)),
@@ -159,5 +163,6 @@ QWEN2_MOE = replace(
         ),
     ),
     plain=plain,
+    complete=with_layers(LLAMA.complete),
     seen=shared_seen,
 )

@@ -102,6 +102,12 @@ def _scaling(field: str, nested: Json, config: Json) -> Json:
     """The flat settings of one description of the rotation."""
     kind = nested.get("rope_type", nested.get("type", "default"))
     keys = _KEYS.get(kind) if isinstance(kind, str) else None
+    if kind == "dynamic":
+        raise ValueError(
+            f"`{field}` must be a rotation of the kinds {', '.join(_KEYS)}, but is dynamic, whose base "
+            "depends on the length of each sequence; take it out for sequences up to "
+            "`max_position_embeddings`, which it leaves alone, or give a larger `rope_theta` for longer ones"
+        )
     if keys is None:
         raise ValueError(
             f"`{field}` must be a rotation of the kinds {', '.join(_KEYS)}, but is {nested!r:.200}; no "

@@ -178,6 +178,14 @@ def _plain_biased(model: ModelConfig) -> bool:
     return _plain(model) and model.add_bias_linear
 
 
+def _with_normed_words(model: ModelConfig) -> bool:
+    return model.embed_layernorm
+
+
+def _with_offset(model: ModelConfig) -> bool:
+    return model.softmax_type == "learnable"
+
+
 def _with_positions(model: ModelConfig) -> bool:
     return model.position_embedding_type == "learned_absolute"
 
@@ -201,17 +209,19 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     ) -> Sliced:
         return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, when=when), letter)
 
-    def norm(ours: str, theirs: str) -> tuple[Sliced, Sliced]:
+    def norm(ours: str, theirs: str, when: Callable[[ModelConfig], bool] = always) -> tuple[Sliced, Sliced]:
         return (
-            row(f"{ours}.weight", "h", f"{theirs}.weight", "h"),
-            row(f"{ours}.bias", "h", f"{theirs}.bias", "h", when=_with_layer_norm),
+            row(f"{ours}.weight", "h", f"{theirs}.weight", when=when),
+            row(f"{ours}.bias", "h", f"{theirs}.bias", when=lambda m: when(m) and _with_layer_norm(m)),
         )
 
     ours, core = "layers.{i}", "decoder.layers.{i}"
     attention, mlp = f"{core}.self_attention", f"{core}.mlp"
+    softmax = f"{attention}.core_attention"
     fc1, fc2 = f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"
     return (
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
+        *norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
         row(
             "embedding.position.weight",
             "p h",
@@ -230,6 +240,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         row(f"{ours}.attention.qkv.bias", "g s d", f"{attention}.linear_qkv.bias", qkv, "g", qkv_biased),
         row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
+        row(f"{ours}.attention.softmax_offset", "q", f"{softmax}.softmax_offset", "q", "q", _with_offset),
         *norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),
         row(f"{ours}.mlp.up.weight", "c f h", f"{fc1}.weight", "(c f) h", "f", _gated),
         row(f"{ours}.mlp.up.bias", "c f", f"{fc1}.bias", "(c f)", "f", _gated_biased),

@@ -24,11 +24,8 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("qk_layernorm", _UNSET, "norms of queries and keys"),
     ("attention_output_gate", _UNSET, "gated attention"),
     ("experimental_attention_variant", _UNSET, "another attention"),
-    ("window_size", _UNSET, "a sliding window"),
     ("softmax_scale", _UNSET, "another scale of the attention scores"),
-    ("softmax_type", (*_UNSET, "vanilla"), "another softmax"),
     ("apply_layernorm_1p", _UNSET, "norm weights stored less one"),
-    ("embed_layernorm", _UNSET, "a norm of the embedding (BLOOM)"),
     ("rotary_interleaved", _UNSET, "interleaved rotation"),
     ("no_rope_freq", _UNSET, "layers without rotary positions"),
     ("glu_activation", _UNSET, "a gated activation other than SwiGLU"),
@@ -43,7 +40,7 @@ _SAME_NAME = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
     *("ffn_hidden_size", "kv_channels", "hidden_dropout", "attention_dropout", "init_method_std"),
     *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear", "add_qkv_bias"),
-    *("apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
+    *("embed_layernorm", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
 )
 _POSITIONS = MappingProxyType(
     {
@@ -51,8 +48,10 @@ _POSITIONS = MappingProxyType(
         "rope": "rope",
         "yarn": "yarn",
         "none": "none",
+        "alibi": "alibi",
         PositionEmbedding.absolute: "learned_absolute",
         PositionEmbedding.rotary: "rope",
+        PositionEmbedding.alibi: "alibi",
     }
 )
 _SCALING = ("rotary_seq_len_interpolation_factor", "use_rope_scaling", "rope_scaling_factor")
@@ -104,6 +103,7 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
         _positions,
         _normalization,
         _activation,
+        _attention,
     )
     for part in parts:
         try:
@@ -179,6 +179,15 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
         return {"activation": "gelu"}
     fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
     return {"activation": "gelu" if fused else "gelu_exact"}
+
+
+def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:
+    """Both sides say these alike, but for a window of None, which is none whatever layers it is for."""
+    fields: dict[str, Any] = {"softmax_type": arguments.get("softmax_type") or "vanilla"}
+    window = arguments.get("window_size")
+    if window in _UNSET:
+        return fields
+    return {**fields, "window_size": window, "window_attn_skip_freq": arguments.get("window_attn_skip_freq")}
 
 
 def _vocab_size(arguments: Arguments) -> int | None:

@@ -50,7 +50,7 @@ ATTENTION_RULES: tuple[Rule, ...] = (
             c.config.model.window_size is None
             or not _fits(c.config.model)
             or not _only_past(c.config.model)
-            or bool(c.config.model.windows)
+            or c.config.model.has_windows
         ),
     ),
 )

@@ -49,23 +49,32 @@ class AttentionConfig(RotaryConfig):
         "nothing; learnable: the exponential of a number that each head learns",
     )
 
-    def window_at(self, layer: int) -> Window | None:
-        """The window of one layer (from 0), as far as it hides something; None if it has none."""
+    @property
+    def window(self) -> Window | None:
+        """The window of layers that have one, as far as it hides something; None if it hides nothing."""
         left, right = self.window_size or (-1, -1)
         if self.family == "gpt":  # which sees nothing later anyway
             right = -1 if left < 0 else 0
-        if (left, right) == (-1, -1):
-            return None
-        pattern = self.window_attn_skip_freq or (1,) * self.num_layers
-        if is_interval(pattern):
-            return None if (layer + 1) % pattern[0] == 0 else (left, right)
-        return (left, right) if pattern[layer] == 1 else None
+        return None if (left, right) == (-1, -1) else (left, right)
+
+    def window_at(self, layer: int) -> Window | None:
+        """The window of one layer (from 0); None if it has none."""
+        pattern = self.window_attn_skip_freq
+        if pattern is None:
+            return self.window
+        shown = (layer + 1) % pattern[0] > 0 if is_interval(pattern) else pattern[layer] == 1
+        return self.window if shown else None
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer has a window. Takes no longer if there are many layers."""
+        pattern = self.window_attn_skip_freq
+        return self.window is not None and (pattern is None or is_interval(pattern) or 1 in pattern)
 
     @property
     def windows(self) -> tuple[Window | None, ...]:
         """The windows of all layers; ``()`` if there is none."""
-        windows = tuple(map(self.window_at, range(self.num_layers)))
-        return windows if any(windows) else ()
+        return tuple(map(self.window_at, range(self.num_layers))) if self.has_windows else ()
 
 
 def is_interval(pattern: tuple[int, ...]) -> bool:

@@ -39,6 +39,9 @@ class TransformerConfig(Section):
         yielding=("--no-position-embedding",),
         needs="alibi => family=gpt: the biases are of earlier tokens",
     )
+    embed_layernorm: bool = option(
+        False, "normalize the words' embeddings, before positions are added (BLOOM)"
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
     norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
     activation: Literal["gelu", "gelu_exact", "swiglu", "squared_relu"] = option(

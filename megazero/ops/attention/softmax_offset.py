@@ -23,5 +23,5 @@ def with_softmax_offset(out: Tensor, lse: Tensor, offset: Tensor) -> Tensor:
     """
     s, b = out.shape[:2]
     share = torch.sigmoid(lse - offset.to(lse.dtype).view(-1, 1)).permute(2, 0, 1)
-    heads = out.view(s, b, len(offset), -1)
-    return (heads * share.unsqueeze(-1)).to(out.dtype).view(s, b, -1)
+    heads = out.reshape(s, b, len(offset), -1)
+    return (heads * share.unsqueeze(-1)).to(out.dtype).reshape(s, b, -1)

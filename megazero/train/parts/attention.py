@@ -30,12 +30,14 @@ def _padded(config: Config) -> bool:
 def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
     """The facts of a layer's call in training, as they usually are."""
     model, mask = config.model, MaskKind.CAUSAL if _causal(config) else MaskKind.NONE
-    if model.windows:
-        mask = MaskKind.DENSE if model.window_sink_tokens else MaskKind.WINDOW
+    if model.has_windows:
+        mask = MaskKind.WINDOW
     # On a CPU each document is a call of its own.
     if device.type != "cpu" and (config.data.reset_attention_mask or _padded(config)):
-        takes_runs = varlen_knows(model.kv_heads != model.num_attention_heads) and not model.windows
+        takes_runs = varlen_knows(model.kv_heads != model.num_attention_heads) and not model.has_windows
         mask = MaskKind.RUNS if takes_runs else MaskKind.DOCUMENTS
+    if model.has_windows and model.window_sink_tokens:
+        mask = MaskKind.DENSE
     return AttentionFacts(
         device.type,
         DTYPES[config.precision.dtype],

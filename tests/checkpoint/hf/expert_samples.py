@@ -35,6 +35,10 @@ MODELS: Mapping[str, ModelConfig] = {
     "qwen2-moe-here-and-there": QWEN2_MOE.model_copy(
         update={"num_layers": 4, "moe_layer_freq": (0, 1, 1, 0)}
     ),
+    "mixtral-window": MIXTRAL.model_copy(update={"window_size": (3, 0)}),
+    "qwen2-moe-windows": QWEN2_MOE.model_copy(
+        update={"window_size": (4, 0), "window_attn_skip_freq": (1, 0)}
+    ),
     "qwen2-moe-not-shared": QWEN2_MOE.model_copy(update=NO_SHARED),
 }
 _HALVES = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))

@@ -61,6 +61,17 @@ LLAMA = ModelConfig(
     attention_dropout=0.3,
     untie_embeddings_and_output_weights=True,
 )
+BLOOM = GPT2.model_copy(
+    update={"position_embedding_type": "alibi", "embed_layernorm": True, "ffn_hidden_size": None}
+)
+# It sees 4 tokens, itself included.
+MISTRAL = LLAMA.model_copy(update={"window_size": (3, 0)})
+QWEN2 = LLAMA.model_copy(
+    update={
+        **{"kv_channels": None, "add_qkv_bias": True},
+        **{"window_size": (4, 0), "window_attn_skip_freq": (0, 1)},
+    }
+)
 UNTIED = {"untie_embeddings_and_output_weights": True}
 TIED = {"untie_embeddings_and_output_weights": False}
 MODELS: Mapping[str, ModelConfig] = {
@@ -71,6 +82,11 @@ MODELS: Mapping[str, ModelConfig] = {
     "llama-tied": LLAMA.model_copy(update=TIED),
     "llama-biases": LLAMA.model_copy(update={"add_bias_linear": True}),
     "qwen2": LLAMA.model_copy(update={"kv_channels": None, "add_qkv_bias": True}),
+    "bloom": BLOOM,
+    "bloom-untied": BLOOM.model_copy(update={**UNTIED, "apply_residual_connection_post_layernorm": True}),
+    "mistral": MISTRAL,
+    "qwen2-windows": QWEN2,
+    "qwen2-every-second-window": QWEN2.model_copy(update={"window_attn_skip_freq": (2,)}),
     "llama-one-group": LLAMA.model_copy(update={"num_query_groups": 1}),
     "llama-all-groups": LLAMA.model_copy(update={"num_query_groups": 6, "kv_channels": None}),
 }

@@ -242,9 +242,9 @@ REFUSED = [
     (MIXTRAL, {"num_local_experts": 1}, "there must be experts"),
     (MIXTRAL, {"num_local_experts": "3"}, "`num_local_experts` must be a int"),
     (MIXTRAL, {"num_experts_per_tok": 4}, "a token must not be sent to more experts than there are"),
-    (MIXTRAL, {"sliding_window": 4096}, "`sliding_window` must be absent"),
+    (MIXTRAL, {"sliding_window": -1}, "`sliding_window` must be at least 1"),
     (MIXTRAL, {"hidden_act": "gelu"}, "`hidden_act` must be one of silu, swish"),
-    (QWEN2_MOE, {"use_sliding_window": True}, "`use_sliding_window` must be False"),
+    (QWEN2_MOE, {"use_sliding_window": True}, "`layer_types` must say which layers have the `sliding_wi"),
     (
         QWEN2_MOE,
         {"layer_types": ["full_attention", "sliding_attention"]},

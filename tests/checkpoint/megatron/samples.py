@@ -202,6 +202,9 @@ def slice_of(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> W
     out = {"embedding.word_embeddings.weight": own(pad(weights["embedding.word.weight"]), 0)}
     if "embedding.position.weight" in weights:
         out["embedding.position_embeddings.weight"] = weights["embedding.position.weight"]
+    for suffix in ("weight", "bias"):
+        if f"embedding.norm.{suffix}" in weights:
+            out[f"embedding.word_embeddings.norm.{suffix}"] = weights[f"embedding.norm.{suffix}"]
     if "head.weight" in weights:
         out["output_layer.weight"] = own(pad(weights["head.weight"]), 0)
     for suffix in ("weight", "bias"):
@@ -210,6 +213,9 @@ def slice_of(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> W
     order = {None: (1, 0), 0.0: (1, 0), 1.0: (0, 2, 1)}.get(layout.version)
     for i in range(model.num_layers):
         ours, core = f"layers.{i}", f"decoder.layers.{i}"
+        if f"{ours}.attention.softmax_offset" in weights:
+            offset = own(weights[f"{ours}.attention.softmax_offset"], 0)
+            out[f"{core}.self_attention.core_attention.softmax_offset"] = offset
         for suffix in ("weight", "bias"):
             for norm, name in (("input_norm", "input_layernorm"), ("mlp_norm", "pre_mlp_layernorm")):
                 if f"{ours}.{norm}.{suffix}" in weights:

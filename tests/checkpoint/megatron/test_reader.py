@@ -62,6 +62,41 @@ def test_megatron(tmp_path, model, layout):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window_size": (8, 0), "window_attn_skip_freq": (2,), "softmax_type": "learnable"},
+        {"window_size": (8, -1), "window_attn_skip_freq": (1, 1, 0, 1), "softmax_type": "off-by-one"},
+        {"position_embedding_type": "alibi"},
+        {"position_embedding_type": "alibi", "embed_layernorm": True},
+    ],
+    ids=str,
+)
+def test_variants_of_attention(tmp_path, settings, tp):
+    """Core gives them as its arguments say them: an interval is a number, and a window a list in YAML."""
+    model = LLAMA.model_copy(update=settings)
+    weights = random_weights(model)
+    freq = settings.get("window_attn_skip_freq", ())
+    said = {"window_attn_skip_freq": freq[0] if len(freq) == 1 else list(freq)} if freq else {}
+    save_megatron(tmp_path, model, weights, Layout(tp, arguments={**UNTIED, **settings, **said}))
+    reader = MegatronReader(tmp_path, TRUSTED)
+    assert_same(read_all(reader), weights)
+    assert differing(reader.model, model) == []
+    assert any("softmax_offset" in name for name in weights) == ("learnable" in settings.values())
+
+
+def differing(a: ModelConfig, b: ModelConfig) -> list[str]:
+    names = (
+        "embed_layernorm",
+        "window_size",
+        "window_attn_skip_freq",
+        "softmax_type",
+        "position_embedding_type",
+    )
+    return [name for name in names if getattr(a, name) != getattr(b, name)]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
 def test_biases_of_queries_keys_and_values_alone(tmp_path, tp):
     model = LLAMA.model_copy(update={"add_qkv_bias": True})
     weights = random_weights(model)

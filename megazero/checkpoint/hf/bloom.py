@@ -1,0 +1,97 @@
+"""BLOOM (BigScience 2022) as transformers' BloomForCausalLM: linear biases, and a norm of the embedding.
+
+Its fused queries, keys and values lie head by head, as ours do.
+"""
+
+from __future__ import annotations
+
+from megazero.checkpoint.hf.architecture import (
+    DENSE_LIMITS,
+    PLAIN_EMBEDDING,
+    Architecture,
+    FieldPair,
+    Limit,
+)
+from megazero.checkpoint.hf.windows import NO_WINDOWS
+from megazero.checkpoint.naming import TensorRule, untied
+
+_WORDS, _HEAD = "transformer.word_embeddings.weight", "lm_head.weight"
+_LAYER = "transformer.h.{i}"
+
+
+def _pair(ours: str, dims: str, theirs: str, their_dims: str) -> tuple[TensorRule, TensorRule]:
+    """A matrix and its bias."""
+    rows = their_dims.rpartition(" ")[0]
+    return (
+        TensorRule(f"{ours}.weight", dims, f"{theirs}.weight", their_dims),
+        TensorRule(f"{ours}.bias", dims.rpartition(" ")[0], f"{theirs}.bias", rows),
+    )
+
+
+def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
+    return tuple(TensorRule(f"{ours}.{kind}", "h", f"{theirs}.{kind}", "h") for kind in ("weight", "bias"))
+
+
+BLOOM = Architecture(
+    name="BloomForCausalLM",
+    model_type="bloom",
+    auto="AutoModelForCausalLM",
+    prefix="transformer.",
+    rules=(
+        TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),
+        *_norm("embedding.norm", "transformer.word_embeddings_layernorm"),
+        *_norm("layers.{i}.input_norm", f"{_LAYER}.input_layernorm"),
+        *_pair(
+            "layers.{i}.attention.qkv", "g s d h", f"{_LAYER}.self_attention.query_key_value", "(g s d) h"
+        ),
+        *_pair("layers.{i}.attention.out", "h a", f"{_LAYER}.self_attention.dense", "h a"),
+        *_norm("layers.{i}.mlp_norm", f"{_LAYER}.post_attention_layernorm"),
+        *_pair("layers.{i}.mlp.up", "f h", f"{_LAYER}.mlp.dense_h_to_4h", "f h"),
+        *_pair("layers.{i}.mlp.down", "h f", f"{_LAYER}.mlp.dense_4h_to_h", "h f"),
+        *_norm("final_norm", "transformer.ln_f"),
+        TensorRule("head.weight", "v h", _HEAD, "v h", when=untied),
+    ),
+    copies=((_HEAD, _WORDS),),
+    ignored=(),
+    settings=(
+        FieldPair("n_layer", "num_layers", 2),
+        FieldPair("hidden_size", "hidden_size", 64),
+        FieldPair("n_head", "num_attention_heads", 8),
+        # How theirs was trained: it has no largest position, and transformers does not read this.
+        FieldPair("seq_length", "max_position_embeddings", 2048, resolved="positions"),
+        FieldPair("layer_norm_epsilon", "norm_epsilon", 1e-5),
+        FieldPair(
+            "apply_residual_connection_post_layernorm", "apply_residual_connection_post_layernorm", False
+        ),
+        FieldPair("hidden_dropout", "hidden_dropout", 0.0),
+        FieldPair("attention_dropout", "attention_dropout", 0.0),
+        FieldPair("initializer_range", "init_method_std", 0.02),
+        FieldPair(
+            "tie_word_embeddings",
+            "untie_embeddings_and_output_weights",
+            True,
+            words=((True, False), (False, True)),
+        ),
+    ),
+    ours_fixed=(
+        ("family", "gpt"),
+        ("position_embedding_type", "alibi"),
+        ("embed_layernorm", True),
+        ("normalization", "LayerNorm"),
+        ("activation", "gelu"),
+        ("add_bias_linear", True),
+    ),
+    limits=(
+        *(limit for limit in DENSE_LIMITS if limit is not PLAIN_EMBEDDING),
+        NO_WINDOWS,
+        Limit(
+            lambda m: m.kv_heads == m.num_attention_heads,
+            "the number of key/value heads must equal the number of query heads",
+        ),
+        Limit(
+            lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
+            "the width of a head must be hidden size / heads",
+        ),
+        Limit(lambda m: m.ffn_size == 4 * m.hidden_size, "the MLP must be four times as wide as the model"),
+    ),
+)
