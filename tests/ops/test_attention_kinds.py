@@ -1,4 +1,4 @@
-"""Every kind of restriction by the compiled CPU kernel, which never sees a mask of all pairs, against a dense mask."""
+"""Every kind of restriction by the compiled CPU kernel, without a mask of all pairs, against a dense mask."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_patterns(name):
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns_of_parts(name):
-    """Queries and keys anywhere in their sequence, the keys before or behind the queries, with documents of both."""
+    """Queries and keys anywhere in their sequence, keys before or behind queries, with documents of both."""
     ids = torch.stack((torch.arange(400) // 77, torch.arange(400) // 150))
     for query, key in itertools.product((0, 7, 150, 213), (0, 40, 160, 250)):
         pattern, inputs = PATTERNS[name](400), inputs_of(101, 133)
