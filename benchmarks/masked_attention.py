@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 python benchmarks/masked_attention.py blocks --block 64 --density 0.05
 
 `window`: time per token, forward and backward, of causal attention within `--window` keys, at lengths from 4k
-to 64k; `flatness` is each length's time per token divided by that of the shortest. `blocks`: time of dense
-causal-free attention divided by that of attention under a random block layout of the given density (its
+to 64k; `flatness` is each length's time per token divided by that of the shortest, and `flatness by pair` the
+same of the time per visible pair, since the first tokens of a sequence see less than a window. `blocks`: time of
+dense attention without causality divided by that of attention under a random block layout of the given density (its
 diagonal included), forward and backward; `computed` is the share of the pairs that the layout keeps. The
 contenders of a line take turns in each round, times are medians over rounds of the processor time of the
 process, and the ratios are medians of the rounds' ratios. One JSON line for each.
@@ -59,12 +60,18 @@ def window(args: argparse.Namespace, dtype: torch.dtype) -> None:
     pattern = Pattern((args.window - 1, 0), sinks=args.sinks)
     steps = [step_of(length, args.heads, pattern, dtype) for length in LENGTHS]
     times = in_turn(steps, args.rounds)
+
+    def seen(length: int) -> float:
+        """Keys that a token sees on average, sinks aside."""
+        return args.window * (1 - (args.window - 1) / (2 * length))
+
     for length, own in zip(LENGTHS, times, strict=True):
         ratios = [one / first * LENGTHS[0] / length for one, first in zip(own, times[0], strict=True)]
         line = {
             "length": length,
             "microseconds per token": round(statistics.median(own) / length * 1e6, 2),
             "flatness": round(statistics.median(ratios), 3),
+            "flatness by pair": round(statistics.median(ratios) / seen(length) * seen(LENGTHS[0]), 3),
         }
         print(json.dumps({**line, "load": os.getloadavg()[0]}), flush=True)
 
