@@ -1,4 +1,4 @@
-"""Is attention on CPU slower than at another commit? Forward and backward of two checkouts, call by call in turn.
+"""Is attention on CPU slower than at another commit? Two checkouts, call by call in turn.
 
     python benchmarks/attention_commits.py OLD_DIR NEW_DIR --rounds 30
 

@@ -5,9 +5,9 @@
 
 `window`: time per token, forward and backward, of causal attention within `--window` keys, at lengths from 4k
 to 64k; `flatness` is each length's time per token divided by that of the shortest, and `flatness by pair` the
-same of the time per visible pair, since the first tokens of a sequence see less than a window. `blocks`: time of
-dense attention without causality divided by that of attention under a random block layout of the given density (its
-diagonal included), forward and backward; `computed` is the share of the pairs that the layout keeps. The
+same of the time per visible pair, since the first tokens of a sequence see less than a window. `blocks`: time
+of dense attention without causality divided by that of attention under a random block layout of the given
+density (its diagonal included), forward and backward; `computed` is the share of the pairs it keeps. The
 contenders of a line take turns in each round, times are medians over rounds of the processor time of the
 process, and the ratios are medians of the rounds' ratios. One JSON line for each.
 """

@@ -1,8 +1,8 @@
 """Attention by torch's FlexAttention, for patterns that our own kernels on a GPU do not know.
 
 If it is compiled, it leaves out the tiles that no query may see, forward and backward (Dong et al. 2024).
-Which tiles those are is found out a row of tiles at a time, so that no tensor of all pairs is made, and once for
-each pattern and length.
+Which tiles those are is found out a row of tiles at a time, so that no tensor of all pairs is made, and once
+for each pattern and length.
 """
 
 from __future__ import annotations
