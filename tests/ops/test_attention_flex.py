@@ -21,7 +21,7 @@ from megazero.ops.attention import (
     table,
 )
 from megazero.ops.attention.call import AttentionCall
-from megazero.ops.attention.flex import TILE, allows, attention_flex, block_mask, tiles_of
+from megazero.ops.attention.flex import _FLEX, TILE, allows, attention_flex, tiles_of
 from megazero.ops.attention.reference import attention_reference
 
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_a_pair_is_allowed_as_the_dense_mask_says(name):
 @each_pattern
 def test_tiles_hold_all_that_is_allowed_and_full_ones_nothing_else(name):
     for s, t, call, q, k, _ in cases(name):
-        mask = block_mask(call, s, t, CPU)
+        mask = _FLEX.block_mask(call, s, t, CPU)
         assert mask.seq_lengths == (s, t)
         computed = mask.to_dense()[0].bool()
         allowed = call.allowed(q, k)
@@ -107,9 +107,9 @@ def test_masks_are_made_once_and_by_pattern():
     """Of two layouts of one length, each call gets its own."""
     first, second = (Pattern(layout=layout_of(size, 1, 256)) for size in (16, 128))
     call = AttentionCall(0.3, pattern=first)
-    assert block_mask(call, 256, 256, CPU) is block_mask(replace(call, scale=1.0), 256, 256, CPU)
-    other = block_mask(replace(call, pattern=second), 256, 256, CPU)
-    assert other is not block_mask(call, 256, 256, CPU)
+    assert _FLEX.block_mask(call, 256, 256, CPU) is _FLEX.block_mask(replace(call, scale=1.0), 256, 256, CPU)
+    other = _FLEX.block_mask(replace(call, pattern=second), 256, 256, CPU)
+    assert other is not _FLEX.block_mask(call, 256, 256, CPU)
     assert torch.equal(tiles_of(second, range(256), range(256), CPU)[1][0], second.layout.blocks[0])
 
 

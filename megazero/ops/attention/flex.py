@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -29,12 +29,6 @@ def flex_compiles() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
-
-
-@lru_cache(maxsize=16)
 def tiles_of(pattern: Pattern, queries: range, keys: range, device: torch.device) -> tuple[Tensor, Tensor]:
     """bool [n or 1, tiles of queries, tiles of keys], twice: is any pair of a tile allowed, and are all."""
     some, every = [], []
@@ -84,14 +78,24 @@ def allows(call: AttentionCall, s: int, t: int, device: torch.device) -> _Allows
     return allowed
 
 
-def block_mask(call: AttentionCall, s: int, t: int, device: torch.device) -> BlockMask:
-    """The tiles to compute, and the pairs within them."""
-    alone = call.documents is None and call.mask is None
-    return _by_place(call.pattern, *call.places(s, t), device) if alone else _block_mask(call, s, t, device)
+class _Flex:
+    """FlexAttention in this process: compiled when it is first called, and the masks of its last patterns."""
+
+    def __init__(self) -> None:
+        self._by_place = lru_cache(maxsize=16)(_block_mask_by_place)
+
+    @cached_property
+    def compiled(self) -> Callable[..., Any]:
+        return torch.compile(flex_attention, dynamic=False)
+
+    def block_mask(self, call: AttentionCall, s: int, t: int, device: torch.device) -> BlockMask:
+        """The tiles to compute, and the pairs within them."""
+        if call.documents is None and call.mask is None:
+            return self._by_place(call.pattern, *call.places(s, t), device)
+        return _block_mask(call, s, t, device)
 
 
-@lru_cache(maxsize=16)
-def _by_place(pattern: Pattern, queries: range, keys: range, device: torch.device) -> BlockMask:
+def _block_mask_by_place(pattern: Pattern, queries: range, keys: range, device: torch.device) -> BlockMask:
     part = Part(queries.start, keys.start)
     return _block_mask(AttentionCall(1.0, pattern=pattern, part=part), len(queries), len(keys), device)
 
@@ -128,14 +132,17 @@ def _biased(by_head: Tensor, shift: int) -> Callable[[Tensor, Tensor, Tensor, Te
     return biased
 
 
+_FLEX = _Flex()
+
+
 def attention_flex(
     q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, attend: Callable[..., Any] | None = None
 ) -> tuple[Tensor, None]:
     """Attention without dropout; `attend` stands for the compiled function in tests."""
     (s, b, n, _), t = q.shape, k.shape[0]
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-    mask = block_mask(call, s, t, q.device)
-    out: Tensor = (attend or _compiled())(
+    mask = _FLEX.block_mask(call, s, t, q.device)
+    out: Tensor = (attend or _FLEX.compiled)(
         *heads,
         score_mod=_biased(call.bias.by_head, call.shift(s, t)) if isinstance(call.bias, Slopes) else None,
         block_mask=mask,
