@@ -25,10 +25,15 @@ MEGAZERO_INLINE constexpr std::int64_t up_to(std::int64_t count, std::int64_t mu
 struct Sizes {
   std::int64_t queries, keys, size;
   std::int64_t all_queries, all_keys, row;  // padded
+  std::int64_t sharers;                     // heads of a group
 
   explicit Sizes(const AttentionShape& shape)
       : queries(shape.queries), keys(shape.keys), size(shape.size), all_queries(up_to(shape.queries, kQueries) + kTileRows),
-        all_keys(up_to(shape.keys, kKeys)), row(up_to(shape.size, kTileColumns)) {}
+        all_keys(up_to(shape.keys, kKeys)), row(up_to(shape.size, kTileColumns)),
+        sharers(shape.heads / shape.groups) {}
+
+  // Keys whose gradients are held: all, if several heads add to them.
+  std::int64_t summed_keys() const { return sharers == 1 ? kKeys : all_keys; }
 
   MEGAZERO_INLINE Right natural(const float* rows) const { return {rows, row, kPanel}; }
   MEGAZERO_INLINE Right transposed(const float* panels) const { return {panels, kPanel, kPanel * row}; }
@@ -39,7 +44,8 @@ struct Sizes {
     return notes() + 2 * all_keys * row + 2 * kQueries * row + kQueries * kScoreRow;
   }
   std::int64_t backward_scratch() const {
-    return notes() + 5 * all_keys * row + 3 * all_queries * row + 2 * kQueries * kScoreRow + all_queries;
+    return notes() + 3 * kKeys * row + 2 * summed_keys() * row + 3 * all_queries * row + 2 * kQueries * kScoreRow +
+           all_queries;
   }
 };
 
@@ -163,10 +169,11 @@ MEGAZERO_INLINE void forward_head(const Sizes& sizes, const Visible& visible, fl
 
 // Scratch memory of a group's backward.
 struct Backward {
-  float *keys, *keys_turned, *values_turned, *grad_k, *grad_v;  // [all_keys, row]
-  float *queries, *grads, *grad_q;                               // [all_queries, row]
-  float *probabilities, *grad_scores;                            // [kQueries, kScoreRow]
-  float* delta;                                                  // [all_queries]
+  float *keys, *keys_turned, *values_turned;  // [kKeys, row], the current block
+  float *grad_k, *grad_v;                     // [summed_keys, row]
+  float *queries, *grads, *grad_q;            // [all_queries, row]
+  float *probabilities, *grad_scores;         // [kQueries, kScoreRow]
+  float* delta;                               // [all_queries]
 
   Backward(const Sizes& sizes, float* scratch) {
     const auto take = [&scratch](std::int64_t count) {
@@ -174,13 +181,23 @@ struct Backward {
       scratch += count;
       return from;
     };
-    for (float** each : {&keys, &keys_turned, &values_turned, &grad_k, &grad_v}) {
-      *each = take(sizes.all_keys * sizes.row);
-    }
+    for (float** each : {&keys, &keys_turned, &values_turned}) *each = take(kKeys * sizes.row);
+    for (float** each : {&grad_k, &grad_v}) *each = take(sizes.summed_keys() * sizes.row);
     for (float** each : {&queries, &grads, &grad_q}) *each = take(sizes.all_queries * sizes.row);
     probabilities = take(kQueries * kScoreRow);
     grad_scores = take(kQueries * kScoreRow);
     delta = take(sizes.all_queries);
+  }
+
+  // Reads a block of keys and values.
+  template <typename T>
+  MEGAZERO_INLINE void read(const Sizes& sizes, const T* k, std::int64_t k_row, const T* v, std::int64_t v_row,
+                            std::int64_t start) {
+    const std::int64_t count = std::min(kKeys, sizes.keys - start);
+    copy_in(v + start * v_row, v_row, count, sizes, 1.0f, keys, kKeys);
+    transpose(keys, kKeys, sizes.row, values_turned);
+    copy_in(k + start * k_row, k_row, count, sizes, 1.0f, keys, kKeys);
+    transpose(keys, kKeys, sizes.row, keys_turned);
   }
 };
 
@@ -221,42 +238,38 @@ MEGAZERO_INLINE void row_terms(const T* out, std::int64_t out_row, const Sizes& 
   }
 }
 
-// Adds one head's share to grad_k and grad_v, and computes grad_q. Rows of queries beyond the last are zeros.
+// Adds a head's share of the gradients of the block of keys in memory to grad_k and grad_v [kKeys, row], and to grad_q.
 template <typename Set>
-MEGAZERO_INLINE void backward_head(const Sizes& sizes, const Visible& visible, const float* lse, Backward& memory) {
-  std::fill(memory.grad_q, memory.grad_q + sizes.all_queries * sizes.row, 0.0f);
-  for (std::int64_t start = 0; start < sizes.keys; start += kKeys) {
-    for (std::int64_t first = 0; first < sizes.queries;) {
-      const QueryBlock block = visible.block(first);
-      first += block.count;
-      if (start >= block.end || start < visible.first_keys(block)) continue;
-      const std::int64_t rows = up_to(block.count, kTileRows);
-      const float* queries = memory.queries + block.first * sizes.row;
-      const float* grads = memory.grads + block.first * sizes.row;
-      float *p = memory.probabilities, *ds = memory.grad_scores;
-      visible.runs(block, start, [&](std::int64_t key, std::int64_t columns) MEGAZERO_INLINE_LAMBDA {
-        const std::int64_t at = key * sizes.row;
-        product<Set, false>(rows, columns, sizes.size, {queries, sizes.row, 1},
-                            sizes.transposed(memory.keys_turned + at), p, kScoreRow);
-        product<Set, false>(rows, columns, sizes.size, {grads, sizes.row, 1},
-                            sizes.transposed(memory.values_turned + at), ds, kScoreRow);
-        const bool holes = visible.holes(block, key, columns);
-        for (std::int64_t i = 0; i < rows; ++i) {
-          const std::int64_t query = block.first + i;
-          const bool real = i < block.count && lse[query] != kNothing;
-          float *row = p + i * kScoreRow, *grad_row = ds + i * kScoreRow;
-          const Columns seen = real ? visible.restrict_row(row, block, query, key, columns, holes) : Columns{0, 0};
-          differentiate(visible, row, grad_row, query, key, seen, columns, real ? lse[query] : 0.0f,
-                        real ? memory.delta[query] : 0.0f);
-        }
-        product<Set, true>(columns, sizes.row, rows, {p, 1, kScoreRow}, sizes.natural(grads), memory.grad_v + at,
-                           sizes.row);
-        product<Set, true>(columns, sizes.row, rows, {ds, 1, kScoreRow}, sizes.natural(queries), memory.grad_k + at,
-                           sizes.row);
-        product<Set, true>(rows, sizes.row, columns, {ds, kScoreRow, 1}, sizes.natural(memory.keys + at),
-                           memory.grad_q + block.first * sizes.row, sizes.row);
-      });
-    }
+MEGAZERO_INLINE void backward_block(const Sizes& sizes, const Visible& visible, const float* lse, std::int64_t start,
+                                    float* grad_k, float* grad_v, Backward& memory) {
+  for (std::int64_t first = 0; first < sizes.queries;) {
+    const QueryBlock block = visible.block(first);
+    first += block.count;
+    if (start >= block.end || start < visible.first_keys(block)) continue;
+    const std::int64_t rows = up_to(block.count, kTileRows);
+    const float* queries = memory.queries + block.first * sizes.row;
+    const float* grads = memory.grads + block.first * sizes.row;
+    float *p = memory.probabilities, *ds = memory.grad_scores;
+    visible.runs(block, start, [&](std::int64_t key, std::int64_t columns) MEGAZERO_INLINE_LAMBDA {
+      const std::int64_t at = (key - start) * sizes.row;
+      product<Set, false>(rows, columns, sizes.size, {queries, sizes.row, 1}, sizes.transposed(memory.keys_turned + at),
+                          p, kScoreRow);
+      product<Set, false>(rows, columns, sizes.size, {grads, sizes.row, 1}, sizes.transposed(memory.values_turned + at),
+                          ds, kScoreRow);
+      const bool holes = visible.holes(block, key, columns);
+      for (std::int64_t i = 0; i < rows; ++i) {
+        const std::int64_t query = block.first + i;
+        const bool real = i < block.count && lse[query] != kNothing;
+        float *row = p + i * kScoreRow, *grad_row = ds + i * kScoreRow;
+        const Columns seen = real ? visible.restrict_row(row, block, query, key, columns, holes) : Columns{0, 0};
+        differentiate(visible, row, grad_row, query, key, seen, columns, real ? lse[query] : 0.0f,
+                      real ? memory.delta[query] : 0.0f);
+      }
+      product<Set, true>(columns, sizes.row, rows, {p, 1, kScoreRow}, sizes.natural(grads), grad_v + at, sizes.row);
+      product<Set, true>(columns, sizes.row, rows, {ds, 1, kScoreRow}, sizes.natural(queries), grad_k + at, sizes.row);
+      product<Set, true>(rows, sizes.row, columns, {ds, kScoreRow, 1}, sizes.natural(memory.keys + at),
+                         memory.grad_q + block.first * sizes.row, sizes.row);
+    });
   }
 }
 

@@ -1,10 +1,16 @@
 #include "attention/cpu.hpp"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <cstdlib>
+#include <new>
+
 #include "attention/blocks.hpp"
 #include "common/numbers.hpp"
 #include "common/parallel.hpp"
 #include "common/targets.hpp"
-#include "common/thread_rows.hpp"
 
 namespace megazero {
 namespace {
@@ -53,39 +59,46 @@ MEGAZERO_INLINE void forward(const ForwardCall& call, std::int64_t begin, std::i
 // The groups [begin, end) of all samples.
 template <typename Set, typename T, typename Result>
 MEGAZERO_INLINE void backward(const BackwardCall& call, std::int64_t begin, std::int64_t end, float* scratch) {
+  using namespace attention;
   const AttentionShape& shape = call.shape;
-  const attention::Sizes sizes(shape);
-  auto* notes = reinterpret_cast<attention::PanelNote*>(scratch);
-  attention::Backward memory(sizes, scratch + sizes.notes());
-  const std::int64_t each = shape.heads / shape.groups;
+  const Sizes sizes(shape);
+  auto* notes = reinterpret_cast<PanelNote*>(scratch);
+  Backward memory(sizes, scratch + sizes.notes());
   for (std::int64_t i = begin; i < end; ++i) {
     const std::int64_t sample = i / shape.groups, group = i % shape.groups;
-    attention::copy_in(head_of<const T>(call.v, sample, group), call.v.row, sizes.keys, sizes, 1.0f, memory.keys,
-                       sizes.all_keys);
-    attention::transpose(memory.keys, sizes.all_keys, sizes.row, memory.values_turned);
-    attention::copy_in(head_of<const T>(call.k, sample, group), call.k.row, sizes.keys, sizes, 1.0f, memory.keys,
-                       sizes.all_keys);
-    attention::transpose(memory.keys, sizes.all_keys, sizes.row, memory.keys_turned);
-    std::fill(memory.grad_k, memory.grad_k + sizes.all_keys * sizes.row, 0.0f);
-    std::fill(memory.grad_v, memory.grad_v + sizes.all_keys * sizes.row, 0.0f);
-    for (std::int64_t head = group * each; head < (group + 1) * each; ++head) {
-      const attention::Visible visible(shape, call.limits, sample, head, notes);
-      if (head == group * each) visible.note_panels();
+    const T *k = head_of<const T>(call.k, sample, group), *v = head_of<const T>(call.v, sample, group);
+    Result *grad_k = head_of<Result>(call.grad_k, sample, group), *grad_v = head_of<Result>(call.grad_v, sample, group);
+    const auto clear = [&] {
+      std::fill(memory.grad_k, memory.grad_k + 2 * sizes.summed_keys() * sizes.row, 0.0f);  // and grad_v, behind it
+    };
+    const auto write = [&](std::int64_t start, std::int64_t count) {
+      copy_out(memory.grad_k, count, sizes, 1.0f, grad_k + start * call.grad_k.row, call.grad_k.row);
+      copy_out(memory.grad_v, count, sizes, 1.0f, grad_v + start * call.grad_v.row, call.grad_v.row);
+    };
+    const bool alone = sizes.sharers == 1;
+    if (!alone) clear();
+    for (std::int64_t head = group * sizes.sharers; head < (group + 1) * sizes.sharers; ++head) {
+      const Visible visible(shape, call.limits, sample, head, notes);
+      if (head == group * sizes.sharers) visible.note_panels();
       const std::int64_t number = (sample * shape.heads + head) * shape.queries;
-      attention::copy_in(head_of<const T>(call.q, sample, head), call.q.row, sizes.queries, sizes, shape.scale,
-                         memory.queries, sizes.all_queries);
-      attention::copy_in(head_of<const T>(call.grad, sample, head), call.grad.row, sizes.queries, sizes, 1.0f,
-                         memory.grads, sizes.all_queries);
-      attention::row_terms(head_of<const T>(call.out, sample, head), call.out.row, sizes, memory.grads,
-                               call.grad_lse == nullptr ? nullptr : call.grad_lse + number, memory.delta);
-      attention::backward_head<Set>(sizes, visible, call.lse + number, memory);
-      attention::copy_out(memory.grad_q, sizes.queries, sizes, shape.scale, head_of<Result>(call.grad_q, sample, head),
-                          call.grad_q.row);
+      copy_in(head_of<const T>(call.q, sample, head), call.q.row, sizes.queries, sizes, shape.scale, memory.queries,
+              sizes.all_queries);
+      copy_in(head_of<const T>(call.grad, sample, head), call.grad.row, sizes.queries, sizes, 1.0f, memory.grads,
+              sizes.all_queries);
+      row_terms(head_of<const T>(call.out, sample, head), call.out.row, sizes, memory.grads,
+                call.grad_lse == nullptr ? nullptr : call.grad_lse + number, memory.delta);
+      std::fill(memory.grad_q, memory.grad_q + sizes.all_queries * sizes.row, 0.0f);
+      for (std::int64_t start = 0; start < sizes.keys; start += kKeys) {
+        const std::int64_t at = alone ? 0 : start * sizes.row;
+        if (alone) clear();
+        memory.read(sizes, k, call.k.row, v, call.v.row, start);
+        backward_block<Set>(sizes, visible, call.lse + number, start, memory.grad_k + at, memory.grad_v + at, memory);
+        if (alone) write(start, std::min(kKeys, sizes.keys - start));
+      }
+      copy_out(memory.grad_q, sizes.queries, sizes, shape.scale, head_of<Result>(call.grad_q, sample, head),
+               call.grad_q.row);
     }
-    attention::copy_out(memory.grad_k, sizes.keys, sizes, 1.0f, head_of<Result>(call.grad_k, sample, group),
-                        call.grad_k.row);
-    attention::copy_out(memory.grad_v, sizes.keys, sizes, 1.0f, head_of<Result>(call.grad_v, sample, group),
-                        call.grad_v.row);
+    if (!alone) write(0, sizes.keys);
   }
 }
 
@@ -119,16 +132,38 @@ MEGAZERO_AVX512 void backward_avx512(const BackwardCall& call, std::int64_t begi
   backward<Avx512Tile, T, Result>(call, begin, end, scratch);
 }
 
+// Memory that is not filled. Where there is much of it, its first touch costs as much as a product, and less by far in
+// large pages, of which a small call would clear more than it needs.
+class Scratch {
+ public:
+  explicit Scratch(std::size_t floats) {
+    const std::size_t bytes = floats * sizeof(float), page = bytes < kMuch ? kLine : kLargePage;
+    at_ = std::aligned_alloc(page, (bytes / page + 1) * page);
+    if (at_ == nullptr) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    if (page == kLargePage) madvise(at_, bytes, MADV_HUGEPAGE);  // advice: nothing is lost if it is not taken
+#endif
+  }
+  ~Scratch() { std::free(at_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  float* from(std::int64_t floats) const { return static_cast<float*>(at_) + floats; }
+
+ private:
+  static constexpr std::size_t kLine = 64, kLargePage = std::size_t{1} << 21, kMuch = std::size_t{1} << 24;
+  void* at_;
+};
+
 // Divides the heads or groups of all samples among the threads.
 template <typename Call, typename Work>
 void divided(const Call& call, std::int64_t items, std::int64_t scratch, Work work) {
   const int workers = static_cast<int>(std::max<std::int64_t>(1, std::min(call.shape.threads, items)));
   // Vectors that straddle two cache lines cost twice, so each thread's memory begins with a line.
-  constexpr std::int64_t line = 64 / sizeof(float);
-  ThreadRows memory(workers, attention::up_to(scratch, line) + line);
+  const std::int64_t own = attention::up_to(scratch, 64 / sizeof(float));
+  const Scratch memory(static_cast<std::size_t>(workers * own));
   parallel_for(items, workers, [&](std::int64_t begin, std::int64_t end, std::int64_t worker) {
-    const auto from = reinterpret_cast<std::uintptr_t>(memory.of(worker));
-    work(call, begin, end, reinterpret_cast<float*>((from + 63) / 64 * 64));
+    work(call, begin, end, memory.from(worker * own));
   });
 }
 

@@ -43,18 +43,20 @@ struct Visible {
   const std::int64_t *query_ids, *key_ids;
   PanelNote* notes;  // of the sample's panels
   float slope;
+  bool plain;  // whether places alone decide what a query sees
   Keep keep;
 
   Visible(const AttentionShape& shape, const AttentionLimits& limits, std::int64_t sample, std::int64_t head,
           PanelNote* noted)
       : all(limits), queries(shape.queries), keys(shape.keys), mask(nullptr), sinks(nullptr), blocks(nullptr),
-        query_ids(nullptr), key_ids(nullptr), notes(noted), slope(0.0f), keep(limits.keep) {
+        query_ids(nullptr), key_ids(nullptr), notes(noted), slope(0.0f), plain(true), keep(limits.keep) {
     if (all.mask != nullptr) mask = all.mask + sample * all.mask_sample + head * all.mask_head;
     if (all.sinks != nullptr) sinks = all.sinks + sample * all.sinks_sample;
     if (all.blocks != nullptr) blocks = all.blocks + head * all.blocks_head;
     if (all.query_ids != nullptr) query_ids = all.query_ids + sample * queries;
     if (all.key_ids != nullptr) key_ids = all.key_ids + sample * keys;
     if (all.slopes != nullptr) slope = all.slopes[head];
+    plain = !hides() && slope == 0.0f;
     if (keep.low == nullptr) return;
     keep.low += (sample * shape.heads + head) * shape.queries;
     keep.odd_high += (sample * shape.heads + head) * shape.queries;
@@ -145,6 +147,7 @@ struct Visible {
                                        std::int64_t count, bool holes) const {
     const std::int64_t stop = std::max<std::int64_t>(0, std::min(end(query) - first, count));
     std::int64_t from = std::max<std::int64_t>(0, std::min(begin(query) - first, stop));
+    if (plain) return {from, stop};
     if (sinks != nullptr && from > 0) {
       for (std::int64_t j = 0; j < from; ++j) scores[j] = sinks[first + j] ? scores[j] : kNothing;
       from = 0;

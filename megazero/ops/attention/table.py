@@ -19,12 +19,23 @@ from megazero.ops.attention.cuda import (
     attention_planned,
 )
 from megazero.ops.attention.flash_cpu import attention_flash_cpu
+from megazero.ops.attention.flex import attention_flex, flex_compiles
 from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.pattern import ALL, CAUSAL, BlockLayout
 from megazero.ops.attention.reference import attention_reference, attention_sdpa, attention_with_dropout
 from megazero.ops.attention.varlen import attention_varlen, varlen_knows
 from megazero.ops.cuda import CUDA_DTYPES, on_cuda_kernels
-from megazero.ops.dispatch import CPU, CUDA, META, CallFacts, Implementation, Operator, kinds_of_calls, where
+from megazero.ops.dispatch import (
+    CPU,
+    CUDA,
+    META,
+    TRAINING_FLOATS,
+    CallFacts,
+    Implementation,
+    Operator,
+    kinds_of_calls,
+    where,
+)
 from megazero.ops.native import on_native_cpu
 
 _FLASH_DTYPES = frozenset({torch.float32, torch.float64, torch.bfloat16})
@@ -104,6 +115,18 @@ _IN_ORDER = "knows no sinks, prefix, blocks or places of parts"
 _RESTRICTED = "pays with sinks, a prefix, blocks or places of parts only"
 
 
+def _flex_pays(facts: AttentionFacts) -> bool:
+    return facts.mask is MaskKind.PATTERN or facts.bias is BiasKind.SLOPES
+
+
+def _flex_serves(facts: AttentionFacts) -> bool:
+    return flex_compiles()
+
+
+_FLEX_PAYS = "pays with sinks, a prefix, blocks or biases by distance only"
+_FLEX_SERVES = "needs triton, which is not installed"
+
+
 def _masked(facts: AttentionFacts) -> bool:
     return facts.mask not in (MaskKind.NONE, MaskKind.CAUSAL)
 
@@ -165,6 +188,14 @@ ATTENTION: Operator[_Attend] = Operator(
             on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE)
             .needing(_cuda_pays, _CUDA_PAYS)
             .needing(_in_order, _IN_ORDER),
+        ),
+        Implementation(
+            "flex",
+            attention_flex,
+            where(CUDA, TRAINING_FLOATS, dropout=False, lse=False, heads=HeadKind.ALIKE)
+            .needing(_no_tensor, _NO_TENSOR)
+            .needing(_flex_pays, _FLEX_PAYS)
+            .needing(_flex_serves, _FLEX_SERVES),
         ),
         Implementation(
             "cuda_by_mask",
