@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megazero.errors import ConfigError, DataError
-from megazero.inference.cache import KeyValueCache
 from megazero.inference.sampling import Sampling, choose_tokens
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import Batch
@@ -121,7 +120,7 @@ class _Stepper:
 
     def __init__(self, model: StagedModel[Batch], max_length: int):
         self.model = model
-        self.cache = KeyValueCache(max_length)
+        self.cache = model.new_cache(max_length)
 
     def __call__(self, tokens: list[list[int]]) -> Tensor:
         """tokens [b, s], which follow those already fed -> logits of the next token, float32 [b, v]."""

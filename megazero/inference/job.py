@@ -27,6 +27,12 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
             type=int,
             help=f"{what} over the ranks of this job (default: as trained, or 1 for a single process)",
         )
+    parser.add_argument(
+        "--context-parallel-size",
+        type=int,
+        default=1,
+        help="ranks that share the keys and values of a sequence (default: 1)",
+    )
 
 
 @contextmanager
@@ -44,14 +50,15 @@ def loaded_model(
     # This imports every part of megazero, so it waits until the flags are known to be good.
     from megazero.train.resume.trained import Sizes, load_for_inference
 
-    sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size)
+    context = flags.context_parallel_size
+    sizes = Sizes(flags.tensor_model_parallel_size, flags.pipeline_model_parallel_size, context)
     loaded = load_for_inference(flags.load, launch, sizes, verb=verb)
     with reporting(loaded.context):
         if loaded.context.rank == 0:
             for remark in loaded.remarks:
                 print(f"warning: {remark}", file=sys.stderr)
         parts = {number: part(chunk) for number, chunk in loaded.chunks.items()}
-        yield loaded, StagedModel(parts, loaded.stage_of, loaded.context.pp)
+        yield loaded, StagedModel(parts, loaded.stage_of, loaded.context.pp, loaded.sharers)
     leave(loaded.context)
 
 

@@ -10,14 +10,19 @@ from torch import Tensor, nn
 
 from megazero.config.tree.model import ModelConfig
 from megazero.inference.cache import KeyValueCache
+from megazero.inference.shared_cache import SharedCache
 from megazero.layers.collectives import gather_features
+from megazero.layers.context.cached import SharedCacheCore
 from megazero.layers.cores import CachedCore, LocalCore
+from megazero.layers.inputs import AttentionCore
 from megazero.layers.placement import Placement
 from megazero.models.batch import Batch, M
 from megazero.models.bert_batch import BertBatch
 from megazero.models.trunk import Trunk
 from megazero.mpu.group import Group, Transfer
 from megazero.mpu.solo_group import SoloGroup
+
+Cache = KeyValueCache | SharedCache
 
 
 class StagedModel(Generic[M]):
@@ -29,12 +34,21 @@ class StagedModel(Generic[M]):
         chunks: this stage's parts by their numbers along the model, without sequence parallelism.
         stage_of: chunk -> the stage that holds it.
         pp: the ranks of the pipeline; the group rank is the stage.
+        sharers: ranks with equal parts, which share keys and values of earlier positions; None: there are no
+            others.
     """
 
-    def __init__(self, chunks: Mapping[int, Trunk[M]], stage_of: tuple[int, ...], pp: Group):
+    def __init__(
+        self,
+        chunks: Mapping[int, Trunk[M]],
+        stage_of: tuple[int, ...],
+        pp: Group,
+        sharers: Group | None = None,
+    ):
         self.chunks = dict(chunks)
         self.stage_of = stage_of
         self.pp = pp
+        self.sharers = sharers or SoloGroup("cp", 0)
 
     @classmethod
     def whole(cls, model: Trunk[M]) -> StagedModel[M]:
@@ -66,7 +80,11 @@ class StagedModel(Generic[M]):
         """Number of tokens that the model knows, without padding."""
         return self.any_part.vocab_size
 
-    def logits(self: StagedModel[Batch], batch: Batch, cache: KeyValueCache) -> Tensor:
+    def new_cache(self, max_length: int) -> Cache:
+        """A cache for so many positions, of which this rank keeps its share."""
+        return KeyValueCache(max_length) if self.sharers.size == 1 else SharedCache(self.sharers)
+
+    def logits(self: StagedModel[Batch], batch: Batch, cache: Cache) -> Tensor:
         """Logits of the token after `batch`, float32 [b, v], the same on every stage."""
 
         def ask(head: nn.Module, hidden: Tensor) -> Tensor:
@@ -89,7 +107,7 @@ class StagedModel(Generic[M]):
         batch: M,
         rows: int,
         ask: Callable[[nn.Module, Tensor], Tensor],
-        cache: KeyValueCache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """The result of `ask(head, hidden states)` on the last stage, gathered: [rows, v] on every stage."""
         hidden = None
@@ -100,7 +118,7 @@ class StagedModel(Generic[M]):
             if number > 0 and self.stage_of[number - 1] != stage:
                 hidden = chunk.takes(batch).empty(batch.tokens.device)
                 self._move("recv", hidden, self.stage_of[number - 1], number)
-            core = None if cache is None else CachedCore(cache, LocalCore(chunk.placement.tp))
+            core = None if cache is None else self._core(cache, chunk)
             hidden = chunk.hidden(batch, hidden, core=core)
             if number + 1 < len(self.stage_of) and self.stage_of[number + 1] != stage:
                 self._move("send", hidden.contiguous(), self.stage_of[number + 1], number + 1)
@@ -113,6 +131,11 @@ class StagedModel(Generic[M]):
             whole.copy_(gather_features(sliced, self.placement.tp)[:, : self.vocab_size])
         self.pp.broadcast(whole, self.stage_of[-1]).wait()
         return whole
+
+    def _core(self, cache: Cache, chunk: Trunk[M]) -> AttentionCore:
+        if isinstance(cache, SharedCache):
+            return SharedCacheCore(cache, self.sharers)
+        return CachedCore(cache, LocalCore(chunk.placement.tp))
 
     def _move(self, kind: Literal["send", "recv"], tensor: Tensor, peer: int, tag: int) -> None:
         for work in self.pp.exchange([Transfer(kind, tensor, peer, tag)]):

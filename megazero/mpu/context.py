@@ -7,7 +7,7 @@ object.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -133,6 +133,12 @@ def make_context(
         groups["pp"] = LinkedGroup(groups["pp"], odd)
     groups.setdefault("host", groups["world"])
     return ParallelContext(grid, rank, device, groups, plan, streams=streams_of(device))
+
+
+def with_whole_sequences(context: ParallelContext) -> ParallelContext:
+    """The same context, where no rank shares a sequence with another: each of ``cp`` computes it whole."""
+    alone = SoloGroup("cp", context.rank)
+    return replace(context, groups={**context.groups, "cp": alone, "sequence": context.tp})
 
 
 def solo_context(device: torch.device | str = "cpu") -> ParallelContext:

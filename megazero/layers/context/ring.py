@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megazero.layers.context.masks import Pair, PairMasks
 from megazero.layers.rows import columns_of
 from megazero.mpu.group import Group, Transfer, Work
-from megazero.ops.attention import backward_of_part, forward_of_part
+from megazero.ops.attention import backward_of_part, forward_of_part, merge_part
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 
@@ -150,16 +150,6 @@ def _packed(x: Tensor, rows: Sequence[slice]) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()
 
 
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result over more keys into `out` [s, b, n, e], with log-sum-exps [b, n, s]; all in fp32."""
-    total = torch.logaddexp(lse, part_lse)
-    # Where nothing is seen yet, all are -inf, and the weights 0.
-    base = total.masked_fill(total == -torch.inf, 0)
-    weights = [(x - base).exp().permute(2, 0, 1).unsqueeze(-1) for x in (lse, part_lse)]
-    out.mul_(weights[0]).add_(part * weights[1])
-    lse.copy_(total)
-
-
 class _RingAttention(Function):
     """The result [s, b, n, e] in the dtype of q, and the log-sum-exp [b, n, s] in fp32."""
 
@@ -178,7 +168,7 @@ class _RingAttention(Function):
             for pair in ring.pairs(step):
                 rows = pair.queries
                 part, part_lse = forward_of_part(q[rows], keys[pair.keys], values[pair.keys], pair.call)
-                _merge(out[rows], lse[..., rows], part, part_lse)
+                merge_part(out[rows], lse[..., rows], part, part_lse)
         exchange.finish()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)

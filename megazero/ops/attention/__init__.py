@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megazero.ops.attention.call import AttentionCall, Part, Slopes, attention_by_document
 from megazero.ops.attention.documents import Documents, Runs
-from megazero.ops.attention.parts import backward_of_part, forward_of_part
+from megazero.ops.attention.parts import backward_of_part, forward_of_part, merge_part
 from megazero.ops.attention.pattern import ALL, CAUSAL, BlockLayout, Pattern
 from megazero.ops.attention.softmax_offset import with_softmax_offset
 from megazero.ops.attention.table import (
@@ -47,6 +47,7 @@ __all__ = [
     "backward_of_part",
     "forward_of_part",
     "holds_all_pairs",
+    "merge_part",
     "varying_shapes",
     "with_softmax_offset",
 ]

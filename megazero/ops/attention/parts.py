@@ -51,6 +51,19 @@ def backward_of_part(
         return kernel.backward(q, k, v, results, kernel.prepare(q, k, v, call), compute_dtype(q.dtype))
 
 
+def merge_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge the result over more keys into `out` [s, b, n, e], with log-sum-exps [b, n, s]; all in fp32.
+
+    (Milakov & Gimelshein 2018.)
+    """
+    total = torch.logaddexp(lse, part_lse)
+    # Where nothing is seen yet, all are -inf, and the weights 0.
+    base = total.masked_fill(total == -torch.inf, 0)
+    weights = [(x - base).exp().permute(2, 0, 1).unsqueeze(-1) for x in (lse, part_lse)]
+    out.mul_(weights[0]).add_(part * weights[1])
+    lse.copy_(total)
+
+
 def _kernel(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[AttentionKernel, AttentionCall]:
     implementation, call = chosen(q, k, v, call, lse=True)
     kernel = implementation.fn

@@ -18,7 +18,8 @@ from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megazero.models.batch import Collate, MicroBatch
 from megazero.moe.loads import RouterLoads
-from megazero.mpu.context import ParallelContext
+from megazero.mpu.context import ParallelContext, with_whole_sequences
+from megazero.mpu.group import Group
 from megazero.mpu.launch import Launch, join
 from megazero.train.parts.chunks import Chunks, build_chunks, schedule_of
 from megazero.train.parts.families import family_of
@@ -34,6 +35,7 @@ class Sizes:
 
     tensor: int | None = None
     pipeline: int | None = None
+    context: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Loaded:
         tokenizer: the tokenizer that the model was trained with.
         remarks: remarks about checkpoints that were passed over.
         collate: turns arrays like a dataset's into batches of the model, without dropout.
+        sharers: ranks with equal parts, which share keys and values of earlier positions.
     """
 
     context: ParallelContext
@@ -55,6 +58,7 @@ class Loaded:
     tokenizer: Tokenizer
     remarks: tuple[str, ...]
     collate: Collate[MicroBatch]
+    sharers: Group
 
 
 def load_for_inference(
@@ -83,13 +87,13 @@ def load_for_inference(
             reader = CheckpointReader(folder)
             config = _config_of(saved_model(reader), launch, sizes or Sizes(), str(folder), verb)
             context = context or join(config.parallel, launch)
-            vocabulary = build_vocabulary(config)
-            chunks = load_chunks(config, vocabulary, context, reader)
+            vocabulary, whole = build_vocabulary(config), with_whole_sequences(context)
+            chunks = load_chunks(config, vocabulary, whole, reader)
         except DamagedCheckpointError as error:
             remarks.append(f"passed over {folder}: {error}")
             continue
         assert vocabulary.tokenizer is not None, "a model without a tokenizer was refused"
-        collate = family_of(config.model).collate(config, vocabulary.size, context, None)
+        collate = family_of(config.model).collate(config, vocabulary.size, whole, None)
         return Loaded(
             context,
             chunks,
@@ -97,6 +101,7 @@ def load_for_inference(
             vocabulary.tokenizer,
             tuple(remarks),
             collate,
+            context.groups["cp"],
         )
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {directory} has none: " + "; ".join(remarks)
@@ -147,6 +152,7 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, ver
     parallel = ParallelConfig(
         tensor_model_parallel_size=sizes.tensor or (1 if alone else trained.tensor_model_parallel_size),
         pipeline_model_parallel_size=sizes.pipeline or (1 if alone else trained.pipeline_model_parallel_size),
+        context_parallel_size=sizes.context,
         distributed_backend=trained.distributed_backend,
     )
     # No more rows than there are entries: the padding serves training alone.

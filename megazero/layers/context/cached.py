@@ -1,0 +1,95 @@
+"""Attention over keys of earlier positions that several ranks share, as generation keeps them."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megazero.layers.collectives import gather_rows
+from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
+from megazero.mpu.group import Group
+from megazero.ops.attention import (
+    AttentionCall,
+    Part,
+    Slopes,
+    forward_of_part,
+    merge_part,
+    with_softmax_offset,
+)
+from megazero.ops.chunks import compute_dtype
+
+
+@dataclass(frozen=True)
+class KeptRun:
+    """Keys and values of adjacent positions, [t, b, g, d] and [t, b, g, e].
+
+    Attributes:
+        start: the first position.
+        keys, values: those of the positions.
+    """
+
+    start: int
+    keys: Tensor
+    values: Tensor
+
+
+class SharedStore(Protocol):
+    """Keys and values of earlier positions, of which each rank keeps some."""
+
+    @abstractmethod
+    def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[int, list[KeptRun]]:
+        """Take [s, b, g, d] of a layer, which all ranks have.
+
+        Returns the position of the first, and what this rank keeps of all positions so far, in order.
+        """
+
+
+@dataclass(frozen=True)
+class SharedCacheCore(AttentionCore):
+    """Attention of the rows, which all ranks have, over keys that each rank keeps a share of.
+
+    Each rank attends to its own keys, and the results are merged by their log-sum-exp. So a prompt may be as
+    long as the memory of all ranks allows. Nothing is recorded for a backward pass.
+
+    Attributes:
+        store: keys and values by layer.
+        sharers: the ranks that keep the others.
+    """
+
+    store: SharedStore
+    sharers: Group
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        inputs: LayerInputs,
+        attends: Attends,
+        bias: Tensor | Slopes | None,
+        offset: Tensor | None = None,
+    ) -> Tensor:
+        start, runs = self.store.extend(attends, k, v)
+        (s, b, n, _), wide = q.shape, compute_dtype(q.dtype)
+        out = torch.zeros(s, b, n, v.shape[-1], dtype=wide, device=q.device)
+        lse = torch.full((b, n, s), -torch.inf, dtype=wide, device=q.device)
+        for run in runs:
+            call = AttentionCall(
+                1 / math.sqrt(q.shape[-1]),
+                bias=bias,
+                pattern=attends.pattern.causally(attends.causal),
+                part=Part(start, run.start),
+            )
+            merge_part(out, lse, *forward_of_part(q, run.keys, run.values, call))
+        parts = (gather_rows(x.unsqueeze(0), self.sharers) for x in (out, lse))
+        first, *others = zip(*(x.unbind() for x in parts), strict=True)
+        out, lse = (x.clone() for x in first)
+        for other in others:
+            merge_part(out, lse, *other)
+        result = out.flatten(2).to(q.dtype)
+        return result if offset is None else with_softmax_offset(result, lse, offset)
