@@ -39,6 +39,11 @@ def _heads_enough(case: Case) -> bool:
     return not _shared(case) or all(heads >= ranks.get(kind, 1) for kind in parallel.cp_comm_type)
 
 
+def _by_distance(case: Case) -> bool:
+    model = case.config.model
+    return model.has_windows or model.position_embedding_type == "alibi"
+
+
 CONTEXT_RULES: tuple[Rule, ...] = (
     Rule(
         "sequence_over_ranks",
@@ -77,6 +82,13 @@ CONTEXT_RULES: tuple[Rule, ...] = (
         "the heads of a tensor-parallel rank must be at least as many as the ranks that exchange heads",
         "use fewer ranks, p2p, or a2a+p2p with smaller blocks",
         _heads_enough,
+    ),
+    Rule(
+        "random_ltd_attends_to_all_it_keeps",
+        (_SIZE, "skipping.random_ltd", "model.window_size", "model.position_embedding_type"),
+        "`random_ltd` must go without windows and linear biases where ranks share sequences",
+        "leave one of the three out: the distances of kept tokens are those of all, which no rank has",
+        lambda c: not (_shared(c) and c.config.skipping.random_ltd and _by_distance(c)),
     ),
     Rule(
         "finetuning_shares_no_sequences",

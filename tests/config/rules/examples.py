@@ -75,14 +75,14 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "rotary_limits_in_order": {"model.position_embedding_type": "yarn", "model.yarn_beta_slow": 32.0},
     "positions_cover_sequence": {"model.max_position_embeddings": 31},
-    "window_pattern_is_whole": {"model.window_size": (8, 0), "model.window_attn_skip_freq": (1,) * 9},
-    "window_of_the_past": {"model.window_size": (8, 8)},
-    "some_layer_has_a_window": {"model.window_size": (-1, 0)},
     "scaling_reaches_extended_context": {
         **EXTENDED,
         "model.rotary_scaling_factor": 3.0,
         "model.yarn_original_max_position_embeddings": 8,
     },
+    "window_pattern_is_whole": {"model.window_size": (8, 0), "model.window_attn_skip_freq": (1,) * 9},
+    "window_of_the_past": {"model.window_size": (8, 8)},
+    "some_layer_has_a_window": {"model.window_size": (-1, 0)},
     "world_size_factors": {"parallel.tensor_model_parallel_size": 8, "model.num_attention_heads": 8},
     "heads_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.num_attention_heads": 2},
     "query_groups_over_tensor_ranks": {
@@ -101,6 +101,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "parallel.context_parallel_size": 4,
         "parallel.cp_comm_type": ("a2a",),
         "model.num_attention_heads": 2,
+    },
+    "random_ltd_attends_to_all_it_keeps": {
+        **DROPS,
+        "parallel.context_parallel_size": 2,
+        "model.window_size": (8, 0),
     },
     "finetuning_shares_no_sequences": {**TASK, "parallel.context_parallel_size": 2},
     "experts_over_expert_ranks": {
