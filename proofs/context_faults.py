@@ -117,13 +117,13 @@ FAULTS = (
     ),
     Fault(
         "slopes are those of the first heads",
-        CORE,
+        MASKS,
         "Slopes(bias.by_head[heads.start : heads.stop])",
         "Slopes(bias.by_head[: len(heads)])",
     ),
     Fault(
         "blocks are those of the first heads",
-        CORE,
+        MASKS,
         "layout.blocks[heads.start : heads.stop]",
         "layout.blocks[: len(heads)]",
     ),

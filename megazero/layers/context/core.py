@@ -11,14 +11,13 @@ from torch import Tensor
 
 from megazero.layers.collectives import gather_for_parts
 from megazero.layers.context.heads import HeadPlan, exchange_heads, return_heads
-from megazero.layers.context.masks import PairMasks
+from megazero.layers.context.masks import PairMasks, of_heads, slopes_of_heads
 from megazero.layers.context.ring import Ring, ring_attention
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.rows import Rows, chosen_runs
 from megazero.mpu.group import Group
 from megazero.ops.attention import (
     ALL,
-    BlockLayout,
     Documents,
     Part,
     Slopes,
@@ -28,6 +27,9 @@ from megazero.ops.attention import (
 )
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions
+
+MOST_AT_ONCE = 1 << 30
+"""Bytes of fp32 results that a ring keeps at a time, if it may do with fewer heads."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,7 @@ class ExchangingCore(AttentionCore):
         """[s, b, n e] of this block's rows, and their log-sum-exp if it is wanted or there anyway."""
         if self.outer.size > 1:
             masks = PairMasks(attends, 1 / math.sqrt(q.shape[-1]), slopes, rows.documents, dropout)
-            out, lse = ring_attention(q, k, v, Ring(self.outer, rows.whole_length, self.zigzag, masks))
-            return out.flatten(2), lse
+            return self._around(q, k, v, rows.whole_length, masks)
         settings: dict[str, Any] = {
             "causal": attends.causal,
             "document_ids": rows.documents,
@@ -102,6 +103,24 @@ class ExchangingCore(AttentionCore):
         if wants_lse:
             return attention_with_lse(q, k, v, **settings)
         return attention(q, k, v, **settings), None
+
+    def _around(
+        self, q: Tensor, k: Tensor, v: Tensor, length: int, masks: PairMasks
+    ) -> tuple[Tensor, Tensor]:
+        """The ring's result [s, b, n e] and log-sum-exp, a few heads at a time where rows are many.
+
+        Results and gradients are summed in fp32, and keys of others come by as they are, so a long sequence
+        has to wait for memory rather than for links (untied heads: Ghadia et al. 2026, arXiv:2602.21196).
+        """
+        turns = _turns(q, k.shape[2])
+        heads, groups, outs, lses = q.shape[2] // turns, k.shape[2] // turns, [], []
+        parts = zip(q.split(heads, 2), k.split(groups, 2), v.split(groups, 2), strict=True)
+        for turn, some in enumerate(parts):
+            own = masks.of_heads(range(turn * heads, (turn + 1) * heads))
+            out, lse = ring_attention(*some, Ring(self.outer, length, self.zigzag, own))
+            outs.append(out.flatten(2))
+            lses.append(lse)
+        return (outs[0], lses[0]) if turns == 1 else (torch.cat(outs, 2), torch.cat(lses, 1))
 
 
 @dataclass(frozen=True)
@@ -163,21 +182,11 @@ def dropout_of(inputs: LayerInputs, attends: Attends, first: int) -> AttentionDr
     return AttentionDropout(attends.dropout, keys, rows.positions, rows.positions, first)
 
 
-def of_heads(attends: Attends, heads: range) -> Attends:
-    """The settings of some of the heads here."""
-    layout = attends.pattern.layout
-    if layout is None or len(layout.blocks) == 1:
-        return attends
-    own = BlockLayout(layout.blocks[heads.start : heads.stop], layout.size)
-    return replace(attends, pattern=replace(attends.pattern, layout=own))
-
-
-def slopes_of_heads(bias: Tensor | Slopes | None, heads: range) -> Slopes | None:
-    """The linear biases of some of the heads here; no others are known where ranks share sequences."""
-    if bias is None:
-        return None
-    assert isinstance(bias, Slopes), "a bias of all pairs is on no rank whole"
-    return Slopes(bias.by_head[heads.start : heads.stop])
+def _turns(q: Tensor, groups: int) -> int:
+    """In how many turns the heads go around: the fp32 results of one take `MOST_AT_ONCE` at most."""
+    size = 4 * q.numel()
+    fits = (n for n in range(1, groups + 1) if groups % n == 0 and size <= n * MOST_AT_ONCE)
+    return next(fits, groups)
 
 
 def in_order(x: Tensor, ranks: int) -> Tensor:

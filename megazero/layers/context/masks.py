@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megazero.layers.inputs import Attends
-from megazero.ops.attention import ALL, CAUSAL, AttentionCall, Documents, Part, Slopes
+from megazero.ops.attention import ALL, CAUSAL, AttentionCall, BlockLayout, Documents, Part, Slopes
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions, position_tensor
 
@@ -43,6 +43,14 @@ class PairMasks:
     bias: Slopes | None = None
     documents: Documents | None = None
     dropout: AttentionDropout | None = None
+
+    def of_heads(self, heads: range) -> PairMasks:
+        """The masks of some of the heads."""
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = replace(dropout, head_offset=dropout.head_offset + heads.start)
+        bias = slopes_of_heads(self.bias, heads)
+        return replace(self, attends=of_heads(self.attends, heads), bias=bias, dropout=dropout)
 
     def pairs(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> list[Pair]:
         """The calls that queries of the columns `mine` need with the keys of the columns `theirs`."""
@@ -153,6 +161,23 @@ class PairMasks:
         pairs = zip(host[:, queries.start : queries.stop], host[:, keys.start : keys.stop], strict=True)
         columns = np.flatnonzero(np.any([np.isin(k, q) for q, k in pairs], axis=0))
         return keys[columns[0] : columns[-1] + 1] if columns.size else range(0)
+
+
+def of_heads(attends: Attends, heads: range) -> Attends:
+    """The settings of some of the heads here."""
+    layout = attends.pattern.layout
+    if layout is None or len(layout.blocks) == 1:
+        return attends
+    own = BlockLayout(layout.blocks[heads.start : heads.stop], layout.size)
+    return replace(attends, pattern=replace(attends.pattern, layout=own))
+
+
+def slopes_of_heads(bias: Tensor | Slopes | None, heads: range) -> Slopes | None:
+    """The linear biases of some of the heads here; no others are known where ranks share sequences."""
+    if bias is None:
+        return None
+    assert isinstance(bias, Slopes), "a bias of all pairs is on no rank whole"
+    return Slopes(bias.by_head[heads.start : heads.stop])
 
 
 def _starts(runs: tuple[range, ...]) -> list[int]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megazero.layers.context import core
 from megazero.layers.context.core import in_order, out_of_order
 from megazero.layers.context.masks import PairMasks
 from megazero.layers.context.ring import Ring
@@ -51,6 +52,19 @@ def test_it_is_that_of_one_rank(problem, ranks, maker, zigzag):
         # Attention by places of its own takes linear biases in fp32.
         near = 1e-6 if problem.slopes else 1e-9
         torch.testing.assert_close(x, y, rtol=0, atol=near, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_heads_that_go_around_in_turns_change_nothing(problem, monkeypatch):
+    monkeypatch.setattr(core, "MOST_AT_ONCE", 1)
+    ours, logs = shared(problem, 2, ring)
+    monkeypatch.undo()
+    together, of_one_turn = shared(problem, 2, ring)
+    for x, y in zip(ours, together, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+    for log, one in zip(logs, of_one_turn, strict=True):
+        assert log.payload == one.payload
+        assert log.calls["cp", "send"] == problem.groups * one.calls["cp", "send"]
 
 
 def test_columns_are_dealt_from_both_ends():
