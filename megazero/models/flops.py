@@ -29,8 +29,8 @@ def attended_keys(model: ModelConfig, layer: int, *, causal: bool) -> float:
     """The keys that a row of a layer attends to on average, of a sequence of length s.
 
     There are s / 2 on each side, the row's own among those on the left. A causal mask hides the right ones. A
-    window of w keys on a side hides those beyond, which are (s - w)^2 / 2s on average, but for the first ones
-    of the sequence if they are sinks.
+    window of w keys on a side hides those beyond, which are (s - w)^2 / 2s on average, but on the left for the
+    first ones of the sequence if they are sinks.
     """
     s, sinks = model.seq_length, model.window_sink_tokens
     left, right = model.window_at(layer) or (-1, -1)
@@ -41,7 +41,7 @@ def attended_keys(model: ModelConfig, layer: int, *, causal: bool) -> float:
     hidden_before = 0.0 if left < 0 else triangle(s - left - 1 - sinks)
     if causal:
         return s / 2 - hidden_before
-    hidden_after = 0.0 if right < 0 else triangle(s - right) - triangle(sinks - right)
+    hidden_after = 0.0 if right < 0 else triangle(s - right)
     return s - hidden_before - hidden_after
 
 

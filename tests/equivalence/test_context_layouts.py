@@ -11,7 +11,7 @@ from tests.equivalence.one_process import check, in_order, pairs_met, parametriz
 from tests.layouts.layout import ATTENDS, DECODERS, ENCODERS, Layout
 from tests.layouts.selection import allowed, context_layouts, covering, with_methods, with_stores
 
-FEW, MANY = 53, 220
+FEW, MANY = 63, 220
 
 
 everything = cache(context_layouts)

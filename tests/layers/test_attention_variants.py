@@ -86,8 +86,11 @@ def test_which_layers_have_a_window():
     ]
     assert windows(window_size=(-1, 0)) == windows() == ()
     config = ModelConfig(**SHAPE, window_size=(3, 0), window_attn_skip_freq=2, window_sink_tokens=2)
-    assert (pattern_of(config, 0).window, pattern_of(config, 0).sinks) == ((3, 0), 2)
-    assert pattern_of(config, 1).idle
+    assert (
+        pattern_of(config, 0, SoloGroup(), True).window,
+        pattern_of(config, 0, SoloGroup(), True).sinks,
+    ) == ((3, 0), 2)
+    assert pattern_of(config, 1, SoloGroup(), True).idle
 
 
 def test_slopes_by_hand():

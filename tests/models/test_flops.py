@@ -9,6 +9,7 @@ from megazero.layers.patterns import pattern_of
 from megazero.models.bert import bert_blocks
 from megazero.models.flops import attended_keys, attention_flops, layer_mlp_flops, logits_flops, mlp_flops
 from megazero.models.gpt import gpt_blocks
+from megazero.mpu.solo_group import SoloGroup
 from tests.config.samples import make_config
 
 
@@ -130,7 +131,8 @@ def test_attended_keys_are_those_of_the_mask(window, sinks, causal):
     """Up to half a key, as a triangle of s keys has s / 2 by this count and (s + 1) / 2 by the other."""
     window = (window[0], 0) if causal else window
     shape = model(family="gpt" if causal else "bert", window_size=window, window_sink_tokens=sinks)
-    mask = pattern_of(shape, 0).allowed(causal, range(512), range(512), torch.device("cpu"))
+    pattern = pattern_of(shape, 0, SoloGroup(), causal)
+    mask = pattern.allowed(causal, range(512), range(512), torch.device("cpu"))
     if mask is None:
         mask = torch.ones(512, 512).tril()
     counted = mask.sum().item() / 512

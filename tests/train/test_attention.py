@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megazero.ops import native
-from megazero.ops.attention import HeadKind, MaskKind
+from megazero.ops.attention import BiasKind, HeadKind, MaskKind
 from megazero.train import process
 from megazero.train.parts.attention import attention_facts, attention_remark, shapes_vary
 from tests.config.samples import make_config
@@ -39,16 +39,21 @@ def test_the_kind_of_mask_is_that_of_the_run_on_its_device():
 
 
 def test_windows_biases_and_offsets_are_facts():
-    """A window among documents is told to kernels by the documents' bounds; first keys need a mask."""
+    """A window among documents is told to kernels by the documents' bounds; first keys are a pattern."""
     window = {"model.window_size": (8, 0)}
     packed, first = {"data.reset_attention_mask": True}, {"model.window_sink_tokens": 2}
     several = (window, {**window, **packed}, {**window, **first}, {**window, **packed, **first})
     kinds = [[attention_facts(make_config(c), d).mask.value for d in (CPU, GPU)] for c in several]
-    assert kinds == [["window", "window"], ["window", "documents"], ["dense", "dense"], ["dense", "dense"]]
+    assert kinds == [
+        ["window", "window"],
+        ["window", "documents"],
+        ["pattern", "pattern"],
+        ["pattern", "pattern"],
+    ]
     facts = attention_facts(make_config({"model.softmax_type": "learnable"}), CPU)
-    assert (facts.lse, facts.bias) == (True, False)
+    assert (facts.lse, facts.bias) == (True, BiasKind.NONE)
     facts = attention_facts(make_config({"model.position_embedding_type": "alibi"}), CPU)
-    assert (facts.lse, facts.bias) == (False, True)
+    assert (facts.lse, facts.bias) == (False, BiasKind.SLOPES)
 
 
 @pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")

@@ -36,8 +36,8 @@ def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
     if device.type != "cpu" and (config.data.reset_attention_mask or _padded(config)):
         takes_runs = varlen_knows(model.kv_heads != model.num_attention_heads) and not model.has_windows
         mask = MaskKind.RUNS if takes_runs else MaskKind.DOCUMENTS
-    if model.has_windows and model.window_sink_tokens:
-        mask = MaskKind.DENSE
+    if model.is_sparse or (model.has_windows and model.window_sink_tokens):
+        mask = MaskKind.PATTERN
     return AttentionFacts(
         device.type,
         DTYPES[config.precision.dtype],
