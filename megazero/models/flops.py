@@ -29,8 +29,7 @@ def attended_keys(model: ModelConfig, layer: int, *, causal: bool) -> float:
     """The keys that a row of a layer attends to on average, of a sequence of length s.
 
     There are s / 2 on each side, the row's own among those on the left. A causal mask hides the right ones. A
-    window of w keys on a side hides those beyond, which are (s - w)^2 / 2s on average, but on the left for the
-    first ones of the sequence if they are sinks.
+    window of w keys on a side hides those beyond, (s - w)^2 / 2s on average; on the left, sinks stay.
     """
     s, sinks = model.seq_length, model.window_sink_tokens
     left, right = model.window_at(layer) or (-1, -1)
