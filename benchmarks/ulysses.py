@@ -6,8 +6,9 @@ FOLDER holds the package `deepspeed` (``pip install --target FOLDER --no-deps de
 imports); without it, the ways here are compared with each other. Forward and backward, causal, on two
 processes with Gloo. ``layer`` is `DistributedAttention` here and ``core`` the exchange of
 `layers.context.heads`, both around torch's scaled_dot_product_attention, as DeepSpeed's; ``kernel`` is the
-core's exchange around the core's attention. ``--exchange-only`` puts a sum of queries, keys and values in the
-place of attention. All take turns in one run; medians, and how much longer DeepSpeed's takes.
+core's exchange around the core's attention, ``ring`` keys and values sent to the rank that sees them instead.
+torch's `context_parallel` has no kernels for a CPU. ``--exchange-only`` puts a sum of queries, keys and values
+in the place of attention. All take turns in one run; medians, and how much longer DeepSpeed's takes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from megazero.deepspeed.comm.logged_group import logged_group
 from megazero.deepspeed.sequence.layer import DistributedAttention
 from megazero.layers.context.heads import HeadPlan, exchange_heads, return_heads
+from megazero.layers.context.masks import PairMasks
+from megazero.layers.context.ring import Ring, ring_attention
+from megazero.layers.inputs import Attends
 from megazero.mpu.malloc import keep_freed_memory
 from megazero.mpu.torch_group import join_file_world, leave_world
 from megazero.ops.attention import attention
@@ -60,6 +64,10 @@ def ways(rank: int, heads: int, kv_heads: int, exchange_only: bool) -> dict[str,
     def add(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q + (k + v).repeat_interleave(q.shape[2] // k.shape[2], 2)
 
+    def around(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        masks = PairMasks(Attends(0, causal=True), q.shape[-1] ** -0.5)
+        return ring_attention(q, k, v, Ring(group, RANKS * len(q), True, masks))[0]
+
     by_torch, by_core = (add, add) if exchange_only else (torch_attention, core_attention)
     group, plan = logged_group(None), HeadPlan(heads, kv_heads, RANKS, rank)
 
@@ -74,6 +82,7 @@ def ways(rank: int, heads: int, kv_heads: int, exchange_only: bool) -> dict[str,
     given: dict[str, Way] = {"layer": layer, "core": core(by_torch)}
     if not exchange_only:
         given["kernel"] = core(by_core)
+        given["ring"] = around
     if importlib.util.find_spec("deepspeed") is not None:
         from deepspeed import comm
         from deepspeed.sequence.layer import DistributedAttention as Theirs
