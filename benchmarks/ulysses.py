@@ -6,9 +6,9 @@ FOLDER holds the package `deepspeed` (``pip install --target FOLDER --no-deps de
 imports); without it, the ways here are compared with each other. Forward and backward, causal, on two
 processes with Gloo. ``layer`` is `DistributedAttention` here and ``core`` the exchange of
 `layers.context.heads`, both around torch's scaled_dot_product_attention, as DeepSpeed's; ``kernel`` is the
-core's exchange around the core's attention, ``ring`` keys and values sent to the rank that sees them instead.
-torch's `context_parallel` has no kernels for a CPU. ``--exchange-only`` puts a sum of queries, keys and values
-in the place of attention. All take turns in one run; medians, and how much longer DeepSpeed's takes.
+core's exchange around the core's attention; ``ring`` sends keys and values to the rank that sees them.
+(torch's `context_parallel` has no kernels for a CPU.) ``--exchange-only`` puts a sum of queries, keys and
+values in the place of attention. All take turns in one run; medians, and how much longer DeepSpeed's takes.
 """
 
 from __future__ import annotations

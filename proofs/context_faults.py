@@ -220,8 +220,8 @@ def found(fault: Fault, folder: Path) -> str | None:
             ran = subprocess.run(
                 command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900
             )
-            if ran.returncode == 1:
-                return next(line for line in ran.stdout.splitlines() if line.startswith("FAILED"))
+            if failed := [line for line in ran.stdout.splitlines() if line.startswith("FAILED")]:
+                return failed[0]
             assert ran.returncode == 0, ran.stdout + ran.stderr
         return None
     finally:
