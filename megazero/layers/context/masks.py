@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -95,7 +94,10 @@ class PairMasks:
                 return range(0)
             start = max(start, (first + int(blocks[0])) * layout.size)
             stop = min(stop, (first + int(blocks[-1]) + 1) * layout.size)
-        return self._of_documents(queries, range(start, stop)) if start < stop else range(0)
+        if start >= stop:
+            return range(0)
+        keys = range(start, stop)
+        return keys if self.documents is None else self.documents.hull(queries, keys)
 
     @cached_property
     def _plain(self) -> bool:
@@ -148,19 +150,6 @@ class PairMasks:
         return AttentionCall(
             self.scale, documents=documents, bias=self.bias, dropout=dropout, pattern=pattern, part=place
         )
-
-    def _of_documents(self, queries: range, keys: range) -> range:
-        """The columns from the first key to the last of a query's document, as far as the host knows."""
-        if self.documents is None:
-            return keys
-        host = self.documents.host
-        if host is None:
-            if self.documents.ids.device.type != "cpu":
-                return keys
-            host = self.documents.ids.numpy()
-        pairs = zip(host[:, queries.start : queries.stop], host[:, keys.start : keys.stop], strict=True)
-        columns = np.flatnonzero(np.any([np.isin(k, q) for q, k in pairs], axis=0))
-        return keys[columns[0] : columns[-1] + 1] if columns.size else range(0)
 
 
 def of_heads(attends: Attends, heads: range) -> Attends:

@@ -88,6 +88,29 @@ class Documents:
         stop.scatter_(1, order, order.gather(1, to_here) + 1)
         return first.to(torch.int32), stop.to(torch.int32)
 
+    def hull(self, queries: range, keys: range) -> range:
+        """The columns from the first key to the last of a query's document, as far as the host knows.
+
+        All layers of a micro-batch ask for the same few, each of which is looked for once.
+        """
+        if (queries, keys) not in self._hulls:
+            self._hulls[queries, keys] = self._hull(queries, keys)
+        return self._hulls[queries, keys]
+
+    @cached_property
+    def _hulls(self) -> dict[tuple[range, range], range]:
+        return {}
+
+    def _hull(self, queries: range, keys: range) -> range:
+        host = self.host
+        if host is None:
+            if self.ids.device.type != "cpu":
+                return keys
+            host = self.ids.numpy()
+        pairs = zip(host[:, queries.start : queries.stop], host[:, keys.start : keys.stop], strict=True)
+        columns = np.flatnonzero(np.any([np.isin(k, q) for q, k in pairs], axis=0))
+        return keys[columns[0] : columns[-1] + 1] if columns.size else range(0)
+
     @cached_property
     def lengths(self) -> list[list[int]] | None:
         """The lengths of the runs of equal ids in each row, where it pays to call a kernel for each.

@@ -188,6 +188,15 @@ def test_nothing_is_sent_between_documents():
     assert received(logs[0]) > 0  # the gradients of its document's first tokens, which rank 1 goes on with
 
 
+def test_documents_are_compared_once_for_all_layers(monkeypatch):
+    documents, compared = Documents(DOCUMENTS[:1]), []
+    monkeypatch.setattr(np, "isin", lambda *given, isin=np.isin: compared.append(1) or isin(*given))
+    for layer in range(3):
+        masks = PairMasks(Attends(layer, causal=True), 1.0, documents=documents)
+        assert masks.seen(range(12, 24), range(12)) == range(5, 12)
+    assert len(compared) == 1
+
+
 def test_ids_on_a_device_that_the_host_cannot_read_hide_nothing():
     ids = torch.empty(1, 8, dtype=torch.int32, device="meta")
     masks = PairMasks(Attends(0, causal=True), 1.0, documents=Documents(ids))
