@@ -51,15 +51,18 @@ class PairMasks:
         bias = slopes_of_heads(self.bias, heads)
         return replace(self, attends=of_heads(self.attends, heads), bias=bias, dropout=dropout)
 
-    def pairs(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> list[Pair]:
-        """The calls that queries of the columns `mine` need with the keys of the columns `theirs`."""
+    def pairs(self, mine: tuple[range, ...], theirs: tuple[range, ...], *, fused: bool = True) -> list[Pair]:
+        """The calls that queries of the columns `mine` need with the keys of the columns `theirs`.
+
+        fused: whether they may be one where that is possible; if not, each has a run of either.
+        """
         if not theirs:
             return []
         q_starts, k_starts = _starts(mine), _starts(theirs)
-        if self._plain:
-            fused = self._fused(mine, theirs)
-            if fused is not None:
-                return [fused]
+        if self._plain and fused:
+            one = self._fused(mine, theirs)
+            if one is not None:
+                return [one]
         return [
             Pair(slice(q_start, q_start + len(q)), slice(k_start, k_start + len(k)), self._call((q,), (k,)))
             for q, q_start in zip(mine, q_starts, strict=True)

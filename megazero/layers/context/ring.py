@@ -69,6 +69,11 @@ class Ring:
         theirs = self.columns(self.group.rank - step)
         return self.masks.pairs(self.own, self.masks.needed(self.own, theirs) if step else theirs)
 
+    def own_pairs(self) -> tuple[list[Pair], list[Pair]]:
+        """The calls with this rank's own keys, in two parts of about the same work."""
+        pairs = self.masks.pairs(self.own, self.own, fused=False)
+        return pairs[::2], pairs[1::2]
+
 
 class _Exchange:
     """The messages of one pass: what this rank sends to and gets from the ranks at a distance of `step`."""
@@ -184,26 +189,33 @@ class _RingAttention(Function):
         exchange, wide = _Exchange(ring, k, v), compute_dtype(q.dtype)
         grad = torch.zeros_like(out) if grad is None else grad.contiguous()
         grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
-        coming, returning = exchange.fetch(1), None
-        for step in range(size):
-            keys, values = (k, v) if step == 0 else coming.arrived()
-            if 0 < step < size - 1:
-                coming = exchange.fetch(step + 1)
-            theirs = grads[1:] if step == 0 else [torch.zeros_like(x, dtype=wide) for x in (keys, values)]
-            for pair in ring.pairs(step):
+
+        def add(pairs: Sequence[Pair], keys: Tensor, values: Tensor, theirs: Sequence[Tensor]) -> None:
+            for pair in pairs:
                 rows, there = pair.queries, pair.keys
                 of_lse = None if grad_lse is None else grad_lse[..., rows]
                 tensors = (q[rows], keys[there], values[there], out[rows], lse[..., rows], grad[rows])
-                parts = backward_of_part(*tensors, pair.call, of_lse)
-                for total, part in zip(
-                    (grads[0][rows], theirs[0][there], theirs[1][there]), parts, strict=True
-                ):
+                totals = (grads[0][rows], theirs[0][there], theirs[1][there])
+                for total, part in zip(totals, backward_of_part(*tensors, pair.call, of_lse), strict=True):
                     total += part
+
+        # Own keys take turns around those of others: the first ones while those travel, the last ones while
+        # their gradients do.
+        first, last = ring.own_pairs()
+        coming, returning = exchange.fetch(1), None
+        add(first, k, v, grads[1:])
+        for step in range(1, size):
+            keys, values = coming.arrived()
+            if step < size - 1:
+                coming = exchange.fetch(step + 1)
+            theirs = [torch.zeros_like(x, dtype=wide) for x in (keys, values)]
+            add(ring.pairs(step), keys, values, theirs)
             if returning is not None:
                 _add_home(ring, step - 1, returning, grads)
-            returning = exchange.return_gradients(step, theirs) if step else None
-        if returning is not None:
-            _add_home(ring, size - 1, returning, grads)
+            returning = exchange.return_gradients(step, theirs)
+        add(last, k, v, grads[1:])
+        assert returning is not None, "a ring has others"
+        _add_home(ring, size - 1, returning, grads)
         exchange.finish()
         return *(total.to(x.dtype) for total, x in zip(grads, (q, k, v), strict=True)), None
 
