@@ -2,7 +2,7 @@
 
     python benchmarks/ring_overlap.py --ranks 2 --tokens 16384 --gigabytes-per-second 1
 
-Ranks are processes over Gloo. A message arrives no sooner than its bytes take on a link of that rate, which it
+Ranks are processes over Gloo. A message comes no sooner than its bytes take on a link of that rate, which it
 has to itself after those before it. Forward and backward of causal attention take turns with such a link and
 without one; `hidden` is the share of the link's time that the pass is not longer by, of the slowest rank.
 """
