@@ -30,10 +30,11 @@ from megazero.config.tree.option import Section
 from megazero.errors import ConfigError
 from megazero.version import VERSION
 
+_SHARERS = "parallel.context_parallel_size"
 _MODEL_RANKS = (
     "parallel.tensor_model_parallel_size",
     "parallel.pipeline_model_parallel_size",
-    "parallel.context_parallel_size",
+    _SHARERS,
 )
 
 
@@ -138,15 +139,27 @@ def _read_deepspeed(flags: Scan, given: list[Setting], ranks: int | None) -> Dee
     if flags.deepspeed_config is None:
         return DeepSpeedSettings("")
     known = {setting.spec.path: setting.value for setting in given}
-    sizes = [known.get(path, 1) for path in _MODEL_RANKS]
-    replica = math.prod(sizes)
-    whole = ranks is not None and min(sizes) > 0 and ranks % replica == 0
-    return read_deepspeed(
-        flags.deepspeed_config,
-        data_parallel=ranks // replica if whole else None,
-        given=known,
-        flags={setting.spec.path: setting for setting in flags.settings},
-    )
+
+    def read(path: str, sharers: int) -> DeepSpeedSettings:
+        sizes = [known.get(size, sharers if size == _SHARERS else 1) for size in _MODEL_RANKS]
+        replica = math.prod(sizes)
+        whole = ranks is not None and min(sizes) > 0 and ranks % replica == 0
+        return read_deepspeed(
+            path,
+            data_parallel=ranks // replica if ranks is not None and whole else None,
+            given=known,
+            flags={setting.spec.path: setting for setting in flags.settings},
+        )
+
+    first = read(flags.deepspeed_config, 1)
+    sharers = first.extras.ranks.sequence_parallel_size
+    if sharers == 1:
+        return first
+    # Ulysses, by DeepSpeed's name of it.
+    settings, source = read(flags.deepspeed_config, sharers), f"{first.name}: `sequence_parallel_size`"
+    for path, value in ((_SHARERS, sharers), ("parallel.cp_comm_type", ("a2a",))):
+        settings.settings.append(Setting(FIELD_BY_PATH[path], value, source))
+    return settings
 
 
 def _contradiction(ignored: Ignored, config: Config, broken: set[str]) -> str | None:

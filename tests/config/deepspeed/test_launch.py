@@ -363,10 +363,20 @@ def test_what_an_engine_alone_takes_is_refused_unless_it_asks_for_nothing(launch
     asked: dict[str, Any] = {
         "compression_training": (pruning, {"sparse_pruning": {"shared_parameters": {"enabled": False}}}),
         "managed_gradient_accumulation": (False, True),
-        "sequence_parallel_size": (2, 1),
         "data_parallel_size": (2, 1),
     }
     for key, (value, nothing) in asked.items():
         (problem,) = refusals(launch, {key: value})
         assert problem.startswith(f"ds.json: `{key}` is not accepted: ")
         assert launch({key: nothing}).warnings == ()
+
+
+def test_ranks_that_share_sequences_send_heads(launch: Launch) -> None:
+    """Samples of a rank count what the sharers leave of the ranks; a flag may not say another number."""
+    document = {"sequence_parallel_size": 2, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    config = launch(document).config
+    assert (config.parallel.context_parallel_size, config.parallel.cp_comm_type) == (2, ("a2a",))
+    assert config.batch.global_batch_size == 8
+    (problem,) = refusals(launch, document, "--context-parallel-size", "4")
+    assert "must be set one way, but `--context-parallel-size` says 4 and ds.json" in problem
+    assert launch({"sequence_parallel_size": 1}).config.parallel.context_parallel_size == 1

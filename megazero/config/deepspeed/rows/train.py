@@ -78,13 +78,13 @@ BATCH_ROWS: tuple[KeyRow, ...] = (
 )
 
 
-def _ranks(key: str) -> KeyRow:
+def _ranks(key: str, script_refused: str | None = None) -> KeyRow:
     return KeyRow(
         key,
         COUNT,
         convert=lambda size, values: NOTHING if size == 1 else size,
         extra=f"ranks.{key}",
-        script_refused="ranks are laid out by `--context-parallel-size`; leave it out",
+        script_refused=script_refused,
     )
 
 
@@ -228,6 +228,6 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         script_refused="micro-batches are counted; set it to true",
     ),
     _ranks("sequence_parallel_size"),
-    _ranks("data_parallel_size"),
+    _ranks("data_parallel_size", "what other axes leave of the ranks is data parallel; leave it out"),
     sets("seed", INTEGER, "training.seed"),
 )
