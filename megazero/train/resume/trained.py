@@ -49,7 +49,7 @@ class Loaded:
         tokenizer: the tokenizer that the model was trained with.
         remarks: remarks about checkpoints that were passed over.
         collate: turns arrays like a dataset's into batches of the model, without dropout.
-        sharers: ranks with equal parts, which share keys and values of earlier positions.
+        sharers: ranks with equal parts, which share keys and values of earlier positions; None: no others.
     """
 
     context: ParallelContext
@@ -58,7 +58,7 @@ class Loaded:
     tokenizer: Tokenizer
     remarks: tuple[str, ...]
     collate: Collate[MicroBatch]
-    sharers: Group
+    sharers: Group | None = None
 
 
 def load_for_inference(
