@@ -6,8 +6,9 @@ bring another one, as generation does. Where keys lie on several ranks, a core i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,17 +16,10 @@ from torch import Tensor
 from megazero.layers.context.core import ExchangingCore, GatheringCore
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.placement import Placement
-from megazero.layers.rows import Rows, keys_at
+from megazero.layers.rows import Rows
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
-from megazero.ops.attention import (
-    ALL,
-    Slopes,
-    attention,
-    attention_with_lse,
-    with_softmax_offset,
-)
-from megazero.ops.dropout import AttentionDropout
+from megazero.ops.attention import ALL, AttentionCall, Slopes, attend
 from megazero.ops.positions import Positions, position_tensor
 
 
@@ -60,30 +54,20 @@ class LocalCore(AttentionCore):
         offset: Tensor | None = None,
     ) -> Tensor:
         rows, wanted, pattern = inputs.rows, inputs.wanted, attends.pattern
-        settings: dict[str, Any] = {"dropout": self._dropout(q.shape[2], inputs, attends)}
+        mask, documents = None, rows.documents
         chosen = not isinstance(rows.positions, range)  # by random-LTD, or packed, or both
         if wanted is not None or (chosen and (pattern != ALL or isinstance(bias, Slopes))):
             keys = _as_columns(rows.positions, q.device)
             queries = _as_columns(rows.positions_at(wanted), q.device)
             mask = _mask_by_places(attends, rows, wanted, queries, keys)
+            documents, pattern = None, ALL
             if isinstance(bias, Slopes):
                 bias = bias.by_head.view(-1, 1, 1) * (keys.mT - queries)
-            settings |= {"causal": False, "mask": mask, "pattern": ALL}
         else:
-            settings |= {"causal": attends.causal, "document_ids": rows.documents, "pattern": pattern}
-        q = inputs.narrow(q)
-        if offset is None:
-            return attention(q, k, v, bias=bias, **settings)
-        return with_softmax_offset(*attention_with_lse(q, k, v, bias=bias, **settings), offset)
-
-    def _dropout(self, heads: int, inputs: LayerInputs, attends: Attends) -> AttentionDropout | None:
-        """The dropout of the probabilities of this rank's `heads` heads, over all rows."""
-        rows, wanted = inputs.rows, inputs.wanted
-        if rows.keys is None or attends.dropout == 0.0:
-            return None
-        keys = keys_at(inputs.keys_of(attends.layer, "attention"), wanted)
-        queries, first = rows.positions_at(wanted), self.heads.rank * heads
-        return AttentionDropout(attends.dropout, keys, queries, rows.positions, first)
+            pattern = pattern.causally(attends.causal)
+        dropout = inputs.attention_dropout(attends, self.heads.rank * q.shape[2])
+        call = AttentionCall(1 / math.sqrt(q.shape[-1]), mask, documents, bias, dropout, pattern)
+        return attend(inputs.narrow(q), k, v, call, offset)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megazero.layers.rows import Rows, keys_at
 from megazero.mpu.rng import site_key
 from megazero.ops.attention import ALL, Pattern, Slopes
 from megazero.ops.counter_random import derive
-from megazero.ops.dropout import Dropout
+from megazero.ops.dropout import AttentionDropout, Dropout
 
 # The work that backward has left: each call adds one weight's gradient to its `grad` and returns the weight.
 Deferred = list[Callable[[], nn.Parameter]]
@@ -178,6 +178,14 @@ class LayerInputs:
         if self.rows.keys is None or self.site_keys is None or p == 0.0:
             return self.dropout(p, "hidden", layer, place)
         return self.rows.dropout(p, self.site_keys[place])
+
+    def attention_dropout(self, attends: Attends, first: int) -> AttentionDropout | None:
+        """The dropout of the probabilities of the heads from `first` on, for the wanted rows over all."""
+        rows, wanted = self.rows, self.wanted
+        if rows.keys is None or attends.dropout == 0.0:
+            return None
+        keys = keys_at(self.keys_of(attends.layer, "attention"), wanted)
+        return AttentionDropout(attends.dropout, keys, rows.positions_at(wanted), rows.positions, first)
 
     def _derived(self, *site: str | int) -> Tensor:
         assert self.rows.keys is not None, "without keys nothing is drawn"

@@ -12,7 +12,7 @@ from megazero.config.rules.table import broken_rules
 from megazero.config.tree.config import Config
 from megazero.config.tree.curriculum import CurriculumConfig
 from megazero.layers import cores
-from megazero.ops.attention import attention
+from megazero.ops.attention import ALL, CAUSAL, attend
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
@@ -119,13 +119,13 @@ def test_it_trains_what_dense_attention_with_the_same_mask_trains(name, shape, m
     rows = [[cell == "1" for cell in row] for row in MASKS[name, shape].split()]
     mask = torch.tensor(rows).repeat_interleave(2, 0).repeat_interleave(2, 1)
 
-    def masked(q, k, v, **options):
-        assert options.pop("mask", None) is None
-        assert options.pop("pattern").idle
+    def masked(q, k, v, call, offset=None):
+        assert call.mask is None
+        assert call.pattern in (ALL, CAUSAL)
         length = len(k)  # BERT's batches are as long as their longest sample
-        return attention(q, k, v, mask=mask[:length, :length], **options)
+        return attend(q, k, v, replace(call, mask=mask[:length, :length]), offset)
 
-    monkeypatch.setattr(cores, "attention", masked)
+    monkeypatch.setattr(cores, "attend", masked)
     monkeypatch.setattr(cores.LocalCore, "__call__", _every_row(cores.LocalCore.__call__))
     dense = run_alone(layout.config())
     assert not [str(d) for d in compare([found], dense) if d.share > 1]

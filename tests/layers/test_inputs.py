@@ -10,7 +10,6 @@ import torch
 
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.collectives import own_rows
-from megazero.layers.cores import core_of
 from megazero.layers.initialize import initialize
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.placement import Placement
@@ -52,7 +51,7 @@ def counted(inputs: LayerInputs, count: int) -> LayerInputs:
 
 
 def attention_dropout(placement: Placement, inputs: LayerInputs, layer: int):
-    return core_of(placement, layer)._dropout(4, inputs, Attends(layer, causal=True, dropout=0.5))
+    return inputs.attention_dropout(Attends(layer, causal=True, dropout=0.5), 4 * placement.tp.rank)
 
 
 @pytest.mark.parametrize(

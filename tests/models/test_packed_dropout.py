@@ -7,11 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, LayerInputs
-from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
-from megazero.mpu.context import solo_context
 from megazero.mpu.rng import sample_keys
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
 from megazero.verify.compare import compare
@@ -41,14 +38,14 @@ def test_a_packed_sample_has_the_masks_that_it_has_alone():
 
 def test_wanted_rows_and_slices_keep_their_masks():
     inputs = LayerInputs(Rows(PLACES, keys=PACKED_KEYS))
-    core, attends = core_of(Placement.of(solo_context(), torch.float32), 1), Attends(1, False, 0.4)
+    attends = Attends(1, False, 0.4)
     whole = inputs.layer_dropout(0.4, 1, "mlp_out")
     mask = dropout_mask_hidden(whole, 10, 1, HIDDEN)
     wanted = torch.tensor([[0], [4], [8]])
     narrow = replace(inputs, wanted=wanted).narrowed().layer_dropout(0.4, 1, "mlp_out")
     assert dropout_mask_hidden(narrow, 3, 1, HIDDEN).equal(mask[wanted[:, 0]])
-    queries = core._dropout(HEADS, replace(inputs, wanted=wanted), attends)
-    every = core._dropout(HEADS, inputs, attends)
+    queries = replace(inputs, wanted=wanted).attention_dropout(attends, first=0)
+    every = inputs.attention_dropout(attends, first=0)
     assert dropout_mask_attention(queries, 1, HEADS, 3, 10).equal(
         dropout_mask_attention(every, 1, HEADS, 10, 10)[:, :, wanted[:, 0]]
     )

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from megazero.layers.inputs import Attends
+from megazero.layers.rows import chosen_runs
 from megazero.ops.attention import ALL, CAUSAL, AttentionCall, BlockLayout, Documents, Part, Slopes
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions, position_tensor
@@ -45,11 +45,16 @@ class PairMasks:
 
     def of_heads(self, heads: range) -> PairMasks:
         """The masks of some of the heads."""
-        dropout = self.dropout
+        attends, bias, dropout = self.attends, self.bias, self.dropout
+        layout = attends.pattern.layout
+        if layout is not None and len(layout.blocks) > 1:
+            layout = BlockLayout(layout.blocks[heads.start : heads.stop], layout.size)
+            attends = replace(attends, pattern=replace(attends.pattern, layout=layout))
+        if bias is not None:
+            bias = Slopes(bias.by_head[heads.start : heads.stop])
         if dropout is not None:
             dropout = replace(dropout, head_offset=dropout.head_offset + heads.start)
-        bias = slopes_of_heads(self.bias, heads)
-        return replace(self, attends=of_heads(self.attends, heads), bias=bias, dropout=dropout)
+        return replace(self, attends=attends, bias=bias, dropout=dropout)
 
     def pairs(self, mine: tuple[range, ...], theirs: tuple[range, ...], *, fused: bool = True) -> list[Pair]:
         """The calls that queries of the columns `mine` need with the keys of the columns `theirs`.
@@ -64,7 +69,7 @@ class PairMasks:
             if one is not None:
                 return [one]
         return [
-            Pair(slice(q_start, q_start + len(q)), slice(k_start, k_start + len(k)), self._call((q,), (k,)))
+            Pair(slice(q_start, q_start + len(q)), slice(k_start, k_start + len(k)), self.call(q, k))
             for q, q_start in zip(mine, q_starts, strict=True)
             for k, k_start in zip(theirs, k_starts, strict=True)
             if self.seen(q, k)
@@ -109,67 +114,45 @@ class PairMasks:
     def _fused(self, mine: tuple[range, ...], theirs: tuple[range, ...]) -> Pair | None:
         """One call for all pairs, where causality alone decides and leaves a rectangle, or the own square."""
         if not self.attends.causal or mine == theirs:
-            causal = self.attends.causal
-            return Pair(_all(mine), _all(theirs), self._call(mine, theirs, causal=causal, part=False))
+            pattern = CAUSAL if self.attends.causal else ALL
+            call = AttentionCall(self.scale, dropout=self._dropout_of(mine, theirs), pattern=pattern)
+            return Pair(_all(mine), _all(theirs), call)
         queries = [q for q in mine if any(self.seen(q, k) for k in theirs)]
         keys = [k for k in theirs if any(self.seen(q, k) for q in mine)]
         if not all(k.stop <= q.start for q in queries for k in keys):
             return None
         first_q, first_k = (runs.index(some[0]) for runs, some in ((mine, queries), (theirs, keys)))
-        return Pair(
-            _run(mine, first_q, queries),
-            _run(theirs, first_k, keys),
-            self._call(tuple(queries), tuple(keys), causal=False, part=False),
-        )
+        call = AttentionCall(self.scale, dropout=self._dropout_of(tuple(queries), tuple(keys)))
+        return Pair(_run(mine, first_q, queries), _run(theirs, first_k, keys), call)
 
-    def _call(
-        self,
-        queries: tuple[range, ...],
-        keys: tuple[range, ...],
-        *,
-        causal: bool = False,
-        part: bool = True,
-    ) -> AttentionCall:
-        """The call of these runs; without `part`, all keys, or those before each query if `causal`."""
-        dropout, documents, pattern = self.dropout, self.documents, self.attends.pattern
-        if dropout is not None:
-            own_keys = dropout.keys
-            dropout = replace(
-                dropout,
-                keys=own_keys if own_keys.dim() == 1 else _cat(own_keys, queries),
-                query_positions=_at(dropout.query_positions, queries, own_keys.device),
-                key_positions=_at(dropout.key_positions, keys, own_keys.device),
-            )
-        if not part:
-            return AttentionCall(self.scale, dropout=dropout, pattern=CAUSAL if causal else ALL)
-        place = Part(queries[0].start, keys[0].start)
+    def call(self, queries: range, keys: range) -> AttentionCall:
+        """The call of a run of queries with a run of keys."""
+        documents, pattern, place = self.documents, self.attends.pattern, None
+        ends_alike = keys.stop == queries.stop and keys.start <= queries.start
+        if not ends_alike or keys.start > 0:
+            place = Part(queries.start, keys.start)
         if documents is not None:
-            there = slice(keys[0].start, keys[0].stop)
-            ids = documents.ids[:, queries[0].start : queries[0].stop]
-            begins = documents.bounds[0][:, there] if pattern.sinks else None
-            place = replace(place, query_ids=ids, begins=begins)
-            documents = Documents(documents.ids[:, there])
-        pattern = pattern.causally(self.attends.causal)
+            if place is not None and not ends_alike:
+                place = replace(place, query_ids=documents.part(queries).ids)
+            if place is not None and pattern.sinks:
+                place = replace(place, begins=documents.bounds[0][:, keys.start : keys.stop])
+            documents = documents.part(keys)
+        dropout, pattern = self._dropout_of((queries,), (keys,)), pattern.causally(self.attends.causal)
         return AttentionCall(
             self.scale, documents=documents, bias=self.bias, dropout=dropout, pattern=pattern, part=place
         )
 
-
-def of_heads(attends: Attends, heads: range) -> Attends:
-    """The settings of some of the heads here."""
-    layout = attends.pattern.layout
-    if layout is None or len(layout.blocks) == 1:
-        return attends
-    own = BlockLayout(layout.blocks[heads.start : heads.stop], layout.size)
-    return replace(attends, pattern=replace(attends.pattern, layout=own))
-
-
-def slopes_of_heads(bias: Tensor | Slopes | None, heads: range) -> Slopes | None:
-    """The linear biases of some of the heads here; no others are known where ranks share sequences."""
-    if bias is None:
-        return None
-    assert isinstance(bias, Slopes), "a bias of all pairs is on no rank whole"
-    return Slopes(bias.by_head[heads.start : heads.stop])
+    def _dropout_of(self, queries: tuple[range, ...], keys: tuple[range, ...]) -> AttentionDropout | None:
+        dropout = self.dropout
+        if dropout is None:
+            return None
+        own_keys = dropout.keys
+        return replace(
+            dropout,
+            keys=own_keys if own_keys.dim() == 1 else chosen_runs(own_keys, queries),
+            query_positions=_at(dropout.query_positions, queries, own_keys.device),
+            key_positions=_at(dropout.key_positions, keys, own_keys.device),
+        )
 
 
 def _starts(runs: tuple[range, ...]) -> list[int]:
@@ -188,12 +171,8 @@ def _run(runs: tuple[range, ...], first: int, some: list[range]) -> slice:
     return slice(start, start + sum(map(len, some)))
 
 
-def _cat(x: Tensor, runs: tuple[range, ...]) -> Tensor:
-    return torch.cat([x[run.start : run.stop] for run in runs])
-
-
 def _at(positions: Positions, runs: tuple[range, ...], device: torch.device) -> Positions:
     """The positions of runs of columns; a range where they are one."""
     if isinstance(positions, range) and len(runs) == 1:
         return positions[runs[0].start : runs[0].stop]
-    return _cat(position_tensor(positions, device), runs)
+    return chosen_runs(position_tensor(positions, device), runs)

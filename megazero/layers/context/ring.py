@@ -85,35 +85,22 @@ class _Exchange:
 
     def fetch(self, step: int) -> _Arriving:
         """Start to send keys and values to the reader of a step, and to receive those for here."""
-        reader, owner = (self.rank + step) % self.size, (self.rank - step) % self.size
-        transfers, count = [], _rows(self.ring.sent(owner, self.rank))
+        reader, owner = self._others(step)
+        count, rows = _rows(self.ring.sent(owner, self.rank)), self.ring.sent(self.rank, reader)
         there = [x.new_empty(count, *x.shape[1:]) for x in (self.k, self.v)]
-        if count:
-            transfers = [
-                Transfer("recv", x, owner, tag) for x, tag in zip(there, (_KEYS, _VALUES), strict=True)
-            ]
-        rows = self.ring.sent(self.rank, reader)
-        if rows:
-            parts = [_packed(x, rows) for x in (self.k, self.v)]
-            transfers += [
-                Transfer("send", x, reader, tag) for x, tag in zip(parts, (_KEYS, _VALUES), strict=True)
-            ]
-        return _Arriving(self._start(transfers), there[0], there[1])
+        parts = [_packed(x, rows) for x in (self.k, self.v)] if rows else []
+        return self._swap(parts, reader, there, owner, (_KEYS, _VALUES))
 
     def return_gradients(self, step: int, grads: Sequence[Tensor]) -> _Arriving:
         """Start to send a step's gradients home, and to receive those of this rank's keys and values."""
-        reader, owner = (self.rank + step) % self.size, (self.rank - step) % self.size
-        count, tags = _rows(self.ring.sent(self.rank, reader)), (_GRAD_KEYS, _GRAD_VALUES)
+        reader, owner = self._others(step)
+        count = _rows(self.ring.sent(self.rank, reader))
         there = [
             torch.empty(count, *x.shape[1:], dtype=compute_dtype(x.dtype), device=x.device)
             for x in (self.k, self.v)
         ]
-        transfers = []
-        if count:
-            transfers = [Transfer("recv", x, reader, tag) for x, tag in zip(there, tags, strict=True)]
-        if len(grads[0]):
-            transfers += [Transfer("send", x, owner, tag) for x, tag in zip(grads, tags, strict=True)]
-        return _Arriving(self._start(transfers), there[0], there[1])
+        parts = grads if len(grads[0]) else []
+        return self._swap(parts, owner, there, reader, (_GRAD_KEYS, _GRAD_VALUES))
 
     def finish(self) -> None:
         """Wait until what was sent has left."""
@@ -121,13 +108,20 @@ class _Exchange:
             work.wait()
         self._sending.clear()
 
-    def _start(self, transfers: list[Transfer]) -> list[Work]:
-        if not transfers:
-            return []
-        works = self.ring.group.exchange(transfers)
-        both = list(zip(transfers, works, strict=True))
-        self._sending += [(work, t.tensor) for t, work in both if t.kind == "send"]
-        return [work for t, work in both if t.kind == "recv"]
+    def _others(self, step: int) -> tuple[int, int]:
+        """The rank that reads this one's keys at a step, and the one whose keys this one reads."""
+        return (self.rank + step) % self.size, (self.rank - step) % self.size
+
+    def _swap(
+        self, sent: Sequence[Tensor], to: int, there: Sequence[Tensor], source: int, tags: tuple[int, int]
+    ) -> _Arriving:
+        """Start to send two tensors, or none, and to receive `there`, unless they are empty."""
+        got = there if len(there[0]) else []
+        transfers = [Transfer("recv", x, source, tag) for x, tag in zip(got, tags, strict=False)]
+        transfers += [Transfer("send", x, to, tag) for x, tag in zip(sent, tags, strict=False)]
+        works = self.ring.group.exchange(transfers) if transfers else []
+        self._sending += zip(works[len(got) :], sent, strict=True)
+        return _Arriving(works[: len(got)], there[0], there[1])
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ __all__ = [
     "Pattern",
     "Runs",
     "Slopes",
+    "attend",
     "attention",
     "attention_with_lse",
     "backward_of_part",
@@ -86,14 +87,23 @@ def attention(
     """
     documents = Documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
     call = AttentionCall(_scale(q, scale), mask, documents, bias, dropout, pattern.causally(causal), part)
-    whole = mask is None and bias is None and q.shape[0] == k.shape[0] and part is None
-    whole = whole and pattern.prefix == 0 and pattern.layout is None
+    return attend(q, k, v, call)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, offset: Tensor | None = None) -> Tensor:
+    """`attention` by a call as a value, [s, b, n e]; with `offset` [n] as `with_softmax_offset` says."""
+    if offset is not None:
+        out, lse = _attend(q, k, v, call, lse=True)
+        assert lse is not None, "the table has no implementation without it for such a call"
+        return with_softmax_offset(out, lse, offset)
+    plain = call.mask is None and call.bias is None and call.part is None and q.shape[0] == k.shape[0]
+    plain = plain and call.pattern.prefix == 0 and call.pattern.layout is None
     # Reads where documents end, which a compiler cannot trace.
-    if documents is not None and whole and not torch.compiler.is_compiling():
+    if call.documents is not None and plain and not torch.compiler.is_compiling():
         check(q, k, v, call)
-        if documents.lengths is not None:
-            plain = partial(_attend, lse=False)
-            return attention_by_document(q, k, v, call, documents.lengths, lambda *run: plain(*run)[0])
+        if call.documents.lengths is not None:
+            alone = partial(_attend, lse=False)
+            return attention_by_document(q, k, v, call, call.documents.lengths, lambda *run: alone(*run)[0])
     return _attend(q, k, v, call, lse=False)[0]
 
 

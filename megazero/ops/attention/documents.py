@@ -88,6 +88,20 @@ class Documents:
         stop.scatter_(1, order, order.gather(1, to_here) + 1)
         return first.to(torch.int32), stop.to(torch.int32)
 
+    def part(self, columns: range) -> Documents:
+        """The documents of some columns, the same value whenever it is asked for; of all, this one."""
+        if columns == range(self.ids.shape[1]):
+            return self
+        if columns not in self._parts:
+            some = slice(columns.start, columns.stop)
+            host = None if self.host is None else self.host[:, some]
+            self._parts[columns] = Documents(self.ids[:, some], None, host)
+        return self._parts[columns]
+
+    @cached_property
+    def _parts(self) -> dict[range, Documents]:
+        return {}
+
     def hull(self, queries: range, keys: range) -> range:
         """The columns from the first key to the last of a query's document, as far as the host knows.
 
