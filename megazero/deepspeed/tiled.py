@@ -1,8 +1,9 @@
 """Layers and losses tile by tile (ALST, arXiv:2506.13996), with DeepSpeed's arguments.
 
-Backward computes each tile again, with the random numbers that forward drew for it. Parameters need not be
-named: those that a tile's result depends on are looked for in its graph. Each gets the sum of its tiles'
-gradients at once, so that ZeRO reduces it once. Where weights are sharded, all ranks must have as many tiles.
+Backward computes each tile again, with the random numbers and the types that forward had for it. Parameters
+need not be named: those that the tiles' results depend on are looked for in their graphs. Each gets the sum
+of its tiles' gradients at once, so that ZeRO reduces it once. Where weights are sharded, all ranks must have
+as many tiles.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from megazero.errors import ConfigError
 from megazero.ops.autograd import Gradients, apply
@@ -23,21 +26,6 @@ Reduction = Literal["mean", "sum"] | None
 
 IGNORED = -100
 """The label that torch's cross-entropy leaves out."""
-
-
-class _Random:
-    """The states of torch's generators, on the CPU and on the device of a tensor."""
-
-    def __init__(self, x: Tensor):
-        self.devices = [x.device] if x.is_cuda else []
-        self._cpu = torch.get_rng_state()
-        self._on_device = [torch.cuda.get_rng_state(device) for device in self.devices]
-
-    def restore(self) -> None:
-        """Draw from here on what was drawn after the states had been noted."""
-        torch.set_rng_state(self._cpu)
-        for device, state in zip(self.devices, self._on_device, strict=True):
-            torch.cuda.set_rng_state(state, device)
 
 
 @dataclass(frozen=True)
@@ -57,72 +45,111 @@ class _Tiling:
     def pieces(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """The pieces of all tensors, tile after tile."""
         cut = [x.tensor_split(self.tiles, self.dim) for x in tensors]
-        return [list(tile) for tile in zip(*cut, strict=True)]
-
-    def params(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The leaves that need a gradient and that a tile's result depends on."""
-        with torch.enable_grad():
-            out = self.of_tile(0, [piece.detach() for piece in self.pieces(tensors)[0]])
-        leaves: dict[int, Tensor] = {}
-        stack, seen = [out.grad_fn], set()
-        while stack:
-            node: Any = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if hasattr(node, "variable"):
-                leaves[id(node.variable)] = node.variable
-            stack += [following for following, _ in node.next_functions]
-        return list(leaves.values())
+        return [[parts[number] for parts in cut] for number in range(self.tiles)]
 
 
 class _InTiles(Function):
-    """The results of all tiles, one tensor for each; saves the tensors that are cut."""
+    """The results of all tiles, which are given; backward computes each again.
+
+    `restores` let the generators draw what they drew for a tile. `tensors` are so many that are `cut`, which
+    it saves, then the leaves that results depend on.
+    """
 
     @staticmethod
-    def forward(ctx: Any, tiling: _Tiling, cut: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any,
+        tiling: _Tiling,
+        results: Sequence[Tensor],
+        restores: Sequence[Callable[[], None]],
+        cut: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*tensors[:cut])
-        ctx.tiling, ctx.params, ctx.random = tiling, tensors[cut:], []
-        results = []
-        for number, pieces in enumerate(tiling.pieces(tensors[:cut])):
-            ctx.random.append(_Random(pieces[0]))
-            results.append(tiling.of_tile(number, pieces))
+        ctx.tiling, ctx.restores, ctx.leaves = tiling, restores, tensors[cut:]
+        kind = tensors[0].device.type
+        ctx.autocast = torch.autocast(kind, enabled=torch.is_autocast_enabled(kind))
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Gradients:
-        tensors, tiling = ctx.saved_tensors, ctx.tiling
-        _, _, *wants = ctx.needs_input_grad
-        learns = wants[: len(tensors)]
+        tensors, leaves, tiling = ctx.saved_tensors, ctx.leaves, ctx.tiling
+        learns = ctx.needs_input_grad[4 : 4 + len(tensors)]
         whole = [torch.zeros_like(x) if wanted else None for x, wanted in zip(tensors, learns, strict=True)]
-        into = tiling.pieces([x for x in whole if x is not None]) if any(learns) else [[]] * tiling.tiles
-        sums: list[Tensor] = []
+        into = tiling.pieces([x for x in whole if x is not None])
+        sums: list[Tensor | None] = [None] * len(leaves)
         device = tensors[0].device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), ctx.autocast:
             for number, pieces in enumerate(tiling.pieces(tensors)):
-                ctx.random[number].restore()
-                leaves = [x.detach().requires_grad_(w) for x, w in zip(pieces, learns, strict=True)]
+                ctx.restores[number]()
+                own = [x.detach().requires_grad_(w) for x, w in zip(pieces, learns, strict=True)]
                 with torch.enable_grad():
-                    out = tiling.of_tile(number, leaves)
-                own = [x for x in leaves if x.requires_grad]
-                made = list(torch.autograd.grad(out, [*ctx.params, *own], grads[number]))
-                for place, grad in zip(into[number], made[len(ctx.params) :], strict=True):
-                    place.copy_(grad)
-                more = made[: len(ctx.params)]
-                wide = [grad.to(compute_dtype(grad.dtype)) for grad in more]
-                sums = wide if not sums else [a.add_(b) for a, b in zip(sums, wide, strict=True)]
-        totals = [total.to(param.dtype) for total, param in zip(sums, ctx.params, strict=True)]
-        return None, None, *whole, *totals
+                    out = tiling.of_tile(number, own)
+                inputs = [*leaves, *(x for x in own if x.requires_grad)]
+                made = torch.autograd.grad(out, inputs, grads[number], allow_unused=True)
+                for place, grad in zip(into[number], made[len(leaves) :], strict=True):
+                    if grad is not None:
+                        place.copy_(grad)
+                _add(sums, made[: len(leaves)])
+                del out, made  # before the next tile has its own
+        totals = [None if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
+        return None, None, None, None, *whole, *totals
+
+
+def _add(sums: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
+    """Add up gradients of tiles in fp32 (or fp64), in memory of their own.
+
+    Autograd may hand out one tensor as the gradient of two leaves, or an expanded one.
+    """
+    for place, grad in enumerate(more):
+        total = sums[place]
+        if grad is not None and total is None:
+            sums[place] = grad.to(compute_dtype(grad.dtype), copy=True)
+        elif grad is not None and total is not None:
+            total += grad
+
+
+def _noted(x: Tensor) -> Callable[[], None]:
+    """Note the states of torch's generators, on the CPU and on the device of x; the result restores them."""
+    cpu, devices = torch.get_rng_state(), get_device_states(x)
+
+    def restore() -> None:
+        torch.set_rng_state(cpu)
+        set_device_states(*devices)
+
+    return restore
+
+
+def _leaves(out: Tensor) -> dict[int, Tensor]:
+    """The leaves that need a gradient and that a result depends on, by their ids."""
+    leaves: dict[int, Tensor] = {}
+    stack, seen = [out.grad_fn], set()
+    while stack:
+        node: Any = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        stack += [following for following, _ in node.next_functions]
+    return leaves
 
 
 def _in_tiles(tiling: _Tiling, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if not torch.is_grad_enabled():
         return tuple(tiling.of_tile(number, tile) for number, tile in enumerate(tiling.pieces(tensors)))
-    state = _Random(tensors[0])
-    params = tiling.params(tensors)
-    state.restore()
-    return apply(_InTiles, tiling, len(tensors), *tensors, *params)
+    results, restores, leaves = [], [], {}
+    for number, pieces in enumerate(tiling.pieces([x.detach() for x in tensors])):
+        restores.append(_noted(pieces[0]))
+        with saved_tensors_hooks(_nothing, _nothing):  # only the leaves of the graph are of use
+            out = tiling.of_tile(number, pieces)
+        leaves |= _leaves(out)
+        results.append(out.detach())
+    return apply(_InTiles, tiling, results, restores, len(tensors), *tensors, *leaves.values())
+
+
+def _nothing(_: Tensor | None) -> None:
+    """Keep nothing for a backward that does not come."""
 
 
 def _check_tiles(field: str, tiles: int, length: int) -> None:

@@ -22,6 +22,7 @@ from megazero.deepspeed.sparse.products import MatMul, Softmax
 from megazero.deepspeed.sparse.utils import SparseAttentionUtils as Utils
 from megazero.deepspeed.user_config import DeepSpeedConfig
 from megazero.errors import ConfigError
+from megazero.ops.attention import attention
 
 CONFIGS = {
     "dense": DenseSparsityConfig(2, 4),
@@ -73,6 +74,26 @@ def test_a_layout_of_ones_own():
     found = SparseSelfAttention(Diagonal(2), max_seq_length=16)(x, x, x)
     half = x[:, :, 4:]
     torch.testing.assert_close(found[:, :, 4:], (half @ half.mT / 2).softmax(-1) @ half)
+
+
+def test_the_blocks_are_one_object_until_the_layout_changes(monkeypatch):
+    """What attention has found out about a layout it keeps by that object."""
+    seen = []
+
+    def watched(*parts, pattern, **how):
+        seen.append(pattern.layout)
+        return attention(*parts, pattern=pattern, **how)
+
+    monkeypatch.setattr("megazero.deepspeed.sparse.attention.attention", watched)
+    layer = SparseSelfAttention(LocalSlidingWindowSparsityConfig(2, 4, 1), max_seq_length=16)
+    x = torch.randn(1, 2, 16, 4)
+    narrow = layer(x, x, x)
+    torch.testing.assert_close(layer(*[x[:, :, :8]] * 3), narrow[:, :, :8])
+    assert seen[0] is seen[1]
+    other = SparseSelfAttention(LocalSlidingWindowSparsityConfig(2, 4, 3), max_seq_length=16)
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer(x, x, x), other(x, x, x))
+    assert not torch.equal(layer(x, x, x), narrow)
 
 
 REFUSED = {

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megazero.deepspeed.initialize import initialize
 from megazero.deepspeed.tiled import (
     SequenceTiledCompute,
     TiledFusedLogitsLoss,
     TiledMLP,
     sequence_tiled_compute,
 )
+from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import ConfigError
 
 B, S, H, V = 2, 10, 6, 13
@@ -102,6 +104,90 @@ def test_hooks_see_one_gradient_and_the_unused_none() -> None:
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: seen.update([name]))
     TiledMLP.apply(Mlp.plain, module, hidden(), 4, list(module.parameters())).sum().backward()
     assert seen == Counter(dict.fromkeys(module.used(), 1))
+
+
+def test_leaves_whose_gradients_are_one_tensor() -> None:
+    """That of a sum is the same for both terms, and here an expanded one."""
+    a, b = (nn.Parameter(torch.randn(1, 5, H).double()) for _ in range(2))
+    fn = lambda module, x: x + (a + b)  # noqa: E731
+    made = torch.autograd.grad(TiledMLP.apply(fn, Mlp(), hidden(), 2).sum(), [a, b])
+    same(made, [torch.full_like(a, 2 * B)] * 2)
+
+
+def test_tiles_that_depend_on_other_leaves() -> None:
+    """As those of experts, of which a tile may choose a few."""
+    experts, x = nn.ModuleList(nn.Linear(H, H).double() for _ in range(3)), hidden()
+
+    def chosen(experts: nn.Module, x: Tensor) -> Tensor:
+        out, kind = torch.zeros_like(x), x[..., 0].detach() > 0
+        for number, expert in enumerate(experts):
+            rows = kind == bool(number)
+            if rows.any():
+                out[rows] = expert(x[rows])
+        return out
+
+    with torch.no_grad():
+        x[:, :4, 0], x[:, 4:6, 0], x[:, 6:, 0] = -1, torch.tensor([-1, 1]), 1
+    out, whole = TiledMLP.apply(chosen, experts, x, 5), chosen(experts, x)
+    same([out], [whole])
+    leaves = [x, *experts.parameters()]
+    same(*(torch.autograd.grad(y.square().sum(), leaves) for y in (out, whole)))
+
+
+def test_forward_computes_a_tile_once_and_keeps_nothing_of_it() -> None:
+    module, seen, kept = Mlp(), [], []
+
+    def noted(module: nn.Module, x: Tensor) -> Tensor:
+        seen.append(x.shape[1])
+        return module.plain(x)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape), lambda x: x):
+        TiledMLP.apply(noted, module, hidden(), 3)
+    assert seen == [4, 3, 3]
+    assert kept == [(B, S, H)]  # the input, which the tiles of backward are cut from
+
+
+class Deep(nn.Module):
+    """Two MLPs, in tiles if there are any."""
+
+    def __init__(self, tiles: int):
+        super().__init__()
+        self.layers, self.tiles = nn.ModuleList(Mlp().float() for _ in range(2)), tiles
+        for layer in self.layers:
+            del layer.unused
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = TiledMLP.apply(Mlp.plain, layer, x, self.tiles) if self.tiles else layer.plain(x)
+        return x
+
+
+def _trained(rank: int, size: int, stage: int, tiles: int, cast: bool) -> list[Tensor]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "torch_autocast": {"enabled": cast, "dtype": "bfloat16"},
+    }
+    model = Deep(tiles)
+    engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
+    for step in range(2):
+        x = torch.randn(2, S, H, generator=torch.Generator().manual_seed(size * step + rank))
+        engine.backward(engine(x).float().square().sum())
+        engine.step()
+    with GatheredParameters(list(model.parameters())):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_trains_in_tiles(pool, stage: int, cast: bool) -> None:
+    """Also where it casts in forward, as backward must when it computes a tile again."""
+    whole, tiled = (pool.run(_trained, 2, stage, tiles, cast)[0] for tiles in (0, 3))
+    tolerance = 1e-2 if cast else 1e-5  # a tile's gradients are in 16 bits before they are added up
+    for one, other in zip(whole, tiled, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.25])

@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 
 from megazero.deepspeed.comm.collectives import all_gather, all_gather_object
 from megazero.deepspeed.comm.world import AnyGroup
+from megazero.deepspeed.tiled import IGNORED
 from megazero.errors import DataError
 
 _NEEDED = ("input_ids", "position_ids", "labels")
-_IGNORED = -100
 
 
 class UlyssesSPDataLoaderAdapter:
@@ -103,7 +103,7 @@ class UlyssesSPDataLoaderAdapter:
 
     def _piece(self, batch: dict[str, Any]) -> dict[str, Any]:
         labels = batch.pop("labels")
-        batch["shift_labels"] = pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        batch["shift_labels"] = pad(labels[:, 1:], (0, 1), value=IGNORED)
         size = labels.shape[1] // self.sp_world_size
         return {
             key: value.narrow(1, self.sp_rank * size, size).cpu() if isinstance(value, Tensor) else value

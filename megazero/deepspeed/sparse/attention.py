@@ -55,6 +55,7 @@ class SparseSelfAttention(nn.Module):
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
         self.max_seq_length = max_seq_length
         self.register_buffer("master_layout", cast(Any, config).make_layout(max_seq_length))
+        self._known: tuple[Tensor, int, BlockLayout] | None = None
 
     def get_layout(self, length: int) -> Tensor:
         """The layout of sequences of `length` tokens, int64 [heads, N, N].
@@ -71,6 +72,17 @@ class SparseSelfAttention(nn.Module):
             )
         blocks = length // block
         return self.master_layout[..., :blocks, :blocks]
+
+    def _blocks(self) -> BlockLayout:
+        """The blocks of `master_layout`, on the host.
+
+        They are one object for all calls until the buffer is written: by it the tiles to compute are found.
+        """
+        master = self.master_layout
+        version = 0 if master.is_inference() else master._version
+        if self._known is None or self._known[0] is not master or self._known[1] != version:
+            self._known = (master, version, BlockLayout((master != 0).cpu(), self.sparsity_config.block))
+        return self._known[2]
 
     def forward(
         self,
@@ -121,13 +133,13 @@ class SparseSelfAttention(nn.Module):
         broadcastable to [b, n, s, s].
         """
         length = query.shape[2]
-        layout = BlockLayout(self.get_layout(length) != 0, self.sparsity_config.block)
+        self.get_layout(length)  # or refuse the length
         context = attention(
             *(x.permute(2, 0, 1, 3) for x in (query, key, value)),
             causal=getattr(self.sparsity_config, "attention", None) == "unidirectional",
             mask=mask,
             bias=None if bias is None else bias.to(query.dtype),
-            pattern=Pattern(layout=layout),
+            pattern=Pattern(layout=self._blocks()),
         )
         return context.view(length, len(query), query.shape[1], -1).permute(1, 2, 0, 3)
 
