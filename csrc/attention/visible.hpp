@@ -126,6 +126,7 @@ struct Visible {
   // `start` on.
   template <typename Body>
   MEGAZERO_INLINE void runs(const QueryBlock& of, std::int64_t start, const Body& body) const {
+    if (blocks != nullptr && !some(of, start, kKeys, true)) return;
     std::int64_t from = start;  // where the current run begins
     for (std::int64_t at = start; at < start + kKeys; at += kPanel) {
       bool seen = at < of.end && (at + kPanel > of.begin || (sinks != nullptr && notes[at / kPanel].sinks != 0));

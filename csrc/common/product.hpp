@@ -36,8 +36,8 @@ using Avx512Tile = Tile<Floats16, 8, 2>;
 constexpr std::int64_t kTileRows = 8;
 constexpr std::int64_t kTileColumns = 16;
 
-// Columns are stored in panels: column j of b is at (j / 32) panel + j % 32 of each row.
-constexpr std::int64_t kPanel = 32;
+// Columns are stored in panels: column j of b is at (j / 16) panel + j % 16 of each row.
+constexpr std::int64_t kPanel = kTileColumns;
 
 struct Left {
   const float* at;
@@ -52,8 +52,7 @@ struct Right {
 };
 
 template <typename Set, int Vectors, bool Add>
-MEGAZERO_INLINE void tile_product(Left a, const float* b, std::int64_t b_row, float* c, std::int64_t c_row,
-                                  std::int64_t depth) {
+MEGAZERO_INLINE void tile_product(Left a, Right b, float* c, std::int64_t c_row, std::int64_t depth) {
   using Vector = typename Set::Vector;
   Vector sums[Set::rows][Vectors];
 #pragma GCC unroll 8
@@ -70,7 +69,9 @@ MEGAZERO_INLINE void tile_product(Left a, const float* b, std::int64_t b_row, fl
   for (std::int64_t k = 0; k < depth; ++k) {
     Vector right[Vectors];
 #pragma GCC unroll 4
-    for (int j = 0; j < Vectors; ++j) right[j] = *reinterpret_cast<const Vector*>(b + j * Set::width);
+    for (int j = 0; j < Vectors; ++j) {
+      right[j] = *reinterpret_cast<const Vector*>(b.at + j * Set::width / kPanel * b.panel + j * Set::width % kPanel);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < Set::rows; ++i) {
       const float left = a.at[i * a.row];
@@ -78,7 +79,7 @@ MEGAZERO_INLINE void tile_product(Left a, const float* b, std::int64_t b_row, fl
       for (int j = 0; j < Vectors; ++j) sums[i][j] += left * right[j];
     }
     a.at += a.column;
-    b += b_row;
+    b.at += b.row;
   }
 #pragma GCC unroll 8
   for (int i = 0; i < Set::rows; ++i) {
@@ -94,16 +95,15 @@ MEGAZERO_INLINE void product(std::int64_t rows, std::int64_t columns, std::int64
                              std::int64_t c_row) {
   constexpr std::int64_t step = Set::width * Set::vectors;
   for (std::int64_t j = 0; j < columns;) {
-    const float* from = b.at + j / kPanel * b.panel + j % kPanel;
+    const Right from{b.at + j / kPanel * b.panel + j % kPanel, b.row, b.panel};
     if (columns - j >= step) {
       for (std::int64_t i = 0; i < rows; i += Set::rows) {
-        tile_product<Set, Set::vectors, Add>({a.at + i * a.row, a.row, a.column}, from, b.row, c + i * c_row + j, c_row,
-                                             depth);
+        tile_product<Set, Set::vectors, Add>({a.at + i * a.row, a.row, a.column}, from, c + i * c_row + j, c_row, depth);
       }
       j += step;
     } else {
       for (std::int64_t i = 0; i < rows; i += Set::rows) {
-        tile_product<Set, 1, Add>({a.at + i * a.row, a.row, a.column}, from, b.row, c + i * c_row + j, c_row, depth);
+        tile_product<Set, 1, Add>({a.at + i * a.row, a.row, a.column}, from, c + i * c_row + j, c_row, depth);
       }
       j += Set::width;
     }

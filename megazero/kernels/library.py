@@ -101,10 +101,7 @@ class StillKernels(KernelLibrary):
     """Kernels of a device that is planned for: nothing is launched, and results have no content."""
 
     def __init__(self) -> None:
-        self.path = Path("still")
-
-    def driver_error(self) -> None:
-        """None: there is no driver to ask."""
+        """Load nothing."""
 
     def launch(self, name: str, *arguments: Argument) -> None:
         """Do nothing."""

@@ -46,12 +46,17 @@ each_pattern = pytest.mark.parametrize("name", PATTERNS)
 
 
 def calls_of(pattern: Pattern, s: int, t: int):
-    """The pattern by itself, elsewhere in a sequence, and with documents and a mask."""
+    """The pattern by itself, elsewhere in a sequence, with documents and a mask, with documents elsewhere."""
     plain = AttentionCall(0.3, pattern=pattern)
     yield plain
     yield replace(plain, part=Part(100, 30))
     ids = Documents(torch.stack((torch.arange(t) // 70, torch.arange(t) // 200)))
     yield replace(plain, documents=ids, mask=torch.rand(2, 1, 1, t) < 0.8)
+    places = torch.arange(400)
+    whole = Documents(torch.stack((places // 70, places // 190)))
+    keys = slice(30, 30 + t)  # some of their documents begin before them
+    part = Part(100, 30, whole.ids[:, 100 : 100 + s], whole.bounds[0][:, keys])
+    yield replace(plain, documents=Documents(whole.ids[:, keys]), part=part)
 
 
 def cases(name: str):

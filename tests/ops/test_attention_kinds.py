@@ -108,14 +108,14 @@ def test_patterns(name):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns_of_parts(name):
     """Queries and keys anywhere in their sequence, keys before or behind queries, with documents of both."""
-    ids = torch.stack((torch.arange(400) // 77, torch.arange(400) // 150))
+    whole = Documents(torch.stack((torch.arange(400) // 77, torch.arange(400) // 150)))
     for query, key in itertools.product((0, 7, 150, 213), (0, 40, 160, 250)):
         pattern, inputs = PATTERNS[name](400), inputs_of(101, 133)
         call = AttentionCall(0.3, pattern=pattern, part=Part(query, key), bias=Slopes(torch.full((N,), 0.01)))
         agree(inputs, call)
-        if not pattern.sinks:
-            part = Part(query, key, ids[:, query : query + 101])
-            agree(inputs, replace(call, part=part, documents=Documents(ids[:, key : key + 133])))
+        keys = slice(key, key + 133)
+        part = Part(query, key, whole.ids[:, query : query + 101], whole.bounds[0][:, keys])
+        agree(inputs, replace(call, part=part, documents=Documents(whole.ids[:, keys])))
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -31,14 +32,16 @@ from megazero.ops.attention import (
     Pattern,
     Runs,
     attention,
+    attention_with_lse,
     table,
 )
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.cuda import attention_cuda
+from megazero.ops.attention.kernel import AttentionKernel
 from megazero.ops.attention.pattern import ALL, CAUSAL
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.attention.varlen import attention_varlen, varlen_arguments, varlen_knows
-from megazero.ops.dispatch import everything
+from megazero.ops.dispatch import FLOATS, everything
 from megazero.ops.dropout import AttentionDropout
 from tests.kernels.harness import watched
 
@@ -49,8 +52,12 @@ TORCH_2_11 = frozenset({"query", "scale", "window_size", "return_aux"})
 TORCH_2_12 = TORCH_2_11 | {"enable_gqa"}
 
 
-def chosen(monkeypatch, built: bool, **facts) -> str:
+def set_built(monkeypatch, built: bool) -> None:
     monkeypatch.setattr("megazero.ops.cuda._BACKEND", type("Backend", (), {"library": built or None})())
+
+
+def chosen(monkeypatch, built: bool, **facts) -> str:
+    set_built(monkeypatch, built)
     whole = {"dtype": torch.bfloat16, "mask": MaskKind.CAUSAL, "dropout": False, "lse": False, **facts}
     return ATTENTION.choose(AttentionFacts("cuda", **whole)).name
 
@@ -70,12 +77,38 @@ def chosen(monkeypatch, built: bool, **facts) -> str:
         ({"mask": MaskKind.RUNS, "dtype": torch.float32}, "cuda"),
         ({"mask": MaskKind.RUNS, "dtype": torch.float64}, "sdpa"),
         ({"dropout": True, "heads": HeadKind.WIDE}, "composed"),
-        ({"dropout": True, "bias": True}, "composed"),
+        ({"dropout": True, "bias": BiasKind.TENSOR}, "composed"),
         ({"lse": True, "heads": HeadKind.UNLIKE}, "reference"),
     ],
 )
 def test_each_kind_of_call_has_its_kernel(facts, name, monkeypatch):
     assert chosen(monkeypatch, built=True, **facts) == name
+
+
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_whatever_gives_a_log_sum_exp_is_a_kernel(device, built, monkeypatch):
+    """Merging parts of the keys needs both passes, of every kind of call."""
+    set_built(monkeypatch, built)
+    kinds = itertools.product(FLOATS, MaskKind, (False, True), (True,), BiasKind, HeadKind)
+    chosen = {ATTENTION.choose(AttentionFacts(device, *kind)) for kind in kinds}
+    assert len(chosen) > 1 or (device == "cuda" and not built)
+    assert all(isinstance(row.fn, AttentionKernel) for row in chosen)
+
+
+@pytest.mark.parametrize("width", [8, 12])
+def test_a_plan_makes_values_of_any_width(width):
+    """Their results and gradients have the shapes and dtypes that a device's have."""
+    given = [
+        torch.zeros(shape, dtype=torch.bfloat16) for shape in ((5, 2, 4, 6), (5, 2, 2, 6), (5, 2, 2, width))
+    ]
+    made = []
+    for device in ("cpu", "meta"):
+        leaves = [x.to(device).requires_grad_() for x in given]
+        results = attention_with_lse(*leaves, causal=True)
+        grads = torch.autograd.grad(results, leaves, [torch.zeros_like(x) for x in results])
+        made.append([(x.shape, x.dtype) for x in (*results, *grads)])
+    assert made[0] == made[1]
 
 
 def test_without_our_kernels_torchs_run(monkeypatch):

@@ -14,7 +14,6 @@ from megazero.ops.attention.documents import Documents
 from megazero.ops.attention.pattern import ALL, CAUSAL, Pattern
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions
-from megazero.ops.scaled_softmax import same_document
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,20 +81,18 @@ class AttentionCall:
         s, t, documents, pattern = q.shape[0], k.shape[0], self.documents, self.pattern
         if self.causal_alone(s, t):
             return None
-        masks, begins = [] if self.mask is None else [self.mask], None
+        masks, begins = [self.mask], None
         if documents is not None:
             square = s == t and self.part is None and pattern in (ALL, CAUSAL)
             if square and not torch.compiler.is_compiling():
                 masks.append(documents.causal_mask if self.causal else documents.mask)  # shared by the layers
                 pattern = ALL
             else:
-                masks.append(self._same_document(documents, s))
+                masks.append(self.query_ids(s)[:, None, :, None] == documents.ids[:, None, None, :])
                 begins = self.begins if pattern.sinks else None
-        masks += _given(pattern.allowed(False, *self.places(s, t), q.device, begins))
-        if not masks:
-            return None
-        mask = reduce(and_, masks)
-        return mask.view((1,) * (4 - mask.dim()) + mask.shape).expand(-1, -1, s, t)
+        masks.append(pattern.allowed(False, *self.places(s, t), q.device, begins))
+        given = [mask for mask in masks if mask is not None]
+        return over_pairs(reduce(and_, given), s, t) if given else None
 
     def masked(self, q: Tensor, k: Tensor) -> AttentionCall:
         """The call with all its restrictions in its mask, and biases that are a tensor."""
@@ -119,6 +116,12 @@ class AttentionCall:
         if pattern == self.pattern and part is self.part:
             return self
         return replace(self, pattern=pattern, part=part)
+
+    def query_ids(self, s: int) -> Tensor:
+        """int [b, s], the documents of the queries, for a call that has documents."""
+        assert self.documents is not None, "queries have no documents if keys have none"
+        given = None if self.part is None else self.part.query_ids
+        return self.documents.ids[:, self.documents.ids.shape[1] - s :] if given is None else given
 
     @property
     def begins(self) -> Tensor | None:
@@ -149,12 +152,6 @@ class AttentionCall:
         q, k = (torch.arange(x.start, x.stop, device=by_head.device) for x in self.places(s, t))
         return by_head.view(-1, 1, 1) * (k - q.unsqueeze(1))
 
-    def _same_document(self, documents: Documents, s: int) -> Tensor:
-        ids = None if self.part is None else self.part.query_ids
-        if ids is None:
-            return same_document(documents.ids, s)
-        return ids[:, None, :, None] == documents.ids[:, None, None, :]
-
     def of_run(self, row: int, start: int, stop: int) -> AttentionCall:
         """The same call for the tokens from `start` to `stop` of one row, which are a whole document."""
         dropout = self.dropout
@@ -177,8 +174,9 @@ class AttentionCall:
         return replace(self, documents=None, dropout=dropout)
 
 
-def _given(mask: Tensor | None) -> list[Tensor]:
-    return [] if mask is None else [mask]
+def over_pairs(mask: Tensor, s: int, t: int) -> Tensor:
+    """A view [b or 1, n or 1, s, t] of a mask that is broadcastable to [b, n, s, t]."""
+    return mask.view((1,) * (4 - mask.dim()) + mask.shape).expand(-1, -1, s, t)
 
 
 def attention_by_document(

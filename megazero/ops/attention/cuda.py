@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megazero.kernels.library import Argument, KernelLibrary
 from megazero.ops.attention.call import AttentionCall
-from megazero.ops.attention.kernel import AttentionKernel, Results
+from megazero.ops.attention.kernel import AttentionKernel, Results, strides
 from megazero.ops.attention.pattern import CAUSAL
 from megazero.ops.counter_random import keep_threshold
 from megazero.ops.cuda import STILL_KERNELS, cuda_kernels
@@ -44,11 +44,6 @@ def _span(x: Tensor) -> Tensor:
     return x.as_strided((last + 1,), (1,))
 
 
-def _strides(x: Tensor, dims: int) -> list[int]:
-    """Strides of the first dims, 0 where x is broadcast."""
-    return [x.stride(dim) if x.shape[dim] > 1 else 0 for dim in range(dims)]
-
-
 def _places(positions: Positions) -> tuple[Tensor | None, list[int]]:
     """Positions as kernels read them: a tensor or None; start, step, strides of rows and samples."""
     if isinstance(positions, range):
@@ -62,38 +57,40 @@ class _Given:
     """A call as the kernels get it.
 
     Attributes:
-        numbers: `Numbers` of csrc/attention/cuda.cu.
+        sides, others: what `Numbers` of csrc/attention/cuda.cu has between sizes and strides, and after them.
         scale, kept: the factors of scores, and of what dropout keeps.
         tensors: bounds of documents, mask, keys of dropout, positions of queries and keys; or None.
     """
 
-    numbers: tuple[int, ...]
+    sides: tuple[int, ...]
+    others: tuple[int, ...]
     scale: float
     kept: float
     tensors: tuple[Tensor | None, ...]
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
-        (s, b, n, d), (t, _, g, _) = q.shape, k.shape
-        left, right = (_NO_LIMIT if side < 0 else side for side in call.sides)
+    def of(cls, call: AttentionCall) -> _Given:
         first, stop = (None, None) if call.documents is None else call.documents.bounds
         mask, of_mask = None, [0, 0, 0, 0]
         if call.mask is not None:
             mask = call.mask.view((1,) * (4 - call.mask.dim()) + call.mask.shape).contiguous()
-            of_mask, mask = _strides(mask, 4), mask.view(torch.uint8)
+            of_mask, mask = strides(mask, 4), mask.view(torch.uint8)
         keys, kept, drops = None, 1.0, [0, 0, 0]
         nowhere: tuple[Tensor | None, list[int]] = (None, [0, 0, 0, 0])
         places = nowhere, nowhere
         if call.dropout is not None:
             keys, drops, places = _drops(call.dropout)
             kept = 1 / (1 - call.dropout.p)
-        sizes = [s, t, b, n, g, d, left, right]
-        strides = [stride for x in (q, k, v) for stride in _strides(x, 3)]
-        numbers = (*sizes, *strides, *of_mask, *drops, *places[0][1], *places[1][1])
-        return cls(numbers, call.scale, kept, (first, stop, mask, keys, places[0][0], places[1][0]))
+        sides = tuple(_NO_LIMIT if side < 0 else side for side in call.sides)
+        others = (*of_mask, *drops, *places[0][1], *places[1][1])
+        tensors = (first, stop, mask, keys, places[0][0], places[1][0])
+        return cls(sides, others, call.scale, kept, tensors)
 
     def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Argument, ...]:
-        return (q.dtype, self.numbers, self.scale, *map(_span, (q, k, v)), *self.tensors, self.kept)
+        (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+        distances = [stride for x in (q, k, v) for stride in strides(x, 3)]
+        numbers = (s, t, b, n, g, d, *self.sides, *distances, *self.others)
+        return (q.dtype, numbers, self.scale, *map(_span, (q, k, v)), *self.tensors, self.kept)
 
 
 def _drops(
@@ -120,30 +117,29 @@ class _Cuda(AttentionKernel):
         kernels: KernelLibrary | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The result and the log-sum-exp; by other `kernels` if they are given."""
-        own = self if kernels is None else _Cuda(kernels)
+        own = self if kernels is None else replace(self, kernels=kernels)
         return AttentionKernel.__call__(own, q, k, v, call)
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
-        q, k, v = _fit(q, k, v)
-        return _Given.of(q, k, v, call)
+        return _Given.of(call)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, given: _Given, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        s, b, n, d = q.shape
+        (s, b, n, _), e = q.shape, v.shape[3]
         if q.numel() == 0 or k.numel() == 0:
             lse = q.new_full((b, n, s), -torch.inf, dtype=torch.float32)
-            return torch.zeros(q.shape, dtype=dtype, device=q.device), lse
+            return torch.zeros(s, b, n, e, dtype=dtype, device=q.device), lse
         q, k, v = _fit(q, k, v)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(s, b, n, v.shape[3], dtype=q.dtype, device=q.device)
         lse = torch.empty(b, n, s, dtype=torch.float32, device=q.device)
         self._launch("attention_forward", *given.arguments(q, k, v), out, lse)
-        return out[..., :d].to(dtype).contiguous(), lse
+        return out[..., :e].to(dtype).contiguous(), lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, results: Results, given: _Given, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor, Tensor]:
-        d = q.shape[3]
+        widths = [x.shape[3] for x in (q, k, v)]
         if q.numel() == 0 or k.numel() == 0:
             grad_q, grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype, device=q.device) for x in (q, k, v))
             return grad_q, grad_k, grad_v
@@ -153,7 +149,7 @@ class _Cuda(AttentionKernel):
         rows = (out, grad, lse, grad_lse, torch.empty_like(results.lse))
         grads = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
         self._launch("attention_backward", *given.arguments(q, k, v), *rows, *grads)
-        grad_q, grad_k, grad_v = (x[..., :d].to(dtype) for x in grads)
+        grad_q, grad_k, grad_v = (x[..., :own].to(dtype) for x, own in zip(grads, widths, strict=True))
         return grad_q, grad_k, grad_v
 
     def _launch(self, name: str, *arguments: Argument) -> None:
@@ -180,7 +176,7 @@ class _CudaByMask(_Cuda):
     """By the same kernels, for restrictions that they know as a mask of all pairs alone."""
 
     def prepare(self, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> _Given:
-        return super().prepare(q, k, v, call.masked(q, k))
+        return _Given.of(call.masked(q, k))
 
 
 attention_cuda_by_mask = _CudaByMask()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megazero.ops.attention.call import AttentionCall, Part, Slopes
+from megazero.ops.attention.call import AttentionCall, Part, Slopes, over_pairs
 from megazero.ops.attention.pattern import Pattern
 
 TILE = 128  # a smaller one is slow, and a layout's block of this size is a whole tile
@@ -51,13 +51,9 @@ def allows(call: AttentionCall, s: int, t: int, device: torch.device) -> _Allows
     (left, right), layout, size = pattern.sides(), None, 1
     if pattern.layout is not None:
         layout, size = pattern.layout.blocks.to(device), pattern.layout.size
-    key_ids = None if documents is None else documents.ids
-    query_ids = None if key_ids is None else key_ids[:, t - s :]
-    if call.part is not None and call.part.query_ids is not None:
-        query_ids = call.part.query_ids
-    begins = documents.bounds[0] if documents is not None and pattern.sinks else None
-    mask = None if call.mask is None else call.mask.view((1,) * (4 - call.mask.dim()) + call.mask.shape)
-    mask = None if mask is None else mask.expand(-1, -1, s, t)
+    ids = None if documents is None else (call.query_ids(s), documents.ids)
+    begins = call.begins if pattern.sinks else None
+    mask = None if call.mask is None else over_pairs(call.mask, s, t)
 
     def allowed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         q, k = i + queries.start, j + keys.start
@@ -69,8 +65,8 @@ def allows(call: AttentionCall, s: int, t: int, device: torch.device) -> _Allows
             visible = visible & ((q - k <= left) | (k - first < pattern.sinks))
         if layout is not None:
             visible = visible & layout[h if len(layout) > 1 else 0, q // size, k // size]
-        if query_ids is not None and key_ids is not None:
-            visible = visible & (query_ids[b, i] == key_ids[b, j])
+        if ids is not None:
+            visible = visible & (ids[0][b, i] == ids[1][b, j])
         if mask is not None:
             visible = visible & mask[b if len(mask) > 1 else 0, h if mask.shape[1] > 1 else 0, i, j]
         return visible

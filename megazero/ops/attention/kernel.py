@@ -40,6 +40,11 @@ def above_all_scores(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 1e30)
 
 
+def strides(x: Tensor, dims: int) -> list[int]:
+    """Strides of the first dims, 0 where x is broadcast, as kernels are given them."""
+    return [x.stride(dim) if x.shape[dim] > 1 else 0 for dim in range(dims)]
+
+
 class AttentionKernel(ABC):
     """Attention with its log-sum-exp. Both passes run without autograd."""
 

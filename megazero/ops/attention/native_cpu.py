@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.ops.attention.call import AttentionCall, Slopes
-from megazero.ops.attention.kernel import AttentionKernel, Results
+from megazero.ops.attention.call import AttentionCall, Slopes, over_pairs
+from megazero.ops.attention.kernel import AttentionKernel, Results, strides
 from megazero.ops.counter_random import KeepRows, keep_columns
 from megazero.ops.dropout import attention_columns, attention_row_keys
 from megazero.ops.native import NATIVE, address, adjacent, heads_of, kept_by
@@ -54,32 +54,24 @@ class _Given:
             sinks = hold((places if begins is None else places - begins) < pattern.sinks)
             limits.sinks(address(sinks), t if sinks.dim() == 2 else 0)
         if documents is not None:
-            ids = documents.ids[:, t - s :] if call.part is None else call.part.query_ids
-            ids = documents.ids[:, t - s :] if ids is None else ids
-            limits.documents(*(address(hold(x, torch.int64)) for x in (ids, documents.ids)))
+            ids = call.query_ids(s), documents.ids
+            limits.documents(*(address(hold(x, torch.int64)) for x in ids))
         if pattern.layout is not None:
             blocks = hold(pattern.layout.blocks)
-            head, row = _strides(blocks, 2)
+            head, row = strides(blocks, 2)
             limits.blocks(address(blocks), head, row, pattern.layout.size)
         if isinstance(call.bias, Slopes):
             limits.slopes(address(hold(call.bias.by_head, torch.float32)))
         if call.mask is not None:
-            mask = adjacent(
-                call.mask.view((1,) * (4 - call.mask.dim()) + call.mask.shape).expand(-1, -1, s, t)
-            )
+            mask = adjacent(over_pairs(call.mask, s, t))
             held.append(mask)
-            limits.mask(address(mask), *_strides(mask, 3))
+            limits.mask(address(mask), *strides(mask, 3))
         if call.dropout is not None:
             rows = KeepRows.of(attention_row_keys(call.dropout, n))
             rows = KeepRows(*(hold(x, torch.int32) for x in (rows.low, rows.odd_high)))
             columns = hold(keep_columns(attention_columns(call.dropout)), torch.int32)
-            limits.dropout(kept_by(rows, columns, call.dropout.p), *_strides(columns, 1))
+            limits.dropout(kept_by(rows, columns, call.dropout.p), *strides(columns, 1))
         return cls(call, limits, tuple(held))
-
-
-def _strides(x: Tensor, dims: int) -> list[int]:
-    """Strides of the first dims, 0 where x is broadcast."""
-    return [x.stride(dim) if x.shape[dim] > 1 else 0 for dim in range(dims)]
 
 
 class _NativeAttention(AttentionKernel):
