@@ -1,0 +1,50 @@
+"""The work of a rank on paper: kernels, and calls between ranks, in the order in which a step starts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel, or an operator of torch's that is one.
+
+    Attributes:
+        name: torch's for an operator (``mm``, ``add``), or that of a kernel here (``layer_norm_forward``).
+        nbytes: bytes that it reads and writes, each tensor counted once.
+        flops: two for each multiply-add of matrix products, none for other arithmetic.
+        dtype: of what it multiplies, or of its largest tensor.
+        sizes: (m, n, k) of the product of [m, k] and [k, n], for a matrix product.
+        batch: the number of such products.
+    """
+
+    name: str
+    nbytes: int
+    flops: float = 0
+    dtype: torch.dtype = torch.float32
+    sizes: tuple[int, int, int] | None = None
+    batch: int = 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call between the ranks of a group.
+
+    Attributes:
+        group: the communicator's name.
+        operation: the method of `megazero.mpu.group.Group`; ``send`` and ``recv`` for messages.
+        nbytes: the payload, the larger side of the call.
+        ranks: the members' world ranks, or the two of a message.
+        later: whether the caller goes on, and waits for the result later.
+    """
+
+    group: str
+    operation: str
+    nbytes: int
+    ranks: tuple[int, ...]
+    later: bool = False
+
+
+Work = Kernel | Call
