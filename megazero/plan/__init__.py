@@ -1,1 +1,1 @@
-"""What a training would do, worked out from its own code on tensors without content."""
+"""A training on paper: its needs, its time and its traffic, worked out from its own code on tensors without content."""
