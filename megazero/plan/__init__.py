@@ -1,1 +1,1 @@
-"""A training on paper: its needs, its time and its traffic, worked out from its own code on tensors without content."""
+"""A training on paper: what it needs, takes and moves, found by its own code on the meta device."""
