@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from megazero.plan.flops import COUNTS, Rate, Shape, step_flops
 FOLDER = Path(__file__).parent
 RECOMPUTES = ("none", "selective", "full")
 FEATURES = (
-    *("async-tensor", "compiled", "dp-overlap", "dropout", "fused-accumulation", "fused-attention"),
-    *("launch-blocking", "pp-overlap", "scatter-gather", "tp-overlap"),
+    *("async-tensor", "compiled", "dp-overlap", "dropout", "fused-accumulation", "flash-attention-2"),
+    *("fused-attention", "launch-blocking", "pp-overlap", "scatter-gather", "tp-overlap", "whole-gradients"),
 )
 TOLERANCE = 0.02
 """Printed figures are rounded; two of one row may differ by this share."""
@@ -131,7 +131,7 @@ class Row:
         """
         values = dict(values)
         source, printed = values.pop("source"), values.pop("printed", {})
-        name = f"{values['family']}: {values.pop('name')}"
+        name = values.pop("name")
         if not source:
             raise DataError(f"{name}: `source` must be there, but is missing; add it")
         kinds = (Shape, Layout, Software, Machine, Figure)
@@ -144,6 +144,12 @@ class Row:
         if violations:
             raise DataError(f"{name}: " + "; ".join(violations))
         return row
+
+    @property
+    def judged(self) -> bool:
+        """Whether a plan of it must come near: it ran, and its micro-batch and number of GPUs are known."""
+        hidden = {"micro_batch", "gpus"} & set(self.figure.unknown)
+        return self.figure.fits and not self.figure.left_out and not hidden
 
     @property
     def flops(self) -> float:
@@ -182,25 +188,26 @@ def violations_of(row: Row, printed: Mapping[str, float]) -> Iterator[str]:
     `printed` may have ``data``, ``microbatches``, ``seconds``, ``tflop_per_s``, ``tokens_per_s``.
     """
     layout, software, figure = row.layout, row.software, row.figure
+    choices = [(COUNTS, figure.count), (RECOMPUTES, software.recompute)]
+    choices += [(FEATURES, feature) for feature in software.features]
+    wrong = [
+        f"`{value}` must be one of {', '.join(known)}, but is not"
+        for known, value in choices
+        if value not in known
+    ]
     model = layout.tensor * layout.pipeline * layout.context
     if layout.gpus % model:
-        yield f"T x P x C = {model} must divide {layout.gpus} GPUs, but does not"
-        return
-    if layout.microbatches * layout.micro_batch * layout.data != layout.global_batch:
-        yield (
+        wrong.append(f"T x P x C = {model} must divide {layout.gpus} GPUs, but does not")
+    elif layout.microbatches * layout.micro_batch * layout.data != layout.global_batch:
+        wrong.append(
             f"m x b x D must be {layout.global_batch} sequences, but D is {layout.data} and b "
             f"{layout.micro_batch}"
         )
-        return
     if row.shape.hidden % row.shape.heads or row.shape.heads % row.shape.kv_heads:
-        yield "heads must divide the width, and groups the heads, but do not"
-    for known, value in (
-        (COUNTS, figure.count),
-        (RECOMPUTES, software.recompute),
-        *((FEATURES, feature) for feature in software.features),
-    ):
-        if value not in known:
-            yield f"`{value}` must be one of {', '.join(known)}, but is not"
+        wrong.append("heads must divide the width, and groups the heads, but do not")
+    if wrong:
+        yield from wrong
+        return
     given = [figure.seconds, figure.tflop_per_s, figure.tokens_per_s]
     if sum(value is not None for value in given) != figure.fits:
         yield "it must have one figure, or none if it did not fit, but has not"
@@ -230,7 +237,9 @@ def read(path: Path) -> list[Row]:
     rows, violations = [], []
     for values in document["rows"]:
         if len(values) != len(document["columns"]):
-            raise DataError(f"{path.name}: each row must have {len(document['columns'])} values, but is {values}")
+            raise DataError(
+                f"{path.name}: each row must have {len(document['columns'])} values, but is {values}"
+            )
         given = dict(zip(document["columns"], values, strict=True))
         more = given.pop("more", {})
         merged = {"source": document["source"], **document["common"], **given, **more}
@@ -246,5 +255,3 @@ def read(path: Path) -> list[Row]:
 def all_rows() -> list[Row]:
     """The rows of all campaigns; those that contradict themselves are in `refused` alone."""
     return [row for path in sorted(FOLDER.glob("*.json")) for row in read(path)]
-
-

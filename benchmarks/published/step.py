@@ -8,7 +8,6 @@ software is in `families.json`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -20,18 +19,21 @@ from benchmarks.published.rows import Row
 from megazero.plan.prices import Prices
 from megazero.plan.work import Call, Kernel, Work
 
+FAMILIES = Path(__file__).with_name("families") / "efficiency.json"
 EXPOSED = 0.3
 """The share of tensor-parallel communication that is left when products and calls run in pieces."""
 SLOWED = 0.25
 """What hidden communication costs of its own time: kernels share processors and memory with it (vTrain)."""
-BLOCKING = 10e-6
-"""What a kernel costs on top if the host waits for each."""
+FLASH_2 = 0.62
+"""What FlashAttention-2 reaches on Hopper of what kernels made for it do (Shah et al. 2024)."""
+BLOCKING = 80e-6
+"""What a kernel costs on top if the host waits for each one: Python, dispatch and the way there and back."""
 
 
 @lru_cache
 def efficiencies() -> dict[str, float]:
     """Family of software -> the share of a device's rates that its kernels reach."""
-    document: dict[str, float] = json.loads(Path(__file__).with_name("families").joinpath("efficiency.json").read_text())
+    document: dict[str, float] = json.loads(FAMILIES.read_text(encoding="utf-8"))
     return document
 
 
@@ -116,7 +118,10 @@ class Step:
         if self.has("fused-attention"):
             flops = 2.0 * heads * s * s * width / layout.context * (2.5 if backward else 1)
             nbytes = 2 * self.tokens * (self.qkv + shape.hidden // layout.tensor) * (2 if backward else 1)
-            return [Kernel(f"attention_{'backward' if backward else 'forward'}", nbytes, flops, torch.bfloat16)]
+            flops /= FLASH_2 if self.has("flash-attention-2") else 1
+            return [
+                Kernel(f"attention_{'backward' if backward else 'forward'}", nbytes, flops, torch.bfloat16)
+            ]
         scores, drops = heads * s * s, self.has("dropout")
         near, far = self.product(s, s, width, heads), self.product(s, width, s, heads)
         softmax = [self.move("softmax", scores, 6 if backward else 4)]
@@ -209,7 +214,9 @@ class Step:
             return 2 * self.joined
         if not self.row.software.sequence_parallel:
             return self.beside(2 * self.joined, weights)
-        gather, scatter = (self.shared(name, self.boundary_bytes) for name in ("all_gather", "reduce_scatter"))
+        gather, scatter = (
+            self.shared(name, self.boundary_bytes) for name in ("all_gather", "reduce_scatter")
+        )
         return 2 * gather + self.beside(2 * gather + 2 * scatter, 2 * weights)
 
     def beside(self, hidden: float, work: float) -> float:
@@ -326,17 +333,21 @@ class Step:
 
     @cached_property
     def replica_calls(self) -> float:
-        """What replicas wait for each other's gradients and parameters, and the stages for a tied embedding."""
+        """The wait for replicas' gradients and parameters, and that of two stages for a tied embedding."""
         software, layout = self.row.software, self.layout
         ranks = self.replicas(0)
         time = 0.0
         if software.zero < 3 and len(ranks) > 1:
             nbytes = int(software.gradient_bytes * self.held)
             gather = Call("dp", "all_gather", int(2 * self.held), ranks)
-            reduce = Call("dp", "reduce_scatter" if software.zero else "all_reduce", nbytes, ranks)
+            whole = not software.zero or self.has("whole-gradients")
+            reduce = Call("dp", "all_reduce" if whole else "reduce_scatter", nbytes, ranks)
             calls = [self.prices.call(reduce), self.prices.call(gather) if software.zero else 0.0]
             if self.has("dp-overlap"):
-                calls = [self.beside(calls[0], self.stages[0][1]), self.beside(calls[1], self.stages[0][0])]
+                # Chunks come one after another, each with as many micro-batches as there are stages.
+                turns = min(layout.pipeline, layout.microbatches) if layout.virtual > 1 else 1
+                forward, backward = self.stages[0]
+                calls = [self.beside(calls[0], turns * backward), self.beside(calls[1], turns * forward)]
             time += sum(calls)
         if layout.pipeline > 1 and not self.shape.gated:
             table = software.gradient_bytes * self.shape.vocabulary * self.shape.hidden / layout.tensor
@@ -355,18 +366,14 @@ class Step:
             return self.seconds([Kernel("adam", int(50 * held))])
         return self.seconds([Kernel("adam", int(42 * held / shards)), Kernel("zero_", int(8 * held))])
 
-    @property
-    def total(self) -> float:
-        """The seconds of the step."""
-        return self.parts.total
+    @cached_property
+    def resting_bytes(self) -> float:
+        """The bytes of weights, gradients and the optimizer's state on the rank that holds most.
 
-
-def planned(row: Row, efficiency: float | None = None) -> float:
-    """The seconds of a row's step."""
-    return Step(row, efficiency).total
-
-
-def best_efficiency(rows: list[Row]) -> float:
-    """The efficiency, to a hundredth, at which a family's rows have the least mean error."""
-    candidates = [hundredth / 100 for hundredth in range(50, 131)]
-    return min(candidates, key=lambda e: math.fsum(abs(planned(row, e) / row.seconds - 1) for row in rows))
+        Per parameter: 2 and a gradient, and 12 of fp32 copies, which ZeRO shards.
+        """
+        software, shards = self.row.software, len(self.replicas(0))
+        optimizer, weights = (
+            nbytes / (shards if software.zero >= stage else 1) for nbytes, stage in ((12, 1), (2, 3))
+        )
+        return self.held * (software.gradient_bytes + optimizer + weights)

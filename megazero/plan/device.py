@@ -64,6 +64,39 @@ class Curve(_Strict):
 
 
 @dataclass(frozen=True)
+class Tiles(_Strict):
+    """How products are cut into tiles, of which each processor takes one at a time.
+
+    Attributes:
+        mnk: sizes of a tile; either of its first two sides may lie along m, and half tiles are slower.
+        processors: 0 where products are not cut like this, as on a CPU.
+        alignment_reached_share: the share of its rate that a product reaches, by the largest power of two
+            that divides both n and k; 1 for what is not there.
+    """
+
+    mnk: tuple[PositiveInt, PositiveInt, PositiveInt]
+    processors: NonNegativeInt
+    alignment_reached_share: dict[PositiveInt, PositiveFloat]
+
+    def filled(self, m: int, n: int, k: int, batch: int = 1) -> float:
+        """The share of the processors' time that works on the product: the rest is padding and last waves.
+
+        A library chooses among whole and half tiles, and may split k among processors, which costs.
+        """
+        if not self.processors:
+            return 1.0
+        long, short, deep = self.mnk
+        options = []
+        for rows, columns, worth in ((long, short, 1.0), (short, long, 1.0), (short, short, 0.93)):
+            tiles = -(-m // rows) * -(-n // columns) * batch
+            for splits in (1, 2, 4) if k >= 2048 else (1,):
+                waves = -(-tiles * splits // self.processors)
+                used = m * n * batch * splits / (waves * self.processors * rows * columns)
+                options.append(used * worth * 0.92 ** (splits.bit_length() - 1))
+        return max(options) * k / (-(-k // deep) * deep)
+
+
+@dataclass(frozen=True)
 class Compute(_Strict):
     """Arithmetic.
 
@@ -72,9 +105,7 @@ class Compute(_Strict):
         matmul_mnk_tflop_per_s: rows (m, n, k, rate reached) by dtype.
         matmul_like: for a dtype without rows, the one whose rows count, and how many times as fast it is.
         attention_tflop_per_s: what fused attention reaches (forward, backward), by dtype.
-        tile_mnk: sizes to which a product is padded.
-        alignment_reached_share: the share of its rate that a product reaches, by the largest power of two
-            that divides both n and k; 1 for what is not there.
+        tiles: how a product is cut for the processors.
         launch_us: what each kernel, or operator on a CPU, costs on top.
     """
 
@@ -82,8 +113,7 @@ class Compute(_Strict):
     matmul_mnk_tflop_per_s: dict[str, list[tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat]]]
     matmul_like: dict[str, tuple[str, PositiveFloat]]
     attention_tflop_per_s: dict[str, tuple[PositiveFloat, PositiveFloat]]
-    tile_mnk: tuple[PositiveInt, PositiveInt, PositiveInt]
-    alignment_reached_share: dict[PositiveInt, PositiveFloat]
+    tiles: Tiles
     launch_us: NonNegativeFloat
 
 

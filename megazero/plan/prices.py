@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from megazero.errors import ConfigError
 from megazero.plan.device import Curve, Device
 from megazero.plan.work import Call, Kernel, Work
 
-Rows = Iterable[tuple[int, int, int, float]]
+Rows = Sequence[tuple[int, int, int, float]]
 
 
 class Prices:
@@ -28,7 +28,8 @@ class Prices:
         self.device = device
         self.gpus_per_node = gpus_per_node or device.inside_node.ranks
         self.efficiency = efficiency
-        self._rates: dict[tuple[str, int, int, int], float] = {}
+        self._rates: dict[tuple[str, int, int, int, int], float] = {}
+        self._tables: dict[str, tuple[Rows, float, float]] = {}
         if self.gpus_per_node < 1 or efficiency <= 0:
             raise ConfigError(
                 "GPUs per node and efficiency must be above 0, but are "
@@ -40,14 +41,17 @@ class Prices:
         return self.kernel(work) if isinstance(work, Kernel) else self.call(work)
 
     def kernel(self, kernel: Kernel) -> float:
-        """The seconds of a kernel: what takes longer, computing or moving its bytes, and its launch.
+        """The seconds of a kernel: computing and moving its bytes, and its launch.
+
+        The two hide each other, but not all of the shorter one: near the end of a tile there is nothing left
+        to compute while its sums are written. So they are added like the sides of a right angle.
 
         Raises:
             ConfigError: it multiplies numbers of a dtype that the device does not.
         """
         memory, compute = self.device.memory, self.device.compute
         moving = kernel.nbytes / (memory.bandwidth_gb_per_s * memory.reached_share * 1e9)
-        return max(moving, self._computing(kernel)) / self.efficiency + compute.launch_us * 1e-6
+        return math.hypot(moving, self._computing(kernel)) / self.efficiency + compute.launch_us * 1e-6
 
     def call(self, call: Call) -> float:
         """The seconds of a call if nothing else is in its way.
@@ -75,18 +79,27 @@ class Prices:
             time = max(time, between.collective.seconds(rounds * call.nbytes / share))
         return time
 
-    def matmul_flop_per_s(self, dtype: str, m: int, n: int, k: int) -> float:
-        """The rate of the product of [m, k] and [k, n], interpolated between the sizes that were measured.
+    def matmul_flop_per_s(self, dtype: str, m: int, n: int, k: int, batch: int = 1) -> float:
+        """The rate of `batch` products of [m, k] and [k, n].
 
-        Each row counts by the inverse fourth power of its distance in log2 of the sizes, so that no rate is
-        above the fastest row's. A product that is thinner than all rows is slower than them: a short k does
-        not fill the pipelines.
+        It is interpolated between the rates that were measured, without what tiles and waves take of them
+        (`Tiles.filled`), and has its own part taken off. No rate is above the fastest that was measured.
 
         Raises:
             ConfigError: the device does not multiply numbers of `dtype`.
         """
-        key = (dtype, m, n, k)
+        key = (dtype, m, n, k, batch)
         if key not in self._rates:
+            rows, by, most = self._rows(dtype)
+            compute = self.device.compute
+            rate = min(most, interpolated(rows, (m, n, k)) * compute.tiles.filled(m, n, k, batch))
+            aligned = math.gcd(n, k, 2**20)
+            self._rates[key] = rate * by * 1e12 * compute.tiles.alignment_reached_share.get(aligned, 1.0)
+        return self._rates[key]
+
+    def _rows(self, dtype: str) -> tuple[Rows, float, float]:
+        """Rates of products that fill their tiles, by size; how many times as fast; the fastest measured."""
+        if dtype not in self._tables:
             compute = self.device.compute
             like, by = compute.matmul_like.get(dtype, (dtype, 1.0))
             if like not in compute.matmul_mnk_tflop_per_s:
@@ -95,8 +108,10 @@ class Prices:
                     f"`compute.matmul_mnk_tflop_per_s` of {self.device.name} must have rows for {dtype}, but "
                     "has none; add them, or name another dtype in `compute.matmul_like`"
                 )
-            self._rates[key] = by * interpolated(compute.matmul_mnk_tflop_per_s[like], (m, n, k)) * 1e12
-        return self._rates[key]
+            measured = compute.matmul_mnk_tflop_per_s[like]
+            rows = [(m, n, k, rate / compute.tiles.filled(m, n, k)) for m, n, k, rate in measured]
+            self._tables[dtype] = rows, by, max(row[3] for row in measured)
+        return self._tables[dtype]
 
     def _computing(self, kernel: Kernel) -> float:
         if not kernel.flops:
@@ -109,10 +124,7 @@ class Prices:
         if kernel.sizes is None:
             side = max(1, round((kernel.flops / 2) ** (1 / 3)))
             return kernel.flops / self.matmul_flop_per_s(dtype, side, side, side)
-        m, n, k = (-(-size // tile) * tile for size, tile in zip(kernel.sizes, compute.tile_mnk, strict=True))
-        aligned = math.gcd(kernel.sizes[1], kernel.sizes[2], 2**20)
-        share = compute.alignment_reached_share.get(aligned, 1.0)
-        return 2 * m * n * k * kernel.batch / (self.matmul_flop_per_s(dtype, m, n, k) * share)
+        return kernel.flops / self.matmul_flop_per_s(dtype, *kernel.sizes, kernel.batch)
 
     def _inside(self, call: Call, ranks: int) -> float:
         """The seconds of a call between ranks of one node: between the two nearest numbers of ranks."""

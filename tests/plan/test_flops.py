@@ -18,7 +18,7 @@ def tflops(count: str, shape: Shape, sequence: int, batch: int, gpus: int, secon
 
 
 def test_one_step_has_five_counts():
-    """The step of 1,008B on 3,072 A100 in Narayanan et al. 2021: 163 TFLOP/s printed, 122 of them the model's."""
+    """1,008B on 3,072 A100 in Narayanan et al. 2021: 163 TFLOP/s printed, 122 of them the model's."""
     counted = {name: tflops(name, gpt(128, 25600, 160), 2048, 3072, 3072, 102.63) for name in COUNTS}
     assert {name: round(value) for name, value in counted.items()} == {
         "hardware-full": 163,
