@@ -1,4 +1,4 @@
-"""The work of a rank on paper: kernels, and calls between ranks, in the order in which a step starts them."""
+"""The work of a rank on paper: kernels, calls between ranks and waits, in the order in which they start."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class Call:
         nbytes: the payload, the larger side of the call.
         ranks: the members' world ranks, or the two of a message.
         later: whether the caller goes on, and waits for the result later.
+        number: counts the calls of a step, so that a `Wait` can name one.
     """
 
     group: str
@@ -45,6 +46,18 @@ class Call:
     nbytes: int
     ranks: tuple[int, ...]
     later: bool = False
+    number: int = 0
 
 
-Work = Kernel | Call
+@dataclass(frozen=True)
+class Wait:
+    """The caller waits here for a call that it went on from.
+
+    Attributes:
+        call: the number of the call.
+    """
+
+    call: int
+
+
+Work = Kernel | Call | Wait

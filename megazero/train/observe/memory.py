@@ -57,10 +57,10 @@ class MemoryMeter:
         return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device, shelves)
 
     @contextmanager
-    def over_a_step(self) -> Iterator[None]:
-        """Measure the memory that the block takes."""
+    def over_a_step(self, outputs: PeakOfOutputs | None = None) -> Iterator[None]:
+        """Measure the memory that the block takes; off CUDA, by `outputs` if they are given."""
         if self.device.type != "cuda":
-            with _PeakOfOutputs() as outputs:
+            with outputs or PeakOfOutputs() as outputs:
                 yield
             self._peak = outputs.most
             return
@@ -91,13 +91,18 @@ class MemoryMeter:
         }
 
 
-class _PeakOfOutputs(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make on this thread, and the most at a time."""
+class PeakOfOutputs(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make on this thread.
+
+    Attributes:
+        alive: bytes of those that are there now.
+        most: the most bytes at a time.
+    """
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
         self.most = 0
-        self._alive = 0
+        self.alive = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     @classmethod
@@ -131,12 +136,12 @@ class _PeakOfOutputs(TorchDispatchMode):
     def _add(self, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()
         self._known.add(storage)
-        self._alive += size
-        self.most = max(self.most, self._alive)
+        self.alive += size
+        self.most = max(self.most, self.alive)
         weakref.finalize(storage, self._remove, size)
 
     def _remove(self, size: int) -> None:
-        self._alive -= size
+        self.alive -= size
 
 
 def _modules(chunk: object) -> Iterable[nn.Module]:

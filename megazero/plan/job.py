@@ -1,0 +1,156 @@
+"""`Job`: the facts about a training that is planned, and a rank's context in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from megazero.config.derive import chunks_per_stage, replicas_per_node, schedule_kind
+from megazero.config.steps import Progress, Step
+from megazero.config.training_plan import TrainingPlan, training_plan_of
+from megazero.config.tree.config import Config
+from megazero.config.tree.tokenizer import TokenizerConfig
+from megazero.errors import ConfigError
+from megazero.models.batch import MicroBatch
+from megazero.mpu.communicators import second_communicators
+from megazero.mpu.context import GroupMaker, ParallelContext, make_context, solo_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import grid_of
+from megazero.mpu.streams import STILL
+from megazero.pipeline.actions import Program
+from megazero.pipeline.schedules import build_schedule
+from megazero.train.parts.chunks import assign_parts, programs_of
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.step.feed import cut
+
+_FEWEST = 3  # micro-batches of a step in which one is neither the first nor the last
+_KNOWN_SIZES = MappingProxyType(
+    {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
+)  # vocabularies of GPT-2 (Radford et al. 2019) and BERT (Devlin et al. 2019)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A training on paper.
+
+    Attributes:
+        config: its configuration.
+        ranks: the number of its ranks.
+        apart: whether its devices have memory apart from the host's, as GPUs have.
+        progress: where it stands before the step that is planned; None: at its last step, the largest.
+    """
+
+    config: Config
+    ranks: int
+    apart: bool
+    progress: Progress | None = None
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary, by `--vocab-size` or the tokenizer's files, or the size that such files have."""
+        return vocabulary_on_paper(self.config)
+
+    @cached_property
+    def grid(self) -> ProcessGrid:
+        """The grid of its ranks."""
+        return grid_of(self.config.parallel, self.ranks)
+
+    @cached_property
+    def training_plan(self) -> TrainingPlan:
+        """Its steps and its end."""
+        return training_plan_of(self.config, self.grid.dp)
+
+    @cached_property
+    def step(self) -> Step:
+        """The step that is planned."""
+        if self.progress is not None:
+            return self.training_plan.at(self.progress)
+        last = self.training_plan.end.iteration - 1
+        return self.training_plan.at(self.training_plan.before(max(last, 0)))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank in that step, the rows of cut samples included."""
+        return self.step.micro_batches
+
+    @cached_property
+    def program(self) -> Program:
+        """The program of that step."""
+        return self.program_of(self.micro_batches)
+
+    def program_of(self, micro_batches: int) -> Program:
+        """The program of a step of so many micro-batches."""
+        return programs_of(self.config).train(micro_batches)
+
+    @cached_property
+    def traced_micro_batches(self) -> int:
+        """The fewest micro-batches of which one is neither the first nor the last, or all of fewer ones."""
+        kind, stages = schedule_kind(self.config), self.config.parallel.pipeline_model_parallel_size
+        for count in range(_FEWEST, self.micro_batches):
+            try:
+                build_schedule(kind, stages, count, chunks_per_stage(self.config))
+            except ConfigError:
+                continue
+            return count
+        return self.micro_batches
+
+    @cached_property
+    def alike(self) -> dict[tuple[object, ...], list[int]]:
+        """The stages that hold like parts of the model, in order of their first."""
+        family, schedule = family_of(self.config.model), self.program.schedule
+        blocks = {b.part: (b.kind, b.flops) for b in family.blocks(self.config, self.vocabulary.padded)}
+        assigned = assign_parts(self.config, self.vocabulary, solo_context("meta"))
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for stage in range(schedule.stages):
+            held = tuple(tuple(blocks[part] for part in assigned[c]) for c in schedule.chunks_of(stage))
+            alike.setdefault(held, []).append(stage)
+        return alike
+
+    def first_rank(self, stage: int) -> int:
+        """The first rank of a stage."""
+        places = (rank for rank in range(self.ranks) if self.grid.place(rank).index("pp") == stage)
+        return next(places)
+
+    def context(self, rank: int, maker: GroupMaker) -> ParallelContext:
+        """The context of a rank on the meta device, whose groups of more than one rank `maker` makes."""
+        zero = self.config.zero
+        seconds = second_communicators(self.grid, zero.stage) if self.apart else ()
+        nodes = replicas_per_node(zero)
+        context = make_context(self.grid, rank, torch.device("meta"), maker, node_size=nodes, seconds=seconds)
+        return replace(context, streams=STILL) if self.apart else context
+
+    def batches(self, context: ParallelContext, count: int) -> list[MicroBatch]:
+        """`count` micro-batches of that step, of random samples."""
+        config, step, size = self.config, self.step, self.config.batch.micro_batch_size
+        family = family_of(config.model)
+        length = step.sequence_length if step.rows == 1 else config.model.seq_length
+        collate = family.collate(config, self.vocabulary.size, context, config.training.seed)
+        rng, batches = np.random.default_rng(0), []
+        for first in range(0, size * count, size):
+            arrays = family.random_arrays(rng, size, length, self.vocabulary.size)
+            samples = tuple(range(first, first + size))
+            batches.append(collate(*cut(arrays, samples, step.sequence_length, step.rows)))
+        return batches
+
+
+def vocabulary_on_paper(config: Config) -> Vocabulary:
+    """A vocabulary for a plan: files of tokenizers that everybody has are not needed.
+
+    Raises:
+        ConfigError: the vocabulary's size is unknown.
+        DataError: files of another tokenizer are missing or unsuitable.
+    """
+    size, section = config.model.vocab_size, config.tokenizer
+    paths = (section.vocab_file, section.merge_file, section.tokenizer_model)
+    if size is None and not any(path is not None and Path(path).exists() for path in paths):
+        size = _KNOWN_SIZES.get(section.tokenizer_type or "")
+    if size is not None:
+        model = config.model.model_copy(update={"vocab_size": size})
+        config = config.model_copy(update={"tokenizer": TokenizerConfig(), "model": model})
+    return build_vocabulary(config)
