@@ -44,12 +44,15 @@ class Job:
         ranks: the number of its ranks.
         apart: whether its devices have memory apart from the host's, as GPUs have.
         progress: where it stands before the step that is planned; None: at its last step, the largest.
+        device: where the tensors of a rank lie that is traced: ``meta``, for kernels of a GPU without
+            content, or ``cpu``, for those of a CPU, which run.
     """
 
     config: Config
     ranks: int
     apart: bool
     progress: Progress | None = None
+    device: str = "meta"
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -118,11 +121,13 @@ class Job:
         return next(places)
 
     def context(self, rank: int, maker: GroupMaker) -> ParallelContext:
-        """The context of a rank on the meta device, whose groups of more than one rank `maker` makes."""
+        """The context of a rank whose groups of more than one rank `maker` makes."""
         zero = self.config.zero
         seconds = second_communicators(self.grid, zero.stage) if self.apart else ()
         nodes = replicas_per_node(zero)
-        context = make_context(self.grid, rank, torch.device("meta"), maker, node_size=nodes, seconds=seconds)
+        context = make_context(
+            self.grid, rank, torch.device(self.device), maker, node_size=nodes, seconds=seconds
+        )
         return replace(context, streams=STILL) if self.apart else context
 
     def batches(self, context: ParallelContext, count: int) -> list[MicroBatch]:

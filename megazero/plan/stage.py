@@ -1,13 +1,14 @@
-"""A stage of a pipeline on paper: what its ranks hold, move and compute in a step of any number of micro-batches."""
+"""A stage of a pipeline on paper: what a rank of it holds, moves and computes in a step of any length."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from megazero.pipeline.actions import Action, Exchange, Op, Program
-from megazero.plan.trace import Section, Trace
+from megazero.pipeline.actions import Action, Exchange, Message, Program
+from megazero.plan.trace import MessageFacts, Section, Trace
 from megazero.plan.work import Call, Kernel
 
 UPDATE = "the update"
@@ -44,17 +45,23 @@ class StagePlan:
 
     @cached_property
     def timeline(self) -> list[tuple[str, int, int]]:
-        """Over the step: an action, the most bytes of results while it runs, and those that are left after it.
+        """Over the step: an action, the most bytes of results while it runs, and those left after it.
 
         Results are activations, gradients on their way, and what operators need for a moment.
         """
-        line, alive = [], 0
+        line, alive, held = [], 0, Counter[Action]()
         for instruction, section in self.trace.steps(self.program, self.stage):
+            if isinstance(instruction, Exchange):
+                for message, came in self._incoming(instruction):
+                    alive += came.nbytes
+                    if came.until is not None:
+                        held[Action(came.until, message.receiver, message.microbatch)] += came.nbytes
             if section is None:
                 continue
-            name = UPDATE if instruction is None else str(instruction)
-            line.append((name, alive + section.most, alive + section.left))
-            alive += section.left
+            most, alive = alive + section.most, alive + section.left
+            if isinstance(instruction, Action):
+                alive -= held.pop(instruction, 0)
+            line.append((UPDATE if instruction is None else str(instruction), most, alive))
         return line
 
     @cached_property
@@ -76,21 +83,15 @@ class StagePlan:
         return sum(self.memory["device"].values())
 
     @cached_property
-    def sections(self) -> Counter[tuple[Op, int, str] | None]:
-        """How often a step runs each section of the trace; None is the update."""
-        counts: Counter[tuple[Op, int, str] | None] = Counter({None: 1})
-        for instruction in self.program.stages[self.stage]:
-            if isinstance(instruction, Action):
-                counts[self.trace.key(instruction, self.program, self.stage)] += 1
-        return counts
-
-    def section(self, key: tuple[Op, int, str] | None) -> Section:
-        """A section of the trace, by its key in `sections`."""
-        return self.trace.tail if key is None else self.trace.actions[key]
+    def sections(self) -> list[tuple[Section, int]]:
+        """The sections of a step, and how often it runs each."""
+        steps = [section for _, section in self.trace.steps(self.program, self.stage) if section is not None]
+        counts = Counter(map(id, steps))
+        return [(section, counts[number]) for number, section in {id(s): s for s in steps}.items()]
 
     @cached_property
     def traffic(self) -> Counter[tuple[str, str]]:
-        """Calls of a rank in a step, by group and operation; messages between stages are ``send``, ``recv``."""
+        """Calls of a rank in a step, by group and operation; messages are ``send`` and ``recv``."""
         return self._traffic[0]
 
     @cached_property
@@ -102,37 +103,40 @@ class StagePlan:
     def _traffic(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
         calls: Counter[tuple[str, str]] = Counter()
         payload: Counter[tuple[str, str]] = Counter()
-        for key, times in self.sections.items():
-            for work in self.section(key).work:
+        for section, times in self.sections:
+            for work in section.work:
                 if isinstance(work, Call):
                     calls[work.group, work.operation] += times
                     payload[work.group, work.operation] += times * work.nbytes
         for instruction in self.program.stages[self.stage]:
             if isinstance(instruction, Exchange):
-                for kind, nbytes in self._messages(instruction):
-                    calls["pp", kind] += 1
-                    payload["pp", kind] += nbytes
+                for way, messages in (("send", self._outgoing), ("recv", self._incoming)):
+                    for _, message in messages(instruction):
+                        calls["pp", way] += 1
+                        payload["pp", way] += message.nbytes
         return calls, payload
 
-    def _messages(self, exchange: Exchange) -> list[tuple[str, int]]:
-        """Each message of an exchange: ``send`` or ``recv``, and its bytes."""
-        chunks, sizes = self.program.schedule.chunks_of(self.stage), self.trace.messages
-        return [
-            *(("send", sizes["send", m.kind, chunks.index(m.chunk)]) for m in exchange.sends),
-            *(("recv", sizes["recv", m.kind, chunks.index(m.receiver)]) for m in exchange.receives),
-        ]
+    def _incoming(self, exchange: Exchange) -> Iterator[tuple[Message, MessageFacts]]:
+        chunks = self.program.schedule.chunks_of(self.stage)
+        for message in exchange.receives:
+            yield message, self.trace.messages["recv", message.kind, chunks.index(message.receiver)]
+
+    def _outgoing(self, exchange: Exchange) -> Iterator[tuple[Message, MessageFacts]]:
+        chunks = self.program.schedule.chunks_of(self.stage)
+        for message in exchange.sends:
+            yield message, self.trace.messages["send", message.kind, chunks.index(message.chunk)]
 
     @cached_property
     def flops(self) -> float:
         """FLOPs of matrix products and attention of a rank in a step, recomputed ones included."""
-        return sum(times * self.section(key).flops for key, times in self.sections.items())
+        return sum(times * section.flops for section, times in self.sections)
 
     @cached_property
     def kernels(self) -> Counter[str]:
         """Kernels that a rank starts in a step, by name."""
         counts: Counter[str] = Counter()
-        for key, times in self.sections.items():
-            for work in self.section(key).work:
+        for section, times in self.sections:
+            for work in section.work:
                 if isinstance(work, Kernel):
                     counts[work.name] += times
         return counts

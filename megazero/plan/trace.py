@@ -7,17 +7,21 @@ step of any number are these, repeated (`Trace.steps`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
+from typing import NamedTuple
 
 from megazero.kernels.library import Argument, LaunchWatch
+from megazero.models.batch import MicroBatch
+from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import DONE, Group, Transfer
 from megazero.mpu.group import Work as Handle
 from megazero.mpu.still_group import StillGroup
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
-from megazero.pipeline.actions import Action, Exchange, Instruction, Op, Program
+from megazero.pipeline.actions import Action, Exchange, Instruction, Message, Op, Program
 from megazero.plan.job import Job
 from megazero.plan.operators import kernels_of, launched_kernel
 from megazero.plan.work import Call, Kernel, Wait, Work
@@ -26,7 +30,8 @@ from megazero.train.observe.memory import MemoryMeter, PeakOfOutputs
 from megazero.train.step.engine import Engine
 from megazero.train.step.timers import Timers
 
-When = Literal["first", "middle", "last"]
+Batches = Callable[[ParallelContext, int], Sequence[MicroBatch]]
+Key = tuple[Op, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -49,44 +54,76 @@ class Section:
         return sum(work.flops for work in self.work if isinstance(work, Kernel))
 
 
+NOTHING = Section((), 0, 0)
+
+
+class MessageFacts(NamedTuple):
+    """What is known of the messages of one kind that a chunk sends or takes.
+
+    Attributes:
+        nbytes: the bytes of one.
+        until: the action of its micro-batch at whose end one that came in is freed; None if it is sent.
+    """
+
+    nbytes: int
+    until: Op | None
+
+
 @dataclass(frozen=True)
 class Trace:
     """The step of a rank, as a function of the number of its micro-batches.
 
     Attributes:
         rank: the rank that was traced, which stands for all that hold the same parts of the model.
+        micro_batches: how many of them were traced.
         chunks: the chunks of its stage, in model order.
         tail: the work after the last action, the update; the first action's has that before it.
-        actions: by op, the chunk's place in `chunks`, and which micro-batch it is for.
-        messages: bytes of a message, by its kind and the place of the chunk that sends or takes it.
+        actions: by op, the chunk's place in `chunks`, the micro-batch, and how often the program has had that
+            action before: weights are gathered for forward, and again for backward.
+        messages: by ``send`` or ``recv``, the kind, and the place of the chunk that sends or takes it.
         held: bytes by place and kind that the rank holds between steps, and its buffers.
         buffers: bytes of those buffers that sections count as well.
     """
 
     rank: int
+    micro_batches: int
     chunks: tuple[int, ...]
     tail: Section
-    actions: Mapping[tuple[Op, int, When], Section]
-    messages: Mapping[tuple[str, str, int], int]
+    actions: Mapping[Key, Section]
+    messages: Mapping[tuple[str, str, int], MessageFacts]
     held: Mapping[str, Mapping[str, int]]
     buffers: int
 
-    def key(self, action: Action, program: Program, stage: int) -> tuple[Op, int, When]:
-        """The key in `actions` of an action of a stage that holds like parts."""
-        place = program.schedule.chunks_of(stage).index(action.chunk)
-        return action.op, place, _when(action.microbatch, program.schedule.microbatches)
-
     def steps(self, program: Program, stage: int) -> Iterator[tuple[Instruction | None, Section | None]]:
-        """A step of any number of micro-batches on a stage: its instructions with their sections, in order.
+        """A step of any number of micro-batches, on a stage that holds like parts: instructions and sections.
 
         The update, at the end, has no instruction; exchanges have no section.
         """
-        for instruction in program.stages[stage]:
-            if isinstance(instruction, Exchange):
-                yield instruction, None
-            else:
-                yield instruction, self.actions[self.key(instruction, program, stage)]
+        for instruction, key in keyed(program, stage):
+            yield instruction, None if key is None else self._like(key, program.schedule.microbatches)
         yield None, self.tail
+
+    def _like(self, key: Key, micro_batches: int) -> Section:
+        """The section of an action that does the same in a step of so many micro-batches."""
+        op, place, number, times = key
+        last, middle = self.micro_batches - 1, self.micro_batches // 2
+        if micro_batches != self.micro_batches:
+            number = 0 if number == 0 else last if number == micro_batches - 1 else middle
+        likest = ((op, place, n, t) for t in (times, 0) for n in (number, middle, last, 0))
+        return next((self.actions[k] for k in likest if k in self.actions), NOTHING)
+
+
+def keyed(program: Program, stage: int) -> Iterator[tuple[Instruction, Key | None]]:
+    """The instructions of a stage with the keys of their sections; exchanges have none."""
+    before: Counter[Action] = Counter()
+    chunks = program.schedule.chunks_of(stage)
+    for instruction in program.stages[stage]:
+        if isinstance(instruction, Exchange):
+            yield instruction, None
+            continue
+        place = chunks.index(instruction.chunk)
+        yield instruction, (instruction.op, place, instruction.microbatch, before[instruction])
+        before[instruction] += 1
 
 
 class Tracer(PeakOfOutputs, LaunchWatch):
@@ -96,6 +133,7 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         super().__init__()
         self.sections: list[tuple[Action | None, Section]] = []
         self.messages: dict[tuple[str, int], int] = {}  # bytes by what a `Transfer` is and its tag
+        self.freed: dict[tuple[str, int], int] = {}  # the section in which a message that came in was freed
         self._work: list[Work] = []
         self._calls = self._before = 0
         self._moving = False
@@ -124,6 +162,24 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         )
         self._work.append(noted)
         return _Waited(self, noted.number) if call.async_op else DONE
+
+    def sent(self, transfer: Transfer, group: Group) -> None:
+        """Take note of a message. One between stages belongs to the program, not to a section."""
+        tensor, key = transfer.tensor, (transfer.kind, transfer.tag)
+        nbytes = tensor.numel() * tensor.element_size()
+        if transfer.kind == "recv":
+            with self.moving():
+                tensor.zero_()
+        if group.name != "pp":
+            ends = (group.ranks[group.rank], group.ranks[transfer.peer])
+            self._work.append(Call(group.name, transfer.kind, nbytes, ends, later=True))
+            return
+        self.messages[key] = nbytes
+        if transfer.kind == "recv":
+            self.forget(tensor.untyped_storage(), partial(self._freed, key))
+
+    def _freed(self, key: tuple[str, int]) -> None:
+        self.freed[key] = len(self.sections)
 
     def waited(self, number: int) -> None:
         """Take note that the rank waits here for a call."""
@@ -171,13 +227,17 @@ class _TracedGroup(WrappingGroup):
 
     def exchange(self, transfers: Sequence[Transfer]) -> list[Handle]:
         for transfer in transfers:
-            nbytes = transfer.tensor.numel() * transfer.tensor.element_size()
-            self._tracer.messages[transfer.kind, transfer.tag] = nbytes
+            self._tracer.sent(transfer, self)
         return self.inner.exchange(transfers)
 
 
-def trace_rank(job: Job, rank: int) -> Trace:
-    """Run a step of a few micro-batches of a rank on the meta device.
+def trace_rank(job: Job, rank: int, batches: Batches | None = None) -> Trace:
+    """Run a step of a few micro-batches of a rank.
+
+    Args:
+        job: the training.
+        rank: the rank.
+        batches: makes so many micro-batches for a context; by default of random samples.
 
     Raises:
         ConfigError: the model cannot be built on so many ranks.
@@ -194,35 +254,38 @@ def trace_rank(job: Job, rank: int) -> Trace:
     }
     context = replace(context, groups=groups)
     engine = build_model(job.vocabulary, context, job.config, job.training_plan)
-    batches = job.batches(context, job.traced_micro_batches)
+    few = (batches or job.batches)(context, job.traced_micro_batches)
     engine.executor.observer = tracer.mark
     with tracer:
-        engine.train_step(batches, job.step.before, Timers())
+        engine.train_step(few, job.step.before, Timers())
         tracer.mark(None)
     return _trace_of(job, engine, tracer, rank)
+
+
+def _ways(instruction: Instruction) -> tuple[tuple[str, Sequence[Message]], ...]:
+    """The messages of an exchange, by ``send`` and ``recv``."""
+    if not isinstance(instruction, Exchange):
+        return ()
+    return (("send", instruction.sends), ("recv", instruction.receives))
 
 
 def _trace_of(job: Job, engine: Engine, tracer: Tracer, rank: int) -> Trace:
     stage, count = engine.context.pp.rank, job.traced_micro_batches
     program = job.program_of(count)
+    done = (section for action, section in tracer.sections if action is not None)
+    keys = (key for _, key in keyed(program, stage) if key is not None)
+    actions = dict(zip(keys, done, strict=True))
     chunks = program.schedule.chunks_of(stage)
-    actions: dict[tuple[Op, int, When], Section] = {}
-    for action, section in tracer.sections:
-        if action is not None:
-            actions[action.op, chunks.index(action.chunk), _when(action.microbatch, count)] = section
-    messages = {}
+    messages: dict[tuple[str, str, int], MessageFacts] = {}
     for instruction in program.stages[stage]:
-        if isinstance(instruction, Exchange):
-            for kind, ours in (("send", instruction.sends), ("recv", instruction.receives)):
-                for message in ours:
-                    own = message.chunk if kind == "send" else message.receiver
-                    messages[kind, message.kind, chunks.index(own)] = tracer.messages[kind, message.tag]
+        for way, own in _ways(instruction):
+            for message in own:
+                chunk, key = message.chunk if way == "send" else message.receiver, (way, message.tag)
+                freed_by = tracer.sections[tracer.freed[key]][0] if way == "recv" else None
+                until = None if freed_by is None else freed_by.op
+                messages[way, message.kind, chunks.index(chunk)] = MessageFacts(tracer.messages[key], until)
     tail = tracer.sections[-1][1]
     memory = MemoryMeter.of(engine)
     _, transient = engine.executor.sharding.most_buffer_bytes
     made = transient + engine.optimizer.store.sizes().get("device", {}).get("buffers", 0)
-    return Trace(rank, chunks, tail, actions, messages, memory.sizes(), made)
-
-
-def _when(micro_batch: int, count: int) -> When:
-    return "first" if micro_batch == 0 else "last" if micro_batch == count - 1 else "middle"
+    return Trace(rank, count, chunks, tail, actions, messages, memory.sizes(), made)

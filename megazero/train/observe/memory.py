@@ -103,7 +103,9 @@ class PeakOfOutputs(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self.most = 0
         self.alive = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._ends: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize[..., object]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -124,7 +126,7 @@ class PeakOfOutputs(TorchDispatchMode):
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
-            if storage in self._known:
+            if storage in self._ends:
                 continue
             if given is None:
                 leaves = tree_leaves((args, kwargs))
@@ -135,10 +137,15 @@ class PeakOfOutputs(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()
-        self._known.add(storage)
         self.alive += size
         self.most = max(self.most, self.alive)
-        weakref.finalize(storage, self._remove, size)
+        self._ends[storage] = weakref.finalize(storage, self._remove, size)
+
+    def forget(self, storage: torch.UntypedStorage, dropped: Callable[[], None]) -> None:
+        """Count a storage no longer, and call `dropped` when it is freed."""
+        self._ends[storage].detach()
+        self.alive -= storage.nbytes()
+        weakref.finalize(storage, dropped)
 
     def _remove(self, size: int) -> None:
         self.alive -= size
