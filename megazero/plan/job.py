@@ -29,7 +29,7 @@ from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.step.feed import cut
 
-_FEWEST = 3  # micro-batches of a step in which one is neither the first nor the last
+_FEW = 8  # micro-batches of a step, of which it is not worth while to run fewer
 _KNOWN_SIZES = MappingProxyType(
     {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
 )  # vocabularies of GPT-2 (Radford et al. 2019) and BERT (Devlin et al. 2019)
@@ -93,9 +93,9 @@ class Job:
 
     @cached_property
     def traced_micro_batches(self) -> int:
-        """The fewest micro-batches of which one is neither the first nor the last, or all of fewer ones."""
+        """The micro-batches to run: all if they are few, else the fewest with one that is neither end's."""
         kind, stages = schedule_kind(self.config), self.config.parallel.pipeline_model_parallel_size
-        for count in range(_FEWEST, self.micro_batches):
+        for count in range(3, self.micro_batches) if self.micro_batches > _FEW else ():
             try:
                 build_schedule(kind, stages, count, chunks_per_stage(self.config))
             except ConfigError:
@@ -115,10 +115,10 @@ class Job:
             alike.setdefault(held, []).append(stage)
         return alike
 
-    def first_rank(self, stage: int) -> int:
-        """The first rank of a stage."""
-        places = (rank for rank in range(self.ranks) if self.grid.place(rank).index("pp") == stage)
-        return next(places)
+    @cached_property
+    def line(self) -> tuple[int, ...]:
+        """The first rank of each stage."""
+        return self.grid.members(0, ("pp",))
 
     def context(self, rank: int, maker: GroupMaker) -> ParallelContext:
         """The context of a rank whose groups of more than one rank `maker` makes."""

@@ -33,13 +33,13 @@ class StagePlan:
 
     Attributes:
         stage: its number.
-        ranks: how many ranks hold it.
+        line: for each stage, a rank of the pipeline that this rank is in.
         trace: the trace of one of them, or of a stage that holds like parts.
         program: the step's program.
     """
 
     stage: int
-    ranks: int
+    line: tuple[int, ...]
     trace: Trace
     program: Program
 
@@ -115,6 +115,21 @@ class StagePlan:
                         calls["pp", way] += 1
                         payload["pp", way] += message.nbytes
         return calls, payload
+
+    @property
+    def messages(self) -> list[Call]:
+        """A message of each kind that a rank sends to another stage."""
+        sent = (
+            (message, facts.nbytes)
+            for instruction in self.program.stages[self.stage]
+            if isinstance(instruction, Exchange)
+            for message, facts in self._outgoing(instruction)
+        )
+        ways = {(m.kind, m.chunk): (m, nbytes) for m, nbytes in sent}
+        return [
+            Call("pp", "send", nbytes, (self.line[m.source], self.line[m.target]))
+            for m, nbytes in ways.values()
+        ]
 
     def _incoming(self, exchange: Exchange) -> Iterator[tuple[Message, MessageFacts]]:
         chunks = self.program.schedule.chunks_of(self.stage)

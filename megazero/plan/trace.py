@@ -94,17 +94,22 @@ class Trace:
     held: Mapping[str, Mapping[str, int]]
     buffers: int
 
+    @property
+    def boundary(self) -> int:
+        """Bytes of the largest message between stages; 0 with a single stage."""
+        return max((facts.nbytes for facts in self.messages.values()), default=0)
+
     def steps(self, program: Program, stage: int) -> Iterator[tuple[Instruction | None, Section | None]]:
         """A step of any number of micro-batches, on a stage that holds like parts: instructions and sections.
 
         The update, at the end, has no instruction; exchanges have no section.
         """
         for instruction, key in keyed(program, stage):
-            yield instruction, None if key is None else self._like(key, program.schedule.microbatches)
+            yield instruction, None if key is None else self.like(key, program.schedule.microbatches)
         yield None, self.tail
 
-    def _like(self, key: Key, micro_batches: int) -> Section:
-        """The section of an action that does the same in a step of so many micro-batches."""
+    def like(self, key: Key, micro_batches: int) -> Section:
+        """The section that does what an action does in a step of so many micro-batches."""
         op, place, number, times = key
         last, middle = self.micro_batches - 1, self.micro_batches // 2
         if micro_batches != self.micro_batches:
