@@ -120,6 +120,10 @@ class Job:
         """The first rank of each stage."""
         return self.grid.members(0, ("pp",))
 
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks of a stage."""
+        return self.grid.members(self.line[stage], ("dp", "cp", "tp"))
+
     def context(self, rank: int, maker: GroupMaker) -> ParallelContext:
         """The context of a rank whose groups of more than one rank `maker` makes."""
         zero = self.config.zero
@@ -144,6 +148,12 @@ class Job:
             samples = tuple(range(first, first + size))
             batches.append(collate(*cut(arrays, samples, step.sequence_length, step.rows)))
         return batches
+
+
+def is_apart(config: Config) -> bool:
+    """Whether the training's devices have memory apart from the host's."""
+    wanted = config.parallel.device
+    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
 
 
 def vocabulary_on_paper(config: Config) -> Vocabulary:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
+from megazero.config.tree.config import Config
 from megazero.mpu.context import thread_context
 from megazero.mpu.group import DONE
 from megazero.mpu.thread_group import ThreadWorld
@@ -77,14 +78,21 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
 
 @cache
 def selection() -> list[Layout]:
-    """100 layouts of up to four ranks: decoders, experts, shared sequences, encoders."""
-    kinds = (candidates(4), 40), (expert_layouts(4), 20), (context_layouts(4), 20), (encoder_layouts(4), 20)
+    """76 layouts of up to four ranks: decoders, experts, shared sequences, encoders."""
+    kinds = (candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)
     return [layout for drawn, count in kinds for layout in covering(drawn, count, allowed=allowed)[:count]]
+
+
+def few_micro_batches(layout: Layout) -> Config:
+    """The configuration with no more of them than there must be for all that a schedule does."""
+    config = layout.config()
+    size = min(layout.dp * layout.micro_batch * max(4, layout.pp), config.batch.global_batch_size)
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_batch_size": size})})
 
 
 def planned_and_run(layout: Layout):
     """For each stage: its plans for kernels of a GPU and of a CPU, and what its first rank did."""
-    config, size = layout.config(), layout.world_size
+    config, size = few_micro_batches(layout), layout.world_size
     on_gpu, on_cpu = (Job(config, size, False, Progress(), device) for device in ("meta", "cpu"))
     ranks = run(layout, on_cpu)
     for paper, real in zip(Plan.of(on_gpu).stages, Plan.of(on_cpu).stages, strict=True):
