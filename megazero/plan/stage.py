@@ -78,6 +78,11 @@ class StagePlan:
         return places
 
     @property
+    def resting(self) -> int:
+        """Bytes on the device between steps, with the buffers that stay."""
+        return sum(self.trace.held["device"].values()) - self.trace.buffers
+
+    @property
     def device_bytes(self) -> int:
         """Bytes on the device at the peak."""
         return sum(self.memory["device"].values())
@@ -93,6 +98,22 @@ class StagePlan:
     def traffic(self) -> Counter[tuple[str, str]]:
         """Calls of a rank in a step, by group and operation; messages are ``send`` and ``recv``."""
         return self._traffic[0]
+
+    @cached_property
+    def groups(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of each group that is called in a step; of messages, those of a whole pipeline."""
+        calls = (w for section, _ in self.sections for w in section.work if isinstance(w, Call))
+        return {"pp": self.line, **{call.group: call.ranks for call in calls}}
+
+    def reach(self, group: str, per_node: int) -> str:
+        """The links that a group's calls go over, with so many ranks on a node.
+
+        ``node``: none but those within; ``rail``: between equal places of nodes; ``across``: others.
+        """
+        ranks = self.groups[group]
+        if len({rank // per_node for rank in ranks}) == 1:
+            return "node"
+        return "rail" if len({rank % per_node for rank in ranks}) == 1 else "across"
 
     @cached_property
     def payload(self) -> Counter[tuple[str, str]]:
