@@ -116,6 +116,7 @@ setup(
         "megazero": [
             *("py.typed", "ops/_native.pyi", "config/tables/*.txt", "config/tables/*.csv"),
             *("deepspeed/names/*.csv", "deepspeed/path/deepspeed/*.py", "deepspeed/path/*.dist-info/*"),
+            "plan/devices/*.json",
         ]
     },
     python_requires=">=3.10",
