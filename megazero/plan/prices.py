@@ -1,0 +1,155 @@
+"""The time that the work of a rank takes on a device: each kernel, and each call between ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from megazero.errors import ConfigError
+from megazero.plan.device import Curve, Device
+from megazero.plan.work import Call, Kernel, Work
+
+Rows = Iterable[tuple[int, int, int, float]]
+
+
+class Prices:
+    """Costs of work on a device.
+
+    Args:
+        device: it.
+        gpus_per_node: the ranks that share a node; rank r is on node r // gpus_per_node. As many as the
+            device's nodes have, by default.
+        efficiency: the share of the device's rates that kernels of this software reach; a generation of
+            software has one. Calls between ranks are not affected.
+    """
+
+    def __init__(self, device: Device, gpus_per_node: int | None = None, efficiency: float = 1):
+        self.device = device
+        self.gpus_per_node = gpus_per_node or device.inside_node.ranks
+        self.efficiency = efficiency
+        self._rates: dict[tuple[str, int, int, int], float] = {}
+        if self.gpus_per_node < 1 or efficiency <= 0:
+            raise ConfigError(
+                "GPUs per node and efficiency must be above 0, but are "
+                f"{self.gpus_per_node} and {efficiency:g}; correct them"
+            )
+
+    def of(self, work: Work) -> float:
+        """The seconds that a kernel or a call takes."""
+        return self.kernel(work) if isinstance(work, Kernel) else self.call(work)
+
+    def kernel(self, kernel: Kernel) -> float:
+        """The seconds of a kernel: what takes longer, computing or moving its bytes, and its launch.
+
+        Raises:
+            ConfigError: it multiplies numbers of a dtype that the device does not.
+        """
+        memory, compute = self.device.memory, self.device.compute
+        moving = kernel.nbytes / (memory.bandwidth_gb_per_s * memory.reached_share * 1e9)
+        return max(moving, self._computing(kernel)) / self.efficiency + compute.launch_us * 1e-6
+
+    def call(self, call: Call) -> float:
+        """The seconds of a call if nothing else is in its way.
+
+        Inside a node the device's tables say it. Between nodes it is as long as the slower of two: the part
+        inside the nodes, and each NIC's part, where the members of a node share the work; rings run through
+        both at once. For k nodes of g members, a NIC carries (k - 1)/k of a g-th of the payload, and twice
+        that for sums; of an all-to-all, all of it.
+
+        Raises:
+            ConfigError: the operation is unknown.
+        """
+        ranks = len(call.ranks)
+        if ranks < 2:
+            return 0
+        members = Counter(rank // self.gpus_per_node for rank in call.ranks)
+        nodes, largest = len(members), max(members.values())
+        inside, between = self.device.inside_node, self.device.between_nodes
+        if call.operation in ("send", "recv", "exchange"):
+            return (inside if nodes == 1 else between).message.seconds(call.nbytes)
+        time = self._inside(call, largest) if largest > 1 else 0.0
+        if nodes > 1:
+            share = 1 if call.operation == "all_to_all" else largest
+            rounds = _bus_factor(call.operation, nodes)
+            time = max(time, between.collective.seconds(rounds * call.nbytes / share))
+        return time
+
+    def matmul_flop_per_s(self, dtype: str, m: int, n: int, k: int) -> float:
+        """The rate of the product of [m, k] and [k, n], interpolated between the sizes that were measured.
+
+        Each row counts by the inverse fourth power of its distance in log2 of the sizes, so that no rate is
+        above the fastest row's. A product that is thinner than all rows is slower than them: a short k does
+        not fill the pipelines.
+
+        Raises:
+            ConfigError: the device does not multiply numbers of `dtype`.
+        """
+        key = (dtype, m, n, k)
+        if key not in self._rates:
+            compute = self.device.compute
+            like, by = compute.matmul_like.get(dtype, (dtype, 1.0))
+            if like not in compute.matmul_mnk_tflop_per_s:
+                self.device.peak_flop_per_s(dtype)
+                raise ConfigError(
+                    f"`compute.matmul_mnk_tflop_per_s` of {self.device.name} must have rows for {dtype}, but "
+                    "has none; add them, or name another dtype in `compute.matmul_like`"
+                )
+            self._rates[key] = by * interpolated(compute.matmul_mnk_tflop_per_s[like], (m, n, k)) * 1e12
+        return self._rates[key]
+
+    def _computing(self, kernel: Kernel) -> float:
+        if not kernel.flops:
+            return 0
+        dtype, compute = str(kernel.dtype).removeprefix("torch."), self.device.compute
+        if kernel.name.startswith("attention_"):
+            rates = compute.attention_tflop_per_s.get(dtype)
+            if rates is not None:
+                return kernel.flops / (rates["backward" in kernel.name] * 1e12)
+        if kernel.sizes is None:
+            side = max(1, round((kernel.flops / 2) ** (1 / 3)))
+            return kernel.flops / self.matmul_flop_per_s(dtype, side, side, side)
+        m, n, k = (-(-size // tile) * tile for size, tile in zip(kernel.sizes, compute.tile_mnk, strict=True))
+        aligned = math.gcd(kernel.sizes[1], kernel.sizes[2], 2**20)
+        share = compute.alignment_reached_share.get(aligned, 1.0)
+        return 2 * m * n * k * kernel.batch / (self.matmul_flop_per_s(dtype, m, n, k) * share)
+
+    def _inside(self, call: Call, ranks: int) -> float:
+        """The seconds of a call between ranks of one node: between the two nearest numbers of ranks."""
+        tables = self.device.inside_node.collectives
+        if call.operation in ("barrier", "broadcast"):  # a ring passes a broadcast on as it does a gather
+            curve = _for_ranks(tables["all_gather"], ranks)
+            return curve.seconds(call.nbytes * (call.operation == "broadcast"))
+        if call.operation not in tables:
+            raise ConfigError(
+                f"A call's operation must be one of {', '.join(tables)}, broadcast, barrier, send and recv, "
+                f"but is {call.operation}; add its rates to {self.device.name}"
+            )
+        curve = _for_ranks(tables[call.operation], ranks)
+        return curve.seconds(call.nbytes, _bus_factor(call.operation, ranks))
+
+
+def interpolated(rows: Rows, sizes: tuple[int, int, int]) -> float:
+    """The rate at `sizes` (m, n, k): a mean of those of rows (m, n, k, rate), so never above them."""
+    total = weights = 0.0
+    shortest = min(row[2] for row in rows)
+    point = [math.log2(size) for size in (*sizes[:2], max(sizes[2], shortest))]
+    for *row, rate in rows:
+        distance = sum((math.log2(a) - b) ** 2 for a, b in zip(row, point, strict=True))
+        weight = 1 / (distance**2 + 1e-9)
+        total += weight * math.log2(rate)
+        weights += weight
+    fill = min(1.0, sizes[2] / (sizes[2] + 64) * (shortest + 64) / shortest)
+    return float(2 ** (total / weights) * fill)
+
+
+def _bus_factor(operation: str, ranks: int) -> float:
+    """The share of the payload that goes over each rank's link, which defines bus bandwidth."""
+    if operation in ("broadcast", "barrier"):
+        return 1
+    return (2 if operation == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def _for_ranks(tables: Mapping[int, Curve], ranks: int) -> Curve:
+    """The curve of the nearest number of ranks that was measured."""
+    return tables[min(tables, key=lambda known: (abs(math.log2(known / ranks)), known))]
