@@ -18,13 +18,13 @@ from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError
 from megazero.models.batch import MicroBatch
 from megazero.mpu.communicators import second_communicators
-from megazero.mpu.context import GroupMaker, ParallelContext, make_context, solo_context
+from megazero.mpu.context import GroupMaker, ParallelContext, make_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.launch import grid_of
 from megazero.mpu.streams import STILL
 from megazero.pipeline.actions import Program
 from megazero.pipeline.schedules import build_schedule
-from megazero.train.parts.chunks import assign_parts, programs_of
+from megazero.train.parts.chunks import programs_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.step.feed import cut
@@ -102,18 +102,6 @@ class Job:
                 continue
             return count
         return self.micro_batches
-
-    @cached_property
-    def alike(self) -> dict[tuple[object, ...], list[int]]:
-        """The stages that hold like parts of the model, in order of their first."""
-        family, schedule = family_of(self.config.model), self.program.schedule
-        blocks = {b.part: (b.kind, b.flops) for b in family.blocks(self.config, self.vocabulary.padded)}
-        assigned = assign_parts(self.config, self.vocabulary, solo_context("meta"))
-        alike: dict[tuple[object, ...], list[int]] = {}
-        for stage in range(schedule.stages):
-            held = tuple(tuple(blocks[part] for part in assigned[c]) for c in schedule.chunks_of(stage))
-            alike.setdefault(held, []).append(stage)
-        return alike
 
     @cached_property
     def line(self) -> tuple[int, ...]:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 
 from megazero.errors import ConfigError
 from megazero.plan.device import Curve, Device
-from megazero.plan.work import Call, Kernel, Work
+from megazero.plan.work import Call, Kernel, Pricing
 
 Rows = Iterable[tuple[int, int, int, float]]
 
 
-class Prices:
+class Prices(Pricing):
     """Costs of work on a device.
 
     Args:
@@ -35,7 +35,7 @@ class Prices:
                 f"{self.gpus_per_node} and {efficiency:g}; correct them"
             )
 
-    def of(self, work: Work) -> float:
+    def of(self, work: Kernel | Call) -> float:
         """The seconds that a kernel or a call takes."""
         return self.kernel(work) if isinstance(work, Kernel) else self.call(work)
 

@@ -151,7 +151,7 @@ class Report:
         yield "checkpoint", f"{size / 1e12:,.3f} TB; {_time(written)} at the rate of {nodes} nodes' own disks"
 
     def warnings(self) -> Iterator[str]:
-        """What is worth a second look."""
+        """Points that are worth a second look."""
         job, times, share = self.plan.job, self.times, self.plan.fullest.device_bytes
         if times.bubble > _LARGE_BUBBLE and job.grid.pp > 1:
             yield f"pipeline bubble {times.bubble:.0%}: more micro-batches, or fewer stages, shrink it"

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from megazero.pipeline.actions import Action, Exchange, Message, Program
 from megazero.plan.trace import MessageFacts, Section, Trace
-from megazero.plan.work import Call, Kernel
+from megazero.plan.work import Call
 
 UPDATE = "the update"
 
@@ -166,13 +166,3 @@ class StagePlan:
     def flops(self) -> float:
         """FLOPs of matrix products and attention of a rank in a step, recomputed ones included."""
         return sum(times * section.flops for section, times in self.sections)
-
-    @cached_property
-    def kernels(self) -> Counter[str]:
-        """Kernels that a rank starts in a step, by name."""
-        counts: Counter[str] = Counter()
-        for section, times in self.sections:
-            for work in section.work:
-                if isinstance(work, Kernel):
-                    counts[work.name] += times
-        return counts

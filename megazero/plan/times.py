@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 from megazero.pipeline.actions import Op, Schedule
 from megazero.pipeline.simulate import Costs, Timeline, simulate
 from megazero.plan.stage import StagePlan
 from megazero.plan.trace import Section, Trace
-from megazero.plan.work import Call, Kernel, Work
-
-
-class Prices(Protocol):
-    """What work costs on a device, in seconds."""
-
-    def kernel(self, kernel: Kernel) -> float:
-        """The time of a kernel on the device."""
-
-    def call(self, call: Call) -> float:
-        """The time of a call between ranks, from the last one's arrival on."""
+from megazero.plan.work import Call, Kernel, Pricing, Task
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,7 @@ class Duration:
         return Duration(*(getattr(self, f.name) * times for f in fields(self)))
 
 
-def duration_of(work: Iterable[Work], prices: Prices) -> Duration:
+def duration_of(work: Iterable[Task], prices: Pricing) -> Duration:
     """The time of a rank's work: kernels one after the other, and so the calls of each group beside them."""
     clock = kernels = exposed = 0.0
     free: dict[str, float] = {}  # by group: when its last call ends
@@ -94,7 +83,7 @@ class StepTimes:
         return self.timeline.bubble
 
     @classmethod
-    def of(cls, stages: Sequence[StagePlan], prices: Prices) -> StepTimes:
+    def of(cls, stages: Sequence[StagePlan], prices: Pricing) -> StepTimes:
         """The times of a step of these stages, which are all of a pipeline, in order."""
         program = stages[0].program
         count = program.schedule.microbatches
@@ -109,7 +98,7 @@ class StepTimes:
 class _Durations:
     """The durations of the sections of a trace in a step of so many micro-batches."""
 
-    def __init__(self, trace: Trace, micro_batches: int, prices: Prices):
+    def __init__(self, trace: Trace, micro_batches: int, prices: Pricing):
         self.trace = trace
         self.micro_batches = micro_batches
         self.prices = prices
@@ -134,7 +123,7 @@ class _Durations:
     @property
     def exposed(self) -> float:
         """The time in which a rank waits for the calls of its layers, for a micro-batch."""
-        places = range(len(self.trace.chunks))
+        places = range(self.trace.chunks)
         return sum(self.of(op, place).exposed for op in Op if op.computes for place in places)
 
     def _of(self, section: Section) -> Duration:
@@ -173,7 +162,7 @@ def _at(schedule: Schedule, stages: Sequence[_Durations], chunk: int) -> _Durati
     return stages[schedule.stage_of[chunk]]
 
 
-def _transfer(stages: Sequence[StagePlan], prices: Prices) -> float:
+def _transfer(stages: Sequence[StagePlan], prices: Pricing) -> float:
     """The time of the slowest message from a stage to the next."""
     calls = (call for stage in stages for call in stage.messages)
     return max((prices.call(call) for call in calls), default=0.0)

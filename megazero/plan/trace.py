@@ -17,14 +17,13 @@ from typing import NamedTuple
 from megazero.kernels.library import Argument, LaunchWatch
 from megazero.models.batch import MicroBatch
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.group import DONE, Group, Transfer
-from megazero.mpu.group import Work as Handle
+from megazero.mpu.group import DONE, Group, Transfer, Work
 from megazero.mpu.still_group import StillGroup
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 from megazero.pipeline.actions import Action, Exchange, Instruction, Message, Op, Program
 from megazero.plan.job import Job
 from megazero.plan.operators import kernels_of, launched_kernel
-from megazero.plan.work import Call, Kernel, Wait, Work
+from megazero.plan.work import Call, Kernel, Task, Wait
 from megazero.train.build import build_model
 from megazero.train.observe.memory import MemoryMeter, PeakOfOutputs
 from megazero.train.step.engine import Engine
@@ -44,7 +43,7 @@ class Section:
         left: bytes that they leave behind; below 0 if they free more than they make.
     """
 
-    work: tuple[Work, ...]
+    work: tuple[Task, ...]
     most: int
     left: int
 
@@ -58,7 +57,7 @@ NOTHING = Section((), 0, 0)
 
 
 class MessageFacts(NamedTuple):
-    """What is known of the messages of one kind that a chunk sends or takes.
+    """Facts about the messages of one kind that a chunk sends or takes.
 
     Attributes:
         nbytes: the bytes of one.
@@ -74,20 +73,18 @@ class Trace:
     """The step of a rank, as a function of the number of its micro-batches.
 
     Attributes:
-        rank: the rank that was traced, which stands for all that hold the same parts of the model.
         micro_batches: how many of them were traced.
-        chunks: the chunks of its stage, in model order.
+        chunks: how many chunks of the model the rank's stage has.
         tail: the work after the last action, the update; the first action's has that before it.
-        actions: by op, the chunk's place in `chunks`, the micro-batch, and how often the program has had that
-            action before: weights are gathered for forward, and again for backward.
+        actions: by op, the chunk's place on the stage, the micro-batch, and how often the program has had
+            that action before: weights are gathered for forward, and again for backward.
         messages: by ``send`` or ``recv``, the kind, and the place of the chunk that sends or takes it.
         held: bytes by place and kind that the rank holds between steps, and its buffers.
         buffers: bytes of those buffers that sections count as well.
     """
 
-    rank: int
     micro_batches: int
-    chunks: tuple[int, ...]
+    chunks: int
     tail: Section
     actions: Mapping[Key, Section]
     messages: Mapping[tuple[str, str, int], MessageFacts]
@@ -139,7 +136,7 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         self.sections: list[tuple[Action | None, Section]] = []
         self.messages: dict[tuple[str, int], int] = {}  # bytes by what a `Transfer` is and its tag
         self.freed: dict[tuple[str, int], int] = {}  # the section in which a message that came in was freed
-        self._work: list[Work] = []
+        self._work: list[Task] = []
         self._calls = self._before = 0
         self._moving = False
 
@@ -158,7 +155,7 @@ class Tracer(PeakOfOutputs, LaunchWatch):
     def launched(self, name: str, arguments: Sequence[Argument]) -> None:
         self._work.append(launched_kernel(name, arguments))
 
-    def called(self, call: GroupCall, group: Group) -> Handle:
+    def called(self, call: GroupCall, group: Group) -> Work:
         """Take note of a call between the ranks of a group; returns what its caller may wait for."""
         self._calls += 1
         nbytes = call.payload.numel() * call.payload.element_size()
@@ -204,7 +201,7 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         self._work, self._before, self.most = [], self.alive, self.alive
 
 
-class _Waited(Handle):
+class _Waited(Work):
     """A call in progress, whose first wait a tracer sees."""
 
     def __init__(self, tracer: Tracer, number: int):
@@ -225,12 +222,12 @@ class _TracedGroup(WrappingGroup):
         super().__init__(inner, name)
         self._tracer = tracer
 
-    def _collective(self, call: GroupCall) -> Handle:
+    def _collective(self, call: GroupCall) -> Work:
         with self._tracer.moving():
             call.start(self.inner)
         return self._tracer.called(call, self)
 
-    def exchange(self, transfers: Sequence[Transfer]) -> list[Handle]:
+    def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
         for transfer in transfers:
             self._tracer.sent(transfer, self)
         return self.inner.exchange(transfers)
@@ -264,7 +261,7 @@ def trace_rank(job: Job, rank: int, batches: Batches | None = None) -> Trace:
     with tracer:
         engine.train_step(few, job.step.before, Timers())
         tracer.mark(None)
-    return _trace_of(job, engine, tracer, rank)
+    return _trace_of(job, engine, tracer)
 
 
 def _ways(instruction: Instruction) -> tuple[tuple[str, Sequence[Message]], ...]:
@@ -274,7 +271,7 @@ def _ways(instruction: Instruction) -> tuple[tuple[str, Sequence[Message]], ...]
     return (("send", instruction.sends), ("recv", instruction.receives))
 
 
-def _trace_of(job: Job, engine: Engine, tracer: Tracer, rank: int) -> Trace:
+def _trace_of(job: Job, engine: Engine, tracer: Tracer) -> Trace:
     stage, count = engine.context.pp.rank, job.traced_micro_batches
     program = job.program_of(count)
     done = (section for action, section in tracer.sections if action is not None)
@@ -293,4 +290,4 @@ def _trace_of(job: Job, engine: Engine, tracer: Tracer, rank: int) -> Trace:
     memory = MemoryMeter.of(engine)
     _, transient = engine.executor.sharding.most_buffer_bytes
     made = transient + engine.optimizer.store.sizes().get("device", {}).get("buffers", 0)
-    return Trace(rank, count, chunks, tail, actions, messages, memory.sizes(), made)
+    return Trace(count, len(chunks), tail, actions, messages, memory.sizes(), made)

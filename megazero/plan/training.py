@@ -58,13 +58,13 @@ def training_seconds(job: Job, times: StepTimes) -> float:
     busiest stage, which is shorter as its rows are.
     """
     end, planned = job.training_plan.end.iteration, job.step
-    each = max(times.timeline.busy) / planned.micro_batches
-    fixed = times.seconds - each * planned.micro_batches
+    own = max(times.timeline.busy) / planned.micro_batches
+    fixed = times.seconds - own * planned.micro_batches
     segments = job.training_plan.steps.segments
     ends = [*(step.before.iteration for step in segments[1:]), end]
     total = 0.0
     for step, until in zip(segments, ends, strict=True):
         rows = step.rows * step.sequence_length / (planned.rows * planned.sequence_length)
         steps = max(0, min(until, end) - step.before.iteration)
-        total += steps * (fixed + each * step.micro_batches * rows)
+        total += steps * (fixed + own * step.micro_batches * rows)
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -60,4 +61,14 @@ class Wait:
     call: int
 
 
-Work = Kernel | Call | Wait
+Task = Kernel | Call | Wait
+
+
+class Pricing(Protocol):
+    """The costs of work on a device, in seconds."""
+
+    def kernel(self, kernel: Kernel) -> float:
+        """The time of a kernel on the device."""
+
+    def call(self, call: Call) -> float:
+        """The time of a call between ranks, from the last one's arrival on."""
