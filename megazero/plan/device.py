@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     ConfigDict,
@@ -157,6 +157,12 @@ class Device(_Strict):
     between_nodes: BetweenNodes
     host: Host
     sources: dict[str, str]
+    kind: Literal["gpu", "cpu"] = "gpu"
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks compute on cores of the host, so that a plan can run their kernels."""
+        return self.kind == "cpu"
 
     @classmethod
     def load(cls, name: str | Path) -> Device:

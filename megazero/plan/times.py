@@ -58,6 +58,18 @@ def duration_of(work: Iterable[Task], prices: Pricing) -> Duration:
     return Duration(clock, kernels, exposed, sum(seconds for _, seconds in ends.values()))
 
 
+def section_duration(section: Section, prices: Pricing) -> Duration:
+    """The time of a section.
+
+    Where its kernels ran and were timed, on a CPU, calls add to it: the cores that would make them meanwhile
+    are those that compute.
+    """
+    if section.seconds is None:
+        return duration_of(section.work, prices)
+    calls = sum(prices.call(work) for work in section.work if isinstance(work, Call))
+    return Duration(section.seconds + calls, section.seconds, calls)
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """The times of a step.
@@ -129,7 +141,7 @@ class _Durations:
     def _of(self, section: Section) -> Duration:
         known = self._known.get(id(section))
         if known is None:
-            known = self._known[id(section)] = duration_of(section.work, self.prices)
+            known = self._known[id(section)] = section_duration(section, self.prices)
         return known
 
 

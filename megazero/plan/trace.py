@@ -7,6 +7,8 @@ step of any number are these, repeated (`Trace.steps`).
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -41,11 +43,13 @@ class Section:
         work: kernels and calls, in the order in which they start; messages between stages are left out.
         most: the most bytes, at a time, that operators' results take beyond those that were there before.
         left: bytes that they leave behind; below 0 if they free more than they make.
+        seconds: the time that its kernels took, where they ran; None on the meta device.
     """
 
     work: tuple[Task, ...]
     most: int
     left: int
+    seconds: float | None = None
 
     @property
     def flops(self) -> float:
@@ -53,6 +57,7 @@ class Section:
         return sum(work.flops for work in self.work if isinstance(work, Kernel))
 
 
+_TIMED_STEPS = 5
 NOTHING = Section((), 0, 0)
 
 
@@ -261,7 +266,29 @@ def trace_rank(job: Job, rank: int, batches: Batches | None = None) -> Trace:
     with tracer:
         engine.train_step(few, job.step.before, Timers())
         tracer.mark(None)
+    if context.device.type != "meta":
+        seconds = _seconds(engine, few, job.step.before)
+        tracer.sections = [
+            (action, replace(section, seconds=own))
+            for (action, section), own in zip(tracer.sections, seconds, strict=True)
+        ]
     return _trace_of(job, engine, tracer)
+
+
+def _seconds(engine: Engine, batches: Sequence[MicroBatch], progress: Progress) -> list[float]:
+    """The time of each section of a step that nobody watches, the median of a few steps."""
+    steps: list[list[float]] = []
+
+    def note(_: Action, seconds: float) -> None:
+        steps[-1].append(seconds)
+
+    engine.executor.observer = note
+    for _ in range(_TIMED_STEPS):
+        steps.append([])
+        began = time.perf_counter()
+        engine.train_step(batches, progress, Timers())
+        steps[-1].append(time.perf_counter() - began - sum(steps[-1]))
+    return [statistics.median(times) for times in zip(*steps, strict=True)]
 
 
 def _ways(instruction: Instruction) -> tuple[tuple[str, Sequence[Message]], ...]:

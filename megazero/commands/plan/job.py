@@ -58,7 +58,8 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     words = [*([] if flags.config is None else ["--config", flags.config]), *(training or ())]
     device = Device.load(flags.device)
     config = parse_config(words, world_size=flags.nproc).config
-    job = Job(config, flags.nproc, apart=device.name != "cpu")
+    where = "cpu" if device.is_cpu else "meta"
+    job = Job(config, flags.nproc, apart=not device.is_cpu, device=where)
     report = Report(Plan.of(job), device, flags.gpus_per_node or device.inside_node.ranks)
     show(report)
     if flags.output is not None:
