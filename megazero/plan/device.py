@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import (
     ConfigDict,
@@ -95,12 +95,14 @@ class Memory(_Strict):
         size_gib, outside_allocator_gib: context, communicators, workspaces and fragments are outside.
         bandwidth_gb_per_s: the datasheet's.
         reached_share: what kernels that only move data reach of it.
+        apart: whether it is apart from the host's; if not, a plan can run the kernels.
     """
 
     size_gib: PositiveFloat
     outside_allocator_gib: NonNegativeFloat
     bandwidth_gb_per_s: PositiveFloat
     reached_share: PositiveFloat
+    apart: bool = True
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,6 @@ class Device(_Strict):
     between_nodes: BetweenNodes
     host: Host
     sources: dict[str, str]
-    kind: Literal["gpu", "cpu"] = "gpu"
-
-    @property
-    def is_cpu(self) -> bool:
-        """Whether ranks compute on cores of the host, so that a plan can run their kernels."""
-        return self.kind == "cpu"
 
     @classmethod
     def load(cls, name: str | Path) -> Device:

@@ -14,12 +14,13 @@ from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
 from megazero.plan.times import StepTimes
 from megazero.plan.training import Model, training_seconds
+from megazero.plan.words import many, runs, shown, time_text
 from megazero.train.observe.memory import KINDS
 from megazero.train.parts.chunks import DTYPES
 
-GIB = 2**30
 _LARGE_BUBBLE, _TIGHT, _UNEVEN = 0.15, 0.95, 1.15
 _MANY = 6  # rows
+_TELLING = 1e-4  # the share of the largest payload that is shown
 COLUMNS = ("stage", "ranks", *KINDS, "sum", "of")
 
 
@@ -68,13 +69,13 @@ class Report:
         if len(chosen) > _MANY:
             places = {0, len(chosen) // 2, len(chosen) - 1, chosen.index(max(chosen, key=sum))}
             chosen = [chosen[place] for place in sorted(places)]
-        room = f"{self.device.allocator_bytes / GIB:.1f}"
+        room = shown(self.device.allocator_bytes)
         return [
             (
-                _runs([stage.stage for stage in alike[sizes]]),
+                runs([stage.stage for stage in alike[sizes]]),
                 f"{sum(len(self.plan.job.ranks_of(stage.stage)) for stage in alike[sizes]):,}",
-                *(f"{size / GIB:.2f}" if size else "-" for size in sizes),
-                f"{sum(sizes) / GIB:.2f}",
+                *(shown(size) if size else "-" for size in sizes),
+                shown(sum(sizes)),
                 room,
             )
             for sizes in chosen
@@ -88,11 +89,11 @@ class Report:
                 group,
                 operation,
                 f"{calls:,}",
-                f"{stage.payload[group, operation] / GIB:.2f}",
+                shown(stage.payload[group, operation]),
                 stage.reach(group, self.per_node),
             )
             for (group, operation), calls in sorted(stage.traffic.items())
-            if stage.payload[group, operation] >= 1e-4 * GIB
+            if stage.payload[group, operation] > _TELLING * max(stage.payload.values())
         ]
 
     def headline(self) -> str:
@@ -110,7 +111,7 @@ class Report:
         layout = " x ".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "one rank"
         kind = f", {schedule_kind(job.config)}" if parallel.pipeline_model_parallel_size > 1 else ""
         return (
-            f"{self.model.parameters / 1e9:,.2f}B parameters on {job.ranks:,} x {self.device.name}: "
+            f"{many(self.model.parameters)} parameters on {job.ranks:,} x {self.device.name}: "
             f"{layout}, ZeRO {job.config.zero.stage}{kind}; {job.micro_batches} micro-batches of "
             f"{job.config.batch.micro_batch_size * job.step.rows} x {job.step.sequence_length:,} tokens"
         )
@@ -119,10 +120,10 @@ class Report:
         """Whether it fits, where it is fullest, and what takes most there."""
         stage, room = self.plan.fullest, self.device.allocator_bytes
         kinds = sorted(stage.memory["device"].items(), key=lambda item: -item[1])[:3]
-        most = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in kinds)
+        most = ", ".join(f"{kind} {shown(size)}" for kind, size in kinds)
         word = "fits" if self.fits else "does not fit"
         return (
-            f"{word}: {stage.device_bytes / GIB:.1f} of {room / GIB:.1f} GiB on stage {stage.stage}, most at "
+            f"{word}: {shown(stage.device_bytes)} of {shown(room)} on stage {stage.stage}, most at "
             f"{stage.peak.when}; {most}"
         )
 
@@ -132,23 +133,24 @@ class Report:
         seconds, tokens = times.seconds, job.step.positions
         rate, hardware = tokens / seconds, sum(stage.flops for stage in self.plan.stages)
         exposed = max(times.exposed)
-        yield "step", f"{_time(seconds)}, of which the update {_time(times.update.total)}"
+        yield "step", f"{time_text(seconds)}, of which the update {time_text(times.update.total)}"
         yield "bubble", f"{times.bubble:.1%} of the stages' time"
         yield "calls", f"{exposed / seconds:.1%} of a rank's time waits for calls of its layers"
         yield "tokens", f"{rate:,.0f} a second, {rate / job.ranks:,.1f} a device"
-        a_device = self.model.step_flops(job) / job.ranks / seconds / 1e12
-        done = hardware / len(self.plan.stages) / seconds / 1e12
-        yield "FLOP/s", f"{a_device:,.1f} T a device, MFU {self.mfu:.1%}; with recomputation {done:,.1f} T"
+        a_device = many(self.model.step_flops(job) / job.ranks / seconds, "MGTP")
+        done = many(hardware / len(self.plan.stages) / seconds, "MGTP")
+        yield "FLOP/s", f"{a_device} a device, MFU {self.mfu:.1%}; with recomputation {done}"
         total = training_seconds(job, times)
         steps, consumed = job.training_plan.end.iteration, job.training_plan.end.tokens
         yield (
             "training",
-            f"{steps:,} steps, {consumed / 1e9:,.1f}B tokens: {_time(total)}, "
+            f"{steps:,} steps, {many(consumed)} tokens: {time_text(total)}, "
             + (f"{total * job.ranks / 3600:,.0f} device-hours"),
         )
         size, nodes = self.model.checkpoint_bytes, -(-job.ranks // self.per_node)
         written = size / (nodes * self.device.host.nvme_write_gb_per_s * 1e9)
-        yield "checkpoint", f"{size / 1e12:,.3f} TB; {_time(written)} at the rate of {nodes} nodes' own disks"
+        disks = "a node's own disks" if nodes == 1 else f"{nodes} nodes' own disks"
+        yield "checkpoint", f"{shown(size)}; {time_text(written)} at the rate of {disks}"
 
     def warnings(self) -> Iterator[str]:
         """Points that are worth a second look."""
@@ -197,22 +199,3 @@ class Report:
                 for stage in self.plan.stages
             ],
         }
-
-
-def _runs(numbers: list[int]) -> str:
-    """Numbers in words: ``0``, ``1-14``, ``0, 2``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
-
-
-def _time(seconds: float) -> str:
-    """A time in the unit in which people say it."""
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size:
-            return f"{seconds / size:,.1f} {unit}"
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1e3:.2f} ms"

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from megazero.config.steps import Progress
 from megazero.kernels.library import Argument, LaunchWatch
 from megazero.models.batch import MicroBatch
 from megazero.mpu.context import ParallelContext

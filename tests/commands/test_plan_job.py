@@ -30,7 +30,7 @@ def test_a_job_of_1024_gpus_is_planned_from_its_flags_alone(tmp_path, capsys):
         "174.62B parameters on 1,024 x a100-80g: T8 x P16 x V2 x D8, ZeRO 1, interleaved; 16 "
     )
     assert "\nfits: " in said
-    assert "300.0B tokens" in said
+    assert "300.00B tokens" in said
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["fits"] is True
     assert [stage["stage"] for stage in plan["stages"]] == list(range(16))

@@ -58,8 +58,8 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     words = [*([] if flags.config is None else ["--config", flags.config]), *(training or ())]
     device = Device.load(flags.device)
     config = parse_config(words, world_size=flags.nproc).config
-    where = "cpu" if device.is_cpu else "meta"
-    job = Job(config, flags.nproc, apart=not device.is_cpu, device=where)
+    apart = device.memory.apart
+    job = Job(config, flags.nproc, apart, device="meta" if apart else "cpu")
     report = Report(Plan.of(job), device, flags.gpus_per_node or device.inside_node.ranks)
     show(report)
     if flags.output is not None:
@@ -73,12 +73,12 @@ def show(report: Report) -> None:
 
     print(f"{report.headline()}\n")
     print_table(COLUMNS, report.rows(), left=1)
-    print(f"(GiB on each device at its fullest moment)\n\n{report.verdict()}\n")
+    print(f"(on each device at its fullest moment)\n\n{report.verdict()}\n")
     print_facts(report.facts())
     rows = report.traffic_rows()
     if rows:
         print("\nA rank of the stage that moves most, in a step:")
-        print_table(("group", "operation", "calls", "GiB", "over"), rows, left=2)
+        print_table(("group", "operation", "calls", "bytes", "over"), rows, left=2)
     for warning in report.warnings():
         print(f"warning: {warning}")
 
