@@ -285,11 +285,11 @@ def _violation(where: str, problem: Mapping[str, Any]) -> str:
 
 
 def _without_source(document: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of which nobody says where they are from."""
+    """Keys of measures of which nobody says where they are from."""
     sources = document["sources"]
     for part in sorted(_PARTS - {"sources"}):
-        for key in document[part]:
-            if part not in sources and f"{part}.{key}" not in sources:
+        for key, value in document[part].items():
+            if not isinstance(value, bool) and part not in sources and f"{part}.{key}" not in sources:
                 yield f"`sources` must say where `{part}.{key}` is from, but does not; add it"
 
 
