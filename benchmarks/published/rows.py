@@ -230,7 +230,9 @@ def read(path: Path) -> list[Row]:
     rows, violations = [], []
     for values in document["rows"]:
         if len(values) != len(document["columns"]):
-            raise DataError(f"{path.name}: each row must have {len(document['columns'])} values, but is {values}")
+            raise DataError(
+                f"{path.name}: each row must have {len(document['columns'])} values, but is {values}"
+            )
         given = dict(zip(document["columns"], values, strict=True))
         more = given.pop("more", {})
         merged = {"source": document["source"], **document["common"], **given, **more}
@@ -246,5 +248,3 @@ def read(path: Path) -> list[Row]:
 def all_rows() -> list[Row]:
     """The rows of all campaigns; those that contradict themselves are in `refused` alone."""
     return [row for path in sorted(FOLDER.glob("*.json")) for row in read(path)]
-
-

@@ -31,7 +31,9 @@ BLOCKING = 10e-6
 @lru_cache
 def efficiencies() -> dict[str, float]:
     """Family of software -> the share of a device's rates that its kernels reach."""
-    document: dict[str, float] = json.loads(Path(__file__).with_name("families").joinpath("efficiency.json").read_text())
+    document: dict[str, float] = json.loads(
+        Path(__file__).with_name("families").joinpath("efficiency.json").read_text()
+    )
     return document
 
 
@@ -116,7 +118,9 @@ class Step:
         if self.has("fused-attention"):
             flops = 2.0 * heads * s * s * width / layout.context * (2.5 if backward else 1)
             nbytes = 2 * self.tokens * (self.qkv + shape.hidden // layout.tensor) * (2 if backward else 1)
-            return [Kernel(f"attention_{'backward' if backward else 'forward'}", nbytes, flops, torch.bfloat16)]
+            return [
+                Kernel(f"attention_{'backward' if backward else 'forward'}", nbytes, flops, torch.bfloat16)
+            ]
         scores, drops = heads * s * s, self.has("dropout")
         near, far = self.product(s, s, width, heads), self.product(s, width, s, heads)
         softmax = [self.move("softmax", scores, 6 if backward else 4)]
@@ -209,7 +213,9 @@ class Step:
             return 2 * self.joined
         if not self.row.software.sequence_parallel:
             return self.beside(2 * self.joined, weights)
-        gather, scatter = (self.shared(name, self.boundary_bytes) for name in ("all_gather", "reduce_scatter"))
+        gather, scatter = (
+            self.shared(name, self.boundary_bytes) for name in ("all_gather", "reduce_scatter")
+        )
         return 2 * gather + self.beside(2 * gather + 2 * scatter, 2 * weights)
 
     def beside(self, hidden: float, work: float) -> float:

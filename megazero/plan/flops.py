@@ -57,7 +57,10 @@ def step_flops(count: str, shape: Shape, lengths: Iterable[int]) -> float:
     tokens = squares = 0
     for length in lengths:
         tokens, squares = tokens + length, squares + length**2
-    linear, attention = shape.layers * shape.block_parameters * tokens, 2 * shape.layers * shape.hidden * squares
+    linear, attention = (
+        shape.layers * shape.block_parameters * tokens,
+        2 * shape.layers * shape.hidden * squares,
+    )
     head = shape.hidden * shape.vocabulary * tokens
     match count:
         case "hardware-full":

@@ -28,15 +28,15 @@ class Plan:
     stages: tuple[StagePlan, ...]
 
     @classmethod
-    def of(cls, job: Job) -> Plan:
-        """Trace a rank of each kind of stage.
+    def of(cls, job: Job, *, timed: bool = False) -> Plan:
+        """Trace a rank of each kind of stage; `timed` as for `trace_rank`.
 
         Raises:
             ConfigError: the model cannot be built on so many ranks.
         """
         stages: dict[int, StagePlan] = {}
         for alike in stages_alike(job):
-            trace = trace_rank(job, job.line[alike[0]])
+            trace = trace_rank(job, job.line[alike[0]], timed=timed)
             stages |= {stage: StagePlan(stage, job.line, trace, job.program) for stage in alike}
         return cls(job, tuple(stages[stage] for stage in sorted(stages)))
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from megazero.config.steps import Progress
 from megazero.kernels.library import Argument, LaunchWatch
 from megazero.models.batch import MicroBatch
-from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import DONE, Group, Transfer, Work
 from megazero.mpu.still_group import StillGroup
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
@@ -32,7 +31,6 @@ from megazero.train.observe.memory import MemoryMeter, PeakOfOutputs
 from megazero.train.step.engine import Engine
 from megazero.train.step.timers import Timers
 
-Batches = Callable[[ParallelContext, int], Sequence[MicroBatch]]
 Key = tuple[Op, int, int, int]
 
 
@@ -44,7 +42,7 @@ class Section:
         work: kernels and calls, in the order in which they start; messages between stages are left out.
         most: the most bytes, at a time, that operators' results take beyond those that were there before.
         left: bytes that they leave behind; below 0 if they free more than they make.
-        seconds: the time that its kernels took, where they ran; None on the meta device.
+        seconds: the time that its kernels took, if they ran and were timed.
     """
 
     work: tuple[Task, ...]
@@ -142,6 +140,7 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         self.sections: list[tuple[Action | None, Section]] = []
         self.messages: dict[tuple[str, int], int] = {}  # bytes by what a `Transfer` is and its tag
         self.freed: dict[tuple[str, int], int] = {}  # the section in which a message that came in was freed
+        self.watches = True
         self._work: list[Task] = []
         self._calls = self._before = 0
         self._moving = False
@@ -163,6 +162,8 @@ class Tracer(PeakOfOutputs, LaunchWatch):
 
     def called(self, call: GroupCall, group: Group) -> Work:
         """Take note of a call between the ranks of a group; returns what its caller may wait for."""
+        if not self.watches:
+            return DONE
         self._calls += 1
         nbytes = call.payload.numel() * call.payload.element_size()
         noted = Call(
@@ -178,6 +179,8 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         if transfer.kind == "recv":
             with self.moving():
                 tensor.zero_()
+        if not self.watches:
+            return
         if group.name != "pp":
             ends = (group.ranks[group.rank], group.ranks[transfer.peer])
             self._work.append(Call(group.name, transfer.kind, nbytes, ends, later=True))
@@ -239,13 +242,13 @@ class _TracedGroup(WrappingGroup):
         return self.inner.exchange(transfers)
 
 
-def trace_rank(job: Job, rank: int, batches: Batches | None = None) -> Trace:
+def trace_rank(job: Job, rank: int, *, timed: bool = False) -> Trace:
     """Run a step of a few micro-batches of a rank.
 
     Args:
         job: the training.
         rank: the rank.
-        batches: makes so many micro-batches for a context; by default of random samples.
+        timed: whether to time its sections too, in further steps; for a job whose kernels run.
 
     Raises:
         ConfigError: the model cannot be built on so many ranks.
@@ -262,12 +265,13 @@ def trace_rank(job: Job, rank: int, batches: Batches | None = None) -> Trace:
     }
     context = replace(context, groups=groups)
     engine = build_model(job.vocabulary, context, job.config, job.training_plan)
-    few = (batches or job.batches)(context, job.traced_micro_batches)
+    few = job.batches(context, job.traced_micro_batches)
     engine.executor.observer = tracer.mark
     with tracer:
         engine.train_step(few, job.step.before, Timers())
         tracer.mark(None)
-    if context.device.type != "meta":
+    if timed:
+        tracer.watches = False
         seconds = _seconds(engine, few, job.step.before)
         tracer.sections = [
             (action, replace(section, seconds=own))

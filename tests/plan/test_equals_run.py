@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.config import Config
 from megazero.mpu.context import thread_context
-from megazero.mpu.group import DONE
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import TrafficLog, count_traffic
-from megazero.mpu.wrapping_group import WrappingGroup
 from megazero.plan.job import Job
 from megazero.plan.plan import Plan
 from megazero.train.observe.memory import MemoryMeter
@@ -30,30 +26,10 @@ from tests.layouts.selection import (
     encoder_layouts,
     expert_layouts,
 )
+from tests.plan.unnoticed import unnoticed
 
 AT_REST = ("weights", "masters", "moments", "gradients", "buffers")
 BUNDLES = 8
-
-
-class Unnoticed(WrappingGroup):
-    """Ranks that are threads copy what they send, and keep it; a meter of memory does not see that here."""
-
-    def _collective(self, call):
-        with _disable_current_modes():
-            first, *rest = call.arguments
-            start = getattr(self.inner, call.operation)
-            if call.operation in ("all_reduce", "broadcast"):
-                copy = first.clone()
-                start(copy, *rest).wait()
-                first.copy_(copy)
-            else:
-                start(first, rest[0].clone(), *rest[1:]).wait()
-        return DONE
-
-    def exchange(self, transfers):
-        with _disable_current_modes():
-            copies = [replace(t, tensor=t.tensor.clone()) if t.kind == "send" else t for t in transfers]
-            return self.inner.exchange(copies)
 
 
 def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
@@ -63,8 +39,7 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
     def work(rank: int):
         log, order = TrafficLog(), []
         context = count_traffic(thread_context(world, layout.grid, rank, node_size=layout.hpz), log)
-        quiet = {n: g if g.size == 1 else Unnoticed(g, n) for n, g in context.groups.items()}
-        context = replace(context, groups=quiet)
+        context = unnoticed(context)
         engine = verification_engine(job.config, training_plan_of(job.config, context.data.size), context)
         batches, meter = job.batches(context, job.micro_batches), MemoryMeter.of(engine)
         engine.executor.observer = lambda action, seconds: order.append(str(action))

@@ -60,7 +60,7 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     config = parse_config(words, world_size=flags.nproc).config
     apart = device.memory.apart
     job = Job(config, flags.nproc, apart, device="meta" if apart else "cpu")
-    report = Report(Plan.of(job), device, flags.gpus_per_node or device.inside_node.ranks)
+    report = Report(Plan.of(job, timed=not apart), device, flags.gpus_per_node or device.inside_node.ranks)
     show(report)
     if flags.output is not None:
         write(report, flags.output)
