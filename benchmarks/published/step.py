@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.published.rows import Row
 from megazero.plan.prices import Prices
-from megazero.plan.work import Call, Kernel, Work
+from megazero.plan.work import Call, Kernel
 
 FAMILIES = Path(__file__).with_name("families") / "efficiency.json"
 EXPOSED = 0.3
@@ -142,10 +142,10 @@ class Step:
 
     # Seconds of a layer for one micro-batch.
 
-    def seconds(self, work: Iterable[Work]) -> float:
-        """The seconds of work, one after the other."""
+    def seconds(self, kernels: Iterable[Kernel]) -> float:
+        """The seconds of kernels, one after the other."""
         blocking = BLOCKING if self.has("launch-blocking") else 0.0
-        return sum(self.prices.of(one) + blocking for one in work)
+        return sum(self.prices.kernel(kernel) + blocking for kernel in kernels)
 
     def shared(self, operation: str, nbytes: float) -> float:
         """The seconds of a call between the tensor-parallel ranks."""

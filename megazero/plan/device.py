@@ -125,12 +125,14 @@ class Memory(_Strict):
         size_gib, outside_allocator_gib: context, communicators, workspaces and fragments are outside.
         bandwidth_gb_per_s: the datasheet's.
         reached_share: what kernels that only move data reach of it.
+        apart: whether it is apart from the host's; if not, a plan can run the kernels.
     """
 
     size_gib: PositiveFloat
     outside_allocator_gib: NonNegativeFloat
     bandwidth_gb_per_s: PositiveFloat
     reached_share: PositiveFloat
+    apart: bool = True
 
 
 @dataclass(frozen=True)
@@ -313,11 +315,11 @@ def _violation(where: str, problem: Mapping[str, Any]) -> str:
 
 
 def _without_source(document: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of which nobody says where they are from."""
+    """Keys of measures of which nobody says where they are from."""
     sources = document["sources"]
     for part in sorted(_PARTS - {"sources"}):
-        for key in document[part]:
-            if part not in sources and f"{part}.{key}" not in sources:
+        for key, value in document[part].items():
+            if not isinstance(value, bool) and part not in sources and f"{part}.{key}" not in sources:
                 yield f"`sources` must say where `{part}.{key}` is from, but does not; add it"
 
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 from megazero.errors import ConfigError
 from megazero.plan.device import Curve, Device
-from megazero.plan.work import Call, Kernel, Work
+from megazero.plan.work import Call, Kernel, Pricing
 
 Rows = Sequence[tuple[int, int, int, float]]
 
 
-class Prices:
+class Prices(Pricing):
     """Costs of work on a device.
 
     Args:
@@ -35,10 +35,6 @@ class Prices:
                 "GPUs per node and efficiency must be above 0, but are "
                 f"{self.gpus_per_node} and {efficiency:g}; correct them"
             )
-
-    def of(self, work: Work) -> float:
-        """The seconds that a kernel or a call takes."""
-        return self.kernel(work) if isinstance(work, Kernel) else self.call(work)
 
     def kernel(self, kernel: Kernel) -> float:
         """The seconds of a kernel: computing and moving its bytes, and its launch.

@@ -57,10 +57,10 @@ class MemoryMeter:
         return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device, shelves)
 
     @contextmanager
-    def over_a_step(self) -> Iterator[None]:
-        """Measure the memory that the block takes."""
+    def over_a_step(self, outputs: PeakOfOutputs | None = None) -> Iterator[None]:
+        """Measure the memory that the block takes; off CUDA, by `outputs` if they are given."""
         if self.device.type != "cuda":
-            with _PeakOfOutputs() as outputs:
+            with outputs or PeakOfOutputs() as outputs:
                 yield
             self._peak = outputs.most
             return
@@ -91,14 +91,21 @@ class MemoryMeter:
         }
 
 
-class _PeakOfOutputs(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make on this thread, and the most at a time."""
+class PeakOfOutputs(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make on this thread.
+
+    Attributes:
+        alive: bytes of those that are there now.
+        most: the most bytes at a time.
+    """
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
         self.most = 0
-        self._alive = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.alive = 0
+        self._ends: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize[..., object]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -119,7 +126,7 @@ class _PeakOfOutputs(TorchDispatchMode):
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
-            if storage in self._known:
+            if storage in self._ends:
                 continue
             if given is None:
                 leaves = tree_leaves((args, kwargs))
@@ -130,13 +137,18 @@ class _PeakOfOutputs(TorchDispatchMode):
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         size = storage.nbytes()
-        self._known.add(storage)
-        self._alive += size
-        self.most = max(self.most, self._alive)
-        weakref.finalize(storage, self._remove, size)
+        self.alive += size
+        self.most = max(self.most, self.alive)
+        self._ends[storage] = weakref.finalize(storage, self._remove, size)
+
+    def forget(self, storage: torch.UntypedStorage, dropped: Callable[[], None]) -> None:
+        """Count a storage no longer, and call `dropped` when it is freed."""
+        self._ends[storage].detach()
+        self.alive -= storage.nbytes()
+        weakref.finalize(storage, dropped)
 
     def _remove(self, size: int) -> None:
-        self._alive -= size
+        self.alive -= size
 
 
 def _modules(chunk: object) -> Iterable[nn.Module]:
