@@ -1,0 +1,40 @@
+"""Chooses the profilers of a run by its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megazero.config.tree.config import Config
+from megazero.mpu.context import ParallelContext
+from megazero.profilers.breakdown import Breakdown
+from megazero.profilers.clock import clock_of
+from megazero.profilers.comms import CommsLog
+from megazero.profilers.files import Folder
+from megazero.profilers.parts import Part, Profilers
+from megazero.train.observe.profiler import Profiler
+
+
+def profiler_of(config: Config, context: ParallelContext) -> Profiler:
+    """The profilers that the settings ask for, as one; without any, one that does nothing.
+
+    Args:
+        config: the run's configuration.
+        context: the ranks. Profilers talk over its groups, and so do not see themselves.
+    """
+    parts = tuple(_parts(config, context))
+    return Profilers(parts) if parts else Profiler()
+
+
+def _parts(config: Config, context: ParallelContext) -> Iterator[Part]:
+    logging, profiling = config.logging, config.profiling
+    folder = Folder(Path(profiling.profile_dir), profiling.chosen(context.rank))
+    clock = clock_of(context.device)
+    if profiling.profile:
+        from megazero.profilers.traces import TraceWindow
+
+        yield TraceWindow(profiling, folder, context.rank, context.device)
+    if logging.breakdown_level:
+        yield Breakdown(context, logging, clock)
+    if logging.comms_logger:
+        yield CommsLog(context, logging, folder, clock)
