@@ -14,11 +14,13 @@ def build_parser() -> argparse.ArgumentParser:
     """Build the parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero merge-traces",
-        description="Merge the traces that the ranks of a run wrote with `--profile --profile-ranks -1` into one, "
-        "with their clocks aligned by the ends of the calls that they made together.",
+        description="Merge the traces that the ranks of a run wrote with `--profile --profile-ranks -1` into "
+        "one, with their clocks aligned by the ends of the calls that they made together.",
     )
     parser.add_argument("folder", type=Path, help="the folder of one step, such as profile/step11")
-    parser.add_argument("--output", type=Path, help="the file to write; default: merged.json.gz in the folder")
+    parser.add_argument(
+        "--output", type=Path, help="the file to write; default: merged.json.gz in the folder"
+    )
     return parser
 
 

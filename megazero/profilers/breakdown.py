@@ -23,6 +23,7 @@ from megazero.profilers.breakdown_table import Spread, breakdown_table
 from megazero.profilers.clock import Clock
 from megazero.profilers.group import OPERATIONS, Call, Listener
 from megazero.profilers.parts import Part
+from megazero.train.observe.profiler import TokenCount
 from megazero.train.step.engine import Engine
 
 REST = "rest of the step"
@@ -90,6 +91,11 @@ class Ledger(Listener):
             self._pieces.append(((call.group, call.operation), entered, self.clock.now(), -1))
 
 
+def phase_of(action: Action) -> str:
+    """The phase of a step that an action is part of."""
+    return _OF_ACTION[action.op]
+
+
 def add_up(pieces: Sequence[tuple[str | Wait, Any, Any, int]], clock: Clock) -> Times:
     """The seconds of each row. Waits come before the mark of the phase that they are taken out of."""
     times: Counter[str | Wait] = Counter()
@@ -129,11 +135,11 @@ class Breakdown(Part, Listener):
         self._pending: list[list[tuple[str | Wait, Any, Any, int]]] = []
         self._say: Callable[[str], None] = print
 
-    def begin(self, engine: Engine, say: Callable[[str], None]) -> None:
+    def begin(self, engine: Engine, say: Callable[[str], None], flops_per_token: TokenCount) -> None:
         self._say = say
 
     def acted(self, action: Action, seconds: float) -> None:
-        self.ledger.mark(_OF_ACTION[action.op])
+        self.ledger.mark(phase_of(action))
 
     def phase_ends(self, name: str) -> None:
         if name in _OF_TIMER:

@@ -90,7 +90,9 @@ def breakdown_table(
             cells.append(f"{_ms(spread.most[at])} ({spread.slowest[at]})")
         lines.append(_line(cells))
     exposed = float(sum((spread.own[at] for at in waits), torch.zeros(())))
-    lines.append(f" exposed communication of rank 0: {1e3 * exposed:.1f} ms, {100 * exposed / whole:.1f}% of a step")
+    lines.append(
+        f" exposed communication of rank 0: {1e3 * exposed:.1f} ms, {100 * exposed / whole:.1f}% of a step"
+    )
     return lines
 
 

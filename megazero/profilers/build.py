@@ -36,5 +36,17 @@ def _parts(config: Config, context: ParallelContext) -> Iterator[Part]:
         yield TraceWindow(profiling, folder, context.rank, context.device)
     if logging.breakdown_level:
         yield Breakdown(context, logging, clock)
+    if profiling.flops_profiler:
+        from megazero.profilers.flops.native import FlopsProfile
+
+        yield FlopsProfile(config, context)
+    if profiling.memory_timeline_step is not None:
+        from megazero.profilers.memory.record import MemoryTimeline
+
+        yield MemoryTimeline(profiling.memory_timeline_step, folder, context)
+    if profiling.record_memory_history and context.device.type == "cuda":
+        from megazero.profilers.memory.record import AllocatorHistory
+
+        yield AllocatorHistory(profiling.memory_snapshot_path, logging.log_interval, context)
     if logging.comms_logger:
         yield CommsLog(context, logging, folder, clock)

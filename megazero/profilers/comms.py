@@ -21,6 +21,7 @@ from megazero.profilers.clock import Clock
 from megazero.profilers.files import Folder
 from megazero.profilers.group import Call, Listener
 from megazero.profilers.parts import Part
+from megazero.train.observe.profiler import TokenCount
 from megazero.train.step.engine import Engine
 
 MESSAGES = ("send", "recv")
@@ -99,7 +100,10 @@ class Line:
         """The line as JSON; rates are in GB/s."""
         pair = self.rates
         names = ("algorithm_gb_per_s", "bus_gb_per_s")
-        return {**vars(self), **dict(zip(names, [x / 1e9 for x in pair] if pair else [None] * 2, strict=True))}
+        return {
+            **vars(self),
+            **dict(zip(names, [x / 1e9 for x in pair] if pair else [None] * 2, strict=True)),
+        }
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ class CommsLog(Part, Listener):
         self._pending: list[tuple[Call, Any, tuple[Any, ...]]] = []
         self._say: Callable[[str], None] = print
 
-    def begin(self, engine: Engine, say: Callable[[str], None]) -> None:
+    def begin(self, engine: Engine, say: Callable[[str], None], flops_per_token: TokenCount) -> None:
         self._say = say
 
     @contextmanager
@@ -196,7 +200,9 @@ class CommsLog(Part, Listener):
             if group.size > 1:
                 rows = self.rows.get(name, {})
                 waits, among = compare_waits(group, rows, self.context.device)
-                lines += [_line(name, group.size, key, row, waits.get(key)) for key, row in sorted(rows.items())]
+                lines += [
+                    _line(name, group.size, key, row, waits.get(key)) for key, row in sorted(rows.items())
+                ]
                 waiting += [] if among is None else [Waiting(name, *among)]
         for text in comms_table(lines, waiting):
             self._say(f"communication of rank 0 | {text}")
@@ -276,8 +282,8 @@ def comms_table(lines: Iterable[Line], waiting: Iterable[Waiting]) -> list[str]:
     for one in waiting:
         if one.most - one.least > 1e-6:
             text.append(
-                f"{one.group}: in a call, the others wait for rank {one.last}: up to {1e3 * one.most:.3f} ms, and "
-                f"it waits for {1e3 * one.least:.3f} ms"
+                f"{one.group}: the others wait for rank {one.last}, up to {1e3 * one.most:.3f} ms in a call, "
+                f"and it waits for {1e3 * one.least:.3f} ms"
             )
     return text
 
@@ -291,8 +297,8 @@ def size_text(nbytes: int) -> str:
 def _line(name: str, members: int, key: Key, row: Row, waited: float | None) -> Line:
     took = [took for _, took in row.samples if took is not None]
     seconds = _mean(took) if took else None
-    counted = (row.calls, row.hidden, row.exposed)
-    return Line(name, members, *key, *counted, seconds, waited if seconds is not None else None)
+    waited = None if seconds is None else waited
+    return Line(name, members, *key, row.calls, row.hidden, row.exposed, seconds, waited)
 
 
 def _mean(values: list[float]) -> float:

@@ -52,8 +52,8 @@ class Folder:
             with contextlib.suppress(OSError):
                 partial.unlink()
             self._warn(
-                f"warning: `{target}` must be written, but is not: {error.strerror or error}; make room there or "
-                "set another `--profile-dir`; the training goes on, and its profilers write no more"
+                f"warning: `{target}` must be written, but is not: {error.strerror or error}; make room "
+                "there or set another `--profile-dir`; the training goes on, and its profilers write no more"
             )
             return None
         return target

@@ -11,8 +11,17 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import DONE, Group, Transfer, Work
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier")
-"""The operations that listeners are shown; the messages of a batch are entered one after another, then left."""
+OPERATIONS = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "send",
+    "recv",
+    "barrier",
+)
+"""The operations that listeners are shown; all messages of a batch are entered before the first is left."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ def merge_traces(folder: Path, output: Path) -> list[Alignment]:
     """
     files = {int(m[1]): path for path in sorted(folder.glob("rank*")) if (m := _NAME.fullmatch(path.name))}
     if not files:
-        raise DataError(f"`{folder}` must hold traces named rank<N>.json.gz, but has none; name another folder")
+        raise DataError(
+            f"`{folder}` must hold traces named rank<N>.json.gz, but has none; name another folder"
+        )
     files = dict(sorted(files.items()))
     alignments = align({rank: EndsOfCalls.of(read_trace(path)) for rank, path in files.items()})
     ahead = {one.rank: one.ahead for one in alignments}
@@ -78,7 +80,9 @@ def read_trace(path: Path) -> dict[str, Any]:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             trace = json.load(file)
     except (OSError, EOFError, ValueError) as error:
-        raise DataError(f"`{path}` must be a Chrome trace, but cannot be read: {error}; leave it out") from error
+        raise DataError(
+            f"`{path}` must be a Chrome trace, but cannot be read: {error}; leave it out"
+        ) from error
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise DataError(f"`{path}` must be a Chrome trace, but has no events; leave it out")
     return trace
@@ -119,9 +123,10 @@ def _ends(trace: Mapping[str, Any]) -> dict[str, float]:
         if _LABEL.fullmatch(name) and event.get("cat") != "gpu_user_annotation":
             calls[name] = end
         elif name.startswith("ncclDevKernel") and "Process Group Ranks" in args:
-            kind = f"{args.get('Collective name')} {args.get('Process Group Name')} {args['Process Group Ranks']}"
+            operation = args.get("Collective name")
+            kind = f"{operation} {args.get('Process Group Name')} {args['Process Group Ranks']}"
             counts[kind] = counts.get(kind, 0) + 1
-            if args.get("Collective name") not in ("send", "recv"):
+            if operation not in ("send", "recv"):
                 kernels[f"{kind} #{counts[kind]}"] = end
     return kernels or calls
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from megazero.mpu.context import ParallelContext
 from megazero.pipeline.actions import Action
 from megazero.profilers.group import Listener, observed
-from megazero.train.observe.profiler import Profiler
+from megazero.train.observe.profiler import Profiler, TokenCount
 from megazero.train.step.engine import Engine
 
 
@@ -35,9 +35,9 @@ class Profilers(Profiler):
         listeners = [part for part in self.parts if isinstance(part, Listener)]
         return observed(context, listeners) if listeners else context
 
-    def begin(self, engine: Engine, say: Callable[[str], None]) -> None:
+    def begin(self, engine: Engine, say: Callable[[str], None], flops_per_token: TokenCount) -> None:
         for part in self.parts:
-            part.begin(engine, say)
+            part.begin(engine, say, flops_per_token)
         seeing = [part for part in self.parts if part.sees_actions]
         if not seeing:
             return

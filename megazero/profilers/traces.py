@@ -18,6 +18,7 @@ from megazero.config.tree.profiling import ProfilingConfig
 from megazero.profilers.files import Folder
 from megazero.profilers.group import Call, Listener
 from megazero.profilers.parts import Part
+from megazero.train.observe.profiler import TokenCount
 from megazero.train.step.engine import Engine
 
 
@@ -45,7 +46,7 @@ class TraceWindow(Part, Listener):
         self._full = False
         self._say: Callable[[str], None] = print
 
-    def begin(self, engine: Engine, say: Callable[[str], None]) -> None:
+    def begin(self, engine: Engine, say: Callable[[str], None], flops_per_token: TokenCount) -> None:
         self._say = say
 
     def enters(self, call: Call, *, waits: bool) -> Any:
@@ -81,8 +82,8 @@ class TraceWindow(Part, Listener):
         self._full = self.folder.written >= 1e6 * self.settings.profile_max_mb
         if self._full and iteration < last:
             self._say(
-                f"profile: the steps after {iteration} are not traced: files of {self.folder.written / 1e6:.1f} "
-                f"MB reach --profile-max-mb {self.settings.profile_max_mb}"
+                f"profile: the steps after {iteration} are not traced: {self.folder.written / 1e6:.1f} MB of "
+                f"files reach --profile-max-mb {self.settings.profile_max_mb}"
             )
 
     def _profile(self) -> profile:

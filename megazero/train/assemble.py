@@ -139,8 +139,9 @@ def assemble(
     task.check(resumed, feeds)
     rate = measure_matmul_rate(DTYPES[config.precision.dtype], context.device)
     monitor = build_monitors(config, context.rank == 0, state.iteration, plan.end.iteration)
-    profiler.begin(engine, monitor.message)
-    meters = Meters(config, plan, engine, TokenFlops(config, vocabulary), rate, monitor.message, profiler)
+    flops = TokenFlops(config, vocabulary)
+    profiler.begin(engine, monitor.message, flops)
+    meters = Meters(config, plan, engine, flops, rate, monitor.message, profiler)
     run = Run(resumed, feeds, meters, monitor)
     try:
         for remark in (attention_remark(config, context.device), *task.remarks(run)):

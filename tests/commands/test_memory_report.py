@@ -15,7 +15,7 @@ from megazero.config.resolve import parse_config
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.train.observe.memory import MemoryMeter, _PeakOfOutputs
+from megazero.train.observe.memory import MemoryMeter, PeakOfOutputs
 from megazero.train.pretraining import pretrain_on
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import GRADIENT, WEIGHT
@@ -91,7 +91,7 @@ def test_sizes_are_those_of_the_storages_and_slots_to_the_byte(stage, kind):
 def test_operators_outputs_are_counted_while_they_are_alive():
     x = torch.ones(1000)
     for device in ("cpu", "meta"):
-        with _PeakOfOutputs() as found:
+        with PeakOfOutputs() as found:
             a = x.to(device, copy=True) + 1
             a[10:].view(-1, 10).add_(1)
             b = a * 2

@@ -21,7 +21,7 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.product_sum import Blas
 from megazero.train import build
-from megazero.train.observe.memory import _PeakOfOutputs
+from megazero.train.observe.memory import PeakOfOutputs
 from megazero.verify.record import Record, record_training
 from tests.layouts.layout import Layout
 from tests.ops.test_product_sum import gemm_ex
@@ -133,7 +133,7 @@ def test_the_memory_of_one_tile() -> None:
     grad = torch.randn(rows, 1, 8)
     peaks = {}
     for size in (rows, rows // 16):
-        with _PeakOfOutputs() as outputs:
+        with PeakOfOutputs() as outputs:
             tiled(of_rows, x, size, (up, down)).backward(grad)
         peaks[size] = outputs.most
     wide, narrow = (4 * rows * width for width in (inner, 8))

@@ -35,9 +35,7 @@ class LoggingConfig(Section):
         "the ranks whose times are printed beside the first rank's: the slowest, also the fastest, or all",
         needs="wall_clock_breakdown or timing_log_level=1,2",
     )
-    comms_logger: bool = option(
-        False, "count and time communication, and print a table of it at the end"
-    )
+    comms_logger: bool = option(False, "count and time communication, and print a table of it at the end")
     comms_logger_ops: tuple[Operation, ...] = option(
         (), "the operations that it times; all by default", needs="comms_logger"
     )

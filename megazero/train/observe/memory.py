@@ -60,7 +60,7 @@ class MemoryMeter:
     def over_a_step(self) -> Iterator[None]:
         """Measure the memory that the block takes."""
         if self.device.type != "cuda":
-            with _PeakOfOutputs() as outputs:
+            with PeakOfOutputs() as outputs:
                 yield
             self._peak = outputs.most
             return
@@ -91,13 +91,17 @@ class MemoryMeter:
         }
 
 
-class _PeakOfOutputs(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make on this thread, and the most at a time."""
+class PeakOfOutputs(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make on this thread, and the most at a time.
+
+    Attributes:
+        most: the most bytes so far.
+        alive: the bytes now.
+    """
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
-        self.most = 0
-        self._alive = 0
+        self.most = self.alive = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     @classmethod
@@ -125,18 +129,19 @@ class _PeakOfOutputs(TorchDispatchMode):
                 leaves = tree_leaves((args, kwargs))
                 given = {leaf.untyped_storage()._cdata for leaf in leaves if _is_strided(leaf)}
             if storage._cdata not in given:
-                self._add(storage)
+                self._known.add(storage)
+                weakref.finalize(storage, self.freed, storage.nbytes(), self.made(storage.nbytes()))
         return out
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
-        self._known.add(storage)
-        self._alive += size
-        self.most = max(self.most, self._alive)
-        weakref.finalize(storage, self._remove, size)
+    def made(self, size: int) -> object:
+        """An operator has made a storage; what this returns is given to `freed` with its size."""
+        self.alive += size
+        self.most = max(self.most, self.alive)
+        return None
 
-    def _remove(self, size: int) -> None:
-        self._alive -= size
+    def freed(self, size: int, made: object) -> None:
+        """A storage is gone."""
+        self.alive -= size
 
 
 def _modules(chunk: object) -> Iterable[nn.Module]:

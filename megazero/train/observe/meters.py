@@ -17,7 +17,7 @@ from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.mpu.messages import gather_values
 from megazero.mpu.waits import Waits
 from megazero.train.observe.memory import MemoryMeter
-from megazero.train.observe.profiler import Profiler
+from megazero.train.observe.profiler import Profiler, TokenCount
 from megazero.train.observe.step_waits import StepWaits
 from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.engine import Engine, Outcome, StepResult
@@ -49,7 +49,7 @@ class Meters:
         config: Config,
         plan: TrainingPlan,
         engine: Engine,
-        flops_per_token: Callable[[int, Skipping], float],
+        flops_per_token: TokenCount,
         matmul_rate: float,
         say: Callable[[str], None],
         profiler: Profiler,
