@@ -14,7 +14,7 @@ from torch import nn
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.errors import ConfigError
 from megazero.profilers.clock import clock_of
-from megazero.profilers.flops.counter import ModuleCounter, ModuleProfile, profiles_of
+from megazero.profilers.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
 from megazero.profilers.flops.table import largest_types, module_tree, rows_of
 from megazero.profilers.flops.units import (
     bytes_to_string,
@@ -67,6 +67,7 @@ class FlopsProfiler:
             self._counter.stop()
             get_accelerator().synchronize()
             self._counter.settle()
+            fill_containers(self.model, self.profiles)
             self._counter = None
 
     def reset_profile(self) -> None:

@@ -92,12 +92,13 @@ class OperatorCounter(TorchDispatchMode):
 
 @dataclass
 class ModuleProfile:
-    """A module's forward pass: its FLOPs, its multiply-accumulate operations, its parameters and seconds."""
+    """A module's forward passes: their FLOPs, multiply-accumulate operations, seconds and number."""
 
     flops: int = 0
     macs: int = 0
     params: int = 0
     duration: float = 0.0
+    calls: int = 0
 
 
 class ModuleCounter:
@@ -162,6 +163,7 @@ class ModuleCounter:
         flops, products, clock = self._begun.pop()
         now = self._now()
         profile = self.profiles[module]
+        profile.calls += 1
         profile.flops += now[0] - flops
         profile.macs += (now[1] - products) // 2
         self._spans.append((module, clock, now[2]))
@@ -183,6 +185,19 @@ def profiles_of(
         for module in model.modules()
         if type(module) not in kinds
     }
+
+
+def fill_containers(module: nn.Module, profiles: Mapping[nn.Module, ModuleProfile]) -> None:
+    """Give modules that are never called, such as lists of layers, the sums of what is in them."""
+    for child in module.children():
+        fill_containers(child, profiles)
+    own = profiles.get(module)
+    if own is None or own.calls or not list(module.children()):
+        return
+    inner = [profiles[child] for child in module.children() if child in profiles]
+    own.flops = sum(profile.flops for profile in inner)
+    own.macs = sum(profile.macs for profile in inner)
+    own.duration = sum(profile.duration for profile in inner)
 
 
 def _in_backward() -> bool:

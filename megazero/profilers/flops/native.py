@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from megazero.pipeline.actions import Action, Op
 from megazero.profilers.breakdown import Ledger, add_up, phase_of
 from megazero.profilers.clock import clock_of
 from megazero.profilers.files import Folder
-from megazero.profilers.flops.counter import ModuleCounter, ModuleProfile, profiles_of
+from megazero.profilers.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
 from megazero.profilers.flops.table import ModuleRow, largest_types, module_tree
 from megazero.profilers.flops.units import duration_to_string as seconds_text
 from megazero.profilers.flops.units import flops_to_string, macs_to_string, number_to_string, params_to_string
@@ -134,17 +133,18 @@ class FlopsProfile(Part):
         for number, model in self._models.items():
             prefix = f"chunk{number}." if len(self._models) > 1 else ""
             marked = self._shapes.complete(model, self._profiles)
-            for module in model.modules():
-                if isinstance(module, nn.ModuleList):  # which is never called itself
-                    params = self._profiles[module].params
-                    self._profiles[module] = replace(_sum_of(map(self._profiles.get, module)), params=params)
+            fill_containers(model, self._profiles)
             for name, module in model.named_modules():
                 if module is not model:
                     shown = prefix + _global_name(name, model)
                     kind, figures = type(module).__name__, self._profiles[module]
                     rows.append(ModuleRow(shown, kind, figures, marked=module in marked))
-        total = _sum_of(self._profiles[block] for model in self._models.values() for block in model.blocks())
-        total.params = sum(self._profiles[model].params for model in self._models.values())
+        total = ModuleProfile()
+        for figures in (self._profiles[model] for model in self._models.values()):
+            total.flops += figures.flops
+            total.macs += figures.macs
+            total.params += figures.params
+            total.duration += figures.duration
         kinds = {type(model).__name__ for model in self._models.values()}
         return [ModuleRow("", "/".join(sorted(kinds)), total, any(row.marked for row in rows)), *rows]
 
@@ -299,16 +299,6 @@ class AttentionShapes:
                 profiles[outer].flops += 2 * expected
                 marked.add(outer)
         return marked
-
-
-def _sum_of(profiles: Iterable[ModuleProfile | None]) -> ModuleProfile:
-    """The sum of what modules do, without their parameters, which some may share."""
-    total = ModuleProfile()
-    for profile in filter(None, profiles):
-        total.flops += profile.flops
-        total.macs += profile.macs
-        total.duration += profile.duration
-    return total
 
 
 def _global_name(name: str, model: Trunk[Any]) -> str:
