@@ -121,7 +121,6 @@ COUNTS = ValueShape("a list of positive integers", _list_of(_at_least(1, _intege
 INDICES = ValueShape("a list of integers, at least 0", _list_of(_at_least(0, _integer)))
 TEXT = ValueShape("text", _of(str))
 TEXTS = ValueShape("a list of texts", _list_of(_of(str)))
-TEXT_OR_NULL = ValueShape("text or null", _of(str, type(None)))
 SECTION = ValueShape("an object", _of(Mapping))
 ANYTHING = ValueShape("any value", lambda value: value)
 

@@ -24,7 +24,6 @@ from megazero.config.deepspeed.row import (
     SECTION,
     SIZE,
     TEXT,
-    TEXT_OR_NULL,
     TEXTS,
     KeyRow,
 )
@@ -323,7 +322,6 @@ SAMPLES: dict[Any, tuple[Any, Any]] = {
     INDICES: ([0, 16], [8, -1]),
     TEXT: ("text", 3),
     TEXTS: (["all_reduce"], [3]),
-    TEXT_OR_NULL: ("text", 3),
     PLACE: ("cpu", "gpu"),
     SECTION: ({"enabled": True, "device": "cpu", "deepcompile": True}, True),
 }

@@ -19,7 +19,6 @@ from megazero.config.deepspeed.row import (
     SECTION,
     SIZE,
     TEXT,
-    TEXT_OR_NULL,
     TEXTS,
     KeyRow,
     Only,
@@ -120,7 +119,7 @@ LOGGING_ROWS: tuple[KeyRow, ...] = (
     _of_flops("module_depth", INTEGER, "module_depth"),
     _of_flops("top_modules", INTEGER, "top_modules"),
     _of_flops("detailed", BOOL, "detailed"),
-    _of_flops("output_file", TEXT_OR_NULL, "output_file"),
+    _of_flops("output_file", TEXT, "output_file"),
     _of_flops("recompute_fwd_factor", NUMBER, "recompute_fwd_factor"),
 )
 
