@@ -27,19 +27,9 @@ def profiler_of(config: Config, context: ParallelContext) -> Profiler:
 
 
 def _parts(config: Config, context: ParallelContext) -> Iterator[Part]:
+    """The profilers; one that takes time after a step is around those that time it."""
     logging, profiling = config.logging, config.profiling
     folder = Folder(Path(profiling.profile_dir), profiling.chosen(context.rank))
-    clock = clock_of(context.device)
-    if profiling.profile:
-        from megazero.profilers.traces import TraceWindow
-
-        yield TraceWindow(profiling, folder, context.rank, context.device)
-    if logging.breakdown_level:
-        yield Breakdown(context, logging, clock)
-    if profiling.flops_profiler:
-        from megazero.profilers.flops.native import FlopsProfile
-
-        yield FlopsProfile(config, context)
     if profiling.memory_timeline_step is not None:
         from megazero.profilers.memory.record import MemoryTimeline
 
@@ -48,5 +38,15 @@ def _parts(config: Config, context: ParallelContext) -> Iterator[Part]:
         from megazero.profilers.memory.record import AllocatorHistory
 
         yield AllocatorHistory(profiling.memory_snapshot_path, logging.log_interval, context)
+    if profiling.flops_profiler:
+        from megazero.profilers.flops.native import FlopsProfile
+
+        yield FlopsProfile(config, context)
+    if profiling.profile:
+        from megazero.profilers.traces import TraceWindow
+
+        yield TraceWindow(profiling, folder, context.rank, context.device)
     if logging.comms_logger:
-        yield CommsLog(context, logging, folder, clock)
+        yield CommsLog(context, logging, folder, clock_of(context.device))
+    if logging.breakdown_level:
+        yield Breakdown(context, logging, clock_of(context.device))

@@ -28,6 +28,7 @@ MESSAGES = ("send", "recv")
 _SAMPLES = 4096  # of a row, at most
 _SIZES = 64  # of an operation that are told apart
 _HIDDEN = 2e-5  # seconds: a shorter wait for a call found it complete
+_UNEVEN = 0.25  # of the longest wait, by which the shortest is shorter where a rank comes last
 _TRIMMED = 0.1  # of a row's calls are left out of its means at either end: the first ones connect
 
 
@@ -280,10 +281,10 @@ def comms_table(lines: Iterable[Line], waiting: Iterable[Waiting]) -> list[str]:
         totals[line.group] += line.calls
         text.append(_joined(cells, (*widths, 10, 10)))
     for one in waiting:
-        if one.most - one.least > 1e-6:
+        if one.most - one.least > _UNEVEN * one.most:
             text.append(
-                f"{one.group}: the others wait for rank {one.last}, up to {1e3 * one.most:.3f} ms in a call, "
-                f"and it waits for {1e3 * one.least:.3f} ms"
+                f"{one.group}: rank {one.last} comes last: others wait up to {1e3 * one.most:.3f} ms in a "
+                f"call, and it waits for {1e3 * one.least:.3f} ms"
             )
     return text
 

@@ -51,7 +51,14 @@ class ProfilingConfig(Section):
         "file of that history, to whose name each rank adds its number",
         needs="record_memory_history",
     )
-    flops_profiler: bool = option(False, "print parameters, MACs and forward time of each module once")
+    flops_profiler: bool = option(
+        False,
+        "print parameters, MACs and forward time of each module once",
+        needs=(
+            "acceleration.compile=False: what is compiled has no modules within it",
+            "acceleration.cuda_graph=False: a graph runs without its modules",
+        ),
+    )
     flops_profiler_step: PositiveInt = option(
         1, "the iteration that is counted; the one after it is timed", needs="flops_profiler"
     )

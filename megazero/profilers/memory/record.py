@@ -29,6 +29,7 @@ from megazero.train.step.engine import Engine
 
 _PACKAGE = Path(__file__).parents[2]
 _BUFFER_ROOMS = ("zero", "optim")  # which gather, reduce and update
+_UPDATE = "update"
 _HISTORY = 1_000_000  # entries of CUDA's allocator that are kept, as torchtitan does
 
 
@@ -181,9 +182,11 @@ class MemoryTimeline(Part):
 
     def phase_ends(self, name: str) -> None:
         if self._timeline is not None and name == "optimizer":
-            now = time.perf_counter() - self._began
-            last = self._timeline.actions[-1][1] if self._timeline.actions else 0.0
-            self._timeline.actions.append((last, now, "update"))
+            actions, now = self._timeline.actions, time.perf_counter() - self._began
+            last = (
+                (now, now, "") if not actions else actions.pop() if actions[-1][2] == _UPDATE else actions[-1]
+            )
+            actions.append((last[0] if last[2] == _UPDATE else last[1], now, _UPDATE))
 
     def _gathered(self) -> int:
         sharded = (bucket for bucket in self._store.buckets if bucket.layout.row.shard_params)
