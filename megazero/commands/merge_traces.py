@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megazero.errors import exit_status
-from megazero.profilers.merge import alignment_lines, merge_traces
+from megazero.train.profiling.merge import alignment_lines, merge_traces
 
 
 def build_parser() -> argparse.ArgumentParser:

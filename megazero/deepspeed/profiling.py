@@ -1,4 +1,4 @@
-"""The FLOPs profiler under DeepSpeed's names, for a model of any kind: `profilers/flops` does the work."""
+"""The FLOPs profiler under DeepSpeed's names, for a model of any kind: `train/profiling/flops` does it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.errors import ConfigError
-from megazero.profilers.clock import clock_of
-from megazero.profilers.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
-from megazero.profilers.flops.table import largest_types, module_tree, rows_of
-from megazero.profilers.flops.units import (
+from megazero.train.profiling.clock import clock_of
+from megazero.train.profiling.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
+from megazero.train.profiling.flops.table import largest_types, module_tree, rows_of
+from megazero.train.profiling.flops.units import (
     bytes_to_string,
     duration_to_string,
     flops_to_string,

@@ -14,7 +14,6 @@ from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
 from megazero.mpu.agreement import agree
 from megazero.mpu.context import ParallelContext
-from megazero.profilers.build import profiler_of
 from megazero.train.build import build_model
 from megazero.train.guards.agreement import tokenizer_and_place
 from megazero.train.loop import Loop
@@ -27,6 +26,7 @@ from megazero.train.parts.attention import attention_remark
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.profiling.build import profiler_of
 from megazero.train.resume.resume import Resumed, resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine

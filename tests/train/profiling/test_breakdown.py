@@ -7,12 +7,12 @@ import torch
 
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.profilers.breakdown import Breakdown, Ledger, add_up
-from megazero.profilers.breakdown_table import Spread, breakdown_table
-from megazero.profilers.clock import CudaClock
-from megazero.profilers.group import Call
-from tests.profilers.clocks import SetClock
-from tests.profilers.runs import train
+from megazero.train.profiling.breakdown import Breakdown, Ledger, add_up
+from megazero.train.profiling.breakdown_table import Spread, breakdown_table
+from megazero.train.profiling.clock import CudaClock
+from megazero.train.profiling.group import Call
+from tests.train.profiling.clocks import SetClock
+from tests.train.profiling.runs import train
 
 
 def wait(ledger: Ledger, clock: SetClock, seconds: float, operation: str = "all_reduce") -> None:

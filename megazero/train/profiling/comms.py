@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,12 +15,12 @@ import torch
 from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
-from megazero.profilers.bandwidth import rates
-from megazero.profilers.clock import Clock
-from megazero.profilers.files import Folder
-from megazero.profilers.group import Call, Listener
-from megazero.profilers.parts import Part
 from megazero.train.observe.profiler import TokenCount
+from megazero.train.profiling.bandwidth import rates
+from megazero.train.profiling.clock import Clock
+from megazero.train.profiling.files import Folder
+from megazero.train.profiling.group import Call, Listener
+from megazero.train.profiling.parts import Part
 from megazero.train.step.engine import Engine
 
 MESSAGES = ("send", "recv")
@@ -74,37 +73,40 @@ class Line:
 
     Attributes:
         group, members: the group's name and size.
-        operation, nbytes, calls, hidden: as in `Row` and its `Key`.
-        exposed: seconds in all.
-        seconds: the mean time of a call, hidden ones left out; None if all were, and for messages.
-        waited: the part of it that this rank waited for the last member to come; None if that is not known.
+        key, row: the calls.
+        waited: the seconds of a call that this rank waited for the last member to come; None if that is not
+            known.
     """
 
     group: str
     members: int
-    operation: str
-    nbytes: int
-    calls: int
-    hidden: int
-    exposed: float
-    seconds: float | None
-    waited: float | None
+    key: Key
+    row: Row
+    waited: float | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """The mean time of a call, hidden ones left out; None if all were, and for messages."""
+        took = [took for _, took in self.row.samples if took is not None]
+        return _mean(took) if took else None
 
     @property
     def rates(self) -> tuple[float, float] | None:
         """Algorithm and bus bandwidth in bytes per second, once all members were there."""
-        if self.seconds is None or self.operation == "barrier":
+        seconds = self.seconds
+        if seconds is None or self.key.operation == "barrier":
             return None
-        return rates(self.operation, self.nbytes, self.seconds - (self.waited or 0.0), self.members)
+        return rates(*self.key, seconds - (self.waited or 0.0), self.members)
 
     def as_json(self) -> dict[str, Any]:
         """The line as JSON; rates are in GB/s."""
-        pair = self.rates
-        names = ("algorithm_gb_per_s", "bus_gb_per_s")
-        return {
-            **vars(self),
-            **dict(zip(names, [x / 1e9 for x in pair] if pair else [None] * 2, strict=True)),
-        }
+        pair, row = self.rates, self.row
+        algorithm, bus = (None, None) if pair is None else (rate / 1e9 for rate in pair)
+        counted = {"calls": row.calls, "hidden": row.hidden, "exposed": row.exposed}
+        times = {"seconds": self.seconds, "waited": self.waited}
+        speeds = {"algorithm_gb_per_s": algorithm, "bus_gb_per_s": bus}
+        place = {"group": self.group, "members": self.members}
+        return {**place, **self.key._asdict(), **counted, **times, **speeds}
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,7 @@ class CommsLog(Part, Listener):
             if group.size > 1:
                 rows = self.rows.get(name, {})
                 waits, among = compare_waits(group, rows, self.context.device)
-                lines += [
-                    _line(name, group.size, key, row, waits.get(key)) for key, row in sorted(rows.items())
-                ]
+                lines += [Line(name, group.size, key, row, waits.get(key)) for key, row in _in_order(rows)]
                 waiting += [] if among is None else [Waiting(name, *among)]
         for text in comms_table(lines, waiting):
             self._say(f"communication of rank 0 | {text}")
@@ -234,9 +234,7 @@ def compare_waits(
     Returns:
         The seconds; and the world rank that is waited for with the least and the greatest mean wait, or None.
     """
-    shared = [
-        (key, row) for key, row in sorted(rows.items()) if key.operation not in MESSAGES and row.samples
-    ]
+    shared = [(key, row) for key, row in _in_order(rows) if key.operation not in MESSAGES and row.samples]
     described = json.dumps([[*key, row.calls] for key, row in shared]).encode()
     mark = zlib.crc32(described)
     marks = torch.tensor([mark, -mark], dtype=torch.int64, device=device)
@@ -265,20 +263,18 @@ def comms_table(lines: Iterable[Line], waiting: Iterable[Waiting]) -> list[str]:
     heads = ("group", "operation", "size", "calls", "hidden", "exposed ms", "mean ms", "waited ms")
     widths = (16, 15, 11, 8, 8, 12, 10, 10)
     text = [_joined((*heads, "alg GB/s", "bus GB/s"), (*widths, 10, 10))]
-    totals: Counter[str] = Counter()
     for line in lines:
         pair = line.rates
         cells = (
             f"{line.group} ({line.members})",
-            line.operation,
-            size_text(line.nbytes),
-            str(line.calls),
-            str(line.hidden),
-            f"{1e3 * line.exposed:.1f}",
+            line.key.operation,
+            size_text(line.key.nbytes),
+            str(line.row.calls),
+            str(line.row.hidden),
+            f"{1e3 * line.row.exposed:.1f}",
             *(("-" if x is None else f"{1e3 * x:.3f}") for x in (line.seconds, line.waited)),
             *(("-", "-") if pair is None else (f"{x / 1e9:.3g}" for x in pair)),
         )
-        totals[line.group] += line.calls
         text.append(_joined(cells, (*widths, 10, 10)))
     for one in waiting:
         if one.most - one.least > _UNEVEN * one.most:
@@ -295,11 +291,8 @@ def size_text(nbytes: int) -> str:
     return f"{nbytes / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def _line(name: str, members: int, key: Key, row: Row, waited: float | None) -> Line:
-    took = [took for _, took in row.samples if took is not None]
-    seconds = _mean(took) if took else None
-    waited = None if seconds is None else waited
-    return Line(name, members, *key, row.calls, row.hidden, row.exposed, seconds, waited)
+def _in_order(rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
+    return sorted(rows.items(), key=lambda item: item[0])
 
 
 def _mean(values: list[float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.profilers.clock import Clock
+from megazero.train.profiling.clock import Clock
 
 
 class SetClock(Clock):

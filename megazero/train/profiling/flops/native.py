@@ -21,15 +21,20 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 from megazero.mpu.param_spec import spec_of
 from megazero.pipeline.actions import Action, Op
-from megazero.profilers.breakdown import Ledger, add_up, phase_of
-from megazero.profilers.clock import clock_of
-from megazero.profilers.files import Folder
-from megazero.profilers.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
-from megazero.profilers.flops.table import ModuleRow, largest_types, module_tree
-from megazero.profilers.flops.units import duration_to_string as seconds_text
-from megazero.profilers.flops.units import flops_to_string, macs_to_string, number_to_string, params_to_string
-from megazero.profilers.parts import Part
 from megazero.train.observe.profiler import TokenCount
+from megazero.train.profiling.breakdown import Ledger, add_up, phase_of
+from megazero.train.profiling.clock import clock_of
+from megazero.train.profiling.files import Folder
+from megazero.train.profiling.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
+from megazero.train.profiling.flops.table import ModuleRow, largest_types, module_tree
+from megazero.train.profiling.flops.units import duration_to_string as seconds_text
+from megazero.train.profiling.flops.units import (
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
+from megazero.train.profiling.parts import Part
 from megazero.train.step.engine import Engine
 
 _TOLERANCE = 0.01  # of a count, by which another count may be off

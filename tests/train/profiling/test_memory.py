@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megazero.errors import ConfigError
-from megazero.profilers.memory.picture import timeline_figure
-from megazero.profilers.memory.record import OutputTimeline, kind_of_frame, timeline_of_history
-from megazero.profilers.memory.timeline import Timeline
-from tests.profilers.runs import train
+from megazero.train.profiling.memory.picture import timeline_figure
+from megazero.train.profiling.memory.record import OutputTimeline, kind_of_frame, timeline_of_history
+from megazero.train.profiling.memory.timeline import Timeline
+from tests.train.profiling.runs import train
 
-PACKAGE = Path(kind_of_frame.__code__.co_filename).parents[2]
+PACKAGE = Path(kind_of_frame.__code__.co_filename).parents[3]
 
 
 def test_storages_come_and_go() -> None:
@@ -47,7 +47,7 @@ def made_by(file: str) -> str:
         ("optim/update.py", "buffers"),
         ("layers/linear.py", "activations"),
         ("pipeline/executor.py", "activations"),
-        ("profilers/group.py", "activations"),  # whoever calls it, which is no part of the package here
+        ("train/profiling/group.py", "activations"),  # whoever calls it, which is no part of the package here
     ],
 )
 def test_the_room_that_makes_memory_decides_its_kind(file: str, kind: str) -> None:
@@ -129,7 +129,7 @@ def test_without_matplotlib_it_is_refused_before_the_training(tmp_path, monkeypa
     def absent(width: float, height: float) -> None:
         raise ConfigError("matplotlib must be installed to draw a picture, but is not")
 
-    monkeypatch.setattr("megazero.profilers.memory.record.new_figure", absent)
+    monkeypatch.setattr("megazero.train.profiling.memory.record.new_figure", absent)
     with pytest.raises(ConfigError, match="matplotlib"):
         train("--memory-timeline-step 3", tmp_path)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,15 +19,16 @@ import torch
 from megazero.mpu.context import ParallelContext
 from megazero.pictures import new_figure
 from megazero.pipeline.actions import Action
-from megazero.profilers.files import Folder
-from megazero.profilers.memory.picture import draw_timeline
-from megazero.profilers.memory.timeline import Timeline
-from megazero.profilers.parts import Part
 from megazero.train.observe.memory import PeakOfOutputs
 from megazero.train.observe.profiler import TokenCount
+from megazero.train.profiling.files import Folder
+from megazero.train.profiling.memory.picture import draw_timeline
+from megazero.train.profiling.memory.timeline import Timeline
+from megazero.train.profiling.parts import Part
 from megazero.train.step.engine import Engine
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = f"{Path(__file__).parents[3]}{os.sep}"
+_MEASURES = (os.path.join("train", "profiling"), os.path.join("train", "observe", "memory.py"))
 _BUFFER_ROOMS = ("zero", "optim")  # which gather, reduce and update
 _UPDATE = "update"
 _HISTORY = 1_000_000  # entries of CUDA's allocator that are kept, as torchtitan does
@@ -79,14 +80,10 @@ def kind_of_frame(frame: FrameType | None) -> str:
     return "activations"
 
 
-@cache
 def _room(file: str) -> str | None:
     """The room of the package that a file is in; None outside, and for what measures memory."""
-    path = Path(file)
-    if _PACKAGE not in path.parents:
-        return None
-    room = path.relative_to(_PACKAGE).parts[0]
-    return None if room == "profilers" or path.parts[-2:] == ("observe", "memory.py") else room
+    inside = file.removeprefix(_PACKAGE)
+    return None if inside == file or inside.startswith(_MEASURES) else inside.partition(os.sep)[0]
 
 
 def timeline_of_history(

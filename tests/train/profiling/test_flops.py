@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from megazero.config.tree.config import Config
 from megazero.layers.attention import SelfAttention
 from megazero.mpu.context import solo_context
-from megazero.profilers.clock import HostClock
-from megazero.profilers.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
-from megazero.profilers.flops.native import AttentionShapes, FlopsProfile
-from megazero.profilers.flops.table import ModuleRow, largest_types, module_tree
 from megazero.train.loop import Loop
-from tests.profilers.runs import train
+from megazero.train.profiling.clock import HostClock
+from megazero.train.profiling.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
+from megazero.train.profiling.flops.native import AttentionShapes, FlopsProfile
+from megazero.train.profiling.flops.table import ModuleRow, largest_types, module_tree
+from tests.train.profiling.runs import train
 
 
 def profiled(model: nn.Module, run) -> dict[str, ModuleProfile]:

@@ -19,11 +19,11 @@ from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.messages import gather_values
 from megazero.pipeline.actions import Action, Op
-from megazero.profilers.breakdown_table import Spread, breakdown_table
-from megazero.profilers.clock import Clock
-from megazero.profilers.group import OPERATIONS, Call, Listener
-from megazero.profilers.parts import Part
 from megazero.train.observe.profiler import TokenCount
+from megazero.train.profiling.breakdown_table import Spread, breakdown_table
+from megazero.train.profiling.clock import Clock
+from megazero.train.profiling.group import OPERATIONS, Call, Listener
+from megazero.train.profiling.parts import Part
 from megazero.train.step.engine import Engine
 
 REST = "rest of the step"

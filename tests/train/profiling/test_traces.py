@@ -16,11 +16,18 @@ from megazero.config.tree.profiling import ProfilingConfig
 from megazero.errors import DataError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch, open_context
-from megazero.profilers.files import Folder
-from megazero.profilers.merge import Alignment, EndsOfCalls, align, alignment_lines, merge_traces, read_trace
-from megazero.profilers.traces import TraceWindow, write_trace
 from megazero.train.pretraining import pretrain_on
-from tests.profilers.runs import config_of, train
+from megazero.train.profiling.files import Folder
+from megazero.train.profiling.merge import (
+    Alignment,
+    EndsOfCalls,
+    align,
+    alignment_lines,
+    merge_traces,
+    read_trace,
+)
+from megazero.train.profiling.traces import TraceWindow, write_trace
+from tests.train.profiling.runs import config_of, train
 
 CPU = torch.device("cpu")
 
@@ -188,7 +195,8 @@ def test_a_full_disk_is_one_warning_and_the_training_goes_on(tmp_path, capfd, mo
     warnings = [line for line in err.splitlines() if "warning" in line and "profile" in line]
     assert warnings == [
         f"warning: `{tmp_path}/step1/rank0.json.gz` must be written, but is not: No space left on device; "
-        "make room there or set another `--profile-dir`; the training goes on, and its profilers write no more"
+        "make room there or set another `--profile-dir`; the training goes on, and its profilers write no "
+        "more"
     ]
     assert "iteration        4/       4" in out
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megazero.pictures import new_figure
-from megazero.profilers.memory.timeline import Timeline
+from megazero.train.profiling.memory.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,13 +12,22 @@ from megazero.config.tree.logging import LoggingConfig
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.profilers.bandwidth import rates
-from megazero.profilers.clock import HostClock
-from megazero.profilers.comms import CommsLog, Key, Line, Row, Waiting, comms_table, compare_waits, size_text
-from megazero.profilers.files import Folder
-from megazero.profilers.group import Call, observed
-from tests.profilers.clocks import SetClock
-from tests.profilers.runs import train
+from megazero.train.profiling.bandwidth import rates
+from megazero.train.profiling.clock import HostClock
+from megazero.train.profiling.comms import (
+    CommsLog,
+    Key,
+    Line,
+    Row,
+    Waiting,
+    comms_table,
+    compare_waits,
+    size_text,
+)
+from megazero.train.profiling.files import Folder
+from megazero.train.profiling.group import Call, observed
+from tests.train.profiling.clocks import SetClock
+from tests.train.profiling.runs import train
 
 CPU = torch.device("cpu")
 
@@ -173,8 +182,8 @@ def test_stages_with_different_calls_are_summed_up(tmp_path) -> None:
 
 def test_the_table() -> None:
     lines = [
-        Line("tp", 4, "all_reduce", 1 << 20, 80, 0, 0.24, 0.003, 0.001),
-        Line("replica", 2, "all_gather", 3 << 19, 4, 4, 0.0, None, None),
+        Line("tp", 4, Key("all_reduce", 1 << 20), Row(80, 0, 0.24, [(0.003, 0.003)] * 3), 0.001),
+        Line("replica", 2, Key("all_gather", 3 << 19), Row(4, 4, 0.0, [(0.0, None)] * 4)),
     ]
     head, *rows, last = comms_table(
         lines, [Waiting("tp", 3, 0.0001, 0.0015), Waiting("replica", 0, 1.0, 1.1)]

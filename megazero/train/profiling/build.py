@@ -7,12 +7,12 @@ from pathlib import Path
 
 from megazero.config.tree.config import Config
 from megazero.mpu.context import ParallelContext
-from megazero.profilers.breakdown import Breakdown
-from megazero.profilers.clock import clock_of
-from megazero.profilers.comms import CommsLog
-from megazero.profilers.files import Folder
-from megazero.profilers.parts import Part, Profilers
 from megazero.train.observe.profiler import Profiler
+from megazero.train.profiling.breakdown import Breakdown
+from megazero.train.profiling.clock import clock_of
+from megazero.train.profiling.comms import CommsLog
+from megazero.train.profiling.files import Folder
+from megazero.train.profiling.parts import Part, Profilers
 
 
 def profiler_of(config: Config, context: ParallelContext) -> Profiler:
@@ -31,19 +31,19 @@ def _parts(config: Config, context: ParallelContext) -> Iterator[Part]:
     logging, profiling = config.logging, config.profiling
     folder = Folder(Path(profiling.profile_dir), profiling.chosen(context.rank))
     if profiling.memory_timeline_step is not None:
-        from megazero.profilers.memory.record import MemoryTimeline
+        from megazero.train.profiling.memory.record import MemoryTimeline
 
         yield MemoryTimeline(profiling.memory_timeline_step, folder, context)
     if profiling.record_memory_history and context.device.type == "cuda":
-        from megazero.profilers.memory.record import AllocatorHistory
+        from megazero.train.profiling.memory.record import AllocatorHistory
 
         yield AllocatorHistory(profiling.memory_snapshot_path, logging.log_interval, context)
     if profiling.flops_profiler:
-        from megazero.profilers.flops.native import FlopsProfile
+        from megazero.train.profiling.flops.native import FlopsProfile
 
         yield FlopsProfile(config, context)
     if profiling.profile:
-        from megazero.profilers.traces import TraceWindow
+        from megazero.train.profiling.traces import TraceWindow
 
         yield TraceWindow(profiling, folder, context.rank, context.device)
     if logging.comms_logger:

@@ -15,10 +15,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megazero.config.tree.profiling import ProfilingConfig
-from megazero.profilers.files import Folder
-from megazero.profilers.group import Call, Listener
-from megazero.profilers.parts import Part
 from megazero.train.observe.profiler import TokenCount
+from megazero.train.profiling.files import Folder
+from megazero.train.profiling.group import Call, Listener
+from megazero.train.profiling.parts import Part
 from megazero.train.step.engine import Engine
 
 

@@ -10,11 +10,11 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.pipeline.executor import Executor
-from megazero.profilers.build import profiler_of
-from megazero.profilers.group import ObservedGroup
-from megazero.profilers.parts import Profilers
 from megazero.train.observe.profiler import Profiler
-from tests.profilers.runs import config_of, train
+from megazero.train.profiling.build import profiler_of
+from megazero.train.profiling.group import ObservedGroup
+from megazero.train.profiling.parts import Profilers
+from tests.train.profiling.runs import config_of, train
 
 OFF = {
     "train_micro_batch_size_per_gpu": 2,

@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 from megazero.mpu.context import ParallelContext
 from megazero.pipeline.actions import Action
-from megazero.profilers.group import Listener, observed
 from megazero.train.observe.profiler import Profiler, TokenCount
+from megazero.train.profiling.group import Listener, observed
 from megazero.train.step.engine import Engine
 
 
