@@ -82,10 +82,10 @@ class OfOneStep(Trained):
         return super().step()
 
 
-def rank(number: int, ranks: int, port: int, steps: int, flags: str, answers) -> None:
+def rank(number: int, ranks: int, port: int, steps: int, flags: str, folder: str, answers) -> None:
     """One rank's part."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()):
         common = f"{flags} --global-batch-size {8 * ranks} --profile-dir {folder}"
         config = parse_config([*MODEL.split(), *common.split()], world_size=ranks).config
         joined = join(config.parallel, Launch(number, ranks, number), 1, partial(settings_and_code, config))
@@ -116,15 +116,14 @@ def measure(ranks: int, steps: int, flags: str) -> dict[str, object]:
     """The ratios on so many ranks of this host."""
     spawning, port = multiprocessing.get_context("spawn"), _free_port()
     answers = spawning.Queue()
-    processes = [
-        spawning.Process(target=rank, args=(number, ranks, port, steps, flags, answers))
-        for number in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    answer = answers.get(timeout=1200)
-    for process in processes:
-        process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        more = (ranks, port, steps, flags, folder, answers)
+        processes = [spawning.Process(target=rank, args=(number, *more)) for number in range(ranks)]
+        for process in processes:
+            process.start()
+        answer = answers.get(timeout=1200)
+        for process in processes:
+            process.join()
     return answer
 
 

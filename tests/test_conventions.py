@@ -57,7 +57,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.deepspeed.transformer.DeepSpeedTransformerConfig": 20,
     "megazero.deepspeed.zero.init.Init": 16,  # DeepSpeed's signature, as is the next one
     "megazero.deepspeed.zero.tiling.TiledLinear": 10,
-    "megazero.env.facts.Environment": 14,
+    "megazero.env.facts.Environment": 15,
     "megazero.env.facts.Versions": 12,
     "megazero.kernels.on_cpu.KernelCounts": 16,
     "megazero.layers.linear.ColumnParallelLinear": 8,
