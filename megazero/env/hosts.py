@@ -55,7 +55,7 @@ class Compared:
 
 
 def _version(name: str) -> Callable[[Document], str]:
-    return lambda document: str(document["versions"].get(name))
+    return lambda document: str(document["versions"].get(name) or "none")
 
 
 def _gpus(document: Document) -> str:

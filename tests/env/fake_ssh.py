@@ -1,4 +1,4 @@
-"""Stands in for ssh, as ``fake_ssh.py HOST COMMAND``: a greeting, then a report from a folder or the command."""
+"""Stands in for ssh, as ``fake_ssh.py HOST COMMAND``: a greeting, then a report of a folder or a command."""
 
 from __future__ import annotations
 
