@@ -36,6 +36,7 @@ VERBS = (
     Verb("incidents", "list what a run's guards found, and draw it over time"),
     Verb("kernels", "build the CUDA kernels, and show what they do and need"),
     Verb("memory-report", "show what each rank's memory holds, measured or planned"),
+    Verb("merge-traces", "merge the traces of a run's ranks into one, with their clocks aligned"),
     Verb("moe-report", "show how evenly a mixture of experts uses its experts"),
     Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule"),
     Verb("pretrain", "train, as pretrain_gpt.py does; `torchrun -m megazero.cli pretrain` starts ranks"),

@@ -139,7 +139,9 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         super().__init__()
         self.sections: list[tuple[Action | None, Section]] = []
         self.messages: dict[tuple[str, int], int] = {}  # bytes by what a `Transfer` is and its tag
-        self.freed: dict[tuple[str, int], int] = {}  # the section in which a message that came in was freed
+        self.freed_in: dict[
+            tuple[str, int], int
+        ] = {}  # the section in which a message that came in was freed
         self.watches = True
         self._work: list[Task] = []
         self._calls = self._before = 0
@@ -190,7 +192,7 @@ class Tracer(PeakOfOutputs, LaunchWatch):
             self.forget(tensor.untyped_storage(), partial(self._freed, key))
 
     def _freed(self, key: tuple[str, int]) -> None:
-        self.freed[key] = len(self.sections)
+        self.freed_in[key] = len(self.sections)
 
     def waited(self, number: int) -> None:
         """Take note that the rank waits here for a call."""
@@ -315,7 +317,7 @@ def _trace_of(job: Job, engine: Engine, tracer: Tracer) -> Trace:
         for way, own in _ways(instruction):
             for message in own:
                 chunk, key = message.chunk if way == "send" else message.receiver, (way, message.tag)
-                freed_by = tracer.sections[tracer.freed[key]][0] if way == "recv" else None
+                freed_by = tracer.sections[tracer.freed_in[key]][0] if way == "recv" else None
                 until = None if freed_by is None else freed_by.op
                 messages[way, message.kind, chunks.index(chunk)] = MessageFacts(tracer.messages[key], until)
     tail = tracer.sections[-1][1]
