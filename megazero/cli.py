@@ -40,6 +40,7 @@ VERBS = (
     Verb("moe-report", "show how evenly a mixture of experts uses its experts"),
     Verb("plan", "show what a launch would do: `megazero plan schedule` draws a pipeline schedule"),
     Verb("pretrain", "train, as pretrain_gpt.py does; `torchrun -m megazero.cli pretrain` starts ranks"),
+    Verb("profile", "measure this machine, and write it as a device that plans can use"),
     Verb("run", "run a script that imports `deepspeed`, with megazero in its place"),
     Verb("verify", "check that a configuration's layout trains like one process"),
     Verb("version", "print the version"),

@@ -125,16 +125,16 @@ class Prices(Pricing):
     def _inside(self, call: Call, ranks: int) -> float:
         """The seconds of a call between ranks of one node: between the two nearest numbers of ranks."""
         tables = self.device.inside_node.collectives
-        if call.operation in ("barrier", "broadcast"):  # a ring passes a broadcast on as it does a gather
-            curve = _for_ranks(tables["all_gather"], ranks)
-            return curve.seconds(call.nbytes * (call.operation == "broadcast"))
-        if call.operation not in tables:
+        # A ring passes a broadcast on as it does a gather.
+        like = "all_gather" if call.operation in ("barrier", "broadcast") else call.operation
+        if not tables.get(like):
+            known = [operation for operation in tables if tables[operation]]
             raise ConfigError(
-                f"A call's operation must be one of {', '.join(tables)}, broadcast, barrier, send and recv, "
-                f"but is {call.operation}; add its rates to {self.device.name}"
+                f"A call's operation must be one that {self.device.name} has rates for "
+                f"({', '.join(known) or 'none'}), but is {call.operation}; add them, or measure more ranks"
             )
-        curve = _for_ranks(tables[call.operation], ranks)
-        return curve.seconds(call.nbytes, _bus_factor(call.operation, ranks))
+        nbytes = 0 if call.operation == "barrier" else call.nbytes
+        return _for_ranks(tables[like], ranks).seconds(nbytes, _bus_factor(call.operation, ranks))
 
 
 def interpolated(rows: Rows, sizes: tuple[int, int, int]) -> float:

@@ -157,7 +157,7 @@ def test_messages_and_groups_know_their_nodes():
     assert Prices(A100, gpus_per_node=4).call(near) == pytest.approx(prices.call(far))
     assert prices.call(call("all_reduce", GIB, 3)) == 0
     assert prices.call(call("broadcast", GIB, 0, 1)) > 0 < prices.call(call("barrier", 0, 0, 8))
-    with pytest.raises(ConfigError, match="operation must be one of all_reduce"):
+    with pytest.raises(ConfigError, match="has rates for .all_reduce, all_gather"):
         prices.call(call("scan", 8, 0, 1))
     with pytest.raises(ConfigError, match="must be above 0, but are 8 and 0"):
         Prices(A100, efficiency=0)
