@@ -80,4 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         status[0] = launch(argv)
 
-    return exit_status(work) or status[0]
+    try:
+        return exit_status(work) or status[0]
+    except KeyboardInterrupt:  # before there was anything to end
+        return 130

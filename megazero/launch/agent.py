@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megazero.errors import LaunchError, MegazeroError
-from megazero.launch.channel import Channel, Message, beat, reader_of
+from megazero.launch.channel import Channel, Message, beat, open_port, reader_of
 from megazero.launch.environment import visible_devices
 from megazero.launch.job import MARK, Extras, Job, Process, processes_of
 from megazero.launch.lines import Outlet
@@ -199,7 +199,7 @@ class Agent:
             writer.close()
 
         try:
-            self._door = await asyncio.start_server(answer, None, port, family=socket.AF_UNSPEC)
+            self._door = await asyncio.start_server(answer, sock=open_port(port))
         except OSError as error:
             raise LaunchError(
                 f"port {port} must be free, but is taken ({error.strerror}); leave `--master-port` out"

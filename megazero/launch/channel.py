@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -75,6 +76,17 @@ def stream_channel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
             await writer.drain()
 
     return Channel(reader, write, writer.close)
+
+
+def open_port(port: int) -> socket.socket:
+    """A socket that listens at a port on all addresses of this machine; 0 is one that is free.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+    return socket.create_server(("", port), backlog=4096)
 
 
 def reader_of(descriptor: int) -> asyncio.StreamReader:

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from megazero.errors import ConfigError, LaunchError, exit_status
 from megazero.launch.agent import Agent, orders_of
-from megazero.launch.channel import LINE_LIMIT, Channel, stream_channel
+from megazero.launch.channel import LINE_LIMIT, Channel, open_port, stream_channel
 from megazero.launch.conductor import Conductor, Link, heartbeat, line_bytes, say
 from megazero.launch.job import Job, bracketed, unpack
 from megazero.launch.lines import Outlet
@@ -65,15 +65,14 @@ class Meeting:
             LaunchError: the port is taken, or a node takes part in another launch than this one.
         """
         try:
-            server = await asyncio.start_server(
-                self._greet, None, self._master[1], limit=LINE_LIMIT, backlog=4096
-            )
+            door = open_port(self._master[1])
         except OSError as error:
             raise LaunchError(
                 f"`--master-port` must be free on node 0, but {self._master[1]} is taken "
                 f"({error.strerror}); name "
                 "another one on all nodes"
             ) from error
+        server = await asyncio.start_server(self._greet, sock=door, limit=LINE_LIMIT)
         try:
             while not await self._all_here():
                 missing = [node for node in range(len(self._job.hosts)) if node not in self._links]

@@ -14,6 +14,7 @@ from megazero.launch.commands import Reach, agent_command, sweep_command
 from megazero.launch.conductor import Link, heartbeat, say
 from megazero.launch.hosts import LOCAL_NAMES
 from megazero.launch.job import Job, bracketed
+from megazero.launch.ranks import status_of
 
 _CLOSING = 5.0
 _SWEEPING = 15.0
@@ -159,10 +160,10 @@ async def _close(process: asyncio.subprocess.Process) -> int | None:
     assert process.stdin is not None
     process.stdin.close()
     try:
-        return await asyncio.wait_for(process.wait(), _CLOSING)
+        return status_of(await asyncio.wait_for(process.wait(), _CLOSING))
     except asyncio.TimeoutError:
         process.kill()
-        return await process.wait()
+        return status_of(await process.wait())
 
 
 async def meet(
