@@ -159,8 +159,9 @@ class Agent:
                 self._channel.abandon()
                 if self._alone:
                     await self._show("", True, b"the connection to node 0 is lost; the ranks here are ended")
+                status = self._status or 1  # of before the ranks are ended here
                 await self.ranks.end(self._grace)
-                return self._status or 1
+                return status
             if message["kind"] == "stop":
                 left = await self.ranks.end(message["grace"])
                 await self._channel.send("done", left=left)

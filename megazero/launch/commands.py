@@ -80,7 +80,7 @@ def pdsh_command(reach: Reach, job: Job, master: tuple[str, int], *, prefix: boo
     names = ",".join(host.name for host in job.hosts)
     command = command.replace(" @ ", " %n ")
     fan_out = str(max(32, len(job.hosts)))
-    return ("pdsh", "-S", "-b", "-k", "-N", "-R", "ssh", "-f", fan_out, *reach.words, "-w", names, command)
+    return ("pdsh", "-S", "-b", "-N", "-R", "ssh", "-f", fan_out, *reach.words, "-w", names, command)
 
 
 def srun_command(reach: Reach, job: Job, master: tuple[str, int], *, prefix: bool) -> tuple[str, ...]:

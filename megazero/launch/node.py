@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import select
+import signal
 import socket
 import sys
 import time
@@ -183,6 +185,15 @@ async def _conduct(job: Job, word: str, master: tuple[str, int], attempt: int) -
         meeting.close()
 
 
+async def _end_without_reader(agent: Agent) -> None:
+    """End the ranks when nobody reads this node's output: pdsh has gone, which sends no signal."""
+    poll = select.poll()
+    poll.register(1, 0)
+    while not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        await asyncio.sleep(0.5)
+    agent.signal(signal.SIGHUP)
+
+
 async def run_node(job: Job, node: int, master: tuple[str, int], word: str, *, prefix: bool) -> int:
     """Take this node's part in a launch; returns the status of the launch.
 
@@ -213,7 +224,9 @@ async def run_node(job: Job, node: int, master: tuple[str, int], word: str, *, p
             conducting.result()
         channel, close = await connecting
         agent = Agent(channel, job.mark(node), show, orders_of(job, node, master, attempt))
+        watching = asyncio.create_task(_end_without_reader(agent))
         status = await agent.serve(**facts)
+        watching.cancel()
         close()
         if conducting is not None:
             await conducting

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 import signal
 import socket
-import time
 
 import pytest
 
+from megazero.launch import node
+from megazero.launch.channel import stream_channel
+from megazero.launch.hosts import Host
+from megazero.launch.job import Job, Program
 from megazero.launch.node import in_runs
 from tests.launch.cluster import WHY_NOT, Cluster, Launch, free_ports, has_sshd, is_alive, processes_of, until
 from tests.launch.programs import SHOW, WAIT
@@ -43,7 +47,44 @@ def test_runs_of_numbers(numbers, text):
     assert in_runs(numbers) == text
 
 
-def test_node_0_names_the_nodes_that_have_not_come_every_ten_seconds(nodes, monkeypatch):
+def test_node_0_names_the_nodes_that_have_not_come(monkeypatch, capsys):
+    """A node that goes away before all have come is missing again."""
+    monkeypatch.setattr(node, "_NEWS", 0.2)
+    launch = Job("key", tuple(Host(f"node {rank}", (0,)) for rank in range(6)), Program(("x",), {}, "."))
+    (port,) = free_ports(1)
+
+    writers = {}
+
+    async def come(rank: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        hello = {"node": rank, "nodes": 6, "world": 6, "word": "word", "host": f"h{rank}"}
+        await stream_channel(reader, writer).send("hello", **hello)
+        writers[rank] = writer
+
+    async def meet() -> list[str]:
+        meeting = node.Meeting(launch, "word", ("10.0.0.1", port))
+        gathering = asyncio.create_task(meeting.gather())
+        await asyncio.sleep(0.1)
+        await come(0)
+        await come(4)
+        await asyncio.sleep(0.2)
+        writers[4].close()
+        await asyncio.sleep(0.2)
+        for rank in (1, 2, 3, 4, 5):
+            await come(rank)
+        links = await asyncio.wait_for(gathering, 5)
+        meeting.close()
+        return [link.name for link in links]
+
+    assert asyncio.run(meet()) == ["h0", "h1", "h2", "h3", "h4", "h5"]
+    text = capsys.readouterr().err
+    assert f"node 0 waits at 10.0.0.1:{port} for 4 of 6 nodes: 1-3, 5" in text
+    assert "node 4 on h4 has gone; it may come again" in text
+    assert "for 5 of 6 nodes: 1-5" in text
+
+
+@pytest.mark.slow
+def test_the_missing_nodes_are_named_every_ten_seconds(nodes):
     others = [nodes(rank, 5, "show.py") for rank in (2,)]
     first = nodes(0, 5, "show.py")
     until(lambda: "waits at 127.0.0.1:" in first.notices(), 15, first.notices)
@@ -149,7 +190,6 @@ def test_other_launchers_over_real_ssh(tmp_path, launcher):
         waits.send_signal(signal.SIGINT)
         assert waits.status() != 0
         until(lambda: not any(map(is_alive, pids)), 20)
-        assert list(processes_of(str(port))) == []
-        time.sleep(0)
+        until(lambda: list(processes_of(str(port))) == [], 20)
     finally:
         cluster.close()
