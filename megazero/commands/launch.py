@@ -42,9 +42,9 @@ def launch(argv: Sequence[str] | None = None) -> int:
     for text in [notice, *(_about_sending(job, hidden, flags.launcher) if remote else ())]:
         if text and not wishes.quiet:
             say(text)
-    if flags.no_ssh:
-        if not 0 <= flags.node_rank < len(hosts):
-            raise ConfigError(f"`--node-rank` must be 0 to {len(hosts) - 1}, but is {flags.node_rank}")
+    if flags.no_ssh and not 0 <= flags.node_rank < len(hosts):
+        raise ConfigError(f"`--node-rank` must be 0 to {len(hosts) - 1}, but is {flags.node_rank}")
+    if flags.no_ssh and len(hosts) > 1:
         master = (flags.master_addr or hosts[0].name, flags.master_port or assemble.PORT)
         return asyncio.run(run_node(job, flags.node_rank, master, _BY_HAND, prefix=wishes.prefix))
     if flags.launcher in ("pdsh", "srun", "mpirun"):

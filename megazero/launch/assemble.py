@@ -35,12 +35,12 @@ def hosts_of(flags: argparse.Namespace, variables: Mapping[str, str]) -> tuple[H
     Raises:
         ConfigError: the hostfile or a choice is wrong, or there is nothing to start.
     """
-    path = flags.hostfile or (_HOSTFILE if Path(_HOSTFILE).exists() else None)
+    path = flags.hostfile or (_HOSTFILE if Path(_HOSTFILE).exists() and not flags.no_ssh else None)
     if flags.no_ssh and path is None:
-        return tuple(
-            Host(f"node {node}", tuple(range(_own_slots(flags, variables))))
-            for node in range(flags.num_nodes or 1)
-        )
+        slots = tuple(range(_own_slots(flags, variables)))
+        count = flags.num_nodes or 1
+        names = ["localhost"] if count == 1 else [f"node {node}" for node in range(count)]
+        return tuple(Host(name, slots) for name in names)
     if path is not None:
         hosts = read_hostfile(path)
     elif flags.launcher == "srun":
@@ -51,11 +51,7 @@ def hosts_of(flags: argparse.Namespace, variables: Mapping[str, str]) -> tuple[H
                 f"`--num-nodes` must be 1 without a hostfile, but is {flags.num_nodes}; name the hosts in "
                 "`--hostfile`"
             )
-        count = environment.slots_here(variables.get("CUDA_VISIBLE_DEVICES"), gpus_here())
-        count = count or flags.num_gpus or 0
-        if count == 0:
-            raise ConfigError("`--num-gpus` must say how many ranks to start on a machine without GPUs")
-        hosts = (Host("localhost", tuple(range(count))),)
+        hosts = (Host("localhost", tuple(range(_own_slots(flags, variables)))),)
     if flags.include:
         return include(hosts, flags.include)
     if flags.exclude:
@@ -65,8 +61,10 @@ def hosts_of(flags: argparse.Namespace, variables: Mapping[str, str]) -> tuple[H
 
 
 def _own_slots(flags: argparse.Namespace, variables: Mapping[str, str]) -> int:
-    count = flags.num_gpus or environment.slots_here(variables.get("CUDA_VISIBLE_DEVICES"), gpus_here())
-    if count < 1:
+    """The number of slots of this machine: its GPUs, or without any as many as the user wants ranks."""
+    gpus = environment.slots_here(variables.get("CUDA_VISIBLE_DEVICES"), gpus_here())
+    count = flags.num_gpus if flags.no_ssh and flags.num_gpus else gpus or flags.num_gpus
+    if not count:
         raise ConfigError("`--num-gpus` must say how many ranks to start on a machine without GPUs")
     return int(count)
 

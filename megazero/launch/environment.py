@@ -20,6 +20,7 @@ SENT_PREFIXES = (
 NEVER_SENT = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "MEGAZERO_LAUNCH", "PYTHONUNBUFFERED")
 """They describe this machine or a launch around this one."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
+_NO_DEVICES = ("", "-1", "NoDevFiles")  # the last is SLURM's
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -145,7 +146,9 @@ def visible_devices(present: str | None, slots: Sequence[int]) -> tuple[str, str
     """
     if present is None:
         return ",".join(map(str, slots)), None
-    devices = [device.strip() for device in present.split(",") if device.strip()]
+    devices = _devices(present)
+    if not devices:  # hidden on purpose: the ranks run on the CPU
+        return present, None
     for slot in slots:
         if slot >= len(devices):
             raise ConfigError(
@@ -160,4 +163,8 @@ def visible_devices(present: str | None, slots: Sequence[int]) -> tuple[str, str
 
 def slots_here(visible: str | None, gpus: int) -> int:
     """The number of slots of this machine: the devices that CUDA_VISIBLE_DEVICES shows, or all of them."""
-    return gpus if visible is None else len([device for device in visible.split(",") if device.strip()])
+    return gpus if visible is None else len(_devices(visible))
+
+
+def _devices(visible: str) -> list[str]:
+    return [device.strip() for device in visible.split(",") if device.strip() not in _NO_DEVICES]

@@ -214,7 +214,7 @@ def _checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
         ),
         (
             "`--master-port` must name a port where hosts are not reached over ssh; 0 cannot be agreed on",
-            flags.master_port == 0 and (through_others or flags.no_ssh),
+            flags.master_port == 0 and (through_others or (flags.no_ssh and flags.num_nodes != 1)),
         ),
     ]
 

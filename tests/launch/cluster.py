@@ -1,4 +1,6 @@
-"""Several "hosts" on this machine: sshd instances on loopback ports, with keys and a configuration of their own."""
+"""Several "hosts" on this machine: sshd instances on loopback ports, with their own keys and
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ class Launch(subprocess.Popen):
         self.out, self.err = cwd / f"out-{time.monotonic_ns()}", cwd / f"err-{time.monotonic_ns()}"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        environment |= {name: value for name, value in variables.items()}
+        environment |= variables
         with self.out.open("wb") as out, self.err.open("wb") as err:
             super().__init__(
                 [sys.executable, "-m", "megazero.cli", "launch", *words],
@@ -160,14 +162,16 @@ def processes_of(word: str) -> Iterator[int]:
         with contextlib.suppress(OSError):
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             marks = [v for v in (path / "environ").read_bytes().split(b"\0") if v.startswith(MARK.encode())]
-            if (word in command or any(word.encode() in mark for mark in marks)) and int(path.name) != os.getpid():
+            if (word in command or any(word.encode() in mark for mark in marks)) and int(
+                path.name
+            ) != os.getpid():
                 yield int(path.name)
 
 
 def is_alive(pid: int) -> bool:
     """Whether a process runs; one that has ended and was not waited for does not."""
     with contextlib.suppress(OSError):
-        return f"State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     return False
 
 

@@ -4,7 +4,8 @@ SHOW = """
 import json, os, sys
 names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT".split()
 print(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(), "given": os.environ.get("GIVEN"),
-                  "devices": os.environ["CUDA_VISIBLE_DEVICES"], **{name: os.environ[name] for name in names}}))
+                  "devices": os.environ["CUDA_VISIBLE_DEVICES"],
+                  **{name: os.environ[name] for name in names}}))
 """
 
 WAIT = """

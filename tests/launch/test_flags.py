@@ -1,4 +1,4 @@
-"""The command line of `megazero launch`: both spellings, what is refused, and a dry run that touches nothing."""
+"""The flags of `megazero launch`: both spellings, what is refused, and a dry run that touches nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from megazero.launch.flags import cores_of, parse
     [
         ([], "a script must follow the flags"),
         (["--launcher", "mvapich", "x.py"], "but is mvapich, which is not built; use ssh"),
-        (["--launcher", "rsh", "x.py"], "`--launcher` must be one of ssh, pdsh, srun, mpirun, torchrun, but is rsh"),
+        (
+            ["--launcher", "rsh", "x.py"],
+            "`--launcher` must be one of ssh, pdsh, srun, mpirun, torchrun, but is rsh",
+        ),
         (["--autotuning", "run", "x.py"], "look for a layout first"),
         (["-i", "a", "-e", "b", "x.py"], "`--include` must not be given with `--exclude`"),
         (["-i", "a", "--num_gpus", "2", "x.py"], "must not be given with `--include`"),
@@ -49,7 +52,7 @@ def test_deepspeeds_spellings_and_the_scripts_own_flags():
     flags = parse(words.replace("--launcher_args --x", "--launcher_args=--x").split())
     assert (flags.num_nodes, flags.num_gpus, flags.launcher, flags.launcher_args) == (2, 4, "srun", "--x")
     assert flags.arguments == ["--deepspeed", "--deepspeed_config", "f.json", "--num_gpus", "9"]
-    assert flags.save_pid and flags.force_multi and flags.no_local_rank and flags.quiet
+    assert (flags.save_pid, flags.force_multi, flags.no_local_rank, flags.quiet) == (True,) * 4
 
 
 def test_cores_by_number_and_range():
@@ -80,7 +83,18 @@ def test_a_dry_run_prints_the_commands_and_touches_nothing(folder, capsys, monke
 
     monkeypatch.setattr(os, "execvp", touched)
     monkeypatch.setattr("asyncio.run", touched)
-    words = ["-H", "hosts", "--include", "w-0:1,3@w-1", "--launcher", launcher, "--dry-run", "train.py", "--lr", "a b"]
+    words = [
+        "-H",
+        "hosts",
+        "--include",
+        "w-0:1,3@w-1",
+        "--launcher",
+        launcher,
+        "--dry-run",
+        "train.py",
+        "--lr",
+        "a b",
+    ]
     assert launch.main(words) == 0
     text = capsys.readouterr().out
     assert "  w-0: ranks 0-1 on slots 1,3\n  w-1: ranks 2-3 on slots 0,1\n" in text
@@ -88,7 +102,9 @@ def test_a_dry_run_prints_the_commands_and_touches_nothing(folder, capsys, monke
     assert "s3cr3t" not in text
     assert "train.py" in text
     assert "'a b'" in text
-    first = {"ssh": "  ssh -T", "pdsh": "  pdsh -S", "mpirun": "  mpirun -np 2", "torchrun": "  ssh -T"}[launcher]
+    first = {"ssh": "  ssh -T", "pdsh": "  pdsh -S", "mpirun": "  mpirun -np 2", "torchrun": "  ssh -T"}[
+        launcher
+    ]
     assert text.partition("commands\n")[2].startswith(first)
     assert sorted(path.name for path in folder.iterdir()) == ["hosts"]
 
@@ -102,7 +118,9 @@ def test_slots_that_a_launch_wants_and_nobody_has_are_refused(folder, capsys):
     assert launch.main(["--num_nodes", "2", "--num_gpus", "1", "--dry-run", "x.py"]) == 2
     assert "must be 1 without a hostfile" in capsys.readouterr().err
     assert launch.main(["-H", "hosts", "--launcher", "srun", "--dry-run", "x.py"]) == 2
-    assert "must have equally many slots for `--launcher srun`, but have w-0 4, w-1 2" in capsys.readouterr().err
+    assert (
+        "must have equally many slots for `--launcher srun`, but have w-0 4, w-1 2" in capsys.readouterr().err
+    )
 
 
 def test_devices_that_are_visible_here_are_the_slots(folder, capsys, monkeypatch):
@@ -137,7 +155,15 @@ def test_megazero_is_in_deepspeeds_place_where_that_is_not_installed(folder, mon
     flags = parse(["--num_gpus", "1", "train.py", "--deepspeed", "--deepspeed_config", "f.json"])
     program = assemble.program_of(flags, {}, ".", as_deepspeed)
     assert program.filled(["--local_rank=0"])[2:] == (
-        *("-m", "megazero.deepspeed", "train.py", "--local_rank=0", "--deepspeed", "--deepspeed_config", "f.json"),
+        *(
+            "-m",
+            "megazero.deepspeed",
+            "train.py",
+            "--local_rank=0",
+            "--deepspeed",
+            "--deepspeed_config",
+            "f.json",
+        ),
     )
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     assert not assemble.stands_in(parse(["--num_gpus", "1", "train.py"]))[0]

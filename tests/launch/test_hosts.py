@@ -43,7 +43,13 @@ def test_comments_blank_lines_a_mark_of_byte_order_and_any_end_of_line(tmp_path)
     "line",
     [
         *("w-0", "w-0 slots=", "w-0 slots=four", "w-0 slots=4x", "w-0 slots=-1", "w-0 slots=0", "slots=4"),
-        *("w-0 slots=2 slots=4", "w-0, slots=4", "-oProxyCommand=x slots=4", "w-0 max_slots=4", "w-0 slots=²"),
+        *(
+            "w-0 slots=2 slots=4",
+            "w-0, slots=4",
+            "-oProxyCommand=x slots=4",
+            "w-0 max_slots=4",
+            "w-0 slots=²",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_read_is_named_with_its_number_and_text(line):

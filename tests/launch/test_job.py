@@ -27,7 +27,9 @@ def job(*sizes: int, program: Program = PROGRAM) -> Job:
 def test_ranks_are_hosts_and_slots_in_order_whatever_their_number(sizes):
     launch = job(*sizes)
     variables = [
-        (node, process.environment) for node in range(len(sizes)) for process in processes_of(launch, node, MASTER)
+        (node, process.environment)
+        for node in range(len(sizes))
+        for process in processes_of(launch, node, MASTER)
     ]
     assert [int(own["RANK"]) for _, own in variables] == list(range(sum(sizes)))
     places = [(node, int(own["LOCAL_RANK"])) for node, own in variables]
@@ -94,7 +96,8 @@ def test_commands_keep_folders_with_spaces_whole():
     assert words[:3] == ("ssh", "-F", "config")
     assert words[-2] == "w-1"
     assert words[-1] == (
-        "sh -c '. env/bin/activate && cd '\"'\"'/data/run 1'\"'\"' && env MEGAZERO_LAUNCH=key/1 /opt/python -u -m "
+        "sh -c '. env/bin/activate && cd '\"'\"'/data/run 1'\"'\"' && env MEGAZERO_LAUNCH=key/1 /opt/python "
+        "-u -m "
         "megazero.launch.agent; exit $?'"
     )
 

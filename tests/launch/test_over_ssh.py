@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,17 @@ from tests.launch.cluster import (
 from tests.launch.programs import SHOW, WAIT, WITH_CHILD
 
 pytestmark = pytest.mark.skipif(not has_sshd(), reason=WHY_NOT)
-QUOTED = ["a b", "'single' \"double\"", "$HOME `date`", "two\nlines", "%n %h", "k=v", "", "--x=~ *", "ü\udcff"]
+QUOTED = [
+    "a b",
+    "'single' \"double\"",
+    "$HOME `date`",
+    "two\nlines",
+    "%n %h",
+    "k=v",
+    "",
+    "--x=~ *",
+    "ü\udcff",
+]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +61,7 @@ def gone(pids, seconds: float = 20) -> None:
 
 def key_of(pid: int) -> str:
     """The mark of a rank's launch, without its node."""
-    marks = open(f"/proc/{pid}/environ", "rb").read().split(b"\0")
+    marks = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return next(m for m in marks if m.startswith(b"MEGAZERO_LAUNCH=")).decode().split("=")[1].split("/")[0]
 
 
@@ -77,7 +88,9 @@ def test_words_and_variables_survive_ssh(cluster):
 def test_what_is_killed_is_named_and_ends_all(cluster, victim):
     launch, pids = start(cluster, "wait.py")
     node = list(processes_of(f"{key_of(pids[2])}/1"))
-    agent = next(pid for pid in node if command_of(pid).startswith(f"{sys.executable} -u -m megazero.launch.agent"))
+    agent = next(
+        pid for pid in node if command_of(pid).startswith(f"{sys.executable} -u -m megazero.launch.agent")
+    )
     ssh = next(pid for pid in node if command_of(pid).startswith("ssh "))
     began = time.monotonic()
     os.kill({"rank": pids[2], "agent": agent, "ssh": ssh}[victim], signal.SIGKILL)
@@ -91,7 +104,7 @@ def test_what_is_killed_is_named_and_ends_all(cluster, victim):
 
 
 def command_of(pid: int) -> str:
-    return open(f"/proc/{pid}/cmdline", "rb").read().replace(b"\0", b" ").decode(errors="replace")
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
 
 
 def test_a_killed_launcher_leaves_nothing_of_its_own_and_all_of_others(cluster):
@@ -122,15 +135,20 @@ def test_ctrl_c_while_hosts_are_connected_to_leaves_nothing(cluster):
     until(lambda: any(command_of(pid).startswith("ssh ") for pid in processes_of(str(cluster.config))), 10)
     launch.send_signal(signal.SIGINT)
     assert launch.status(10) == 130
-    until(lambda: not [p for p in processes_of("megazero.launch.agent") if str(cluster.folder) in command_of(p)], 10)
+    until(
+        lambda: (
+            not [p for p in processes_of("megazero.launch.agent") if str(cluster.folder) in command_of(p)]
+        ),
+        10,
+    )
 
 
 def test_usr1_and_term_reach_ranks_that_save_and_end_well(cluster):
-    launch, pids = start(cluster, "wait.py", "--save")
+    launch, _ = start(cluster, "wait.py", "--save")
     launch.send_signal(signal.SIGUSR1)
     assert launch.status() == 0
     assert len(launch.await_lines(6, "got SIGUSR1")) == len(launch.await_lines(6, "saved")) == 6
-    launch, pids = start(cluster, "wait.py", "--save")
+    launch, _ = start(cluster, "wait.py", "--save")
     launch.send_signal(signal.SIGTERM)
     assert launch.status() == 0
     assert len(launch.await_lines(6, "got SIGTERM")) == len(launch.await_lines(6, "saved")) == 6
@@ -139,7 +157,9 @@ def test_usr1_and_term_reach_ranks_that_save_and_end_well(cluster):
 def test_a_frozen_host_is_named_given_up_and_swept(cluster):
     launch, pids = start(cluster, "--silence", "3", "wait.py")
     node = processes_of(f"{key_of(pids[2])}/1")
-    agent = next(pid for pid in node if command_of(pid).startswith(f"{sys.executable} -u -m megazero.launch.agent"))
+    agent = next(
+        pid for pid in node if command_of(pid).startswith(f"{sys.executable} -u -m megazero.launch.agent")
+    )
     frozen = [pids[2], pids[3], agent]
     began = time.monotonic()
     freeze(frozen)
@@ -212,7 +232,9 @@ def test_two_launches_at_once_do_not_share_a_port_and_a_taken_one_is_refused(clu
     ports = [launch.notices().split("meet at ")[1].split()[0] for launch in (first, second)]
     assert ports[0] != ports[1]
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        third = cluster.launch("-H", cluster.hostfile(), "--master-port", str(taken.getsockname()[1]), "wait.py")
+        third = cluster.launch(
+            "-H", cluster.hostfile(), "--master-port", str(taken.getsockname()[1]), "wait.py"
+        )
         assert third.status() == 1
         assert f"w-0: port {taken.getsockname()[1]} must be free, but is taken" in third.notices()
     for launch in (first, second):

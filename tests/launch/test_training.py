@@ -15,11 +15,11 @@ from tests.source_tree import ROOT
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not has_sshd(), reason=WHY_NOT)]
 
 # The quickstart's settings, scaled down.
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 --global-batch-size 12 "
-    "--lr 1e-3 --train-iters 8 --mock-data --vocab-size 64 --device cpu --log-interval 1 --eval-iters 0 "
-    "--tensor-model-parallel-size 2 --zero-stage 1 --num-workers 0"
-).split()
+SETTINGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 2 "
+    "--global-batch-size 12 --lr 1e-3 --train-iters 8 --mock-data --vocab-size 64 --device cpu "
+    "--log-interval 1 --eval-iters 0 --tensor-model-parallel-size 2 --zero-stage 1 --num-workers 0"
+)
 
 
 @pytest.fixture
@@ -32,11 +32,13 @@ def cluster(tmp_path):
 def losses(path: Path) -> list[float]:
     """The loss of each step, the last word on it where a step was made twice."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [v for _, v in sorted({row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}.items())]
+    return [
+        v for _, v in sorted({row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}.items())
+    ]
 
 
 def flags(metrics: Path, *more: str) -> list[str]:
-    return [str(ROOT / "pretrain_gpt.py"), *MODEL, "--metrics-jsonl", str(metrics), *more]
+    return [str(ROOT / "pretrain_gpt.py"), *SETTINGS.split(), "--metrics-jsonl", str(metrics), *more]
 
 
 def one_host(cluster: Cluster, metrics: Path, *more: str) -> list[float]:
@@ -63,7 +65,7 @@ def test_a_killed_host_is_named_all_end_and_the_restart_trains_to_the_same_losse
     launch = cluster.launch(*words, *flags(metrics, *saved))
     until(lambda: metrics.exists() and len(losses(metrics)) >= 8, 120, launch.notices)
     key = next(iter(_marks(cluster, "pretrain_gpt.py")))
-    victims = [pid for pid in processes_of(f"{key}/1")]
+    victims = list(processes_of(f"{key}/1"))
     everywhere = [pid for node in range(3) for pid in processes_of(f"{key}/{node}")]
     for pid in victims:
         os.kill(pid, signal.SIGKILL)
@@ -79,5 +81,7 @@ def _marks(cluster: Cluster, word: str) -> set[str]:
     for pid in processes_of(word):
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if f"PYTHONPATH={cluster.folder}".encode() in b"\n".join(variables):
-            marks |= {v.decode().split("=")[1].split("/")[0] for v in variables if v.startswith(b"MEGAZERO_LAUNCH=")}
+            marks |= {
+                v.decode().split("=")[1].split("/")[0] for v in variables if v.startswith(b"MEGAZERO_LAUNCH=")
+            }
     return marks
