@@ -42,13 +42,19 @@ launch() {
     fi
     local family=() prefix=()
     if [[ $entry == pretrain_bert.py ]]; then family=(--model-family bert); fi
-    if [[ -n ${PLAN:-} ]]; then
-        exec python -m megazero.cli plan --nproc $((GPUS_PER_NODE * NNODES)) --gpus-per-node "$GPUS_PER_NODE" -- \
-            ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@"
+    local plan=(python -m megazero.cli plan --nproc $((GPUS_PER_NODE * NNODES)) --gpus-per-node "$GPUS_PER_NODE"
+        --device "${PLAN_DEVICE:-h100}" -- ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@")
+    if [[ -n ${PLAN:-} ]]; then exec "${plan[@]}"; fi
+    if ! python -m megazero.env.launch_check --gpus-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
+        --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --script "$launch_name" -- \
+        ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@"; then
+        # Nothing is wrong with the settings: then this is what the job would be.
+        if WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) python "$entry" "${FLAGS[@]}" --check-config "$@" > /dev/null 2>&1; then
+            printf '\nOn the machines that it needs:\n\n'
+            "${plan[@]}" || true
+        fi
+        exit 2
     fi
-    python -m megazero.env.launch_check --gpus-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --script "$launch_name" -- \
-        ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@"
     if [[ $NNODES == 1 ]]; then prefix=(--no-prefix); fi
     # Signals, exit statuses and the list of missing nodes are those of docs/launch.md.
     exec python -m megazero.cli launch --no-ssh --num-nodes "$NNODES" --node-rank "$NODE_RANK" --num-gpus "$GPUS_PER_NODE" \

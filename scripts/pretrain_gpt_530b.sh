@@ -8,10 +8,11 @@
 # scripts/slurm/pretrain_gpt_530b.sbatch. Further flags follow the script's name and take precedence. Without a GPU:
 #
 #   CHECK=1 bash scripts/pretrain_gpt_530b.sh     # shows the resolved configuration, or every reason to refuse it
-#   PLAN=1 bash scripts/pretrain_gpt_530b.sh      # shows what the job would do
+#   PLAN=1 bash scripts/pretrain_gpt_530b.sh      # shows what the job would do on the A100 of the paper; PLAN_DEVICE=h100: on others
 #   VERIFY=1 bash scripts/pretrain_gpt_530b.sh    # trains it shrunk, on this machine, against one process
 set -euo pipefail
 NNODES=${NNODES:-280}
+PLAN_DEVICE=${PLAN_DEVICE:-a100-80g}
 . "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 TP=${TP:-8}
