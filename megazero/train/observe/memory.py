@@ -135,11 +135,22 @@ class PeakOfOutputs(TorchDispatchMode):
                 self._ends[storage] = weakref.finalize(storage, self.freed, size, self.made(size))
         return out
 
-    def forget(self, storage: torch.UntypedStorage, dropped: Callable[[], None]) -> None:
-        """Count a storage no longer, and call `dropped` when it is freed."""
-        self._ends[storage].detach()
-        self.alive -= storage.nbytes()
-        weakref.finalize(storage, dropped)
+    def forget(self, storage: torch.UntypedStorage, dropped: Callable[[], None] | None = None) -> int:
+        """Count a storage no longer; returns its bytes, or 0 if it was not counted.
+
+        Args:
+            storage: the storage.
+            dropped: called when it is freed.
+        """
+        end = self._ends.get(storage)
+        if dropped is not None:
+            weakref.finalize(storage, dropped)
+        if end is None or not end.alive:
+            return 0
+        end.detach()
+        size: int = storage.nbytes()
+        self.alive -= size
+        return size
 
     def made(self, size: int) -> object:
         """An operator has made a storage; what this returns is given to `freed` with its size."""
