@@ -30,6 +30,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "moe-report",
         "plan",
         "pretrain",
+        "profile",
         "run",
         "verify",
         "version",
@@ -60,7 +61,7 @@ def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
         "error: the verb must be one of ablate, analyze-loss, checkpoint, config, env, fill-mask, generate, "
-        "incidents, kernels, memory-report, moe-report, plan, pretrain, run, verify, version, "
+        "incidents, kernels, memory-report, moe-report, plan, pretrain, profile, run, verify, version, "
         f"but is `{word}`; {answer}\n"
     )
 
