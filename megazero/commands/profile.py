@@ -75,7 +75,7 @@ def _profile(flags: argparse.Namespace) -> None:
 
 
 def run_ranks(ranks: int, kind: str) -> Measured:
-    """What `ranks` processes that are started for it measure of their devices of a kind.
+    """Start `ranks` processes, which measure their devices of a kind; return what the first one has.
 
     Raises:
         CommunicationError: one of them failed; its traceback is in the message.
@@ -111,22 +111,22 @@ def document(measured: Measured, like: Device, ranks: int, kind: str) -> dict[st
     """The document of the device that was measured; what was not is that of `like`."""
     document = like.document()
     rows: Mapping[str, Any] = measured.compute["matmul_mnk_tflop_per_s"]
+    memory = host_memory()
+    total = min(size for size in (memory.total, memory.limit, 2**50) if size is not None)
+    document["host"].update(devices=ranks, memory_gib=round(total / 2**30, 2))
     if kind == "cpu":
-        memory = host_memory()
-        total = min(size for size in (memory.total, memory.limit, 2**50) if size is not None)
         measured.compute["peak_tflop_per_s"] = {dtype: max(row[3] for row in rows[dtype]) for dtype in rows}
         measured.memory["outside_allocator_gib"] = 0.25
-        name = f"cpu of {platform.node()}"
+        document["name"] = f"cpu of {platform.node()}"
     else:
         total = ranks * torch.cuda.get_device_properties(0).total_memory
-        name = torch.cuda.get_device_name(0)
+        document["name"] = torch.cuda.get_device_name(0)
     likes = like.compute.matmul_like.items()
     measured.compute["matmul_like"] = {
         dtype: row for dtype, row in likes if dtype not in rows and row[0] in rows
     }
     measured.memory["size_gib"] = round(total / ranks / 2**30, 2)
     measured.inside_node["ranks"] = ranks
-    document["name"] = name
     for part in ("compute", "memory", "inside_node"):
         document[part].update(getattr(measured, part))
         for key in getattr(measured, part):
