@@ -103,9 +103,11 @@ COMPARED: tuple[Compared, ...] = (
     ),
     Compared("GPU power (W)", _of_gpus("power.limit"), "set one limit on all hosts with `nvidia-smi -pl`"),
     Compared("active RDMA ports", _ports, "look at the cables and switches of the hosts with fewer"),
-    Compared("kernel", lambda d: d["node"]["kernel"], "install the same kernel on all hosts"),
+    Compared("kernel", lambda d: d["node"]["kernel"]["release"], "install the same kernel on all hosts"),
     Compared(
-        "governor", lambda d: ", ".join(d["node"]["governors"]), "run `cpupower frequency-set -g performance`"
+        "governor",
+        lambda d: ", ".join(d["node"]["kernel"]["governors"]),
+        "run `cpupower frequency-set -g performance`",
     ),
     Compared("usable cores", lambda d: str(d["processors"]["usable"]), "look at cpusets and at SMT"),
     Compared(
@@ -230,10 +232,10 @@ def hosts_report(hosts: Hosts) -> str:
     lines += [f"  {name}  unreachable: {reason}" for name, reason in hosts.unreachable.items()]
     differing = differences(hosts.documents)
     lines += ["", f"differences: {len(differing) or 'none'}", *(f"  {trouble}" for trouble in differing)]
-    found = [(name, problem) for name, d in hosts.documents.items() for problem in d["problems"]]
-    lines += ["", f"problems: {len(found) or 'none found'}"]
+    problems = [(name, problem) for name, d in hosts.documents.items() for problem in d["problems"]]
+    lines += ["", f"problems: {len(problems) or 'none found'}"]
     shared: dict[str, list[str]] = {}
-    for name, problem in found:
+    for name, problem in problems:
         text = f"{problem['message']}; {problem['remedy']} [{problem['name']}]"
         shared.setdefault(text, []).append(name)
     lines += [f"  {_named(names)}: {text}" for text, names in shared.items()]

@@ -56,8 +56,8 @@ CHANGES = {
     "GPU clocks (MHz)": changed("node", "gpus", value=[{**GPU, "values": {"clocks.max.sm": "1755"}}]),
     "GPU power (W)": changed("node", "gpus", value=[{**GPU, "values": {"power.limit": "500.00"}}]),
     "active RDMA ports": changed("node", "ports", value=[PORT, PORT]),
-    "kernel": changed("node", "kernel", value="5.15"),
-    "governor": changed("node", "governors", value=["powersave"]),
+    "kernel": changed("node", "kernel", "release", value="5.15"),
+    "governor": changed("node", "kernel", "governors", value=["powersave"]),
     "usable cores": changed("processors", "usable", value=8),
     "variables of NCCL": changed("variables", value={"NCCL_DEBUG": "INFO"}),
 }
