@@ -20,11 +20,13 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
+HEADERS = sorted(str(path) for path in Path("csrc").rglob("*.hpp"))  # a module older than one is built again
 ParallelCompile("MEGAZERO_BUILD_JOBS", default=0).install()  # the files of a module at once, on all cores
 
 native_data = Pybind11Extension(
     "megazero.data._native",
     sorted(str(path) for path in Path("csrc/data").glob("*.cpp")),
+    depends=HEADERS,
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=["-O3", "-Wall", "-Wextra", "-ffp-contract=off"],
@@ -36,6 +38,7 @@ native_data = Pybind11Extension(
 native_ops = Pybind11Extension(
     "megazero.ops._native",
     ["csrc/common/bindings.cpp", *sorted(str(path) for path in Path("csrc").glob("*/cpu.cpp"))],
+    depends=HEADERS,
     include_dirs=["csrc"],
     cxx_std=17,
     extra_compile_args=[
@@ -116,6 +119,7 @@ setup(
         "megazero": [
             *("py.typed", "ops/_native.pyi", "config/tables/*.txt", "config/tables/*.csv"),
             *("deepspeed/names/*.csv", "deepspeed/path/deepspeed/*.py", "deepspeed/path/*.dist-info/*"),
+            "plan/devices/*.json",
         ]
     },
     python_requires=">=3.10",

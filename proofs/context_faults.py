@@ -28,7 +28,7 @@ TESTS = (
 
 @dataclass(frozen=True)
 class Fault:
-    """An edit of one file of the package: `before`, which is there once or at first, becomes `after`."""
+    """An edit of one file of the package: `before`, which is there once, becomes `after`."""
 
     name: str
     file: str
@@ -68,27 +68,32 @@ FAULTS = (
     Fault(
         "queries start a row late",
         MASKS,
-        "Part(queries[0].start, keys[0].start)",
-        "Part(queries[0].start + 1, keys[0].start)",
+        "Part(queries.start, keys.start)",
+        "Part(queries.start + 1, keys.start)",
     ),
     Fault(
         "keys start a row late",
         MASKS,
-        "Part(queries[0].start, keys[0].start)",
-        "Part(queries[0].start, keys[0].start + 1)",
+        "Part(queries.start, keys.start)",
+        "Part(queries.start, keys.start + 1)",
     ),
-    Fault("the own square is not causal", MASKS, "causal = self.attends.causal\n", "causal = False\n"),
+    Fault(
+        "the own square is not causal",
+        MASKS,
+        "pattern = CAUSAL if self.attends.causal else ALL",
+        "pattern = ALL",
+    ),
     Fault("causality is lost between runs", MASKS, "pattern.causally(self.attends.causal)", "pattern"),
     Fault(
         "keys' documents are those of the sequence's beginning",
         MASKS,
-        "documents.ids[:, there]",
-        "documents.ids[:, : len(keys[0])]",
+        "documents = documents.part(keys)",
+        "documents = documents.part(range(len(keys)))",
     ),
     Fault(
         "a query's document is not known",
         MASKS,
-        "place = replace(place, query_ids=ids, begins=begins)",
+        "place = replace(place, query_ids=documents.part(queries).ids)",
         "pass",
     ),
     Fault(
@@ -111,9 +116,9 @@ FAULTS = (
     ),
     Fault(
         "heads count from the tensor rank alone",
-        CORE,
-        "first = self.heads.rank * q.shape[2] + own.start",
-        "first = self.heads.rank * q.shape[2]",
+        MASKS,
+        "head_offset=dropout.head_offset + heads.start",
+        "head_offset=dropout.head_offset",
     ),
     Fault(
         "slopes are those of the first heads",
@@ -133,7 +138,16 @@ FAULTS = (
     Fault("second runs are not turned", CORE, "pieces[:, 1].flip(0)", "pieces[:, 1]"),
     Fault("rows go back unturned", CORE, "second.flip(0)", "second"),
     Fault(
-        "a gather's window is cut by one", CORE, "max(0, own.start - left)", "max(0, own.start - left + 1)"
+        "a gather takes keys for those of the beginning",
+        CORE,
+        "masks.call(own, keys), offset",
+        "masks.call(own, range(len(keys))), offset",
+    ),
+    Fault(
+        "a gather's queries see their own run alone",
+        CORE,
+        "masks.seen(own, range(rows.whole_length))",
+        "masks.seen(own, own)",
     ),
     Fault(
         "both runs are the first",

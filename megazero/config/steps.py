@@ -293,16 +293,16 @@ class Steps:
         """
         if iteration < self.start.iteration:
             raise ValueError(f"`iteration` must be at least {self.start.iteration}, but is {iteration}")
-        index = bisect_right(self._segments, iteration, key=lambda first: first.before.iteration)
-        first = self._segments[index - 1]
+        index = bisect_right(self.segments, iteration, key=lambda first: first.before.iteration)
+        first = self.segments[index - 1]
         return first.repeated(iteration - first.before.iteration)
 
     def within(self, samples: int) -> int:
         """The most steps that consume no more than `samples`; at least those before `start`."""
-        index = bisect_right(self._segments, samples, key=lambda first: first.before.samples)
+        index = bisect_right(self.segments, samples, key=lambda first: first.before.samples)
         if index == 0:
             return self.start.iteration
-        first = self._segments[index - 1]
+        first = self.segments[index - 1]
         return first.before.iteration + (samples - first.before.samples) // first.batch_size
 
     def convert(self, length: float, unit: Unit, into: Unit) -> float:
@@ -315,21 +315,21 @@ class Steps:
             return whole.convert(length, unit, into)
         if length <= self.start.count(unit):
             return self.start.count(into) * (length / self.start.count(unit)) if length else 0.0
-        index = bisect_right(self._segments, length, key=lambda first: first.before.count(unit))
-        first = self._segments[max(index, 1) - 1]
+        index = bisect_right(self.segments, length, key=lambda first: first.before.count(unit))
+        first = self.segments[max(index, 1) - 1]
         times = (length - first.before.count(unit)) / (first.after.count(unit) - first.before.count(unit))
         return first.before.count(into) + times * (first.after.count(into) - first.before.count(into))
 
     def reaching(self, tokens: int) -> int:
         """The fewest steps that consume at least `tokens`, and at least those before `start`."""
-        index = bisect_left(self._segments, tokens, key=lambda first: first.before.tokens)
+        index = bisect_left(self.segments, tokens, key=lambda first: first.before.tokens)
         if index == 0:
             return self.start.iteration
-        first = self._segments[index - 1]
+        first = self.segments[index - 1]
         return first.before.iteration - (-(tokens - first.before.tokens) // first.tokens)
 
     @cached_property
-    def _segments(self) -> tuple[Step, ...]:
+    def segments(self) -> tuple[Step, ...]:
         """The first step of each segment of steps that are alike."""
         return tuple(self._walk())
 

@@ -138,18 +138,20 @@ def _leaves(out: Tensor) -> dict[int, Tensor]:
 def _in_tiles(tiling: _Tiling, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if not torch.is_grad_enabled():
         return tuple(tiling.of_tile(number, tile) for number, tile in enumerate(tiling.pieces(tensors)))
-    results, restores, leaves = [], [], {}
+    results, restores = [], []
+    leaves: dict[int, Tensor] = {}
     for number, pieces in enumerate(tiling.pieces([x.detach() for x in tensors])):
         restores.append(_noted(pieces[0]))
-        with saved_tensors_hooks(_nothing, _nothing):  # only the leaves of the graph are of use
+        with saved_tensors_hooks(lambda _: None, _not_kept):  # only the leaves of the graph are of use
             out = tiling.of_tile(number, pieces)
         leaves |= _leaves(out)
         results.append(out.detach())
     return apply(_InTiles, tiling, results, restores, len(tensors), *tensors, *leaves.values())
 
 
-def _nothing(_: Tensor | None) -> None:
-    """Keep nothing for a backward that does not come."""
+def _not_kept(_: Any) -> Tensor:
+    """Refuse a backward within a tile's forward, which keeps nothing for one."""
+    raise ConfigError("`fn` must compute no gradients in its forward, but does; compute them outside of it")
 
 
 def _check_tiles(field: str, tiles: int, length: int) -> None:

@@ -68,7 +68,7 @@ def gather(ranks: int | None = None) -> Environment:
     text = _output("nvidia-smi") or ""
     return Environment(
         versions=_versions(text),
-        memory=_memory(),
+        memory=host_memory(),
         processors=_processors(),
         ranks=ranks or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(1, len(gpus)),
         gpus=gpus,
@@ -179,7 +179,8 @@ def _number(path: Path) -> int | None:
     return None
 
 
-def _memory() -> HostMemory:
+def host_memory() -> HostMemory:
+    """The memory and disk of this host."""
     text = Path("/proc/meminfo").read_text() if Path("/proc/meminfo").exists() else ""
     total, available = (_found(rf"{name}:\s+(\d+) kB", text) for name in ("MemTotal", "MemAvailable"))
     limit = _number(CGROUP / "memory.max") or _number(CGROUP / "memory/memory.limit_in_bytes")

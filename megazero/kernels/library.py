@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 # As csrc/common/cuda.hpp numbers them.
 DTYPE_CODES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
@@ -97,14 +98,28 @@ class KernelLibrary:
         return self._functions.setdefault(name, function)
 
 
+class LaunchWatch(TorchDispatchMode):
+    """Sees operators of torch, as any such mode does, and the kernels of a device that is planned for."""
+
+    def launched(self, name: str, arguments: Sequence[Argument]) -> None:
+        """Take note of a launch on this thread, as `KernelLibrary.launch` was asked for it."""
+        raise NotImplementedError
+
+
 class StillKernels(KernelLibrary):
-    """Kernels of a device that is planned for: nothing is launched, and results have no content."""
+    """Kernels of a device that is planned for: nothing is launched, and results have no content.
+
+    A `LaunchWatch` around the call is told.
+    """
 
     def __init__(self) -> None:
         """Load nothing."""
 
     def launch(self, name: str, *arguments: Argument) -> None:
-        """Do nothing."""
+        """Tell those who watch this thread."""
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, LaunchWatch):
+                mode.launched(name, arguments)
 
     def column_groups(self, count: int, width: int) -> int:
         """The most that a small device takes."""

@@ -32,7 +32,8 @@ class Costs:
     """Durations in seconds, or in any unit. The defaults are those of schedule diagrams.
 
     A compute cost is either one number for all layers of a stage, shared equally by the stage's chunks, or a
-    tuple with a number for each chunk of the model.
+    tuple with a number for each chunk of the model. Costs of gathers and reductions are one number for any
+    chunk, or such a tuple.
 
     Attributes:
         forward, backward, input, weight: time for one micro-batch.
@@ -47,8 +48,8 @@ class Costs:
     input: PerChunk = 1
     weight: PerChunk = 1
     transfer: float = 0
-    gather: float = 0
-    reduce: float = 0
+    gather: PerChunk = 0
+    reduce: PerChunk = 0
 
     def of(self, action: Action, schedule: Schedule) -> float:
         """The time that `action` takes.
@@ -67,13 +68,13 @@ class Costs:
             case Op.WEIGHT:
                 cost = self.weight
             case Op.GATHER:
-                return self.gather
+                cost = self.gather
             case Op.REDUCE:
-                return self.reduce
+                cost = self.reduce
             case Op.RELEASE:
-                return 0
+                cost = 0
         if not isinstance(cost, tuple):
-            return cost / schedule.chunks_per_stage
+            return cost / schedule.chunks_per_stage if action.op.computes else cost
         if len(cost) != schedule.chunks:
             raise ConfigError(
                 f"Costs by chunk must be one number for each of the {schedule.chunks} chunks, but are "

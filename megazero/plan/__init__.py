@@ -1,1 +1,1 @@
-"""What a training would do, worked out from its own code on tensors without content."""
+"""A training on paper: what it needs, takes and moves, found by its own code on the meta device."""

@@ -1,8 +1,9 @@
-"""The work of a rank on paper: kernels, and calls between ranks, in the order in which a step starts them."""
+"""The work of a rank on paper: kernels, calls between ranks and waits, in the order in which they start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -38,6 +39,7 @@ class Call:
         nbytes: the payload, the larger side of the call.
         ranks: the members' world ranks, or the two of a message.
         later: whether the caller goes on, and waits for the result later.
+        number: counts the calls of a step, so that a `Wait` can name one.
     """
 
     group: str
@@ -45,6 +47,28 @@ class Call:
     nbytes: int
     ranks: tuple[int, ...]
     later: bool = False
+    number: int = 0
 
 
-Work = Kernel | Call
+@dataclass(frozen=True)
+class Wait:
+    """The caller waits here for a call that it went on from.
+
+    Attributes:
+        call: the number of the call.
+    """
+
+    call: int
+
+
+Task = Kernel | Call | Wait
+
+
+class Pricing(Protocol):
+    """The costs of work on a device, in seconds."""
+
+    def kernel(self, kernel: Kernel) -> float:
+        """The time of a kernel on the device."""
+
+    def call(self, call: Call) -> float:
+        """The time of a call between ranks, from the last one's arrival on."""

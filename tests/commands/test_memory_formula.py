@@ -8,13 +8,14 @@ import pytest
 
 from megazero.commands.memory_report import main
 from megazero.commands.memory_report.formula import activation_bytes, stated
-from megazero.commands.memory_report.planned import _batches, planned_memory
+from megazero.commands.memory_report.planned import planned_memory
 from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.config import Config
 from megazero.mpu.context import solo_context
 from megazero.mpu.streams import STILL
+from megazero.plan.job import Job
 from megazero.train.build import build_model
 from megazero.train.observe.memory import MemoryMeter
 from megazero.train.parts.vocabulary import build_vocabulary
@@ -51,7 +52,8 @@ def measured(config: Config, *, apart: bool = False) -> dict[str, int]:
     plan = training_plan_of(config, 1)
     vocabulary = build_vocabulary(config)
     engine = build_model(vocabulary, context, config, plan)
-    batches, meter = _batches(config, plan, vocabulary, context), MemoryMeter.of(engine)
+    batches = Job(config, 1, apart, Progress(), "cpu").batches(context, plan.at(Progress()).micro_batches)
+    meter = MemoryMeter.of(engine)
     with meter.over_a_step():
         engine.train_step(batches, Progress(), Timers())
     return {place: kinds["activations"] for place, kinds in meter.sizes().items() if "activations" in kinds}

@@ -10,11 +10,12 @@ import torch
 from megazero.commands.memory_report import main
 from megazero.commands.memory_report.picture import memory_figure
 from megazero.commands.memory_report.planned import planned_memory
-from megazero.commands.memory_report.table import RankMemory, merge_alike, read_memory, rows, shown, verdict
+from megazero.commands.memory_report.table import RankMemory, merge_alike, read_memory, rows, verdict
 from megazero.config.resolve import parse_config
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.plan.words import shown
 from megazero.train.observe.memory import MemoryMeter, PeakOfOutputs
 from megazero.train.pretraining import pretrain_on
 from megazero.zero.policy import ZeroPolicy

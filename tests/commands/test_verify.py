@@ -58,8 +58,9 @@ def test_compressed_optimizers_are_verified_where_they_sum_exactly(flags, capsys
 
 
 def test_variants_of_attention_are_verified_with_windows_that_hide_something(capsys):
-    flags = "--window-size 4095,0 --window-attn-skip-freq [0]*1+[1]*3 --position-embedding-type alibi"
-    argv = [*BASE, *flags.split(), "--softmax-type", "learnable", "--num-layers", "4"]
+    flags = "--window-size 4095,0 --window-attn-skip-freq [0]*1+[1]*3 --position-embedding-type alibi "
+    flags += "--max-position-embeddings 8192 --softmax-type learnable --num-layers 4"
+    argv = [*BASE, *flags.split()]
     assert main([*argv, "--tensor-model-parallel-size", "2", "--world-size", "4", "--steps", "3"]) == 0
     assert capsys.readouterr().out.endswith("the same training as one process\n")
     config = parse_config([*argv, "--mock-data"], world_size=1).config

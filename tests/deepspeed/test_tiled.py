@@ -98,6 +98,15 @@ def test_dropout_draws_the_same_in_backward() -> None:
     assert torch.equal(out, again)
 
 
+def test_a_gradient_within_a_tile_is_refused() -> None:
+    def penalty(module: nn.Module, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return x * torch.autograd.grad(module.plain(x).square().sum(), x)[0]
+
+    with pytest.raises(ConfigError, match="`fn` must compute no gradients in its forward, but does"):
+        TiledMLP.apply(penalty, Mlp(), hidden(), 2)
+
+
 def test_hooks_see_one_gradient_and_the_unused_none() -> None:
     module, seen = Mlp(), Counter()
     for name, parameter in module.named_parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 
 import pytest
 
@@ -72,6 +73,27 @@ def test_the_compiled_modules_are_those_of_setup_py():
     built = re.findall(r'Pybind11Extension\(\s*"([\w.]+)"', text)
     expected = [path.relative_to(ROOT).with_name("_native").as_posix() for path in setup_facts.modules()]
     assert [name.replace(".", "/") for name in built] == expected
+
+
+def headers_of(path):
+    """The headers of csrc that a file includes, and those that they include."""
+    included = re.findall(r'^#include "(.+)"', (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+    direct = {f"csrc/{name}" for name in included}
+    return direct.union(*map(headers_of, direct))
+
+
+def test_a_module_is_built_again_when_a_header_has_changed(monkeypatch):
+    """`build_ext --inplace` left a module as it was if none of its .cpp files had changed."""
+    pytest.importorskip("pybind11")
+    modules = []
+    monkeypatch.setattr("setuptools.setup", lambda **facts: modules.extend(facts["ext_modules"]))
+    monkeypatch.setattr("pybind11.setup_helpers.ParallelCompile.install", lambda self: None)
+    monkeypatch.chdir(ROOT)
+    runpy.run_path("setup.py")
+    headers = {module.name: set[str]().union(*map(headers_of, module.sources)) for module in modules}
+    assert "csrc/common/product.hpp" in headers["megazero.ops._native"]
+    assert "csrc/data/gather.hpp" in headers["megazero.data._native"]
+    assert [headers[module.name] - set(module.depends) for module in modules] == [set(), set()]
 
 
 def test_every_requirement_is_pinned_for_every_python():

@@ -32,6 +32,7 @@ from megazero.checkpoint.hf.mistral import MISTRAL
 from megazero.checkpoint.hf.mixtral import MIXTRAL
 from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
+from megazero.checkpoint.hf.windows import without_idle_windows
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
@@ -237,6 +238,7 @@ def model_of(architecture: Architecture, config: Json) -> ModelConfig:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise ValueError(f"`{origin.get(name, name)}` is {first['input']!r:.40}: {first['msg']}") from None
+    model = without_idle_windows(model)
     for limit in architecture.limits:
         if not limit.holds(model):
             raise ValueError(limit.words)

@@ -50,6 +50,13 @@ WINDOWED_LAYERS = FieldPair(KINDS, "window_attn_skip_freq", None, tuple, resolve
 """Which layers have one, as `plain_layers` gives it."""
 
 
+def without_idle_windows(model: ModelConfig) -> ModelConfig:
+    """The model without a window as long as its longest sequence, which hides nothing there."""
+    if model.window is None or model.window[0] < model.positions - 1:
+        return model
+    return model.model_copy(update={"window_size": None, "window_attn_skip_freq": None})
+
+
 def plain_layers(config: Json, layers: int, first: int | None) -> dict[str, Any]:
     """`config` with the width, and a 1 or 0 for each layer, of windows that are used.
 

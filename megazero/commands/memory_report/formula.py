@@ -10,14 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megazero.commands.memory_report.planned import is_apart
-from megazero.commands.memory_report.table import shown
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.recompute import recompute_units
 from megazero.models.language_model import LanguageModel
 from megazero.ops.linear_cross_entropy import BLOCK, TILE_BYTES
+from megazero.plan.job import is_apart
+from megazero.plan.words import shown
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import build_vocabulary
 

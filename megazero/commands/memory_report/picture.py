@@ -7,8 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from megazero.commands.memory_report.table import PLACES, RankMemory, shown
+from megazero.commands.memory_report.table import PLACES, RankMemory
 from megazero.pictures import check_suffix, new_figure
+from megazero.plan.words import shown
 from megazero.train.observe.memory import KINDS
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megazero.commands.metrics_file import read_metrics
 from megazero.errors import DataError
+from megazero.plan.words import runs, shown
 from megazero.train.observe.memory import KINDS
 
 KEY = "memory"
@@ -16,8 +17,6 @@ KEY = "memory"
 
 PLACES = ("device", "cpu", "nvme")
 COLUMNS = ("rank", "where", *KINDS, "sum")
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,7 @@ class RankMemory:
     @property
     def name(self) -> str:
         """The ranks' numbers, runs of them as ``0-3``."""
-        runs: list[list[int]] = []
-        for rank in self.ranks:
-            if runs and rank == runs[-1][-1] + 1:
-                runs[-1][1:] = [rank]
-            else:
-                runs.append([rank])
-        return ", ".join("-".join(map(str, run)) for run in runs)
+        return runs(self.ranks)
 
     def total(self, place: str) -> int:
         """The bytes held in a place."""
@@ -111,11 +104,3 @@ def verdict(memories: Sequence[RankMemory]) -> str:
         f"the fullest device is that of rank {fullest.ranks[0]}: {shown(fullest.total('device'))}, of which "
         f"{share:.0%} are {largest}"
     )
-
-
-def shown(size: float) -> str:
-    """Bytes in the unit that leaves one to four digits before the point."""
-    unit = 0
-    while size >= 1024 and unit + 1 < len(_UNITS):
-        size, unit = size / 1024, unit + 1
-    return f"{size:.0f} {_UNITS[unit]}" if unit == 0 else f"{size:,.1f} {_UNITS[unit]}"

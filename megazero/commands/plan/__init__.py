@@ -17,6 +17,8 @@ from megazero.pipeline.render import chrome_trace, draw, render_text
 from megazero.pipeline.schedules import KINDS, build_schedule
 from megazero.pipeline.simulate import Costs, Timeline, simulate
 
+SUBJECTS = ("schedule", "communicators")
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the flags of `megazero plan` and its subjects."""
@@ -59,6 +61,12 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
     own, training = split_training_flags(argv)
+    if not own or own[0] not in SUBJECTS:
+        from megazero.commands.plan.job import plan_job
+
+        statuses: list[int] = []
+        status = exit_status(lambda: statuses.append(plan_job(own, training)))
+        return status or statuses[0]
     flags = build_parser().parse_args(own)
     plan = _plan_schedule if flags.subject == "schedule" else _plan_communicators
     return exit_status(lambda: plan(flags, training))

@@ -7,6 +7,7 @@ from megazero.config.tree.attention import is_interval
 from megazero.config.tree.model import ModelConfig
 
 _WINDOW, _SKIPPED, _DEPTH = "model.window_size", "model.window_attn_skip_freq", "model.num_layers"
+_POSITIONS, _LENGTH = "model.max_position_embeddings", "model.seq_length"
 
 
 def _fits(model: ModelConfig) -> bool:
@@ -19,6 +20,10 @@ def _fits(model: ModelConfig) -> bool:
 def _clause(case: Case) -> str:
     pattern = case.config.model.window_attn_skip_freq or ()
     return f"it has {len(pattern)} items, and there are {case.config.model.num_layers} layers"
+
+
+def _within_positions(model: ModelConfig) -> bool:
+    return max(model.window_size or (-1,)) < model.positions
 
 
 def _only_past(model: ModelConfig) -> bool:
@@ -40,6 +45,15 @@ ATTENTION_RULES: tuple[Rule, ...] = (
         "the second number of `window_size` must be 0 or -1 for a gpt, whose tokens see no later ones",
         "give `--window-size L,0`",
         lambda c: _only_past(c.config.model),
+    ),
+    Rule(
+        "window_within_positions",
+        (_WINDOW, _POSITIONS, _LENGTH),
+        "each side of `window_size` must be below `max_position_embeddings`, or `seq_length` if that is not "
+        "given, as no token is farther from another",
+        "make the window smaller, or raise `--max-position-embeddings`",
+        lambda c: _within_positions(c.config.model),
+        lambda c: f"there are {c.config.model.positions:,} positions",
     ),
     Rule(
         "some_layer_has_a_window",

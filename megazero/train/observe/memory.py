@@ -102,7 +102,9 @@ class PeakOfOutputs(TorchDispatchMode):
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
         self.most = self.alive = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._ends: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize[..., object]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -123,15 +125,21 @@ class PeakOfOutputs(TorchDispatchMode):
             if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
                 continue
             storage = tensor.untyped_storage()
-            if storage in self._known:
+            if storage in self._ends:
                 continue
             if given is None:
                 leaves = tree_leaves((args, kwargs))
                 given = {leaf.untyped_storage()._cdata for leaf in leaves if _is_strided(leaf)}
             if storage._cdata not in given:
-                self._known.add(storage)
-                weakref.finalize(storage, self.freed, storage.nbytes(), self.made(storage.nbytes()))
+                size = storage.nbytes()
+                self._ends[storage] = weakref.finalize(storage, self.freed, size, self.made(size))
         return out
+
+    def forget(self, storage: torch.UntypedStorage, dropped: Callable[[], None]) -> None:
+        """Count a storage no longer, and call `dropped` when it is freed."""
+        self._ends[storage].detach()
+        self.alive -= storage.nbytes()
+        weakref.finalize(storage, dropped)
 
     def made(self, size: int) -> object:
         """An operator has made a storage; what this returns is given to `freed` with its size."""

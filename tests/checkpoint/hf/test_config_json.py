@@ -368,7 +368,9 @@ def test_a_window_that_is_left_out_is_the_one_that_transformers_assumes():
     config = config_for(MISTRAL)
     assert (MISTRAL.window_size, config["sliding_window"]) == ((3, 0), 4)
     del config["sliding_window"]
-    assert model_of(find_architecture(config), config).window_size == (4095, 0)
+    longer = {**config, "max_position_embeddings": 32768}
+    assert model_of(find_architecture(config), longer).window_size == (4095, 0)
+    assert model_of(find_architecture(config), config).windows == ()  # of 31 positions
     none = model_of(find_architecture(config), {**config, "sliding_window": None})
     assert none.windows == ()
     assert architecture_of(none).name == "LlamaForCausalLM"

@@ -13,12 +13,16 @@ from safetensors.torch import save_file
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.part import Key, Part
+from megazero.commands.checkpoint.hf import model_flags
+from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.hf.samples import (
     GPT2,
     LLAMA,
+    MISTRAL,
     MODELS,
+    QWEN2,
     TIED,
     VOCAB,
     config_for,
@@ -52,6 +56,30 @@ def test_what_transformers_saved_computes_the_same(name, tp, padded, tmp_path):
     expected = theirs(TOKENS).logits.detach()
     assert 0.3 < expected.std() < 30  # neither dead nor saturated
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("model", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])
+@pytest.mark.parametrize("width", [30, 31, 32768])
+def test_a_window_is_one_if_it_hides_something(model, width, tmp_path):
+    """Qwen2's is often as wide as its positions, which the rule `window_within_positions` refuses as a flag.
+
+    There are 31 positions. A window of 30 hides the first token from the last one alone.
+    """
+    pytest.importorskip("transformers")
+    theirs = decoder_model(model.model_copy(update={"window_size": (width - 1, 0)}), VOCAB)
+    theirs.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["sliding_window"] == width
+    tokens = torch.randint(VOCAB, (2, 31), generator=torch.Generator().manual_seed(6))
+    with HFReader(tmp_path) as reader:
+        read = reader.description.model
+        logits = logits_of(reader, read, tokens)
+    assert {*read.windows} - {None} == ({(29, 0)} if width == 30 else set())
+    torch.testing.assert_close(logits, theirs(tokens).logits.detach(), atol=1e-5, rtol=0)
+    flags = [
+        word for line in model_flags(read.model_copy(update={"vocab_size": VOCAB})) for word in line.split()
+    ]
+    flags += ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--mock-data"]
+    assert parse_config(flags).config.model.windows == read.windows
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-biases"])

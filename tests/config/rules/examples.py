@@ -82,6 +82,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "window_pattern_is_whole": {"model.window_size": (8, 0), "model.window_attn_skip_freq": (1,) * 9},
     "window_of_the_past": {"model.window_size": (8, 8)},
+    "window_within_positions": {"model.window_size": (32, 0)},
     "some_layer_has_a_window": {"model.window_size": (-1, 0)},
     "world_size_factors": {"parallel.tensor_model_parallel_size": 8, "model.num_attention_heads": 8},
     "heads_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.num_attention_heads": 2},

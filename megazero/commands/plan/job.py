@@ -1,0 +1,115 @@
+"""`megazero plan` of a whole training: memory, traffic, time, pictures, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megazero.config.resolve import parse_config
+from megazero.errors import ConfigError
+from megazero.pipeline.render import chrome_trace, draw
+from megazero.plan.device import Device, known_devices
+from megazero.plan.job import Job
+from megazero.plan.pictures import draw_memory
+from megazero.plan.plan import Plan
+from megazero.plan.report import COLUMNS, Report
+
+DOES_NOT_FIT = 3
+
+
+def build_job_parser() -> argparse.ArgumentParser:
+    """Build a parser of the flags of a plan of a whole training."""
+    parser = argparse.ArgumentParser(
+        prog="megazero plan",
+        description="Plan a training on paper: whether it fits, what moves, how long a step takes. Nothing "
+        "is launched: a rank of each kind of pipeline stage runs on tensors without content.",
+        usage="megazero plan [CONFIG] --nproc N [--device D] [--gpus-per-node G] [--output DIR] [-- FLAGS]",
+        epilog=f"The exit status is 0 if it fits, and {DOES_NOT_FIT} if it does not. `megazero plan schedule "
+        "--help` and `megazero plan communicators --help` say more of these parts of a plan.",
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file of a training's settings")
+    parser.add_argument("--nproc", type=_positive, required=True, help="ranks of the training")
+    parser.add_argument(
+        "--device",
+        default="h100",
+        help=f"{', '.join(known_devices())}, or a file that `megazero profile` wrote (default: h100)",
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=_positive, help="ranks on each node (default: as the device's nodes have)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="a folder for plan.json, timeline.svg, trace.json (for chrome://tracing) and memory.svg",
+    )
+    return parser
+
+
+def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
+    """Plan a training, print the report, and write files if a folder is given; returns the exit status."""
+    flags = build_job_parser().parse_args(own)
+    if flags.config is None and training is None:
+        raise ConfigError(
+            "`CONFIG` must be a YAML file of a training, or its flags must follow after `--`, but both are "
+            "left out; give one of them"
+        )
+    words = [*([] if flags.config is None else ["--config", flags.config]), *(training or ())]
+    device = Device.load(flags.device)
+    config = parse_config(words, world_size=flags.nproc).config
+    apart = device.memory.apart
+    job = Job(config, flags.nproc, apart, device="meta" if apart else "cpu")
+    report = Report(Plan.of(job, timed=not apart), device, flags.gpus_per_node or device.inside_node.ranks)
+    show(report)
+    if flags.output is not None:
+        write(report, flags.output)
+    return 0 if report.fits else DOES_NOT_FIT
+
+
+def show(report: Report) -> None:
+    """Print a report."""
+    from megazero.commands.show import print_facts, print_table
+
+    print(f"{report.headline()}\n")
+    print_table(COLUMNS, report.rows(), left=1)
+    print(f"(on each device at its fullest moment)\n\n{report.verdict()}\n")
+    print_facts(report.facts())
+    rows = report.traffic_rows()
+    if rows:
+        print("\nA rank of the stage that moves most, in a step:")
+        print_table(("group", "operation", "calls", "bytes", "over"), rows, left=2)
+    for warning in report.warnings():
+        print(f"warning: {warning}")
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write a report's files into a folder, which is made if need be.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or a file cannot be written.
+    """
+    timeline, stages = report.times.timeline, report.plan.stages
+    chosen = {stage.stage: stage for stage in (stages[0], stages[len(stages) // 2], stages[-1])}
+    writers: dict[str, Callable[[Path], object]] = {
+        "plan.json": lambda path: path.write_text(f"{json.dumps(report.document(), indent=1)}\n"),
+        "trace.json": lambda path: path.write_text(json.dumps(chrome_trace(timeline))),
+        "timeline.svg": lambda path: draw(timeline, path),
+        "memory.svg": lambda path: draw_memory(
+            list(chosen.values()), timeline, report.device.allocator_bytes, path
+        ),
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, writer in writers.items():
+            writer(folder / name)
+    except OSError as error:
+        raise ConfigError(f"`--output` must be a folder that can be written to, but: {error}") from error
+    print(f"written: {', '.join(str(folder / name) for name in writers)}")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
+    return number

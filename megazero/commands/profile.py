@@ -1,0 +1,157 @@
+"""The command `megazero profile`: measures this machine and writes it as a device for `megazero plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.multiprocessing.spawn import spawn
+
+from megazero.env.gather import host_memory
+from megazero.errors import CommunicationError, ConfigError, exit_status
+from megazero.mpu.cores import usable_cores
+from megazero.mpu.launch import choose_backend, choose_device
+from megazero.mpu.solo_group import SoloGroup
+from megazero.mpu.torch_group import leave_world, open_group, start_world
+from megazero.plan.device import Device, known_devices
+from megazero.plan.measure import Measured, Sizes, lines_of, measure
+
+_PATIENCE = timedelta(minutes=5)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build a parser of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="megazero profile",
+        description="Measure products by size and dtype, attention, copies, the cost of an operator, and "
+        "calls between ranks by size and number of ranks; print them, and write a device that `megazero plan "
+        "--device FILE` reads. All ranks measure at once, as they would train.",
+    )
+    parser.add_argument("--nproc", type=int, help="ranks that share the machine (default: one per GPU, or 2)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    parser.add_argument(
+        "--like",
+        choices=known_devices(),
+        help="the device whose network, disks and peaks are taken, as they cannot be measured here (default: "
+        "the one with the GPU's name, or cpu)",
+    )
+    parser.add_argument("--output", type=Path, help="the file to write (.json)")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags; returns the exit status."""
+    flags = build_parser().parse_args(argv)
+    return exit_status(lambda: _profile(flags))
+
+
+def _profile(flags: argparse.Namespace) -> None:
+    from megazero.commands.show import print_table
+
+    kind = choose_device(flags.device, 0).type
+    ranks = flags.nproc if flags.nproc is not None else (torch.cuda.device_count() if kind == "cuda" else 2)
+    most = torch.cuda.device_count() if kind == "cuda" else 64 * usable_cores()
+    if not 1 <= ranks <= most:
+        raise ConfigError(f"`--nproc` must be from 1 to {most} here, but is {ranks}; correct it")
+    if flags.output is not None and not flags.output.parent.is_dir():
+        raise ConfigError(f"`--output` must lie in a folder, but `{flags.output.parent}` is none; make it")
+    like = Device.load(flags.like or _name_like(kind))
+    measured = run_ranks(ranks, kind)
+    device = Device.of(document(measured, like, ranks, kind), "what was measured")
+    print(f"{device.name}, {ranks} at once")
+    print_table(("what", "size", "reached"), lines_of(measured.lines), left=2)
+    if flags.output is not None:
+        flags.output.write_text(json.dumps(device.document(), indent=1) + "\n", encoding="utf-8")
+        print(f"written: {flags.output}; use it with `megazero plan --device {flags.output}`")
+
+
+def run_ranks(ranks: int, kind: str) -> Measured:
+    """What `ranks` processes that are started for it measure of their devices of a kind.
+
+    Raises:
+        CommunicationError: one of them failed; its traceback is in the message.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn(_rank, (ranks, kind, folder), nprocs=ranks)
+        except Exception as error:
+            raise CommunicationError(f"A rank that measured failed: {error}") from error
+        return Measured(**json.loads(Path(folder, "measured.json").read_text(encoding="utf-8")))
+
+
+def _rank(rank: int, ranks: int, kind: str, folder: str) -> None:
+    """The work of one process: join the others, measure with them; the first one writes."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    device = choose_device(kind, rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if ranks == 1:
+        measured = measure(SoloGroup("world"), device, Sizes.of(device))
+    else:
+        backend = choose_backend("auto", device)
+        start_world(backend, rank, ranks, _PATIENCE, init_method=f"file://{folder}/store")
+        world = open_group("world", rank, tuple(range(ranks)), _PATIENCE)
+        measured = measure(world, device, Sizes.of(device))
+        leave_world()
+    if rank == 0:
+        Path(folder, "measured.json").write_text(json.dumps(asdict(measured)), encoding="utf-8")
+
+
+def document(measured: Measured, like: Device, ranks: int, kind: str) -> dict[str, Any]:
+    """The document of the device that was measured; what was not is that of `like`."""
+    document = like.document()
+    rows: Mapping[str, Any] = measured.compute["matmul_mnk_tflop_per_s"]
+    if kind == "cpu":
+        memory = host_memory()
+        total = min(size for size in (memory.total, memory.limit, 2**50) if size is not None)
+        measured.compute["peak_tflop_per_s"] = {dtype: max(row[3] for row in rows[dtype]) for dtype in rows}
+        measured.memory["outside_allocator_gib"] = 0.25
+        name = f"cpu of {platform.node()}"
+    else:
+        total = ranks * torch.cuda.get_device_properties(0).total_memory
+        name = torch.cuda.get_device_name(0)
+    likes = like.compute.matmul_like.items()
+    measured.compute["matmul_like"] = {
+        dtype: row for dtype, row in likes if dtype not in rows and row[0] in rows
+    }
+    measured.memory["size_gib"] = round(total / ranks / 2**30, 2)
+    measured.inside_node["ranks"] = ranks
+    document["name"] = name
+    for part in ("compute", "memory", "inside_node"):
+        document[part].update(getattr(measured, part))
+        for key in getattr(measured, part):
+            document["sources"][f"{part}.{key}"] = f"measured by `megazero profile`, {ranks} ranks at once"
+    return document
+
+
+def _threads(ranks: int) -> int:
+    return max(1, usable_cores() // ranks)
+
+
+def _name_like(kind: str) -> str:
+    """The name of the device of the package that this machine's is most like.
+
+    Raises:
+        ConfigError: there is none with the GPU's name.
+    """
+    if kind == "cpu":
+        return "cpu"
+    gpu = torch.cuda.get_device_name(0).lower().replace(" ", "-")
+    names = [name for name in known_devices() if name.split("-")[0] in gpu]
+    large = [name for name in names if name.split("-")[-1].removesuffix("g") in gpu]
+    if not names:
+        raise ConfigError(
+            f"`--like` must name one of {', '.join(known_devices())}, as none has the GPU's name, which is "
+            f"{gpu}; choose the nearest one"
+        )
+    return max(large or names, key=len)

@@ -1,0 +1,161 @@
+"""`Job`: the facts about a training that is planned, and a rank's context in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from megazero.config.derive import chunks_per_stage, replicas_per_node, schedule_kind
+from megazero.config.steps import Progress, Step
+from megazero.config.training_plan import TrainingPlan, training_plan_of
+from megazero.config.tree.config import Config
+from megazero.config.tree.tokenizer import TokenizerConfig
+from megazero.errors import ConfigError
+from megazero.models.batch import MicroBatch
+from megazero.mpu.communicators import second_communicators
+from megazero.mpu.context import GroupMaker, ParallelContext, make_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.launch import grid_of
+from megazero.mpu.streams import STILL
+from megazero.pipeline.actions import Program
+from megazero.pipeline.schedules import build_schedule
+from megazero.train.parts.chunks import programs_of
+from megazero.train.parts.families import family_of
+from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
+from megazero.train.step.feed import cut
+
+_FEW = 8  # micro-batches of a step, of which it is not worth while to run fewer
+_KNOWN_SIZES = MappingProxyType(
+    {"GPT2BPETokenizer": 50257, "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}
+)  # vocabularies of GPT-2 (Radford et al. 2019) and BERT (Devlin et al. 2019)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """A training on paper.
+
+    Attributes:
+        config: its configuration.
+        ranks: the number of its ranks.
+        apart: whether its devices have memory apart from the host's, as GPUs have.
+        progress: where it stands before the step that is planned; None: at its last step, the largest.
+        device: where the tensors of a rank lie that is traced: ``meta``, for kernels of a GPU without
+            content, or ``cpu``, for those of a CPU, which run.
+    """
+
+    config: Config
+    ranks: int
+    apart: bool
+    progress: Progress | None = None
+    device: str = "meta"
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The vocabulary, by `--vocab-size` or the tokenizer's files, or the size that such files have."""
+        return vocabulary_on_paper(self.config)
+
+    @cached_property
+    def grid(self) -> ProcessGrid:
+        """The grid of its ranks."""
+        return grid_of(self.config.parallel, self.ranks)
+
+    @cached_property
+    def training_plan(self) -> TrainingPlan:
+        """Its steps and its end."""
+        return training_plan_of(self.config, self.grid.dp)
+
+    @cached_property
+    def step(self) -> Step:
+        """The step that is planned."""
+        if self.progress is not None:
+            return self.training_plan.at(self.progress)
+        last = self.training_plan.end.iteration - 1
+        return self.training_plan.at(self.training_plan.before(max(last, 0)))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a rank in that step, the rows of cut samples included."""
+        return self.step.micro_batches
+
+    @cached_property
+    def program(self) -> Program:
+        """The program of that step."""
+        return self.program_of(self.micro_batches)
+
+    def program_of(self, micro_batches: int) -> Program:
+        """The program of a step of so many micro-batches."""
+        return programs_of(self.config).train(micro_batches)
+
+    @cached_property
+    def traced_micro_batches(self) -> int:
+        """The micro-batches to run: all if they are few, else the fewest with one that is neither end's."""
+        kind, stages = schedule_kind(self.config), self.config.parallel.pipeline_model_parallel_size
+        for count in range(3, self.micro_batches) if self.micro_batches > _FEW else ():
+            try:
+                build_schedule(kind, stages, count, chunks_per_stage(self.config))
+            except ConfigError:
+                continue
+            return count
+        return self.micro_batches
+
+    @cached_property
+    def line(self) -> tuple[int, ...]:
+        """The first rank of each stage."""
+        return self.grid.members(0, ("pp",))
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks of a stage."""
+        return self.grid.members(self.line[stage], ("dp", "cp", "tp"))
+
+    def context(self, rank: int, maker: GroupMaker) -> ParallelContext:
+        """The context of a rank whose groups of more than one rank `maker` makes."""
+        zero = self.config.zero
+        seconds = second_communicators(self.grid, zero.stage) if self.apart else ()
+        nodes = replicas_per_node(zero)
+        context = make_context(
+            self.grid, rank, torch.device(self.device), maker, node_size=nodes, seconds=seconds
+        )
+        return replace(context, streams=STILL) if self.apart else context
+
+    def batches(self, context: ParallelContext, count: int) -> list[MicroBatch]:
+        """`count` micro-batches of that step, of random samples as long as they may be."""
+        config, step, size = self.config, self.step, self.config.batch.micro_batch_size
+        family = family_of(config.model)
+        length = step.sequence_length if step.rows == 1 else config.model.seq_length
+        collate = family.collate(config, self.vocabulary.size, context, config.training.seed)
+        rng, batches = np.random.default_rng(0), []
+        for first in range(0, size * count, size):
+            # The first of several random samples is the longest.
+            drawn = [family.random_arrays(rng, 1, length, self.vocabulary.size) for _ in range(size)]
+            arrays = {name: np.concatenate([sample[name] for sample in drawn]) for name in drawn[0]}
+            samples = tuple(range(first, first + size))
+            batches.append(collate(*cut(arrays, samples, step.sequence_length, step.rows)))
+        return batches
+
+
+def is_apart(config: Config) -> bool:
+    """Whether the training's devices have memory apart from the host's."""
+    wanted = config.parallel.device
+    return wanted == "cuda" or (wanted == "auto" and torch.cuda.is_available())
+
+
+def vocabulary_on_paper(config: Config) -> Vocabulary:
+    """A vocabulary for a plan: files of tokenizers that everybody has are not needed.
+
+    Raises:
+        ConfigError: the vocabulary's size is unknown.
+        DataError: files of another tokenizer are missing or unsuitable.
+    """
+    size, section = config.model.vocab_size, config.tokenizer
+    paths = (section.vocab_file, section.merge_file, section.tokenizer_model)
+    if size is None and not any(path is not None and Path(path).exists() for path in paths):
+        size = _KNOWN_SIZES.get(section.tokenizer_type or "")
+    if size is not None:
+        model = config.model.model_copy(update={"vocab_size": size})
+        config = config.model_copy(update={"tokenizer": TokenizerConfig(), "model": model})
+    return build_vocabulary(config)

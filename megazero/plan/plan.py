@@ -1,0 +1,62 @@
+"""`Plan`: all stages of a job on paper, and what follows: does it fit, how much moves, how long is a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from megazero.mpu.context import solo_context
+from megazero.plan.job import Job
+from megazero.plan.stage import StagePlan
+from megazero.plan.times import StepTimes
+from megazero.plan.trace import trace_rank
+from megazero.plan.work import Pricing
+from megazero.train.parts.chunks import assign_parts
+from megazero.train.parts.families import family_of
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A job on paper.
+
+    Attributes:
+        job: the job.
+        stages: its stages, in order.
+    """
+
+    job: Job
+    stages: tuple[StagePlan, ...]
+
+    @classmethod
+    def of(cls, job: Job, *, timed: bool = False) -> Plan:
+        """Trace a rank of each kind of stage; `timed` as for `trace_rank`.
+
+        Raises:
+            ConfigError: the model cannot be built on so many ranks.
+        """
+        stages: dict[int, StagePlan] = {}
+        for alike in stages_alike(job):
+            trace = trace_rank(job, job.line[alike[0]], timed=timed)
+            stages |= {stage: StagePlan(stage, job.line, trace, job.program) for stage in alike}
+        return cls(job, tuple(stages[stage] for stage in sorted(stages)))
+
+    @cached_property
+    def fullest(self) -> StagePlan:
+        """The stage whose ranks need most memory on the device."""
+        return max(self.stages, key=lambda stage: stage.device_bytes)
+
+    def times(self, prices: Pricing) -> StepTimes:
+        """The times of a step at these prices."""
+        return StepTimes.of(self.stages, prices)
+
+
+def stages_alike(job: Job) -> list[list[int]]:
+    """The stages of a job, those that hold like parts of the model together."""
+    family, schedule = family_of(job.config.model), job.program.schedule
+    blocks = {b.part: (b.kind, b.flops) for b in family.blocks(job.config, job.vocabulary.padded)}
+    assigned = assign_parts(job.config, job.vocabulary, solo_context("meta"))
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for stage in range(schedule.stages):
+        held = tuple(tuple(blocks[part] for part in assigned[chunk]) for chunk in schedule.chunks_of(stage))
+        alike.setdefault(held, []).append(stage)
+    return list(alike.values())

@@ -1,0 +1,201 @@
+"""A plan in words and tables: does it fit, what moves, how long it takes, and what is worth a second look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megazero.config.derive import chunks_per_stage, schedule_kind
+from megazero.plan.device import Device
+from megazero.plan.plan import Plan
+from megazero.plan.prices import Prices
+from megazero.plan.stage import StagePlan
+from megazero.plan.times import StepTimes
+from megazero.plan.training import Model, training_seconds
+from megazero.plan.words import many, runs, shown, time_text
+from megazero.train.observe.memory import KINDS
+from megazero.train.parts.chunks import DTYPES
+
+_LARGE_BUBBLE, _TIGHT, _UNEVEN = 0.15, 0.95, 1.15
+_MANY = 6  # rows
+_TELLING = 1e-4  # the share of the largest payload that is shown
+COLUMNS = ("stage", "ranks", *KINDS, "sum", "of")
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """A plan on a device.
+
+    Attributes:
+        plan: the plan.
+        device: the device.
+        per_node: ranks on a node.
+    """
+
+    plan: Plan
+    device: Device
+    per_node: int
+
+    @cached_property
+    def times(self) -> StepTimes:
+        """The times of the planned step."""
+        return self.plan.times(Prices(self.device, self.per_node))
+
+    @cached_property
+    def model(self) -> Model:
+        """The model that is trained."""
+        return Model.of(self.plan.job)
+
+    @property
+    def fits(self) -> bool:
+        """Whether each rank's device has room for it."""
+        return self.plan.fullest.device_bytes <= self.device.allocator_bytes
+
+    @property
+    def mfu(self) -> float:
+        """The model's FLOPs as a share of what the devices could do at most in the time of a step."""
+        dtype = str(DTYPES[self.plan.job.config.precision.dtype]).removeprefix("torch.")
+        most = self.device.peak_flop_per_s(dtype) * self.plan.job.ranks * self.times.seconds
+        return self.model.step_flops(self.plan.job) / most
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """The table of memory: of stages that need the same, one row; of many, the telling ones."""
+        alike: dict[tuple[int, ...], list[StagePlan]] = {}
+        for stage in self.plan.stages:
+            alike.setdefault(tuple(stage.memory["device"].get(kind, 0) for kind in KINDS), []).append(stage)
+        chosen = list(alike)
+        if len(chosen) > _MANY:
+            places = {0, len(chosen) // 2, len(chosen) - 1, chosen.index(max(chosen, key=sum))}
+            chosen = [chosen[place] for place in sorted(places)]
+        room = shown(self.device.allocator_bytes)
+        return [
+            (
+                runs([stage.stage for stage in alike[sizes]]),
+                f"{sum(len(self.plan.job.ranks_of(stage.stage)) for stage in alike[sizes]):,}",
+                *(shown(size) if size else "-" for size in sizes),
+                shown(sum(sizes)),
+                room,
+            )
+            for sizes in chosen
+        ]
+
+    def traffic_rows(self) -> list[tuple[str, ...]]:
+        """The table of what a rank of the busiest stage moves in a step, by group and operation."""
+        stage = max(self.plan.stages, key=lambda stage: sum(stage.payload.values()))
+        return [
+            (
+                group,
+                operation,
+                f"{calls:,}",
+                shown(stage.payload[group, operation]),
+                stage.reach(group, self.per_node),
+            )
+            for (group, operation), calls in sorted(stage.traffic.items())
+            if stage.payload[group, operation] > _TELLING * max(stage.payload.values())
+        ]
+
+    def headline(self) -> str:
+        """The job in one line."""
+        job, parallel = self.plan.job, self.plan.job.config.parallel
+        grid, chunks = job.grid, chunks_per_stage(job.config)
+        sizes = [
+            ("T", grid.tp),
+            ("P", grid.pp),
+            ("V", chunks),
+            ("C", grid.cp),
+            ("D", grid.dp),
+            ("E", grid.ep),
+        ]
+        layout = " x ".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "one rank"
+        kind = f", {schedule_kind(job.config)}" if parallel.pipeline_model_parallel_size > 1 else ""
+        return (
+            f"{many(self.model.parameters)} parameters on {job.ranks:,} x {self.device.name}: "
+            f"{layout}, ZeRO {job.config.zero.stage}{kind}; {job.micro_batches} micro-batches of "
+            f"{job.config.batch.micro_batch_size * job.step.rows} x {job.step.sequence_length:,} tokens"
+        )
+
+    def verdict(self) -> str:
+        """Whether it fits, where it is fullest, and what takes most there."""
+        stage, room = self.plan.fullest, self.device.allocator_bytes
+        kinds = sorted(stage.memory["device"].items(), key=lambda item: -item[1])[:3]
+        most = ", ".join(f"{kind} {shown(size)}" for kind, size in kinds)
+        word = "fits" if self.fits else "does not fit"
+        return (
+            f"{word}: {shown(stage.device_bytes)} of {shown(room)} on stage {stage.stage}, most at "
+            f"{stage.peak.when}; {most}"
+        )
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """The step and the training in figures."""
+        job, times = self.plan.job, self.times
+        seconds, tokens = times.seconds, job.step.positions
+        rate, hardware = tokens / seconds, sum(stage.flops for stage in self.plan.stages)
+        exposed = max(times.exposed)
+        yield "step", f"{time_text(seconds)}, of which the update {time_text(times.update.total)}"
+        yield "bubble", f"{times.bubble:.1%} of the stages' time"
+        yield "calls", f"{exposed / seconds:.1%} of a rank's time waits for calls of its layers"
+        yield "tokens", f"{rate:,.0f} a second, {rate / job.ranks:,.1f} a device"
+        a_device = many(self.model.step_flops(job) / job.ranks / seconds, "MGTP")
+        done = many(hardware / len(self.plan.stages) / seconds, "MGTP")
+        yield "FLOP/s", f"{a_device} a device, MFU {self.mfu:.1%}; with recomputation {done}"
+        total = training_seconds(job, times)
+        steps, consumed = job.training_plan.end.iteration, job.training_plan.end.tokens
+        yield (
+            "training",
+            f"{steps:,} steps, {many(consumed)} tokens: {time_text(total)}, "
+            + (f"{total * job.ranks / 3600:,.0f} device-hours"),
+        )
+        size, nodes = self.model.checkpoint_bytes, -(-job.ranks // self.per_node)
+        written = size / (nodes * self.device.host.nvme_write_gb_per_s * 1e9)
+        disks = "a node's own disks" if nodes == 1 else f"{nodes} nodes' own disks"
+        yield "checkpoint", f"{shown(size)}; {time_text(written)} at the rate of {disks}"
+
+    def warnings(self) -> Iterator[str]:
+        """Points that are worth a second look."""
+        job, times, share = self.plan.job, self.times, self.plan.fullest.device_bytes
+        if times.bubble > _LARGE_BUBBLE and job.grid.pp > 1:
+            yield f"pipeline bubble {times.bubble:.0%}: more micro-batches, or fewer stages, shrink it"
+        if self.fits and share > _TIGHT * self.device.allocator_bytes:
+            yield "memory is tight: fragments of the allocator may take what is left"
+        if job.grid.tp > self.per_node:
+            yield f"tensor-parallel groups of {job.grid.tp} span nodes of {self.per_node}"
+        busy = times.timeline.busy
+        if max(busy) > _UNEVEN * min(busy):
+            slowest = busy.index(max(busy))
+            yield f"stage {slowest} computes {max(busy) / min(busy):.2f} times as long as the quickest"
+        if any(experts for experts in job.config.model.experts_by_layer):
+            yield "tokens are taken to be spread evenly over experts: uneven ones take longer, and more room"
+
+    def document(self) -> dict[str, Any]:
+        """The plan as JSON."""
+        times, job = self.times, self.plan.job
+        return {
+            "device": self.device.name,
+            "ranks": job.ranks,
+            "parameters": self.model.parameters,
+            "fits": self.fits,
+            "seconds_per_step": times.seconds,
+            "update_seconds": times.update.total,
+            "bubble": times.bubble,
+            "mfu": self.mfu,
+            "tokens_per_second": job.step.positions / times.seconds,
+            "training_seconds": training_seconds(job, times),
+            "checkpoint_bytes": self.model.checkpoint_bytes,
+            "warnings": list(self.warnings()),
+            "stages": [
+                {
+                    "stage": stage.stage,
+                    "memory": stage.memory,
+                    "peak": stage.peak.when,
+                    "flops": stage.flops,
+                    "exposed_seconds": times.exposed[stage.stage],
+                    "traffic": [
+                        {"group": g, "operation": o, "calls": n, "bytes": stage.payload[g, o]}
+                        for (g, o), n in sorted(stage.traffic.items())
+                    ],
+                }
+                for stage in self.plan.stages
+            ],
+        }

@@ -1,0 +1,78 @@
+"""`megazero plan` of a whole training: the report, the files, the exit status, bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megazero.commands.plan import main
+
+GPT = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --hidden-dropout 0 "
+    "--attention-dropout 0 --tensor-model-parallel-size 8 --sequence-parallel --zero-stage 1 --bf16 "
+    "--pipeline-model-parallel-size 16 --num-layers-per-virtual-pipeline-stage 3 --recompute-activations "
+    "--micro-batch-size 1 --global-batch-size 128 --train-samples 146484375 --lr 6e-5 --mock-data "
+    "--vocab-file vocab.json --merge-file merges.txt"
+)
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --vocab-size 100 --mock-data "
+    "--micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --train-iters 10 --pipeline-model-parallel-size 2"
+)
+
+
+def test_a_job_of_1024_gpus_is_planned_from_its_flags_alone(tmp_path, capsys):
+    """Without a tokenizer's files: GPT-2's have 50,257 tokens."""
+    status = main(["--nproc", "1024", "--device", "a100-80g", "--output", str(tmp_path), "--", *GPT.split()])
+    said = capsys.readouterr().out
+    assert status == 0
+    assert said.startswith(
+        "174.62B parameters on 1,024 x a100-80g: T8 x P16 x V2 x D8, ZeRO 1, interleaved; 16 "
+    )
+    assert "\nfits: " in said
+    assert "300.00B tokens" in said
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["fits"] is True
+    assert [stage["stage"] for stage in plan["stages"]] == list(range(16))
+    assert sum(plan["stages"][0]["memory"]["device"].values()) < 40 * 2**30
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "plan.json",
+        "trace.json",
+        "timeline.svg",
+        "memory.svg",
+    }
+
+
+def test_what_does_not_fit_has_a_status_of_its_own(capsys):
+    words = [*GPT.split(), "--pipeline-model-parallel-size", "2", "--zero-stage", "0"]
+    words = [word for word in words if word not in ("--num-layers-per-virtual-pipeline-stage", "3", "--bf16")]
+    assert main(["--nproc", "16", "--device", "v100-32g", "--", *words, "--fp16"]) == 3
+    assert "does not fit: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("own", "training", "said"),
+    [
+        (["--nproc", "2"], None, "`CONFIG` must be a YAML file of a training, or its flags must follow"),
+        (["--nproc", "2", "--device", "abacus"], SMALL, "`--device` must be one of a100-40g,"),
+        (["--nproc", "3"], SMALL, "must be a multiple of"),
+        (
+            ["--nproc", "2", "--output", "/dev/null"],
+            SMALL,
+            "`--output` must be a folder that can be written to",
+        ),
+    ],
+)
+def test_bad_input_is_refused(own, training, said, capsys):
+    words = own if training is None else [*own, "--", *training.split()]
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_batch_that_grows_takes_longer_for_as_many_tokens(tmp_path):
+    """Trap 8: time to train is an integral over the ramp."""
+    days, flags = [], GPT.replace("--num-layers-per-virtual-pipeline-stage 3", "").split()
+    for ramp in ([], ["--rampup-batch-size", "8", "8", "73242187"]):
+        assert main(["--nproc", "1024", "--output", str(tmp_path), "--", *flags, *ramp]) == 0
+        days.append(json.loads((tmp_path / "plan.json").read_text())["training_seconds"])
+    assert days[1] > 1.02 * days[0]

@@ -1,0 +1,99 @@
+"""Law 5: a plan says what a run does. Each layout is planned and run, and the two are compared."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from megazero.config.steps import Progress
+from megazero.config.training_plan import training_plan_of
+from megazero.config.tree.config import Config
+from megazero.mpu.context import thread_context
+from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.traffic import TrafficLog, count_traffic
+from megazero.plan.job import Job
+from megazero.plan.plan import Plan
+from megazero.train.observe.memory import MemoryMeter
+from megazero.train.step.timers import Timers
+from megazero.verify.record import verification_engine
+from tests.layouts.layout import Layout
+from tests.layouts.selection import (
+    allowed,
+    candidates,
+    context_layouts,
+    covering,
+    encoder_layouts,
+    expert_layouts,
+)
+from tests.plan.unnoticed import unnoticed
+
+AT_REST = ("weights", "masters", "moments", "gradients", "buffers")
+BUNDLES = 8
+
+
+def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
+    """What each rank sent, held and did in the step, on the micro-batches that the plan is made with."""
+    world = ThreadWorld(layout.world_size)
+
+    def work(rank: int):
+        log, order = TrafficLog(), []
+        context = count_traffic(thread_context(world, layout.grid, rank, node_size=layout.hpz), log)
+        context = unnoticed(context)
+        engine = verification_engine(job.config, training_plan_of(job.config, context.data.size), context)
+        batches, meter = job.batches(context, job.micro_batches), MemoryMeter.of(engine)
+        engine.executor.observer = lambda action, seconds: order.append(str(action))
+        log.clear()
+        with meter.over_a_step():
+            engine.train_step(batches, Progress(), Timers())
+        return log, meter.sizes(), order
+
+    return world.run(work)
+
+
+@cache
+def selection() -> list[Layout]:
+    """76 layouts of up to four ranks: decoders, experts, shared sequences, encoders."""
+    kinds = (candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)
+    return [layout for drawn, count in kinds for layout in covering(drawn, count, allowed=allowed)[:count]]
+
+
+def few_micro_batches(layout: Layout) -> Config:
+    """The configuration with no more of them than there must be for all that a schedule does."""
+    config = layout.config()
+    size = min(layout.dp * layout.micro_batch * max(4, layout.pp), config.batch.global_batch_size)
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_batch_size": size})})
+
+
+def planned_and_run(layout: Layout):
+    """For each stage: its plans for kernels of a GPU and of a CPU, and what its first rank did."""
+    config, size = few_micro_batches(layout), layout.world_size
+    on_gpu, on_cpu = (Job(config, size, False, Progress(), device) for device in ("meta", "cpu"))
+    ranks = run(layout, on_cpu)
+    for paper, real in zip(Plan.of(on_gpu).stages, Plan.of(on_cpu).stages, strict=True):
+        yield paper, real, ranks[on_cpu.line[paper.stage]]
+
+
+def moved(calls, payload, experts: bool) -> dict:
+    """Calls and bytes by group and operation, without those bytes that a router decides about."""
+    chosen = ("expert", "all_to_all")
+    return {key: (calls[key], None if experts and key == chosen else payload[key]) for key in calls}
+
+
+@pytest.mark.parametrize("bundle", range(BUNDLES))
+def test_a_plan_says_what_a_run_holds_moves_and_does(bundle):
+    for layout in selection()[bundle::BUNDLES]:
+        for paper, real, (log, held, order) in planned_and_run(layout):
+            # Dropout's kernels of a GPU need less again when a layer is recomputed.
+            for plan in (real,) if layout.dropout and layout.recompute == "full" else (paper, real):
+                wanted = moved(log.calls, log.payload, bool(layout.experts))
+                assert moved(plan.traffic, plan.payload, bool(layout.experts)) == wanted, layout.name
+                assert [name for name, _, _ in plan.timeline][:-1] == order, layout.name
+                for place in held.keys() | plan.memory.keys():
+                    for kind in AT_REST:
+                        ours, theirs = (x.get(place, {}).get(kind, 0) for x in (plan.memory, held))
+                        assert ours == theirs, (layout.name, place, kind)
+            if not layout.experts:  # whose rows are where their routers send tokens
+                taken, boundary = held["device"]["activations"], real.trace.boundary
+                off = abs(real.memory["device"]["activations"] - taken)
+                assert off <= max(0.03 * taken, 2 * boundary), layout.name
