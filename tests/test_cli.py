@@ -32,6 +32,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "moe-report",
         "plan",
         "pretrain",
+        "profile",
         "run",
         "verify",
         "version",
