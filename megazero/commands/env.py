@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from megazero.env.gather import gather
-from megazero.env.hosts import SSH, gather_hosts, host_names, hosts_document, hosts_report, hosts_status
+from megazero.env.hosts import SSH, gather_hosts, hosts_document, hosts_report, hosts_status
 from megazero.env.problems import troubles
 from megazero.env.report import document, report
 from megazero.errors import ConfigError, exit_status
+from megazero.launch.hosts import read_hostfile
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument("--hosts", help="report on these hosts instead, over ssh: names separated by commas")
-    hosts.add_argument("--hostfile", type=Path, help="report on the hosts of this file instead, over ssh")
+    hosts.add_argument("--hostfile", help="report on the hosts of this file instead, over ssh")
     parser.add_argument("--ssh", default=SSH, help="the command that reaches a host (default: %(default)s)")
     return parser
 
@@ -48,13 +48,24 @@ def main(argv: Sequence[str] = ()) -> int:
             wrong[:] = bool(stops), any(stops)
             print(json.dumps(document(env)) if flags.json else report(env))
             return
-        names = (
-            [name.strip() for name in flags.hosts.split(",")] if flags.hosts else host_names(flags.hostfile)
-        )
-        more = () if flags.nproc is None else ("--nproc", str(flags.nproc))
-        hosts = gather_hosts(names, flags.ssh, more)
+        hosts = gather_hosts(_chosen(flags), flags.ssh)
         wrong[:] = hosts_status(hosts)
         print(json.dumps(hosts_document(hosts)) if flags.json else hosts_report(hosts))
 
     status = exit_status(show)
     return status or int(wrong[0] if flags.check else wrong[1])
+
+
+def _chosen(flags: argparse.Namespace) -> dict[str, int | None]:
+    """The hosts to ask, and the ranks of each: `--nproc`, or a hostfile's slots.
+
+    Raises:
+        ConfigError: a host is named twice, or the hostfile is wrong.
+    """
+    if flags.hostfile is not None:
+        return {host.name: flags.nproc or len(host.slots) for host in read_hostfile(flags.hostfile)}
+    names = [name.strip() for name in flags.hosts.split(",")]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"`--hosts` must name each host once, but has {', '.join(twice)} again; remove it")
+    return dict.fromkeys(names, flags.nproc)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megazero.env.trouble import Trouble
-from megazero.errors import ConfigError
 
 Document = Mapping[str, Any]
 """The JSON of `megazero env` on a host."""
@@ -103,9 +102,11 @@ COMPARED: tuple[Compared, ...] = (
     ),
     Compared("GPU power (W)", _of_gpus("power.limit"), "set one limit on all hosts with `nvidia-smi -pl`"),
     Compared("active RDMA ports", _ports, "look at the cables and switches of the hosts with fewer"),
-    Compared("kernel", lambda d: d["node"]["kernel"], "install the same kernel on all hosts"),
+    Compared("kernel", lambda d: d["node"]["kernel"]["release"], "install the same kernel on all hosts"),
     Compared(
-        "governor", lambda d: ", ".join(d["node"]["governors"]), "run `cpupower frequency-set -g performance`"
+        "governor",
+        lambda d: ", ".join(d["node"]["kernel"]["governors"]),
+        "run `cpupower frequency-set -g performance`",
     ),
     Compared("usable cores", lambda d: str(d["processors"]["usable"]), "look at cpusets and at SMT"),
     Compared(
@@ -118,52 +119,29 @@ COMPARED: tuple[Compared, ...] = (
 """What is compared, in the order of the report."""
 
 
-def host_names(path: Path) -> list[str]:
-    """The hosts of a hostfile: the first word of each line that is no comment.
-
-    Raises:
-        ConfigError: it cannot be read, or names none.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`--hostfile` must be a text file, but {path} cannot be read: {error}") from error
-    names = [words[0] for line in lines if (words := line.partition("#")[0].split())]
-    if not names:
-        raise ConfigError(f"`--hostfile` must name a host on a line, but {path} names none; add one")
-    return names
-
-
 def remote_command(flags: Sequence[str]) -> str:
     """The command that reports on a host, where Python and megazero lie as they do here."""
     words = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "megazero.cli", "env", "--json", *flags]
     return shlex.join(words)
 
 
-def gather_hosts(names: Sequence[str], ssh: str = SSH, flags: Sequence[str] = ()) -> Hosts:
+def gather_hosts(ranks: Mapping[str, int | None], ssh: str = SSH) -> Hosts:
     """Ask all hosts for their reports, a few at a time.
 
     Args:
-        names: the hosts.
+        ranks: the hosts, with the ranks that are to run on each; None for as many as it has GPUs.
         ssh: the command that runs a command on a host: the host and the command follow.
-        flags: flags of `megazero env` there.
-
-    Raises:
-        ConfigError: a host is named twice.
     """
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"each host must be named once, but {', '.join(twice)} is named again; remove it")
-    words, command = shlex.split(ssh), remote_command(flags)
+    words = shlex.split(ssh)
+
+    def ask(name: str) -> Document | str:
+        count = ranks[name]
+        return _ask([*words, name, remote_command(() if count is None else ("--nproc", str(count)))])
+
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = list(pool.map(lambda name: _ask([*words, name, command]), names))
-    documents, unreachable = {}, {}
-    for name, answer in zip(names, answers, strict=True):
-        if isinstance(answer, str):
-            unreachable[name] = answer
-        else:
-            documents[name] = answer
-    return Hosts(documents, unreachable)
+        answers = dict(zip(ranks, pool.map(ask, ranks), strict=True))
+    documents = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+    return Hosts(documents, {name: reason for name, reason in answers.items() if isinstance(reason, str)})
 
 
 def _ask(command: Sequence[str]) -> Document | str:
@@ -230,10 +208,10 @@ def hosts_report(hosts: Hosts) -> str:
     lines += [f"  {name}  unreachable: {reason}" for name, reason in hosts.unreachable.items()]
     differing = differences(hosts.documents)
     lines += ["", f"differences: {len(differing) or 'none'}", *(f"  {trouble}" for trouble in differing)]
-    found = [(name, problem) for name, d in hosts.documents.items() for problem in d["problems"]]
-    lines += ["", f"problems: {len(found) or 'none found'}"]
+    problems = [(name, problem) for name, d in hosts.documents.items() for problem in d["problems"]]
+    lines += ["", f"problems: {len(problems) or 'none found'}"]
     shared: dict[str, list[str]] = {}
-    for name, problem in found:
+    for name, problem in problems:
         text = f"{problem['message']}; {problem['remedy']} [{problem['name']}]"
         shared.setdefault(text, []).append(name)
     lines += [f"  {_named(names)}: {text}" for text, names in shared.items()]

@@ -78,36 +78,47 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class KernelFacts:
+    """The operating system's kernel and its settings.
+
+    Attributes:
+        release: its version.
+        governors: how cores choose their clocks.
+        numa_nodes: domains of memory.
+        numa_balancing: whether it moves pages between them.
+        huge_pages: the choice for transparent huge pages, such as ``madvise``.
+        command_line: the words that it was started with.
+        modules: those of its modules that are about GPUs and networks.
+    """
+
+    release: str = ""
+    governors: tuple[str, ...] = ()
+    numa_nodes: int = 1
+    numa_balancing: bool = False
+    huge_pages: str = ""
+    command_line: str = ""
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class NodeFacts:
     """The facts of a node that matter to a job of several.
 
     Attributes:
-        kernel: release of the operating system's kernel.
         code: a digest of megazero's sources.
         limits: the limits of this process.
         gpus: the GPUs' state.
         nvlinks: for each GPU by its index, the numbers of active and of inactive links.
         ports: ports of RDMA devices.
-        governors: how cores choose their clocks.
-        numa_nodes: domains of memory.
-        numa_balancing: whether the kernel moves pages between them.
-        huge_pages: the choice for transparent huge pages, such as ``madvise``.
-        kernel_line: the kernel's command line.
-        kernel_modules: those of its modules that are about GPUs and networks.
+        kernel: the kernel.
     """
 
-    kernel: str = ""
     code: str = ""
     limits: Limits = Limits()
     gpus: tuple[GpuState, ...] = ()
     nvlinks: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     ports: tuple[Port, ...] = ()
-    governors: tuple[str, ...] = ()
-    numa_nodes: int = 1
-    numa_balancing: bool = False
-    huge_pages: str = ""
-    kernel_line: str = ""
-    kernel_modules: tuple[str, ...] = ()
+    kernel: KernelFacts = KernelFacts()
 
 
 def gpu_states(text: str) -> tuple[GpuState, ...]:
@@ -174,21 +185,28 @@ def node_facts(
         root: the file system, whose ``proc`` and ``sys`` are read.
         limits: the limits; by default, this process's.
     """
-    cpus = root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
-    modules = (line.partition(" ")[0] for line in _text(root / "proc/modules").splitlines())
     return NodeFacts(
-        kernel=_text(root / "proc/sys/kernel/osrelease") or platform.release(),
         code=code,
         limits=limits or own_limits(),
         gpus=gpu_states(output(*gpu_query()) or output(*gpu_query(_OLD_COLUMNS.split())) or ""),
         nvlinks=nvlink_counts(output(*LINKS) or ""),
         ports=rdma_ports(root),
+        kernel=kernel_facts(root),
+    )
+
+
+def kernel_facts(root: Path) -> KernelFacts:
+    """The facts that a kernel tells in the file system below `root`."""
+    cpus = root.glob("sys/devices/system/cpu/cpu[0-9]*/cpufreq/scaling_governor")
+    modules = (line.partition(" ")[0] for line in _text(root / "proc/modules").splitlines())
+    return KernelFacts(
+        release=_text(root / "proc/sys/kernel/osrelease") or platform.release(),
         governors=tuple(sorted({_text(path) for path in cpus} - {""})),
         numa_nodes=max(1, len(list(root.glob("sys/devices/system/node/node[0-9]*")))),
         numa_balancing=_text(root / "proc/sys/kernel/numa_balancing") not in ("", "0"),
         huge_pages=chosen_word(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
-        kernel_line=_text(root / "proc/cmdline"),
-        kernel_modules=tuple(sorted(filter(_MODULES.match, modules))),
+        command_line=_text(root / "proc/cmdline"),
+        modules=tuple(sorted(filter(_MODULES.match, modules))),
     )
 
 

@@ -88,8 +88,8 @@ def _ports(env: Environment) -> Iterator[Trouble]:
             f"a port of the {len(env.node.ports)} RDMA devices must be ACTIVE, but none is",
             "start the subnet manager or look at the cables; until then messages between nodes go over TCP",
         )
-    direct = {"nvidia_peermem", "nv_peer_mem"} & {*env.node.kernel_modules}
-    if env.gpus and up and env.node.kernel_modules and not direct:
+    direct = {"nvidia_peermem", "nv_peer_mem"} & {*env.node.kernel.modules}
+    if env.gpus and up and env.node.kernel.modules and not direct:
         yield Trouble(
             "no_peermem",
             "nvidia_peermem must be loaded for NICs to read GPUs' memory, unless the driver offers dma-buf, "
@@ -164,27 +164,28 @@ def _gpu_state(gpu: GpuState) -> Iterator[Trouble]:
 
 
 def _kernel(env: Environment) -> Iterator[Trouble]:
-    node = env.node
-    slow = sorted(set(node.governors) - {"performance"})
+    kernel = env.node.kernel
+    slow = sorted(set(kernel.governors) - {"performance"})
     if slow:
         yield Trouble(
             "governor",
             f"cores must run under the governor performance, but run under {', '.join(slow)}",
             "run `cpupower frequency-set -g performance`",
         )
-    if node.numa_balancing and node.numa_nodes > 1:
+    if kernel.numa_balancing and kernel.numa_nodes > 1:
         yield Trouble(
             "numa_balancing",
-            f"the kernel must leave pages in their domain of memory ({node.numa_nodes} here), but moves them",
+            f"the kernel must leave pages in their domain of memory ({kernel.numa_nodes} here), but moves "
+            "them",
             "run `sysctl kernel.numa_balancing=0`: ranks stall while their pages are unmapped",
         )
-    if node.huge_pages == "never":
+    if kernel.huge_pages == "never":
         yield Trouble(
             "no_huge_pages",
             "transparent huge pages must be madvise or always for large tensors of the host, but are never",
             "run `echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`",
         )
-    words = node.kernel_line.split()
+    words = kernel.command_line.split()
     if env.gpus and {"intel_iommu=on", "amd_iommu=on"} & set(words) and "iommu=pt" not in words:
         yield Trouble(
             "iommu",

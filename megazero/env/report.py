@@ -107,8 +107,8 @@ def _network(env: Environment) -> Iterator[tuple[str, str]]:
 
 
 def _node(env: Environment) -> Iterator[tuple[str, str]]:
-    node = env.node
-    yield "kernel", node.kernel or "unknown"
+    node, kernel = env.node, env.node.kernel
+    yield "kernel", kernel.release or "unknown"
     yield "sources of megazero", node.code or "unknown"
     limits = {
         "open files": node.limits.files,
@@ -116,12 +116,12 @@ def _node(env: Environment) -> Iterator[tuple[str, str]]:
         "locked memory": node.limits.locked,
     }
     yield "limits", ", ".join(f"{name} {_limit(value)}" for name, value in limits.items())
-    yield "governor of cores", ", ".join(node.governors) or "unknown"
-    moves = "moves pages" if node.numa_balancing else "moves no pages"
-    yield "domains of memory", f"{node.numa_nodes}, the kernel {moves}"
-    yield "transparent huge pages", node.huge_pages or "unknown"
-    if node.kernel_modules:
-        yield "kernel modules", " ".join(node.kernel_modules)
+    yield "governor of cores", ", ".join(kernel.governors) or "unknown"
+    moves = "moves pages" if kernel.numa_balancing else "moves no pages"
+    yield "domains of memory", f"{kernel.numa_nodes}, the kernel {moves}"
+    yield "transparent huge pages", kernel.huge_pages or "unknown"
+    if kernel.modules:
+        yield "kernel modules", " ".join(kernel.modules)
     for gpu, (active, inactive) in node.nvlinks.items():
         yield f"NVLinks of GPU {gpu}", f"{active} active, {inactive} inactive"
     for gpu_state in node.gpus:

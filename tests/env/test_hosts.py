@@ -15,7 +15,6 @@ from megazero.env.hosts import (
     Hosts,
     differences,
     gather_hosts,
-    host_names,
     hosts_report,
     hosts_status,
     remote_command,
@@ -56,8 +55,8 @@ CHANGES = {
     "GPU clocks (MHz)": changed("node", "gpus", value=[{**GPU, "values": {"clocks.max.sm": "1755"}}]),
     "GPU power (W)": changed("node", "gpus", value=[{**GPU, "values": {"power.limit": "500.00"}}]),
     "active RDMA ports": changed("node", "ports", value=[PORT, PORT]),
-    "kernel": changed("node", "kernel", value="5.15"),
-    "governor": changed("node", "governors", value=["powersave"]),
+    "kernel": changed("node", "kernel", "release", value="5.15"),
+    "governor": changed("node", "kernel", "governors", value=["powersave"]),
     "usable cores": changed("processors", "usable", value=8),
     "variables of NCCL": changed("variables", value={"NCCL_DEBUG": "INFO"}),
 }
@@ -105,20 +104,27 @@ def test_the_report_has_a_row_for_each_host_and_says_a_shared_problem_once() -> 
     assert hosts_status(Hosts({"a": DOCUMENT}, {})) == (False, False)
 
 
-def test_names_of_a_hostfile(tmp_path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text("\ufeff# the cluster\r\nworker-1 slots=8\r\n\r\nworker-2\tslots=8 # new\n  worker-3\n")
-    assert host_names(path) == ["worker-1", "worker-2", "worker-3"]
-    path.write_text("# none\n")
-    with pytest.raises(ConfigError, match="must name a host on a line"):
-        host_names(path)
-    with pytest.raises(ConfigError, match="cannot be read"):
-        host_names(tmp_path / "absent")
+def test_a_host_twice_is_refused(capsys) -> None:
+    assert command.main(["--hosts", "a,b,a", "--ssh", SSH]) == ConfigError.exit_code
+    assert "`--hosts` must name each host once, but has a again" in capsys.readouterr().err
 
 
-def test_a_host_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="each host must be named once, but a is named again"):
-        gather_hosts(["a", "b", "a"], SSH)
+def test_a_hostfile_says_how_many_ranks_a_host_has(tmp_path, monkeypatch) -> None:
+    asked: dict = {}
+
+    def noted(ranks, ssh):
+        asked.update(ranks)
+        return Hosts({"w-0": DOCUMENT}, {})
+
+    monkeypatch.setattr(command, "gather_hosts", noted)
+    path = tmp_path / "hostfile"
+    path.write_text("w-0 slots=8\nw-1 slots=4 # new\n")
+    assert command.main(["--hostfile", str(path)]) == 0
+    assert asked == {"w-0": 8, "w-1": 4}
+    assert command.main(["--hosts", "c"]) == 0
+    assert asked["c"] is None
+    path.write_text("w-0\n")
+    assert command.main(["--hostfile", str(path)]) == ConfigError.exit_code
 
 
 @pytest.mark.parametrize("flags", [["--json"], []])
@@ -157,7 +163,7 @@ def test_hosts_are_really_asked(capsys) -> None:
 
 
 def test_a_command_that_is_not_there_is_named() -> None:
-    hosts = gather_hosts(["a"], "/nowhere/ssh")
+    hosts = gather_hosts({"a": None}, "/nowhere/ssh")
     assert hosts.unreachable == {"a": "`/nowhere/ssh` cannot be run: No such file or directory"}
 
 

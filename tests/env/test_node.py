@@ -11,6 +11,7 @@ from megazero.env.nccl import BAD_VARIABLES
 from megazero.env.node import (
     UNLIMITED,
     GpuState,
+    KernelFacts,
     Limits,
     NodeFacts,
     Port,
@@ -103,18 +104,20 @@ def test_a_recorded_machine(tmp_path) -> None:
 
     facts = node_facts(output, "c0de", write(tmp_path, TREE), Limits(1024, 2048, 65536))
     assert facts == NodeFacts(
-        kernel="6.8.0-45-generic",
         code="c0de",
         limits=Limits(1024, 2048, 65536),
         gpus=gpu_states(QUERY),
         nvlinks={0: (2, 0), 1: (1, 1)},
         ports=PORTS,
-        governors=("powersave",),
-        numa_nodes=2,
-        numa_balancing=True,
-        huge_pages="never",
-        kernel_line="BOOT_IMAGE=/vmlinuz root=/dev/sda intel_iommu=on",
-        kernel_modules=("mlx5_core", "nvidia"),
+        kernel=KernelFacts(
+            release="6.8.0-45-generic",
+            governors=("powersave",),
+            numa_nodes=2,
+            numa_balancing=True,
+            huge_pages="never",
+            command_line="BOOT_IMAGE=/vmlinuz root=/dev/sda intel_iommu=on",
+            modules=("mlx5_core", "nvidia"),
+        ),
     )
     assert len(asked) == 3
     found = {trouble.name for trouble in troubles(replace(SOUND, node=facts))}
@@ -127,7 +130,7 @@ def test_a_recorded_machine(tmp_path) -> None:
 
 def test_a_machine_that_tells_nothing(tmp_path) -> None:
     facts = node_facts(lambda *command: None, "c0de", tmp_path, Limits())
-    assert replace(facts, kernel="") == NodeFacts(code="c0de")
+    assert replace(facts, kernel=KernelFacts()) == NodeFacts(code="c0de")
     assert troubles(replace(SOUND, node=facts)) == ()
     assert rdma_ports(tmp_path) == ()
 
@@ -142,6 +145,7 @@ def gpu(**values):
 
 
 UP, DOWN = PORTS
+PEERMEM = KernelFacts(modules=("nvidia_peermem",))
 SENTENCES = [
     (
         replace(SOUND, memory=replace(SOUND.memory, shared=64 << 20)),
@@ -211,7 +215,7 @@ SENTENCES = [
         "wanted: clocks follow it [power_capped]",
     ),
     (
-        node(numa_balancing=True, numa_nodes=2),
+        node(kernel=KernelFacts(numa_balancing=True, numa_nodes=2)),
         False,
         "the kernel must leave pages in their domain of memory (2 here), but moves them; run `sysctl "
         "kernel.numa_balancing=0`: ranks stall while their pages are unmapped [numa_balancing]",
@@ -232,9 +236,9 @@ def test_a_problem_of_a_node_is_named_alone_with_its_remedy(env, stops: bool, te
         node(limits=Limits(UNLIMITED, UNLIMITED, 64 << 10)),  # without RDMA, locked memory is of no use
         node(
             ports=(UP, replace(UP, name="eth", layer="Ethernet", rate=25.0)),
-            kernel_modules=("nvidia_peermem",),
+            kernel=PEERMEM,
         ),
-        node(numa_balancing=True, numa_nodes=1),
+        node(kernel=KernelFacts(numa_balancing=True)),
         node(nvlinks={0: (0, 4), 1: (0, 4)}),  # PCIe cards with bridges that nobody plugged in
         replace(SOUND, ranks=1, memory=replace(SOUND.memory, shared=64 << 20)),
         gpu(errors="0", pending="No", persistence_mode="Enabled"),
@@ -251,7 +255,7 @@ def variables(env=SOUND, **values: str):
 @pytest.mark.parametrize("row", BAD_VARIABLES, ids=lambda row: row.name)
 def test_each_known_bad_setting_is_named_alone(row) -> None:
     bad = next(value for value in ("1", "0", "LL128", "TRACE", "DETAIL") if row.bad(value.lower()))
-    env = replace(SOUND, node=NodeFacts(ports=(UP,), kernel_modules=("nvidia_peermem",)))
+    env = replace(SOUND, node=NodeFacts(ports=(UP,), kernel=PEERMEM))
     (trouble,) = troubles(variables(env, **{row.name: bad}))
     assert str(trouble) == (
         f"`{row.name}` must be left out of a training, but is {bad}: {row.why}; run `unset {row.name}` "
@@ -279,16 +283,14 @@ def test_each_known_bad_setting_is_named_alone(row) -> None:
     ],
 )
 def test_devices_that_variables_name(name: str, value: str, problem: str | None) -> None:
-    env = replace(SOUND, node=NodeFacts(ports=(UP,), kernel_modules=("nvidia_peermem",)))
+    env = replace(SOUND, node=NodeFacts(ports=(UP,), kernel=PEERMEM))
     assert [trouble.name for trouble in troubles(variables(env, **{name: value}))] == [problem] * (
         problem is not None
     )
 
 
 def test_the_report_has_the_node() -> None:
-    text = report(
-        node(gpus=gpu_states(QUERY)[:1], nvlinks={0: (18, 0)}, kernel="6.8.0", limits=Limits(1 << 20))
-    )
+    text = report(node(gpus=gpu_states(QUERY)[:1], nvlinks={0: (18, 0)}, limits=Limits(1 << 20)))
     rows = {line[:26].strip(): line[26:] for line in text.splitlines() if line[:2] == "  "}
     assert rows["limits"] == "open files 1048576, processes unlimited, locked memory unlimited"
     assert rows["NVLinks of GPU 0"] == "18 active, 0 inactive"

@@ -155,6 +155,7 @@ def test_on_a_device_calls_end_with_their_kernels() -> None:
         (gzip.compress(b'{"traceEvents": ['), "cannot be read"),
         (gzip.compress(b"[]"), "has no events"),
     ],
+    ids=["empty", "cut off", "a list"],  # a compressed file holds the time
 )
 def test_what_is_no_trace_is_named(tmp_path, content: bytes, message: str, capsys) -> None:
     (tmp_path / "rank0.json.gz").write_bytes(content)
