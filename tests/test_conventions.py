@@ -22,7 +22,6 @@ MOST_PARAMETERS = 7
 # class taken off.
 LARGE_CONSTRUCTORS = {
     "data_tools.preprocessing.pipeline.PreprocessRun": 9,
-    "data_tools.preprocessing.pool._Worker": 8,
     "data_tools.preprocessing.progress.Totals": 10,
     "megazero.ablate.corpus._Recipe": 8,
     "megazero.checkpoint.hf.architecture.Architecture": 19,

@@ -60,10 +60,10 @@ class _Worker(Watched):
     pipe: Connection
     slots: SharedSlots | None
     process: BaseProcess
-    working: deque[Chunk] = field(default_factory=deque)
-    results: deque[EncodedChunk | BaseException] = field(default_factory=deque)
-    done: int = 0
-    verdict: str | None = None
+    working: deque[Chunk] = field(default_factory=deque, init=False)
+    results: deque[EncodedChunk | BaseException] = field(default_factory=deque, init=False)
+    done: int = field(default=0, init=False)
+    verdict: str | None = field(default=None, init=False)
 
     def has_room(self) -> bool:
         return len(self.working) < _QUEUED and len(self.working) + len(self.results) < _AHEAD
