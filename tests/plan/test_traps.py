@@ -1,0 +1,120 @@
+"""Mistakes that planners make, each with the figures that show it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.config.resolve import parse_config
+from megazero.plan.job import Job
+from megazero.plan.plan import Plan
+from megazero.plan.times import StepTimes, duration_of
+from megazero.plan.training import Model
+from megazero.plan.work import Call, Kernel, Pricing, Wait
+
+GPT = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 1000 --mock-data "
+    "--hidden-dropout 0 --attention-dropout 0 --micro-batch-size 1 --lr 1e-3 --train-iters 10 --bf16 "
+    "--make-vocab-size-divisible-by 128"
+)
+LAYER = 12 * 64 * 64 + 13 * 64  # weights and biases
+
+
+class Prices(Pricing):
+    """A second for a thousand bytes of a kernel, and for a call."""
+
+    def kernel(self, kernel: Kernel) -> float:
+        return kernel.nbytes / 1e3
+
+    def call(self, call: Call) -> float:
+        return 1.0
+
+
+def plan(flags: str, ranks: int = 1, batch: int = 8) -> Plan:
+    words = f"{GPT} --global-batch-size {batch} {flags}".split()
+    return Plan.of(Job(parse_config(words, world_size=ranks).config, ranks, apart=True))
+
+
+def held(plan: Plan, stage: int, kind: str) -> int:
+    return plan.stages[stage].memory["device"].get(kind, 0)
+
+
+@pytest.mark.parametrize(("tp", "rows"), [(1, 1024), (2, 1024), (8, 1024)])
+def test_1_the_vocabulary_is_padded_by_the_number_of_slices(tp, rows):
+    flags = f"--tensor-model-parallel-size {tp} --num-attention-heads 8"
+    sliced = (rows * 64 + 4 * (12 * 64 * 64 + 7 * 64)) // tp
+    whole = 32 * 64 + 4 * 6 * 64 + 2 * 64  # positions, norms, and biases of rows
+    assert held(plan(flags, tp), 0, "weights") == 2 * (sliced + whole)
+
+
+@pytest.mark.parametrize("untied", ["", "--untie-embeddings-and-output-weights"])
+def test_2_the_last_stage_holds_a_head_tied_or_not_and_the_model_one_weight_or_two(untied):
+    paper = plan(f"--pipeline-model-parallel-size 2 {untied}", 2)
+    assert held(paper, 1, "weights") == 2 * (2 * LAYER + 1024 * 64 + 2 * 64)
+    assert Model.of(paper.job).parameters == 4 * LAYER + (2 if untied else 1) * 1024 * 64 + 32 * 64 + 2 * 64
+
+
+def test_10_and_14_micro_batches_in_flight():
+    """Full recompute keeps layer inputs of each; 1F1B has P - r of them on stage r, if there are as many."""
+    flags = "--pipeline-model-parallel-size 4 --recompute-granularity full"
+    kept = 32 * 64 * 2
+    for batch, alive in ((2, 2), (8, 4), (40, 4)):
+        more = plan(flags, 4, batch).stages[0].peak.nbytes - plan(flags, 4, 1).stages[0].peak.nbytes
+        assert (alive - 1) * kept <= more <= (alive + 2) * kept
+
+
+def test_11_bytes_of_a_parameter():
+    """bf16: 2 weights, 4 masters, 8 moments; sums of gradients are 4 in fp32, or 2."""
+    count = Model.of(plan("").job).parameters
+    for flags, gradients in (("", 4), ("--grad-accumulation-dtype bf16", 2)):
+        paper = plan(flags)
+        sizes = [held(paper, 0, kind) for kind in ("weights", "masters", "moments", "gradients")]
+        assert sizes == [2 * count, 4 * count, 8 * count, gradients * count]
+
+
+def test_17_the_fullest_stage_is_found_wherever_it_is():
+    paper = plan("--num-layers 12 --pipeline-model-parallel-size 3 --pipeline-partition 1,10,1", 3)
+    assert paper.fullest.stage == 1
+
+
+def test_18_experts_have_replicas_of_their_own():
+    """Of 4 replicas 2 hold each expert: their state is cut in two, that of dense weights in four."""
+    dense = plan("--zero-stage 1", 4)
+    paper = plan("--zero-stage 1 --num-experts 4 --expert-model-parallel-size 2", 4)
+    assert held(dense, 0, "masters") < 1.02 * Model.of(dense.job).parameters  # 4 / 4
+    experts = 4 * 4 * 2 * 4 * 64 * 64  # layers, experts, matrices of [4 h, h]
+    rest = Model.of(paper.job).parameters - experts
+    wanted = 4 * (experts / 2 / 2 + rest / 4)
+    assert held(paper, 0, "masters") == pytest.approx(wanted, rel=0.03)
+
+
+def test_28_recomputing_a_layer_repeats_its_sums():
+    """Two of forward and two of backward; full recompute repeats one of forward's, but not the last."""
+    calls = {}
+    for recompute in ("", "--recompute-granularity full"):
+        paper = plan(f"--tensor-model-parallel-size 2 {recompute}", 2, 4)
+        more = plan(f"--tensor-model-parallel-size 2 {recompute} --num-layers 6", 2, 4)
+        calls[recompute] = (
+            more.stages[0].traffic["tp", "all_reduce"] - paper.stages[0].traffic["tp", "all_reduce"]
+        ) / 8
+    assert calls == {"": 4, "--recompute-granularity full": 5}
+
+
+def test_26_a_call_that_is_awaited_later_is_hidden_behind_kernels():
+    kernel = Kernel("mm", 700)
+    calls = [Call("tp", "all_reduce", 8, (0, 1), later=later, number=1) for later in (False, True)]
+    now = duration_of([calls[0], kernel], Prices())
+    later = duration_of([calls[1], kernel, Wait(1)], Prices())
+    never = duration_of([calls[1], kernel], Prices())
+    assert (now.total, now.exposed) == (pytest.approx(1.7), 1.0)
+    assert (later.total, later.exposed) == (pytest.approx(1.0), pytest.approx(0.3))
+    assert (never.total, never.beside) == (pytest.approx(0.7), 1.0)
+
+
+def test_34_sharding_the_update_shortens_it():
+    seconds = [StepTimes.of(plan(f"--zero-stage {z}", 4).stages, Prices()).update.kernels for z in (0, 1)]
+    assert seconds[1] < 0.6 * seconds[0]
+
+
+def test_35_longer_rows_of_as_many_tokens_take_more_flops():
+    short, long = (plan(f"--seq-length {s} --recompute-granularity full", 1, 2048 // s) for s in (64, 512))
+    assert long.stages[0].flops > 1.1 * short.stages[0].flops
