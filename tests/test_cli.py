@@ -16,7 +16,7 @@ TRAINING = ["--micro-batch-size=1", "--lr=1", "--train-iters=1", "--mock-data", 
 
 def test_help_names_every_verb_and_exits_0(capsys):
     assert cli.main(["--help"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:18]] == [
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:19]] == [
         "ablate",
         "analyze-loss",
         "checkpoint",
