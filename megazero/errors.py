@@ -72,6 +72,10 @@ class CommunicationError(MegazeroError):
     """A collective call failed, timed out or was made with mismatching arguments."""
 
 
+class LaunchError(MegazeroError):
+    """A launch could not begin: hosts are not reachable, or what they need to meet is not there."""
+
+
 class HostWaitError(MegazeroError):
     """A training step made the host wait for the device where it must not."""
 

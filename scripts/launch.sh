@@ -24,6 +24,7 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
+if [[ $NNODES == 1 ]]; then MASTER_PORT=${MASTER_PORT:-0}; fi # any that is free
 MASTER_PORT=${MASTER_PORT:-6000}
 for name in GPUS_PER_NODE NNODES; do
     if ! [[ ${!name} =~ ^[1-9][0-9]*$ ]]; then
@@ -39,11 +40,24 @@ launch() {
     if [[ -n ${CHECK:-} ]]; then
         WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) exec python "$entry" "${FLAGS[@]}" --check-config "$@"
     fi
-    local family=()
+    local family=() prefix=()
     if [[ $entry == pretrain_bert.py ]]; then family=(--model-family bert); fi
-    python -m megazero.env.launch_check --gpus-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --script "$launch_name" -- \
-        ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@"
-    exec python -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
-        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$entry" "${FLAGS[@]}" "$@"
+    local plan=(python -m megazero.cli plan --nproc $((GPUS_PER_NODE * NNODES)) --gpus-per-node "$GPUS_PER_NODE"
+        --device "${PLAN_DEVICE:-h100}" -- ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@")
+    if [[ -n ${PLAN:-} ]]; then exec "${plan[@]}"; fi
+    if ! python -m megazero.env.launch_check --gpus-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
+        --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --script "$launch_name" -- \
+        ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@"; then
+        # Nothing is wrong with the settings: then this is what the job would be.
+        if WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) python "$entry" "${FLAGS[@]}" --check-config "$@" > /dev/null 2>&1; then
+            printf '\nOn the machines that it needs:\n\n'
+            "${plan[@]}" || true
+        fi
+        exit 2
+    fi
+    if [[ $NNODES == 1 ]]; then prefix=(--no-prefix); fi
+    # Signals, exit statuses and the list of missing nodes are those of docs/launch.md.
+    exec python -m megazero.cli launch --no-ssh --num-nodes "$NNODES" --node-rank "$NODE_RANK" --num-gpus "$GPUS_PER_NODE" \
+        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --no-local-rank ${prefix[@]+"${prefix[@]}"} \
+        "$entry" "${FLAGS[@]}" "$@"
 }

@@ -4,13 +4,16 @@
 #
 #   DATA_PATH=my_text_document VOCAB_FILE=vocab.json MERGE_FILE=merges.txt bash scripts/pretrain_gpt_175b.sh
 #
-# Run it on each node, with NNODES (a multiple of 16 at 8 GPUs each), NODE_RANK and MASTER_ADDR set. Further flags
+# Run it on each node, with NNODES (a multiple of 16 at 8 GPUs each), NODE_RANK and MASTER_ADDR set, or on all at once with
+# scripts/slurm/pretrain_gpt_175b.sbatch. Further flags
 # follow the script's name and take precedence. Without a GPU:
 #
 #   CHECK=1 bash scripts/pretrain_gpt_175b.sh     # shows the resolved configuration, or every reason to refuse it
+#   PLAN=1 bash scripts/pretrain_gpt_175b.sh      # shows what the job would do on the A100 of the paper; PLAN_DEVICE=h100: on others
 #   VERIFY=1 bash scripts/pretrain_gpt_175b.sh    # trains it shrunk, on this machine, against one process
 set -euo pipefail
 NNODES=${NNODES:-128}
+PLAN_DEVICE=${PLAN_DEVICE:-a100-80g}
 . "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 TP=${TP:-8}

@@ -32,7 +32,7 @@ LEVELS = {
     **dict.fromkeys(("data_efficiency", "layers", "moe", "optim", "zero", "pipeline"), 2),
     **dict.fromkeys(("models", "checkpoint"), 3),
     "train": 4,
-    **dict.fromkeys(("ablate", "deepspeed", "env", "inference", "plan", "verify"), 5),
+    **dict.fromkeys(("ablate", "deepspeed", "env", "inference", "launch", "plan", "verify"), 5),
     "commands": 6,
     "cli": 7,
 }

@@ -16,7 +16,7 @@ TRAINING = ["--micro-batch-size=1", "--lr=1", "--train-iters=1", "--mock-data", 
 
 def test_help_names_every_verb_and_exits_0(capsys):
     assert cli.main(["--help"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:19]] == [
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2 : 2 + len(cli.VERBS)]] == [
         "ablate",
         "analyze-loss",
         "checkpoint",
@@ -26,7 +26,9 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "generate",
         "incidents",
         "kernels",
+        "launch",
         "memory-report",
+        "merge-traces",
         "moe-report",
         "plan",
         "pretrain",
@@ -61,8 +63,8 @@ def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert cli.main([word]) == 2
     assert capsys.readouterr().err == (
         "error: the verb must be one of ablate, analyze-loss, checkpoint, config, env, fill-mask, generate, "
-        "incidents, kernels, memory-report, moe-report, plan, pretrain, profile, run, verify, version, "
-        f"but is `{word}`; {answer}\n"
+        "incidents, kernels, launch, memory-report, merge-traces, moe-report, plan, pretrain, profile, run, "
+        f"verify, version, but is `{word}`; {answer}\n"
     )
 
 

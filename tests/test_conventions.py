@@ -28,7 +28,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.checkpoint.hf.architecture.Architecture": 19,
     "megazero.commands.checkpoint.summary.Summary": 9,
     "megazero.config.compat.foreign.Foreign": 9,
-    "megazero.config.deepspeed.extras.Extras": 16,
+    "megazero.config.deepspeed.extras.Extras": 15,
     "megazero.config.deepspeed.read.DeepSpeedSettings": 12,
     "megazero.config.deepspeed.row.KeyRow": 13,
     "megazero.config.fields.FieldSpec": 17,
@@ -48,7 +48,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.deepspeed.pipe.module.PipelineStage": 12,
     "megazero.deepspeed.report.StepFacts": 8,
     "megazero.deepspeed.saved.Saved": 13,
-    "megazero.deepspeed.settings.UserSettings": 10,
+    "megazero.deepspeed.settings.UserSettings": 11,
     # DeepSpeed's signatures, with the seed and the layer of random blocks.
     "megazero.deepspeed.sparse.configs.BSLongformerSparsityConfig": 9,
     "megazero.deepspeed.sparse.configs.BigBirdSparsityConfig": 9,
@@ -57,7 +57,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.deepspeed.transformer.DeepSpeedTransformerConfig": 20,
     "megazero.deepspeed.zero.init.Init": 16,  # DeepSpeed's signature, as is the next one
     "megazero.deepspeed.zero.tiling.TiledLinear": 10,
-    "megazero.env.facts.Environment": 14,
+    "megazero.env.facts.Environment": 15,
     "megazero.env.facts.Versions": 12,
     "megazero.kernels.on_cpu.KernelCounts": 16,
     "megazero.layers.linear.ColumnParallelLinear": 8,

@@ -1,4 +1,4 @@
-"""The command `megazero env`: reports on the machine and its problems."""
+"""The command `megazero env`: reports on the machine, or on the hosts of a job, and on their problems."""
 
 from __future__ import annotations
 
@@ -7,37 +7,65 @@ import json
 from collections.abc import Sequence
 
 from megazero.env.gather import gather
-from megazero.env.problems import Trouble, troubles
+from megazero.env.hosts import SSH, gather_hosts, hosts_document, hosts_report, hosts_status
+from megazero.env.problems import troubles
 from megazero.env.report import document, report
 from megazero.errors import ConfigError, exit_status
+from megazero.launch.hosts import read_hostfile
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build a parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="megazero env",
-        description="Show versions, devices, memory, threads, network, which implementation each operator "
-        "uses and why no faster one, and the problems that are found, each with a remedy.",
+        description="Show versions, devices, memory, threads, network, links, limits, which implementation "
+        "each operator uses and why no faster one, and the problems that are found, each with a remedy. The "
+        "status is 1 if one of them would stop a training.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
-    parser.add_argument("--check", action="store_true", help="end with status 1 if there is a problem")
+    parser.add_argument("--check", action="store_true", help="end with status 1 if there is any problem")
     parser.add_argument(
-        "--nproc", type=int, help="ranks that are to run here (default LOCAL_WORLD_SIZE, or one per GPU)"
+        "--nproc", type=int, help="ranks that are to run on a host (default LOCAL_WORLD_SIZE, or one per GPU)"
     )
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument("--hosts", help="report on these hosts instead, over ssh: names separated by commas")
+    hosts.add_argument("--hostfile", help="report on the hosts of this file instead, over ssh")
+    parser.add_argument("--ssh", default=SSH, help="the command that reaches a host (default: %(default)s)")
     return parser
 
 
 def main(argv: Sequence[str] = ()) -> int:
     """Run the command with its flags; returns the exit status."""
     flags = build_parser().parse_args(argv)
-    problems: list[Trouble] = []
+    wrong = [False, False]  # whether there is a problem, and whether one would stop a training
 
     def show() -> None:
         if flags.nproc is not None and flags.nproc < 1:
             raise ConfigError(f"`--nproc` must be at least 1, but is {flags.nproc}; correct it")
-        env = gather(flags.nproc)
-        problems.extend(troubles(env))
-        print(json.dumps(document(env)) if flags.json else report(env))
+        if flags.hosts is None and flags.hostfile is None:
+            env = gather(flags.nproc)
+            stops = [trouble.stops for trouble in troubles(env)]
+            wrong[:] = bool(stops), any(stops)
+            print(json.dumps(document(env)) if flags.json else report(env))
+            return
+        hosts = gather_hosts(_chosen(flags), flags.ssh)
+        wrong[:] = hosts_status(hosts)
+        print(json.dumps(hosts_document(hosts)) if flags.json else hosts_report(hosts))
 
     status = exit_status(show)
-    return status or int(flags.check and bool(problems))
+    return status or int(wrong[0] if flags.check else wrong[1])
+
+
+def _chosen(flags: argparse.Namespace) -> dict[str, int | None]:
+    """The hosts to ask, and the ranks of each: `--nproc`, or a hostfile's slots.
+
+    Raises:
+        ConfigError: a host is named twice, or the hostfile is wrong.
+    """
+    if flags.hostfile is not None:
+        return {host.name: flags.nproc or len(host.slots) for host in read_hostfile(flags.hostfile)}
+    names = [name.strip() for name in flags.hosts.split(",")]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"`--hosts` must name each host once, but has {', '.join(twice)} again; remove it")
+    return dict.fromkeys(names, flags.nproc)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -117,7 +117,9 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         if self.settings.extras.auto_cast:
             args, kwargs = to_half(args), to_half(kwargs)
         explaining, cast = self.states.parallel.order.explaining, self._autocast.around(self.context.device)
-        with self._reporter.phase("forward"), self._reporter.counting(), explaining(), cast:
+        reporter, step = self._reporter, self.global_steps + 1
+        profiling = reporter.profiling(self.module, step) if self.module.training else nullcontext()
+        with reporter.phase("forward"), reporter.counting(), profiling, explaining(), cast:
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._script.watch(output)

@@ -1,58 +1,40 @@
-"""The FLOPs profiler: what the forward pass of each module computes, and how long it takes.
-
-FLOPs come from torch's `FlopCounterMode`, which sees the operators that run: products of matrices,
-convolutions and attention as two FLOPs per multiplication and addition, to which activations and norms are
-added here. A backward pass is not counted.
-"""
+"""The FLOPs profiler under DeepSpeed's names, for a model of any kind: `train/profiling/flops` does it."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.errors import ConfigError
-
-_UNITS = MappingProxyType({"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6})
-_ATEN = torch.ops.aten
-
-
-def _per_element(flops: int) -> Callable[..., int]:
-    def count(shape: Sequence[int], *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-        return flops * prod(shape)
-
-    return count
-
-
-_ELEMENTWISE: Mapping[Any, Callable[..., int]] = MappingProxyType(
-    {
-        **dict.fromkeys((_ATEN.relu, _ATEN.gelu, _ATEN.silu, _ATEN.elu, _ATEN.hardtanh), _per_element(1)),
-        **dict.fromkeys((_ATEN.leaky_relu, _ATEN._softmax, _ATEN._log_softmax), _per_element(1)),
-        **dict.fromkeys((_ATEN.native_layer_norm, _ATEN.native_group_norm), _per_element(5)),
-        **dict.fromkeys((_ATEN.native_batch_norm,), _per_element(5)),
-    }
+from megazero.train.profiling.clock import clock_of
+from megazero.train.profiling.flops.counter import ModuleCounter, ModuleProfile, fill_containers, profiles_of
+from megazero.train.profiling.flops.table import largest_types, module_tree, rows_of
+from megazero.train.profiling.flops.units import (
+    bytes_to_string,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
 )
 
-
-@dataclass
-class ModuleProfile:
-    """A module's forward pass: its FLOPs, its multiply-accumulate operations, its parameters and seconds."""
-
-    flops: int = 0
-    macs: int = 0
-    params: int = 0
-    duration: float = 0.0
+__all__ = [
+    "FlopsProfiler",
+    "bytes_to_string",
+    "duration_to_string",
+    "flops_to_string",
+    "get_model_profile",
+    "macs_to_string",
+    "number_to_string",
+    "params_to_string",
+]
 
 
 class FlopsProfiler:
@@ -68,47 +50,31 @@ class FlopsProfiler:
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started = False
         self.profiles: dict[nn.Module, ModuleProfile] = {}
-        self._counter: FlopCounterMode | None = None
-        self._handles: list[RemovableHandle] = []
+        self._counter: ModuleCounter | None = None
 
     def start_profile(self, ignore_list: Iterable[type] | None = None) -> None:
         """Begin to count; modules of the types in `ignore_list` are not listed by themselves."""
         self.stop_profile()
-        self.reset_profile()
-        ignored = tuple(ignore_list or ())
-        begun: list[tuple[int, int, float]] = []
-
-        def before(module: nn.Module, args: Any) -> None:
-            begun.append(self._now())
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            profile = self.profiles[module]
-            flops, macs, clock = (end - start for start, end in zip(begun.pop(), self._now(), strict=True))
-            profile.flops += int(flops)
-            profile.macs += int(macs)
-            profile.duration += clock
-
-        for module in self.model.modules():
-            if type(module) not in ignored:
-                self._handles.append(module.register_forward_pre_hook(before))
-                self._handles.append(module.register_forward_hook(after))
-        self._counter = FlopCounterMode(display=False, custom_mapping=dict(_ELEMENTWISE))
-        self._counter.__enter__()
+        self.profiles = profiles_of(self.model, ignore_list or ())
+        device = torch.device("cuda" if get_accelerator().name() == "cuda" else "cpu")
+        self._counter = ModuleCounter(self.profiles, clock_of(device))
+        self._counter.start(counts=True)
         self.started = True
 
     def stop_profile(self) -> None:
         """Stop counting; the figures stay."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
         if self._counter is not None:
-            self._counter.__exit__(None, None, None)
+            self._counter.stop()
+            get_accelerator().synchronize()
+            self._counter.settle()
+            fill_containers(self.model, self.profiles)
             self._counter = None
 
     def reset_profile(self) -> None:
         """Set all figures to zero."""
-        sizes = {module: sum(map(_numel, module.parameters())) for module in self.model.modules()}
-        self.profiles = {module: ModuleProfile(params=size) for module, size in sizes.items()}
+        for profile in self.profiles.values():
+            profile.flops = profile.macs = 0
+            profile.duration = 0.0
 
     def end_profile(self) -> None:
         """Stop counting and forget the figures."""
@@ -127,6 +93,7 @@ class FlopsProfiler:
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
         """The seconds that the forward pass took."""
+        self._settle()
         duration = self._total.duration
         return duration_to_string(duration) if as_string else duration
 
@@ -154,6 +121,7 @@ class FlopsProfiler:
         """
         if not self.started:
             return
+        self._settle()
         if output_file:
             Path(output_file).resolve().parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
@@ -163,37 +131,22 @@ class FlopsProfiler:
             print("\n".join(self._summary(profile_step)))
             self.print_model_aggregated_profile(module_depth, top_modules)
             if detailed:
-                print("\n".join(self._details()), flush=True)
+                rows = rows_of(self.model, self.profiles)
+                print("\n".join(module_tree(rows, self._total, module_depth)), flush=True)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the types of modules with the most parameters, work and time at each depth."""
-        depths: dict[int, dict[str, ModuleProfile]] = {}
-        for name, module in self.model.named_modules():
-            kinds = depths.setdefault(name.count(".") + bool(name), {})
-            total, own = kinds.setdefault(type(module).__name__, ModuleProfile()), self.profiles[module]
-            total.params += own.params
-            total.macs += own.macs
-            total.duration += own.duration
-        deepest = len(depths) - 1 if module_depth == -1 else module_depth
-        print(f"the {top_modules} largest types of modules at each depth")
-        for depth, kinds in sorted(depths.items())[: deepest + 1]:
-            print(f"depth {depth}:")
-            for field, show in _COLUMNS.items():
-                largest = sorted(kinds.items(), key=lambda item: getattr(item[1], field), reverse=True)
-                shown = {name: show(getattr(own, field)) for name, own in largest[:top_modules]}
-                print(f"    {field:<12}{shown}")
+        print("\n".join(largest_types(rows_of(self.model, self.profiles), module_depth, top_modules)))
 
     @property
     def _total(self) -> ModuleProfile:
         return self.profiles.get(self.model, ModuleProfile())
 
-    def _now(self) -> tuple[int, int, float]:
-        """FLOPs, multiply-accumulate operations and the time so far."""
-        assert self._counter is not None, "hooks are removed when the counter is"
-        counts = self._counter.get_flop_counts().get("Global", {})
-        products = sum(flops for operator, flops in counts.items() if operator not in _ELEMENTWISE)
-        get_accelerator().synchronize()
-        return sum(counts.values()), products // 2, time.perf_counter()
+    def _settle(self) -> None:
+        """Wait for the device, whose times are asked for."""
+        if self._counter is not None:
+            get_accelerator().synchronize()
+            self._counter.settle()
 
     def _summary(self, step: int) -> list[str]:
         total, engine = self._total, self.ds_engine
@@ -212,19 +165,6 @@ class FlopsProfiler:
             f"flops profile at step {step}",
             *(f"  {name + ':':<32}{value}" for name, value in rows.items()),
         ]
-
-    def _details(self) -> list[str]:
-        total, lines = self._total, ["each module: parameters, MACs, time, FLOPS"]
-        for name, module in self.model.named_modules():
-            own = self.profiles[module]
-            parts = []
-            for field, show in _COLUMNS.items():
-                part, whole = getattr(own, field), getattr(total, field)
-                parts.append(f"{show(part)} = {100 * part / (whole or 1):.3g}%")
-            rate = flops_to_string(own.flops / own.duration if own.duration else 0)
-            place = "  " * (name.count(".") + bool(name))
-            lines.append(f"{place}{name or 'model'} ({type(module).__name__}): {', '.join((*parts, rate))}")
-        return lines
 
 
 def get_model_profile(
@@ -282,45 +222,3 @@ def get_model_profile(
     )
     profiler.end_profile()
     return figures  # type: ignore[return-value]  # three of them
-
-
-def _numel(param: Tensor) -> int:
-    return int(getattr(param, "ds_numel", param.numel()))
-
-
-def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """A number and its unit: ``1.5 K``."""
-    if units is None:
-        units = next((unit for unit, size in _UNITS.items() if num >= size), "u" if num else "")
-    return f"{round(num / _UNITS.get(units, 1.0), precision):g} {units}"
-
-
-def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Multiply-accumulate operations: ``1.5 KMACs``."""
-    return f"{number_to_string(macs, units, precision)}MACs"
-
-
-def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """FLOPs a second: ``1.5 KFLOPS``."""
-    return f"{number_to_string(flops, units, precision)}FLOPS"
-
-
-def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
-    """Bytes: ``1.5 KB``."""
-    return f"{number_to_string(b, units, precision)}B"
-
-
-def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Parameters: ``1.5 B`` is 1.5e9."""
-    units = "G" if units == "B" else units
-    return number_to_string(params_num, units, precision).replace("G", "B").strip()
-
-
-def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Seconds: ``1.5 ms``."""
-    return f"{number_to_string(duration, units, precision)}s"
-
-
-_COLUMNS: Mapping[str, Callable[[float], str]] = MappingProxyType(
-    {"params": params_to_string, "macs": macs_to_string, "duration": duration_to_string}
-)

@@ -10,9 +10,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.config import Config
+from megazero.deepspeed.profiling import FlopsProfiler
 from megazero.deepspeed.settings import UserSettings
 from megazero.deepspeed.utils.timer import (
     BACKWARD_GLOBAL_TIMER,
@@ -99,7 +101,8 @@ class Reporter:
         self._records = any((logging.tensorboard_dir, logging.csv_dir, logging.wandb_project))
         self.monitor = EventMonitor(self._monitor, enabled=self._records)
         self._flops = 0
-        self._counted = not settings.extras.flops_profiler
+        self._profiled = False
+        self._counted = not settings.profiling.flops_profiler
         self.restart(0)
         if self._speaks and settings.extras.dump_state:
             self._say(f"configuration: {settings}")
@@ -156,6 +159,30 @@ class Reporter:
             yield
         if isinstance(counter, FlopCounterMode):
             self._flops += counter.get_total_flops()
+
+    @contextmanager
+    def profiling(self, module: nn.Module, step: int) -> Iterator[None]:
+        """Profile the forwards in the body in the step that `flops_profiler` names; the first rank prints."""
+        wanted = self.settings.profiling
+        if not wanted.flops_profiler or self._profiled or step < wanted.flops_profiler_step:
+            yield
+            return
+        self._profiled = True
+        profiler = FlopsProfiler(module, recompute_fwd_factor=wanted.flops_profiler_recompute_fwd_factor)
+        profiler.start_profile()
+        try:
+            yield
+        finally:
+            profiler.stop_profile()
+        if self._speaks:
+            profiler.print_model_profile(
+                step,
+                wanted.flops_profiler_module_depth,
+                wanted.flops_profiler_top_modules,
+                wanted.flops_profiler_detailed,
+                wanted.flops_profiler_output_file,
+            )
+        profiler.end_profile()
 
     def _line(self, facts: StepFacts, phases: Mapping[str, float], seconds: float) -> str:
         batch = self.settings.batch.train

@@ -21,6 +21,7 @@ from megazero.config.tree.logging import LoggingConfig
 from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.option import Section
 from megazero.config.tree.precision import PrecisionConfig
+from megazero.config.tree.profiling import ProfilingConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.deepspeed.layer_drop import LayerDropSchedule, layer_drop_of
 from megazero.deepspeed.sparse.section import sparse_faults
@@ -31,7 +32,17 @@ JsonSource = str | Path | Mapping[str, Any]
 CLIPPED = 1.0
 """The gradient norm to which DeepSpeed clips where `gradient_clipping` is absent, since 0.19.3."""
 _FOR_SCRIPTS_OF_OURS = ("data_efficiency.data_sampling.curriculum_learning",)
-_USED = ("zero", "offload", "precision", "logging", "optimizer", "batch", "curriculum", "skipping")
+_USED = (
+    "zero",
+    "offload",
+    "precision",
+    "logging",
+    "profiling",
+    "optimizer",
+    "batch",
+    "curriculum",
+    "skipping",
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,7 @@ class UserSettings:
         offload: what is kept in the host's memory or on disk.
         precision: the type of the weights, and the loss scale.
         logging: which monitors there are.
+        profiling: whether to count the FLOPs of a step by module.
         extras: the optimizer, the schedule, and whatever else has no field in the tree.
         batch: the three batch sizes.
         clip_grad: the largest gradient norm; 0 is off.
@@ -56,6 +68,7 @@ class UserSettings:
     offload: OffloadConfig
     precision: PrecisionConfig
     logging: LoggingConfig
+    profiling: ProfilingConfig
     extras: Extras
     batch: BatchTriangle
     clip_grad: float
@@ -103,7 +116,7 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | Non
     problems = list(read.problems)
     notes = _narrow_reduction(read)
     sections: dict[str, Section] = {}
-    for name in ("zero", "offload", "precision", "logging"):
+    for name in ("zero", "offload", "precision", "logging", "profiling"):
         try:
             sections[name] = build_section(name, [*read.defaults, *read.settings])
         except ConfigError as error:
@@ -135,6 +148,7 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | Non
         tree.offload,
         tree.precision,
         tree.logging,
+        tree.profiling,
         extras=read.extras,
         batch=batch,
         clip_grad=read.values.get("optimizer.clip_grad", CLIPPED),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megazero.env.node import NodeFacts
 from megazero.ops.dispatch import Operator
 
 
@@ -132,6 +133,7 @@ class Environment:
         interfaces: network interfaces by name, each with its state and speed.
         topology: the output of ``nvidia-smi topo -m``; None if there is none.
         variables: environment variables that bear on a training.
+        node: what matters to a job of several nodes.
     """
 
     versions: Versions
@@ -148,6 +150,7 @@ class Environment:
     interfaces: Mapping[str, str] = field(default_factory=dict)
     topology: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
+    node: NodeFacts = field(default_factory=NodeFacts)
 
 
 def operator_rows(operator: Operator[Any]) -> tuple[OperatorRow, ...]:

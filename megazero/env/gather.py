@@ -29,11 +29,13 @@ from megazero.env.facts import (
     Versions,
     operator_rows,
 )
+from megazero.env.node import node_facts
 from megazero.kernels.build import BuildError
 from megazero.mpu.cores import CGROUP, core_quota, load_average
 from megazero.mpu.transports import backends
 from megazero.ops import operators
 from megazero.ops.cuda import cuda_library
+from megazero.train.guards.agreement import code_digest
 from megazero.train.observe.host import measure_matmul_rate
 from megazero.version import VERSION
 
@@ -81,6 +83,7 @@ def gather(ranks: int | None = None) -> Environment:
         interfaces=_interfaces(),
         topology=_output("nvidia-smi", "topo", "-m"),
         variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
+        node=node_facts(_output, code_digest()),
     )
 
 

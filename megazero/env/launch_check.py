@@ -52,6 +52,11 @@ class NodeLaunch:
         """The number of ranks on all nodes."""
         return self.gpus_per_node * self.nodes
 
+    def needs(self) -> str:
+        """What the job asks for, in words."""
+        nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+        return f"{nodes} with {self.gpus_per_node} GPUs each, {self.world_size} ranks"
+
     def announcement(self) -> str:
         """A line that says what the node does next, and what it will wait for."""
         if self.nodes == 1:
@@ -65,15 +70,20 @@ class NodeLaunch:
         )
 
 
-def node_problems(launch: NodeLaunch, device: str, gpus: int) -> Iterator[str]:
+def node_problems(launch: NodeLaunch, device: str, gpus: int | None) -> Iterator[str]:
     """The reasons against starting this node.
 
     Args:
         launch: the node's share of the launch.
         device: the setting `--device`: auto, cpu or cuda.
-        gpus: GPUs that this node has.
+        gpus: GPUs that this node has; None without torch.
     """
-    if device != "cpu" and gpus < launch.gpus_per_node:
+    if gpus is None:
+        yield (
+            f"Python must have torch, but {sys.executable} has none; activate the environment that `bash "
+            "scripts/test.sh` makes."
+        )
+    elif device != "cpu" and gpus < launch.gpus_per_node:
         yield (
             f"this node must have {launch.gpus_per_node} GPUs, but torch sees {gpus}; set GPUS_PER_NODE, or "
             "add `--device cpu` to try a small model without them."
@@ -108,7 +118,7 @@ def file_problems(config: Config) -> Iterator[str]:
                 yield str(error)
 
 
-def check_launch(launch: NodeLaunch, flags: Sequence[str], gpus: int) -> str:
+def check_launch(launch: NodeLaunch, flags: Sequence[str], gpus: int | None) -> str:
     """The launch's announcement, if nothing speaks against it.
 
     Raises:
@@ -121,9 +131,11 @@ def check_launch(launch: NodeLaunch, flags: Sequence[str], gpus: int) -> str:
     return launch.announcement()
 
 
-def _gpus() -> int:
-    import torch
-
+def _gpus() -> int | None:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return None
     return torch.cuda.device_count()
 
 
@@ -154,9 +166,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         count = len(error.violations)
         reasons = f"{count} reason{'s' if count > 1 else ''}"
-        print(f"{launch.script}: the launch is refused for {reasons}:", file=sys.stderr)
+        print(
+            f"{launch.script} needs {launch.needs()}; the launch is refused for {reasons}:", file=sys.stderr
+        )
         print("\n".join(f"  {line}" for line in error.violations), file=sys.stderr)
-        print("CHECK=1 before the command checks its flags alone, on any machine.", file=sys.stderr)
+        print(
+            "On any machine, CHECK=1 before the command checks its flags, and PLAN=1 shows what it would do.",
+            file=sys.stderr,
+        )
         return error.exit_code
     return 0
 

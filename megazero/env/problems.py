@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from megazero.env.facts import Environment
+from megazero.env.node_problems import NODE_LOOKS
+from megazero.env.trouble import Trouble
 from megazero.ops.cuda import OLDEST_CAPABILITY
 from megazero.train.observe.host import BUSY, SLOWER
 
-"""Bytes of /dev/shm that a rank takes for collectives: two slots of 1 MiB in each of about four groups."""
-
 DISK_BYTES = 1 << 30
-
-
-@dataclass(frozen=True)
-class Trouble:
-    """Something that stops a training or slows it down.
-
-    Attributes:
-        name: a short name, for machines.
-        message: "`x` must be ..., but is ...".
-        remedy: what to do.
-    """
-
-    name: str
-    message: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return f"{self.message}; {self.remedy} [{self.name}]"
 
 
 def troubles(env: Environment) -> tuple[Trouble, ...]:
@@ -49,6 +30,7 @@ def _sees_no_gpu(env: Environment) -> Iterator[Trouble]:
             f"torch must see the {len(env.driver_gpus)} GPUs that the driver lists, but torch "
             f"{env.versions.torch} ({build}) sees none",
             "install a torch built for CUDA, and look at CUDA_VISIBLE_DEVICES",
+            stops=True,
         )
 
 
@@ -64,6 +46,7 @@ def _driver_too_old(env: Environment) -> Iterator[Trouble]:
                 name,
                 f"{what} must be at most the driver's ({driver}), but is {version}",
                 "update the driver, or install one built for an older CUDA",
+                stops=name == "torch_newer_than_driver",
             )
 
 
@@ -90,6 +73,7 @@ def _capability(env: Environment) -> Iterator[Trouble]:
                     f"the compute capability of GPU {number} ({gpu.name}) must be at least "
                     f"{_dotted(least)}, which {who} built for, but is {_dotted(gpu.capability)}",
                     "use a newer GPU, or leave this one out by CUDA_VISIBLE_DEVICES",
+                    stops=name == "capability_below_torch",
                 )
 
 
@@ -103,12 +87,14 @@ def _backends(env: Environment) -> Iterator[Trouble]:
             "nccl_absent",
             "torch must be built with NCCL where there are GPUs, but is not",
             "install a torch built with it, or set --distributed-backend gloo",
+            stops=True,
         )
     if not env.versions.gloo and not env.gpus:
         yield Trouble(
             "gloo_absent",
             "torch must be built with Gloo where there is no GPU, but is not",
             "install a torch built with it; until then run one rank",
+            stops=True,
         )
 
 
@@ -178,6 +164,7 @@ def _ranks_per_gpu(env: Environment) -> Iterator[Trouble]:
             "more_ranks_than_gpus",
             f"the ranks of this host must be at most its GPUs ({len(env.gpus)}), but are {env.ranks}",
             "start fewer ranks, or set --device cpu",
+            stops=True,
         )
 
 
@@ -214,4 +201,5 @@ _LOOKS: tuple[Callable[[Environment], Iterator[Trouble]], ...] = (
     _slow_precision,
     _bytecode,
     _disk,
+    *NODE_LOOKS,
 )

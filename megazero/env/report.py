@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megazero.env.facts import Environment, OperatorRow
+from megazero.env.node import GPU_COLUMNS, UNLIMITED, GpuState
 from megazero.env.problems import troubles
 
 
@@ -26,6 +27,7 @@ def report(env: Environment) -> str:
         ("memory and disk", _memory(env)),
         ("cores and threads", _processors(env)),
         ("network", _network(env)),
+        ("node", _node(env)),
         ("compiled modules", ((module.name, module.trouble or "built") for module in env.modules)),
         *((f"operators on {device}", _operators(env, device)) for device in ("cpu", "cuda")),
         ("environment variables", env.variables.items()),
@@ -102,6 +104,42 @@ def _network(env: Environment) -> Iterator[tuple[str, str]]:
     yield from env.interfaces.items()
     for number, line in enumerate((env.topology or "").splitlines()):
         yield "" if number else "GPU topology", line
+
+
+def _node(env: Environment) -> Iterator[tuple[str, str]]:
+    node, kernel = env.node, env.node.kernel
+    yield "kernel", kernel.release or "unknown"
+    yield "sources of megazero", node.code or "unknown"
+    limits = {
+        "open files": node.limits.files,
+        "processes": node.limits.processes,
+        "locked memory": node.limits.locked,
+    }
+    yield "limits", ", ".join(f"{name} {_limit(value)}" for name, value in limits.items())
+    yield "governor of cores", ", ".join(kernel.governors) or "unknown"
+    moves = "moves pages" if kernel.numa_balancing else "moves no pages"
+    yield "domains of memory", f"{kernel.numa_nodes}, the kernel {moves}"
+    yield "transparent huge pages", kernel.huge_pages or "unknown"
+    if kernel.modules:
+        yield "kernel modules", " ".join(kernel.modules)
+    for gpu, (active, inactive) in node.nvlinks.items():
+        yield f"NVLinks of GPU {gpu}", f"{active} active, {inactive} inactive"
+    for gpu_state in node.gpus:
+        yield f"GPU {gpu_state.index}", _gpu_state(gpu_state)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == UNLIMITED else str(value)
+
+
+def _gpu_state(gpu: GpuState) -> str:
+    known = {name: gpu.values.get(name) or "unknown" for name in GPU_COLUMNS}
+    lanes = f"PCIe {known['pcie.link.gen.max']} x{known['pcie.link.width.current']}"
+    power = f"{known['power.limit']} of {known['power.default_limit']} W"
+    errors = f"{known['ecc.errors.uncorrected.volatile.total']} memory errors"
+    return (
+        f"driver {known['driver_version']}, {lanes}, SM up to {known['clocks.max.sm']} MHz, {power}, {errors}"
+    )
 
 
 def _operators(env: Environment, device: str) -> Iterator[tuple[str, str]]:

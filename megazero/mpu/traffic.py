@@ -31,14 +31,6 @@ class TrafficLog:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     payload: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def table(self) -> list[str]:
-        """One line per group and operation: calls and payload."""
-        return [
-            f"{group:<16}{operation:<16}{self.calls[group, operation]:>10} calls"
-            f"{self.payload[group, operation] / 2**20:>14.1f} MiB"
-            for group, operation in sorted(self.calls)
-        ]
-
     def add(self, group: str, operation: str, tensor: Tensor) -> None:
         """Count one call."""
         self.calls[group, operation] += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,12 +50,22 @@ class StagePlan:
         Results are activations, gradients on their way, and what operators need for a moment.
         """
         line, alive, held = [], 0, Counter[Action]()
+        sent: deque[int] = deque()  # bytes of the exchanges whose sends are not awaited yet
         for instruction, section in self.trace.steps(self.program, self.stage):
             if isinstance(instruction, Exchange):
-                for message, came in self._incoming(instruction):
-                    alive += came.nbytes
-                    if came.until is not None:
-                        held[Action(came.until, message.receiver, message.microbatch)] += came.nbytes
+                while len(sent) > 1:
+                    alive -= sent.popleft()
+                waited = 0
+                for message, facts, chunk in self._messages(instruction):
+                    alive += facts.nbytes
+                    if facts.until is None:
+                        waited += facts.nbytes
+                    else:
+                        held[Action(facts.until, chunk, message.microbatch)] += facts.nbytes
+                if instruction.sends:
+                    sent.append(waited)
+            elif instruction is None:
+                alive -= sum(sent)
             if section is None:
                 continue
             most, alive = alive + section.most, alive + section.left
@@ -131,10 +141,10 @@ class StagePlan:
                     payload[work.group, work.operation] += times * work.nbytes
         for instruction in self.program.stages[self.stage]:
             if isinstance(instruction, Exchange):
-                for way, messages in (("send", self._outgoing), ("recv", self._incoming)):
-                    for _, message in messages(instruction):
-                        calls["pp", way] += 1
-                        payload["pp", way] += message.nbytes
+                for message, facts, _ in self._messages(instruction):
+                    way = "send" if message.source == self.stage else "recv"
+                    calls["pp", way] += 1
+                    payload["pp", way] += facts.nbytes
         return calls, payload
 
     @property
@@ -144,7 +154,8 @@ class StagePlan:
             (message, facts.nbytes)
             for instruction in self.program.stages[self.stage]
             if isinstance(instruction, Exchange)
-            for message, facts in self._outgoing(instruction)
+            for message, facts, _ in self._messages(instruction)
+            if message.source == self.stage
         )
         ways = {(m.kind, m.chunk): (m, nbytes) for m, nbytes in sent}
         return [
@@ -152,15 +163,13 @@ class StagePlan:
             for m, nbytes in ways.values()
         ]
 
-    def _incoming(self, exchange: Exchange) -> Iterator[tuple[Message, MessageFacts]]:
-        chunks = self.program.schedule.chunks_of(self.stage)
-        for message in exchange.receives:
-            yield message, self.trace.messages["recv", message.kind, chunks.index(message.receiver)]
-
-    def _outgoing(self, exchange: Exchange) -> Iterator[tuple[Message, MessageFacts]]:
-        chunks = self.program.schedule.chunks_of(self.stage)
+    def _messages(self, exchange: Exchange) -> Iterator[tuple[Message, MessageFacts, int]]:
+        """The messages of an exchange, sends first: what is known of each, and the chunk here."""
+        chunks, known = self.program.schedule.chunks_of(self.stage), self.trace.messages
         for message in exchange.sends:
-            yield message, self.trace.messages["send", message.kind, chunks.index(message.chunk)]
+            yield message, known["send", message.kind, chunks.index(message.chunk)], message.chunk
+        for message in exchange.receives:
+            yield message, known["recv", message.kind, chunks.index(message.receiver)], message.receiver
 
     @cached_property
     def flops(self) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -65,7 +65,8 @@ class MessageFacts(NamedTuple):
 
     Attributes:
         nbytes: the bytes of one.
-        until: the action of its micro-batch at whose end one that came in is freed; None if it is sent.
+        until: the action of its micro-batch on this chunk at whose end it is freed; None: when a later
+            exchange waits for it.
     """
 
     nbytes: int
@@ -139,7 +140,9 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         super().__init__()
         self.sections: list[tuple[Action | None, Section]] = []
         self.messages: dict[tuple[str, int], int] = {}  # bytes by what a `Transfer` is and its tag
-        self.freed: dict[tuple[str, int], int] = {}  # the section in which a message that came in was freed
+        self.freed_in: dict[
+            tuple[str, int], int
+        ] = {}  # the section in which a message that came in was freed
         self.watches = True
         self._work: list[Task] = []
         self._calls = self._before = 0
@@ -186,11 +189,16 @@ class Tracer(PeakOfOutputs, LaunchWatch):
             self._work.append(Call(group.name, transfer.kind, nbytes, ends, later=True))
             return
         self.messages[key] = nbytes
+        given = self.forget(tensor.untyped_storage(), partial(self._freed, key))
         if transfer.kind == "recv":
-            self.forget(tensor.untyped_storage(), partial(self._freed, key))
+            return
+        # It was made in the section before, as an exchange with a send follows the action that made it.
+        action, section = self.sections[-1]
+        self.sections[-1] = action, replace(section, left=section.left - given)
+        self._before -= given
 
     def _freed(self, key: tuple[str, int]) -> None:
-        self.freed[key] = len(self.sections)
+        self.freed_in[key] = len(self.sections)
 
     def waited(self, number: int) -> None:
         """Take note that the rank waits here for a call."""
@@ -310,14 +318,17 @@ def _trace_of(job: Job, engine: Engine, tracer: Tracer) -> Trace:
     keys = (key for _, key in keyed(program, stage) if key is not None)
     actions = dict(zip(keys, done, strict=True))
     chunks = program.schedule.chunks_of(stage)
-    messages: dict[tuple[str, str, int], MessageFacts] = {}
+    seen: defaultdict[tuple[str, str, int], Counter[MessageFacts]] = defaultdict(Counter)
     for instruction in program.stages[stage]:
         for way, own in _ways(instruction):
             for message in own:
                 chunk, key = message.chunk if way == "send" else message.receiver, (way, message.tag)
-                freed_by = tracer.sections[tracer.freed[key]][0] if way == "recv" else None
-                until = None if freed_by is None else freed_by.op
-                messages[way, message.kind, chunks.index(chunk)] = MessageFacts(tracer.messages[key], until)
+                freed_by = tracer.sections[tracer.freed_in[key]][0]
+                ends_it = freed_by is not None and freed_by.microbatch == message.microbatch
+                until = freed_by.op if freed_by is not None and ends_it and freed_by.chunk == chunk else None
+                kind = way, message.kind, chunks.index(chunk)
+                seen[kind][MessageFacts(tracer.messages[key], until)] += 1
+    messages = {kind: facts.most_common(1)[0][0] for kind, facts in seen.items()}
     tail = tracer.sections[-1][1]
     memory = MemoryMeter.of(engine)
     _, transient = engine.executor.sharding.most_buffer_bytes

@@ -14,7 +14,6 @@ from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
 from megazero.mpu.agreement import agree
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.train.build import build_model
 from megazero.train.guards.agreement import tokenizer_and_place
 from megazero.train.loop import Loop
@@ -27,6 +26,7 @@ from megazero.train.parts.attention import attention_remark
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import TokenFlops
 from megazero.train.parts.vocabulary import Vocabulary
+from megazero.train.profiling.build import profiler_of
 from megazero.train.resume.resume import Resumed, resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.engine import Engine
@@ -81,7 +81,6 @@ class Run:
         feeds: its samples.
         meters: measure its steps.
         monitor: receives all metrics and messages.
-        traffic: counts its communication, if that is asked for.
         snapshots: saves it; None if nothing is to be saved.
     """
 
@@ -89,7 +88,6 @@ class Run:
     feeds: Feeds
     meters: Meters
     monitor: Monitor
-    traffic: TrafficLog
     snapshots: Snapshots | None = None
 
     def carry_out(self, task: Task, disk: Disk | None = None) -> TrainState:
@@ -103,8 +101,7 @@ class Run:
                 evaluations.at_the_end(state)
             if not trains or state.iteration >= resumed.training_plan.end.iteration:
                 task.conclude(self, state)  # a run that stopped early goes on with the next job
-            for line in self.traffic.table():
-                self.monitor.message(f"communication of rank 0 | {line}")
+            self.meters.profiler.conclude()
         finally:
             self.close(task)
         return state
@@ -127,23 +124,25 @@ def assemble(
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
     """
-    traffic = TrafficLog()
-    context = count_traffic(joined, traffic) if config.logging.comms_logger else joined
+    profiler = profiler_of(config, joined)
+    context = profiler.watched(joined)
     build = partial(build_model, vocabulary, context)
     begin = partial(task.begin, config, context, vocabulary.size)
     resumed = resume(config, context, vocabulary.size, build, begin)
     config, engine, plan, state = resumed.config, resumed.engine, resumed.training_plan, resumed.state
     feeds = task.feeds(resumed, vocabulary, context)
     agree(
-        joined.world,  # which is not counted
+        joined.world,  # which no profiler sees
         lambda: {**tokenizer_and_place(config, vocabulary, state), **task.samples(config, feeds)},
         context.device,
     )
     task.check(resumed, feeds)
     rate = measure_matmul_rate(DTYPES[config.precision.dtype], context.device)
     monitor = build_monitors(config, context.rank == 0, state.iteration, plan.end.iteration)
-    meters = Meters(config, plan, engine, TokenFlops(config, vocabulary), rate, monitor.message)
-    run = Run(resumed, feeds, meters, monitor, traffic)
+    flops = TokenFlops(config, vocabulary)
+    profiler.begin(engine, monitor.message, flops)
+    meters = Meters(config, plan, engine, flops, rate, monitor.message, profiler)
+    run = Run(resumed, feeds, meters, monitor)
     try:
         for remark in (attention_remark(config, context.device), *task.remarks(run)):
             monitor.message(remark)

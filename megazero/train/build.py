@@ -113,6 +113,7 @@ def check_device(config: Config, device: torch.device) -> None:
     problems = []
     if device.type != "cuda":
         wanted = {"cuda_graph": config.acceleration.cuda_graph, "tf32": config.precision.tf32}
+        wanted["record_memory_history"] = config.profiling.record_memory_history
         problems += [
             f"`{name}` must be off on a CPU, but is on; leave it out" for name in wanted if wanted[name]
         ]

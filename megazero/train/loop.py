@@ -114,6 +114,10 @@ class Loop:
 
     def _step(self, state: TrainState) -> Moment:
         """Make the next step, or pass it over: its samples are consumed then, and nothing else changes."""
+        with self.meters.profiler.over_step(state.iteration + 1):
+            return self._next(state)
+
+    def _next(self, state: TrainState) -> Moment:
         meters, self.failures.reached = self.meters, state.iteration + 1
         meters.begin()
         step = meters.plan.at(state.progress)

@@ -7,7 +7,7 @@ import torch
 
 from megazero.deepspeed.adopt import find_context, init_distributed
 from megazero.deepspeed.comm import collectives, world
-from megazero.deepspeed.comm.log import LOG, CommsLogger
+from megazero.deepspeed.comm.log import LOG, CommsLogger, calc_bw_log
 from megazero.deepspeed.sequence.layer import DistributedAttention
 from megazero.deepspeed.utils import groups
 from megazero.deepspeed.utils.tensors import PartitionedTensor
@@ -52,6 +52,35 @@ def test_calls_start_and_stop_to_be_timed_by_name():
     assert log.prof_all
     assert log.get_operation_summary("a")[100]["total_latency_ms"] == 2.0
     assert log.get_operation_summary("b") is None
+
+
+def test_the_bus_rate_is_that_of_the_group_and_not_of_the_world():
+    """DeepSpeed takes the world's size for all groups: with eight ranks, a pair's would be 1.75 times it."""
+    log = CommsLogger()
+    log.append("all_reduce", "pair", 1.0, 125_000, 2)
+    (pair,) = log.get_operation_summary("pair").values()
+    assert (pair["tput_avg_gbps"], pair["busbw_avg_gbps"]) == (2.0, 1.0)
+    assert calc_bw_log("all_reduce", 125_000, 1.0, 8) == (2.0, 1.75)
+
+
+def _timed_pair(rank, size):
+    group = world.new_group([0, 1])
+    vars(LOG).update(vars(CommsLogger()))
+    LOG.enabled = True
+    try:
+        if rank < 2:
+            collectives.all_reduce(torch.ones(1000), group=group)
+        collectives.all_reduce(torch.ones(1000), log_name="all")
+        sums = LOG.comms_dict
+        return {name: entry[3][0] / entry[2][0] for name, sizes in sums.items() for entry in sizes.values()}
+    finally:
+        vars(LOG).update(vars(CommsLogger()))
+
+
+def test_the_group_of_a_call_is_looked_up(pool):
+    pair, _, alone = pool.run(_timed_pair, 3)
+    assert pair == {"all_reduce": pytest.approx(0.5), "all": pytest.approx(2 / 3)}
+    assert alone == {"all": pytest.approx(2 / 3)}
 
 
 class _Attention(torch.nn.Module):

@@ -47,7 +47,11 @@ def test_what_else_a_line_can_hold(capsys):
             engine.step()
 
     on_ranks(2, work)
-    (line,) = capsys.readouterr().out.splitlines()
+    *profile, line = capsys.readouterr().out.splitlines()
+    assert profile[0] == "flops profile at step 1"
+    # The first micro-batch's forward, once; hooks and counters are gone after it.
+    assert profile[-1].startswith("model (Linear): 12 = 100%, 60 MACs = 100%, ")
+    assert sum(text.startswith("flops profile") for text in profile) == 1
     names = [part.split(" ")[0] for part in line.split(" | ")]
     assert {"forward", "backward", "step"} <= set(names)
     # Two micro-batches, forward and the weights' gradient: 2 x 5 x 4 x 3 each; the input needs none.

@@ -234,6 +234,14 @@ def test_the_report_reads_like_this():
         "  GPU topology  GPU0",
         "                GPU1",
         "",
+        "node",
+        "  kernel                  unknown",
+        "  sources of megazero     unknown",
+        "  limits                  open files unlimited, processes unlimited, locked memory unlimited",
+        "  governor of cores       unknown",
+        "  domains of memory       1, the kernel moves no pages",
+        "  transparent huge pages  unknown",
+        "",
         "compiled modules",
         "  megazero.ops._native  built",
         "",
@@ -313,7 +321,7 @@ def test_what_the_tools_print_is_read(monkeypatch):
         ("ninja", "--version"): "1.11.1",
     }
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(gathering, "_output", lambda *command: said[command])
+    monkeypatch.setattr(gathering, "_output", lambda *command: said.get(command))
     env = gather()
     versions = env.versions
     assert (versions.driver, versions.nvcc, versions.ninja) == ("13.0", "13.0", "1.11.1")
@@ -329,6 +337,17 @@ def test_only_a_check_fails_for_a_problem(monkeypatch, capsys, flags, status):
     monkeypatch.setattr(command, "gather", lambda ranks: PROBLEMS["foreign_apex"][0])
     assert cli.main(["env", *flags]) == status
     assert "foreign_apex" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("gpu_unseen", 1), ("more_ranks_than_gpus", 1), ("torch_newer_than_driver", 1), ("no_bytecode", 0)],
+)
+def test_a_problem_that_would_stop_a_training_is_a_failure(monkeypatch, capsys, name, status):
+    from megazero.commands import env as command
+
+    monkeypatch.setattr(command, "gather", lambda ranks: PROBLEMS[name][0])
+    assert cli.main(["env"]) == status
 
 
 def test_a_check_of_a_sound_machine_passes(monkeypatch, capsys):

@@ -34,6 +34,17 @@ def bash(script: str, *arguments: str, **environment: str) -> subprocess.Complet
         ("pretrain_bert_345m.sh", {}, "seq_length: 128"),
         ("pretrain_bert_345m.sh", {"PHASE": "2", "NNODES": "4"}, "seq_length: 512"),
         ("pretrain_llama_1b.sh", {}, "tensor_model_parallel_size: 2"),
+        (
+            "pretrain_gpt_175b.sh",
+            {},
+            "# world size 1024: tensor 8 x pipeline 16 x context 1 x data parallel 8",
+        ),
+        (
+            "pretrain_gpt_530b.sh",
+            {},
+            "# world size 2240: tensor 8 x pipeline 35 x context 1 x data parallel 8",
+        ),
+        ("pretrain_gpt_1t.sh", {}, "# world size 3072: tensor 8 x pipeline 64 x context 1 x data parallel 6"),
         ("pretrain_llama_1b.sh", {"TP": "1", "GPUS_PER_NODE": "1"}, "tensor_model_parallel_size: 1"),
     ],
 )
@@ -54,7 +65,9 @@ LAUNCHERS = sorted(path.name for path in (ROOT / "scripts").glob("pretrain_*.sh"
 
 @pytest.mark.parametrize("script", LAUNCHERS)
 def test_a_launcher_on_the_wrong_machine_says_so_instead_of_waiting(script):
-    nodes = "8" if script == "pretrain_gpt_175b.sh" else "2"
+    nodes = {"pretrain_gpt_175b.sh": "8", "pretrain_gpt_530b.sh": "140", "pretrain_gpt_1t.sh": "32"}.get(
+        script, "2"
+    )
     run = bash(script, "--device", "cuda", NNODES=nodes, GPUS_PER_NODE="16")
     assert run.returncode == 2
     for reason in (

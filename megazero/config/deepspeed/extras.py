@@ -68,7 +68,6 @@ class Extras:
         dataloader_drop_last: leave out the last batch if it is short.
         zero_allow_untested_optimizer: shard an optimizer whose update is not known to be elementwise.
         gather_16bit_weights_on_save: write whole weights in the model's type beside a checkpoint.
-        flops_profiler: report FLOPs and their rate.
         dump_state: print the configuration at start.
         consecutive_hysteresis: every step without an overflow gives the tolerated overflows back.
         managed_gradient_accumulation: count micro-batches; without it, every step updates.
@@ -87,7 +86,6 @@ class Extras:
     dataloader_drop_last: bool = False
     zero_allow_untested_optimizer: bool = False
     gather_16bit_weights_on_save: bool = False
-    flops_profiler: bool = False
     dump_state: bool = False
     consecutive_hysteresis: bool = False
     managed_gradient_accumulation: bool = True

@@ -120,6 +120,7 @@ PAIR = ValueShape("a list of two numbers", _numbers)
 COUNTS = ValueShape("a list of positive integers", _list_of(_at_least(1, _integer)))
 INDICES = ValueShape("a list of integers, at least 0", _list_of(_at_least(0, _integer)))
 TEXT = ValueShape("text", _of(str))
+TEXTS = ValueShape("a list of texts", _list_of(_of(str)))
 SECTION = ValueShape("an object", _of(Mapping))
 ANYTHING = ValueShape("any value", lambda value: value)
 

@@ -22,6 +22,7 @@ from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.option import Section
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.precision import PrecisionConfig
+from megazero.config.tree.profiling import ProfilingConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.config.tree.skipping import SkippingConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
@@ -52,3 +53,4 @@ class Config(Section):
     skipping: SkippingConfig = SkippingConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    profiling: ProfilingConfig = ProfilingConfig()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import NonNegativeInt, PositiveInt
 
 from megazero.config.tree.option import Section, option
+
+Operation = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier"
+]
+"""An operation of a group."""
 
 
 class LoggingConfig(Section):
@@ -17,10 +24,22 @@ class LoggingConfig(Section):
     tensorboard_queue_size: PositiveInt = option(1000, "events held before they are written")
     log_validation_ppl_to_tensorboard: bool = option(False, "also record validation perplexity")
     log_timers_to_tensorboard: bool = option(False, "also record the time of each phase")
-    wall_clock_breakdown: bool = option(False, "also print the time of each phase")
-    comms_logger: bool = option(
-        False, "count the collectives and their bytes, and print a summary at the end"
+    wall_clock_breakdown: bool = option(
+        False, "also print where the time went; the same as `--timing-log-level 2`"
     )
+    timing_log_level: Literal[0, 1, 2] = option(
+        0, "also print where the time went: by phase with 1, and with 2 also by what it waited for"
+    )
+    timing_log_option: Literal["max", "minmax", "all"] = option(
+        "minmax",
+        "the ranks whose times are printed beside the first rank's: the slowest, also the fastest, or all",
+        needs="wall_clock_breakdown or timing_log_level=1,2",
+    )
+    comms_logger: bool = option(False, "count and time communication, and print a table of it at the end")
+    comms_logger_ops: tuple[Operation, ...] = option(
+        (), "the operations that it times; all by default", needs="comms_logger"
+    )
+    comms_logger_verbose: bool = option(False, "also print each call on the first rank", needs="comms_logger")
     csv_dir: str | None = option(None, "folder for one CSV file per metric")
     log_params_norm: bool = option(False, "also record the norm of the parameters")
     log_stability: PositiveInt | None = option(
@@ -40,3 +59,8 @@ class LoggingConfig(Section):
     wandb_save_dir: str | None = option(None, "Weights & Biases local folder")
     wandb_entity: str | None = option(None, "Weights & Biases team")
     wandb_group: str | None = option(None, "Weights & Biases group of runs")
+
+    @property
+    def breakdown_level(self) -> int:
+        """The detail of the table of where the time went; 0 for none."""
+        return 2 if self.wall_clock_breakdown else self.timing_log_level

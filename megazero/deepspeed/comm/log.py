@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+import torch.distributed as dist
+
 from megazero.deepspeed.accelerator.choose import get_accelerator
 from megazero.deepspeed.utils.logging import log_dist
 from megazero.deepspeed.utils.timer import trim_mean
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
+from megazero.train.profiling.bandwidth import bus_factor
 
 _GATHERING = ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor")
 _REDUCING = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
@@ -24,17 +27,17 @@ _COLUMNS = ("Comm. Op", "Message Size", "Count", "Total Latency(ms)", "Avg Laten
 _RATES = ("tput_avg (Gbps)", "busbw_avg (Gbps)")
 
 
-def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[float, float]:
+def calc_bw_log(comm_op: str, size: int, duration: float, members: int | None = None) -> tuple[float, float]:
     """Rates in Gbit/s of a call that moved `size` bytes in `duration` ms: the caller's, and each link's.
 
-    The second takes into account how often a collective sends each byte (NCCL's tests call it busbw).
+    The second takes into account how often a collective sends each byte (NCCL's tests call it busbw). It is
+    that of a group of so many members, by default of the world.
     """
-    ranks = world_size()
-    share = (ranks - 1) / ranks
+    ranks = members or world_size()
     factor, bus = {
-        **dict.fromkeys(_EXCHANGING, (1.0, share)),
-        **dict.fromkeys(_GATHERING, (float(ranks), ranks * share)),
-        **dict.fromkeys(_REDUCING, (2.0, 2 * share)),
+        **dict.fromkeys(_EXCHANGING, (1.0, bus_factor("all_to_all", ranks))),
+        **dict.fromkeys(_GATHERING, (float(ranks), ranks * bus_factor("all_gather", ranks))),
+        **dict.fromkeys(_REDUCING, (2.0, bus_factor("all_reduce", ranks))),
     }.get(comm_op, (1.0, 1.0))
     rate = size * 8 / 1e6 / max(duration, 1e-6)
     return rate * factor, rate * bus
@@ -94,9 +97,11 @@ class CommsLogger:
         """Time these no more."""
         self.prof_ops = sorted(set(self.prof_ops).difference(op_name_list))
 
-    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
-        """Add a call of `latency` ms."""
-        rates = calc_bw_log(raw_name, msg_size, latency)
+    def append(
+        self, raw_name: str, record_name: str, latency: float, msg_size: int, members: int | None = None
+    ) -> None:
+        """Add a call of `latency` ms, in a group of so many members; by default, of all ranks."""
+        rates = calc_bw_log(raw_name, msg_size, latency, members)
         entry = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
         entry[0] += 1
         for kept, value in zip(entry[1:], (latency, *rates), strict=True):
@@ -235,7 +240,8 @@ def logged(run: Callable[..., Any]) -> Callable[..., Any]:
         begun = time.perf_counter()
         result = run(**values)
         get_accelerator().synchronize()
-        LOG.append(run.__name__, name, 1000 * (time.perf_counter() - begun), size)
+        latency, group = 1000 * (time.perf_counter() - begun), values.get("group")
+        LOG.append(run.__name__, name, latency, size, None if group is None else dist.get_world_size(group))
         return result
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # inspect reads it

@@ -147,7 +147,8 @@ class PipelineEngine(PipelinePlace, PipelineFeed, DeepSpeedEngine):
         states.begin()
         factor, step = states.loss_factor / count, states.shards.updates
         try:
-            with self._reporter.timers("forward-backward"), self._reporter.counting():
+            profiling = self._reporter.profiling(self.module, self.global_steps + 1)
+            with self._reporter.timers("forward-backward"), self._reporter.counting(), profiling:
                 sums = self._runner.train(lambda: self.take(self.data_iterator, count), count, factor, step)
         except BaseException:
             self._drop()

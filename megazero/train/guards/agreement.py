@@ -67,7 +67,7 @@ def settings_and_code(config: Config, speaks_for_node: bool = True) -> dict[str,
     return {
         **settings,
         "version of megazero": VERSION,
-        "sources of megazero": _digest_of(source_files()) if speaks_for_node else None,
+        "sources of megazero": code_digest() if speaks_for_node else None,
         "version of torch": torch.__version__,
         "compiled kernels": "there" if native.available() else "missing",
         "CUDA kernels": "not in use" if config.parallel.device == "cpu" else cuda.kernel_build(),
@@ -77,6 +77,11 @@ def settings_and_code(config: Config, speaks_for_node: bool = True) -> dict[str,
 def source_files() -> list[Path]:
     """All files of Python that megazero consists of."""
     return sorted(Path(__file__).parents[2].rglob("*.py"))
+
+
+def code_digest() -> str:
+    """A digest of megazero's sources."""
+    return _digest_of(source_files())
 
 
 def tokenizer_and_place(config: Config, vocabulary: Vocabulary, state: TrainState) -> dict[str, str]:

@@ -57,10 +57,10 @@ class MemoryMeter:
         return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device, shelves)
 
     @contextmanager
-    def over_a_step(self, outputs: PeakOfOutputs | None = None) -> Iterator[None]:
-        """Measure the memory that the block takes; off CUDA, by `outputs` if they are given."""
+    def over_a_step(self) -> Iterator[None]:
+        """Measure the memory that the block takes."""
         if self.device.type != "cuda":
-            with outputs or PeakOfOutputs() as outputs:
+            with PeakOfOutputs() as outputs:
                 yield
             self._peak = outputs.most
             return
@@ -92,17 +92,16 @@ class MemoryMeter:
 
 
 class PeakOfOutputs(TorchDispatchMode):
-    """Counts the bytes of the storages that operators make on this thread.
+    """Counts the bytes of the storages that operators make on this thread, and the most at a time.
 
     Attributes:
-        alive: bytes of those that are there now.
-        most: the most bytes at a time.
+        most: the most bytes so far.
+        alive: the bytes now.
     """
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
-        self.most = 0
-        self.alive = 0
+        self.most = self.alive = 0
         self._ends: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.finalize[..., object]] = (
             weakref.WeakKeyDictionary()
         )
@@ -132,22 +131,35 @@ class PeakOfOutputs(TorchDispatchMode):
                 leaves = tree_leaves((args, kwargs))
                 given = {leaf.untyped_storage()._cdata for leaf in leaves if _is_strided(leaf)}
             if storage._cdata not in given:
-                self._add(storage)
+                size = storage.nbytes()
+                self._ends[storage] = weakref.finalize(storage, self.freed, size, self.made(size))
         return out
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        size = storage.nbytes()
+    def forget(self, storage: torch.UntypedStorage, dropped: Callable[[], None] | None = None) -> int:
+        """Count a storage no longer; returns its bytes, or 0 if it was not counted.
+
+        Args:
+            storage: the storage.
+            dropped: called when it is freed.
+        """
+        end = self._ends.get(storage)
+        if dropped is not None:
+            weakref.finalize(storage, dropped)
+        if end is None or not end.alive:
+            return 0
+        end.detach()
+        size: int = storage.nbytes()
+        self.alive -= size
+        return size
+
+    def made(self, size: int) -> object:
+        """An operator has made a storage; what this returns is given to `freed` with its size."""
         self.alive += size
         self.most = max(self.most, self.alive)
-        self._ends[storage] = weakref.finalize(storage, self._remove, size)
+        return None
 
-    def forget(self, storage: torch.UntypedStorage, dropped: Callable[[], None]) -> None:
-        """Count a storage no longer, and call `dropped` when it is freed."""
-        self._ends[storage].detach()
-        self.alive -= storage.nbytes()
-        weakref.finalize(storage, dropped)
-
-    def _remove(self, size: int) -> None:
+    def freed(self, size: int, made: object) -> None:
+        """A storage is gone."""
         self.alive -= size
 
 

@@ -17,6 +17,7 @@ from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.mpu.messages import gather_values
 from megazero.mpu.waits import Waits
 from megazero.train.observe.memory import MemoryMeter
+from megazero.train.observe.profiler import Profiler, TokenCount
 from megazero.train.observe.step_waits import StepWaits
 from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.engine import Engine, Outcome, StepResult
@@ -37,6 +38,7 @@ class Meters:
             of them, without a teacher's.
         matmul_rate: this rank's measured matmul rate, FLOP/s.
         say: takes a line for a person.
+        profiler: looks at the steps besides.
 
     Attributes:
             first_step: the memory of the latest step, if it is the first one and metrics go to a file.
@@ -47,9 +49,10 @@ class Meters:
         config: Config,
         plan: TrainingPlan,
         engine: Engine,
-        flops_per_token: Callable[[int, Skipping], float],
+        flops_per_token: TokenCount,
         matmul_rate: float,
         say: Callable[[str], None],
+        profiler: Profiler,
     ):
         context = engine.context
         self.config = config
@@ -58,7 +61,9 @@ class Meters:
         self.flops_per_token = flops_per_token
         self.matmul_rate = matmul_rate
         self.difficulties = Difficulties.of(config.data_sampling)
-        self.timers = Timers(context.device, synchronize=config.logging.log_timers_to_tensorboard)
+        waits = config.logging.log_timers_to_tensorboard
+        self.timers = Timers(context.device, synchronize=waits, ended=profiler.phase_ends)
+        self.profiler = profiler
         self.stragglers = Stragglers(config.logging.straggler_interval or None, context)
         self._before = Traffic()
         self.first_step: MemoryMeter | None = None

@@ -60,7 +60,7 @@ _ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(TransformerCon
     "rotary_percent"
 } | {"position_embedding_type", "max_position_embeddings"}
 # Changes in these sections do not affect the training, so they are not reported.
-_SILENT_SECTIONS = ("checkpoint", "logging")
+_SILENT_SECTIONS = ("checkpoint", "logging", "profiling")
 _SHOWN = 10
 
 

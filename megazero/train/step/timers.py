@@ -28,6 +28,7 @@ class Timers:
         device: the device on which the timed work runs.
         synchronize: whether to wait for a CUDA device at both ends of each phase.
         clock: a monotonic clock, in seconds.
+        ended: called with the name of each phase at its end.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class Timers:
         *,
         synchronize: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        ended: Callable[[str], None] = lambda name: None,
     ) -> None:
         self._device = torch.device(device)
         self._wait = synchronize and self._device.type == "cuda"
         self._clock = clock
+        self._ended = ended
         self._seconds: dict[str, float] = {}
 
     @contextmanager
@@ -50,6 +53,7 @@ class Timers:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+            self._ended(name)
 
     def collect(self) -> dict[str, float]:
         """Return each phase's seconds since the last call, in order of first use, and reset them."""

@@ -24,6 +24,7 @@ from megazero.config.deepspeed.row import (
     SECTION,
     SIZE,
     TEXT,
+    TEXTS,
     KeyRow,
 )
 from megazero.config.deepspeed.rows.offload import PLACE
@@ -212,6 +213,37 @@ HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "wandb.group": ("g", {"wandb.enabled": True}, {"logging.wandb_group": "g"}),
     "wandb.team": ("t", {"wandb.enabled": True}, {"logging.wandb_entity": "t"}),
     "comms_logger.enabled": (True, {}, {"logging.comms_logger": True}),
+    "comms_logger.verbose": (
+        True,
+        {"comms_logger.enabled": True},
+        {"logging.comms_logger": True, "logging.comms_logger_verbose": True},
+    ),
+    "comms_logger.prof_ops": (
+        ["all_reduce", "all_gather_into_tensor"],
+        {"comms_logger.enabled": True, "comms_logger.prof_all": False},
+        {"logging.comms_logger": True, "logging.comms_logger_ops": ("all_reduce", "all_gather")},
+    ),
+    "comms_logger.prof_all": (
+        False,
+        {"comms_logger.enabled": True, "comms_logger.prof_ops": ["all_to_all_single"]},
+        {"logging.comms_logger": True, "logging.comms_logger_ops": ("all_to_all",)},
+    ),
+    "flops_profiler.enabled": (True, {}, {"profiling.flops_profiler": True}),
+    **{
+        f"flops_profiler.{key}": (
+            value,
+            {"flops_profiler.enabled": True},
+            {"profiling.flops_profiler": True, f"profiling.flops_profiler_{field}": value},
+        )
+        for key, field, value in (
+            ("profile_step", "step", 5),
+            ("module_depth", "module_depth", 2),
+            ("top_modules", "top_modules", 3),
+            ("detailed", "detailed", False),
+            ("output_file", "output_file", "flops.txt"),
+            ("recompute_fwd_factor", "recompute_fwd_factor", 1.0),
+        )
+    },
 }
 
 HONOURED |= EXAMPLES | SPARSE_EXAMPLES
@@ -221,7 +253,6 @@ EXTRA: dict[str, tuple[Any, dict[str, Any], Extras]] = {
     "steps_per_print": (100, {}, Extras(steps_per_print=100)),
     "dump_state": (True, {}, Extras(dump_state=True)),
     "dataloader_drop_last": (True, {}, Extras(dataloader_drop_last=True)),
-    "flops_profiler.enabled": (True, {}, Extras(flops_profiler=True)),
     "fp16.auto_cast": (True, {"fp16.enabled": True}, Extras(auto_cast=True)),
     "prescale_gradients": (True, {}, Extras(prescale_gradients=True)),
     "fp16.consecutive_hysteresis": (True, {"fp16.enabled": True}, Extras(consecutive_hysteresis=True)),
@@ -290,6 +321,7 @@ SAMPLES: dict[Any, tuple[Any, Any]] = {
     COUNTS: ([8, 16], [8, 0]),
     INDICES: ([0, 16], [8, -1]),
     TEXT: ("text", 3),
+    TEXTS: (["all_reduce"], [3]),
     PLACE: ("cpu", "gpu"),
     SECTION: ({"enabled": True, "device": "cpu", "deepcompile": True}, True),
 }

@@ -44,7 +44,11 @@ _ROWS = [
 def _candidates(path: str) -> Iterator[Any]:
     """The values of a field that a test may take, as the tree holds them."""
     spec = FIELD_BY_PATH[path]
-    for value in (*spec.choices, None) if spec.kind is Kind.CHOICE else _VALUES[spec.kind]:
+    choices = {
+        Kind.CHOICE: (*spec.choices, None),
+        Kind.CHOICES: (*((choice,) for choice in spec.choices), ()),
+    }
+    for value in choices[spec.kind] if spec.kind in choices else _VALUES[spec.kind]:
         try:
             section = getattr(make_config({path: value}), spec.section)
         except ValidationError:

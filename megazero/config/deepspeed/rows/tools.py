@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import PurePath
-from typing import Any
+from typing import Any, get_args
 
 from megazero.config.deepspeed.row import (
     ANYTHING,
@@ -19,15 +19,19 @@ from megazero.config.deepspeed.row import (
     SECTION,
     SIZE,
     TEXT,
+    TEXTS,
     KeyRow,
     Only,
     Values,
+    ValueShape,
     if_enabled,
     ignores,
     only,
+    plainly,
     refuses,
     sets,
 )
+from megazero.config.tree.logging import Operation
 
 _JOB_NAME = "DeepSpeedJobName"  # what DeepSpeed calls a job without a name
 
@@ -51,6 +55,25 @@ def _monitor_rows(section: str, field: str) -> tuple[KeyRow, ...]:
         KeyRow(f"{section}.output_path", TEXT, (field,), when=f"{section}.enabled"),
         KeyRow(f"{section}.job_name", TEXT, (field,), when=f"{section}.enabled"),
     )
+
+
+_OPERATIONS = "logging.comms_logger_ops"
+
+
+def _operations(names: tuple[str, ...], values: Values) -> Any:
+    """The operations here that torch's names stand for: ``all_gather_into_tensor`` is an all_gather."""
+    if values.get("comms_logger.prof_all", True):
+        return NOTHING
+    known = [name for name in get_args(Operation) if any(given.startswith(name) for given in names)]
+    return (*known, *(given for given in names if not given.startswith(tuple(known))))
+
+
+def _of_flops(
+    key: str, shape: ValueShape, field: str, convert: Callable[[Any, Values], Any] = plainly
+) -> KeyRow:
+    """The row of a key of the section ``flops_profiler``, which counts where that is enabled."""
+    path, on = f"flops_profiler.{key}", "flops_profiler.enabled"
+    return sets(path, shape, f"profiling.flops_profiler_{field}", convert=convert, when=on)
 
 
 _LATER = "comes in a later version; leave the section out or set `enabled` to false"
@@ -86,30 +109,18 @@ LOGGING_ROWS: tuple[KeyRow, ...] = (
     sets("wandb.team", TEXT, "logging.wandb_entity", when="wandb.enabled"),
     *refuses("use `tensorboard`, `wandb` or `csv_monitor`", SECTION, DISABLED, "comet"),
     sets("comms_logger.enabled", BOOL, "logging.comms_logger"),
-    *ignores(
-        "the summary counts every collective and its bytes, by group",
-        ANYTHING,
-        "comms_logger.verbose",
-        "comms_logger.prof_all",
-        "comms_logger.prof_ops",
-        "comms_logger.debug",
-    ),
-    KeyRow(
-        "flops_profiler.enabled",
-        BOOL,
-        extra="flops_profiler",
-        accepted="every log line gives the model's FLOPs per second per rank",
-    ),
-    *ignores("the FLOPs of the whole model are counted, in every step", SIZE, "flops_profiler.profile_step"),
-    *ignores(
-        "the FLOPs of the whole model are counted, in every step",
-        INTEGER,
-        "flops_profiler.module_depth",
-        "flops_profiler.top_modules",
-    ),
-    *ignores("the FLOPs of the whole model are counted, in every step", BOOL, "flops_profiler.detailed"),
-    *ignores("log lines go to standard output", TEXT, "flops_profiler.output_file"),
-    *ignores("recomputation is not counted as work", NUMBER, "flops_profiler.recompute_fwd_factor"),
+    sets("comms_logger.verbose", BOOL, "logging.comms_logger_verbose", when="comms_logger.enabled"),
+    # `prof_all` decides whether the list counts.
+    KeyRow("comms_logger.prof_all", BOOL, (_OPERATIONS,), when="comms_logger.enabled"),
+    sets("comms_logger.prof_ops", TEXTS, _OPERATIONS, convert=_operations, when="comms_logger.enabled"),
+    *ignores("groups have names, which say what a call is for", BOOL, "comms_logger.debug"),
+    sets("flops_profiler.enabled", BOOL, "profiling.flops_profiler"),
+    _of_flops("profile_step", SIZE, "step", lambda step, values: max(1, step)),
+    _of_flops("module_depth", INTEGER, "module_depth"),
+    _of_flops("top_modules", INTEGER, "top_modules"),
+    _of_flops("detailed", BOOL, "detailed"),
+    _of_flops("output_file", TEXT, "output_file"),
+    _of_flops("recompute_fwd_factor", NUMBER, "recompute_fwd_factor"),
 )
 
 

@@ -45,12 +45,7 @@ def build_monitors(
         return CompositeMonitor()
     logging = config.logging
     members: list[Monitor] = [
-        ConsoleMonitor(
-            logging.log_interval,
-            total_iterations,
-            resume_iteration,
-            phases=logging.wall_clock_breakdown,
-        ),
+        ConsoleMonitor(logging.log_interval, total_iterations, resume_iteration),
     ]
     if logging.metrics_jsonl is not None:
         members.append(JsonlMonitor(logging.metrics_jsonl, resume_iteration))

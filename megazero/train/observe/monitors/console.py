@@ -22,7 +22,6 @@ class ConsoleMonitor(Monitor):
         log_interval: iterations per line.
         total_iterations: length of the training, for the bar; None if it is not known.
         resume_iteration: number of iterations done before this process.
-        phases: whether to print how the time of the interval was spent.
         console: where to print; standard output by default.
     """
 
@@ -32,10 +31,8 @@ class ConsoleMonitor(Monitor):
         total_iterations: int | None = None,
         resume_iteration: int = 0,
         *,
-        phases: bool = False,
         console: Console | None = None,
     ) -> None:
-        self._phases = phases
         self._console = console or Console()
         self._log_interval = log_interval
         self._total = total_iterations
@@ -72,8 +69,6 @@ class ConsoleMonitor(Monitor):
 
     def _print_interval(self) -> None:
         self._print(f" [{datetime.now():%Y-%m-%d %H:%M:%S}] {interval_line(self._interval, self._total)}")
-        if self._phases:
-            self._print(f" {phase_line(self._interval)}")
         self._interval = []
 
     def _print(self, text: str) -> None:
@@ -106,16 +101,6 @@ def interval_line(interval: list[StepMetrics], total: int | None) -> str:
 
 def _shown(value: float | None) -> str:
     return "none, nothing counts" if value is None else f"{value:.6E}"
-
-
-def phase_line(interval: list[StepMetrics]) -> str:
-    """Mean time per iteration of each phase, in the order in which they first appeared."""
-    names = dict.fromkeys(name for metrics in interval for name in metrics["phase_seconds"])
-    parts = [
-        f"{name}: {1000 * sum(m['phase_seconds'].get(name, 0.0) for m in interval) / len(interval):.1f}"
-        for name in names
-    ]
-    return " | ".join(["time per iteration (ms)", *parts]) + " |"
 
 
 def _skipped_line(metrics: StepMetrics) -> str:

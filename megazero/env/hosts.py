@@ -1,0 +1,232 @@
+"""The reports of several hosts, gathered over ssh, and the differences between them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.env.trouble import Trouble
+
+Document = Mapping[str, Any]
+"""The JSON of `megazero env` on a host."""
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
+_AT_ONCE = 16  # an sshd drops connections beyond ten that it has not let in yet, one in three at first
+_SECONDS = 180
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The reports of hosts.
+
+    Attributes:
+        documents: the report of each host that gave one, in order.
+        unreachable: the reason of each host that did not.
+    """
+
+    documents: Mapping[str, Document]
+    unreachable: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A fact that must be the same on all hosts.
+
+    Attributes:
+        name: what it is called.
+        of: takes it from a host's report, as text.
+        remedy: what to do where it differs.
+        stops: whether a training would end or hang because of it.
+    """
+
+    name: str
+    of: Callable[[Document], str]
+    remedy: str
+    stops: bool = False
+
+
+def _version(name: str) -> Callable[[Document], str]:
+    return lambda document: str(document["versions"].get(name) or "none")
+
+
+def _gpus(document: Document) -> str:
+    names = [gpu["name"] for gpu in document["gpus"]]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "none"
+
+
+def _of_gpus(column: str) -> Callable[[Document], str]:
+    def values(document: Document) -> str:
+        known = {gpu["values"].get(column, "") for gpu in document["node"]["gpus"]} - {""}
+        return ", ".join(sorted(known)) or "unknown"
+
+    return values
+
+
+def _ports(document: Document) -> str:
+    rates = [f"{port['rate']:g} Gb/s" for port in document["node"]["ports"] if port["state"] == "ACTIVE"]
+    return ", ".join(f"{rates.count(rate)} x {rate}" for rate in sorted(set(rates))) or "none"
+
+
+def _variables(document: Document) -> str:
+    chosen = {
+        k: v for k, v in document["variables"].items() if k.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_"))
+    }
+    return " ".join(f"{name}={value}" for name, value in sorted(chosen.items())) or "none"
+
+
+def _modules(document: Document) -> str:
+    return ", ".join(module["name"] for module in document["modules"] if module["trouble"]) or "none"
+
+
+_SAME_BUILD = "install the same one on all hosts"
+COMPARED: tuple[Compared, ...] = (
+    Compared("megazero", _version("megazero"), _SAME_BUILD, stops=True),
+    Compared("megazero's sources", lambda d: d["node"]["code"], "copy one folder to all hosts", stops=True),
+    Compared("Python", _version("python"), _SAME_BUILD),
+    Compared("torch", _version("torch"), _SAME_BUILD, stops=True),
+    Compared("torch's CUDA", _version("cuda"), _SAME_BUILD, stops=True),
+    Compared("NCCL", _version("nccl"), "install the same torch on all hosts", stops=True),
+    Compared("modules not built", _modules, "build them on all hosts", stops=True),
+    Compared("GPUs", _gpus, "use hosts of one kind: all ranks wait for the slowest"),
+    Compared("driver", _of_gpus("driver_version"), "install the same driver on all hosts"),
+    Compared(
+        "GPU clocks (MHz)", _of_gpus("clocks.max.sm"), "run `nvidia-smi -rgc` on hosts with locked clocks"
+    ),
+    Compared("GPU power (W)", _of_gpus("power.limit"), "set one limit on all hosts with `nvidia-smi -pl`"),
+    Compared("active RDMA ports", _ports, "look at the cables and switches of the hosts with fewer"),
+    Compared("kernel", lambda d: d["node"]["kernel"]["release"], "install the same kernel on all hosts"),
+    Compared(
+        "governor",
+        lambda d: ", ".join(d["node"]["kernel"]["governors"]),
+        "run `cpupower frequency-set -g performance`",
+    ),
+    Compared("usable cores", lambda d: str(d["processors"]["usable"]), "look at cpusets and at SMT"),
+    Compared(
+        "variables of NCCL",
+        _variables,
+        "set the same on all hosts: they decide how ranks connect",
+        stops=True,
+    ),
+)
+"""What is compared, in the order of the report."""
+
+
+def remote_command(flags: Sequence[str]) -> str:
+    """The command that reports on a host, where Python and megazero lie as they do here."""
+    words = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "megazero.cli", "env", "--json", *flags]
+    return shlex.join(words)
+
+
+def gather_hosts(ranks: Mapping[str, int | None], ssh: str = SSH) -> Hosts:
+    """Ask all hosts for their reports, a few at a time.
+
+    Args:
+        ranks: the hosts, with the ranks that are to run on each; None for as many as it has GPUs.
+        ssh: the command that runs a command on a host: the host and the command follow.
+    """
+    words = shlex.split(ssh)
+
+    def ask(name: str) -> Document | str:
+        count = ranks[name]
+        return _ask([*words, name, remote_command(() if count is None else ("--nproc", str(count)))])
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        answers = dict(zip(ranks, pool.map(ask, ranks), strict=True))
+    documents = {name: answer for name, answer in answers.items() if not isinstance(answer, str)}
+    return Hosts(documents, {name: reason for name, reason in answers.items() if isinstance(reason, str)})
+
+
+def _ask(command: Sequence[str]) -> Document | str:
+    """The report that a command prints, or the reason why there is none."""
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"gave no answer within {_SECONDS} s"
+    except OSError as error:
+        return f"`{command[0]}` cannot be run: {error.strerror}"
+    for line in reversed(done.stdout.splitlines()):  # a shell's greeting may come first
+        try:
+            document = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(document, dict) and "versions" in document:
+            return document
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return f"status {done.returncode}: {said[-1] if said else 'no report'}"
+
+
+def differences(documents: Mapping[str, Document]) -> tuple[Trouble, ...]:
+    """A problem for each fact that differs between hosts; the value of most hosts is what it must be."""
+    return tuple(_differences(documents))
+
+
+def _differences(documents: Mapping[str, Document]) -> Iterator[Trouble]:
+    for row in COMPARED:
+        groups: dict[str, list[str]] = {}
+        for name, document in documents.items():
+            groups.setdefault(row.of(document), []).append(name)
+        if len(groups) < 2:
+            continue
+        most, *others = sorted(groups.items(), key=lambda item: -len(item[1]))
+        odd = "; ".join(f"{value or 'unknown'} on {_named(names)}" for value, names in others)
+        yield Trouble(
+            f"differs_{row.name.lower().replace(' ', '_')}",
+            f"{row.name} must be the same on all hosts, but is {most[0] or 'unknown'} on "
+            f"{_named(most[1])}, and {odd}",
+            row.remedy,
+            row.stops,
+        )
+
+
+def _named(names: Sequence[str]) -> str:
+    """Names, of many hosts the first few."""
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def hosts_report(hosts: Hosts) -> str:
+    """The report for people: a row for each host, what differs, and the problems of each."""
+    lines = ["hosts"]
+    columns = ("megazero", "torch", "NCCL", "driver", "GPUs", "kernel")
+    rows: list[tuple[str, ...]] = [("host", *columns)]
+    chosen = {row.name: row for row in COMPARED}
+    for name, document in hosts.documents.items():
+        rows.append((name, *(chosen[column].of(document) for column in columns)))
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines += [
+        "  " + "  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lines += [f"  {name}  unreachable: {reason}" for name, reason in hosts.unreachable.items()]
+    differing = differences(hosts.documents)
+    lines += ["", f"differences: {len(differing) or 'none'}", *(f"  {trouble}" for trouble in differing)]
+    problems = [(name, problem) for name, d in hosts.documents.items() for problem in d["problems"]]
+    lines += ["", f"problems: {len(problems) or 'none found'}"]
+    shared: dict[str, list[str]] = {}
+    for name, problem in problems:
+        text = f"{problem['message']}; {problem['remedy']} [{problem['name']}]"
+        shared.setdefault(text, []).append(name)
+    lines += [f"  {_named(names)}: {text}" for text, names in shared.items()]
+    return "\n".join(lines)
+
+
+def hosts_document(hosts: Hosts) -> dict[str, Any]:
+    """The same as an object of JSON's types."""
+    differing = [vars(trouble) for trouble in differences(hosts.documents)]
+    return {"hosts": {**hosts.documents}, "unreachable": {**hosts.unreachable}, "differences": differing}
+
+
+def hosts_status(hosts: Hosts) -> tuple[bool, bool]:
+    """Whether something is wrong, and whether it would stop a training."""
+    problems = [problem["stops"] for document in hosts.documents.values() for problem in document["problems"]]
+    problems += [trouble.stops for trouble in differences(hosts.documents)]
+    problems += [True] * len(hosts.unreachable)
+    return bool(problems), any(problems)

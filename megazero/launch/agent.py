@@ -1,0 +1,322 @@
+"""The agent of a host: starts its ranks when the launcher says so, and ends them when it does, or is gone.
+
+    python -m megazero.launch.agent
+
+is what the launcher runs over ssh. It speaks with it in messages over its standard input and output, so that
+nothing of a launch is on a command line, where it would be quoted by shells and seen by everybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megazero.errors import LaunchError, MegazeroError
+from megazero.launch.channel import Channel, Message, beat, open_port, reader_of
+from megazero.launch.environment import visible_devices
+from megazero.launch.job import MARK, Extras, Job, Process, processes_of
+from megazero.launch.lines import Outlet
+from megazero.launch.ranks import Ranks, Show, threads_of_each
+
+PATIENCE = 30.0
+"""Seconds without a message after which a launcher counts as gone."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals after which ranks may go on for a while; the others end them within the grace."""
+_TRY = 3.0
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a node starts: the content of the message ``start``."""
+
+    processes: tuple[Process, ...]
+    slots: tuple[int, ...]
+    folder: str
+    extras: Extras
+    grace: float
+    save_grace: float
+
+
+def orders_of(job: Job, node: int, master: tuple[str, int], attempt: int = 0) -> Orders:
+    """The orders of a node of a job."""
+    return Orders(
+        processes_of(job, node, master, attempt),
+        job.hosts[node].slots,
+        job.program.folder,
+        job.extras,
+        job.limits.grace,
+        job.limits.save_grace,
+    )
+
+
+def orders_from(message: Message) -> Orders:
+    """The orders that a message holds."""
+    processes = [Process(**{**part, "words": tuple(part["words"])}) for part in message["processes"]]
+    extras = message["extras"]
+    return Orders(
+        tuple(processes),
+        tuple(message["slots"]),
+        message["folder"],
+        Extras(**{**extras, "cores": extras["cores"] and tuple(extras["cores"])}),
+        message["grace"],
+        message["save_grace"],
+    )
+
+
+def surroundings(environment: Mapping[str, str], slots: tuple[int, ...]) -> tuple[dict[str, str], list[str]]:
+    """The host's own variables as ranks get them, and what there is to say about them.
+
+    Variables of a launch around this one are left out, and so are torchrun's PET_*, which would change what
+    it
+    starts.
+
+    Raises:
+        ConfigError: a slot is not among the devices that the host shows.
+    """
+    stray = sorted(name for name in environment if name.startswith("PET_"))
+    own = {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(("PET_", "TORCHELASTIC_")) and name not in (MARK, "RANK", "LOCAL_RANK")
+    }
+    devices, note = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), slots)
+    own["CUDA_VISIBLE_DEVICES"] = devices
+    own["PYTHONUNBUFFERED"] = "1"
+    own.setdefault("OMP_NUM_THREADS", str(threads_of_each(len(slots))))
+    notes = [note] if note else []
+    if stray:
+        notes.append(f"{', '.join(stray)} would change a launch by torchrun and are left out")
+    return own, notes
+
+
+class Agent:
+    """One node's part of one attempt.
+
+    Args:
+        channel: the connection to the launcher.
+        mark: the mark of the node's processes.
+        show: shows a line of a rank.
+        orders: what to start; None if the launcher's message says. With orders of its own, a node gets
+        signals
+            of its own, too.
+
+    Attributes:
+        again: whether the launcher wants to start the ranks again.
+    """
+
+    def __init__(self, channel: Channel, mark: str, show: Show, orders: Orders | None = None) -> None:
+        self.ranks = Ranks(mark, show, self._ended)
+        self._channel = channel
+        self._show = show
+        self.again = False
+        self._alone = orders is not None
+        self._orders = orders
+        self._status = 0
+        self._started = False
+        self._signalled: int | None = None
+        self._door: asyncio.Server | None = None
+        self._later: list[asyncio.Task[None]] = []
+
+    async def serve(self, **facts: object) -> int:
+        """Report `facts` about this host, then do as the launcher says until it is content or gone.
+
+        Returns:
+            The exit status: the launcher's, or that of the first rank here that failed.
+        """
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self.signal, number)
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._channel.send("hello", **facts)
+            return await self._obey()
+        finally:
+            beating.cancel()
+            for task in self._later:
+                task.cancel()
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+            if self._orders is not None and self._orders.extras.pid_file is not None:
+                Path(self._orders.extras.pid_file).unlink(missing_ok=True)
+
+    async def _obey(self) -> int:
+        while True:
+            try:
+                message = await asyncio.wait_for(self._channel.receive(), PATIENCE)
+            except asyncio.TimeoutError:
+                message = None
+            if message is None:
+                self._channel.abandon()
+                if self._alone:
+                    await self._show("", True, b"the connection to node 0 is lost; the ranks here are ended")
+                status = self._status or 1  # of before the ranks are ended here
+                await self.ranks.end(self._grace)
+                return status
+            if message["kind"] == "stop":
+                left = await self.ranks.end(message["grace"])
+                await self._channel.send("done", left=left)
+            elif message["kind"] == "bye":
+                self.again = message["again"]
+                if "why" in message:
+                    await self._show("", True, message["why"].encode())
+                return int(message["status"])
+            elif message["kind"] == "signal":
+                self.signal(message["number"])
+            elif message["kind"] != "beat":
+                await self._prepare(message)
+
+    async def _prepare(self, message: Message) -> None:
+        try:
+            if message["kind"] == "listen":
+                port = await self._listen(message["port"], message["word"])
+                await self._channel.send("listening", port=port)
+            elif message["kind"] == "reach":
+                tries = (
+                    can_reach(address, message["port"], message["word"]) for address in message["addresses"]
+                )
+                reached = await asyncio.gather(*tries)
+                pairs = zip(message["addresses"], reached, strict=True)
+                await self._channel.send("reached", addresses=[address for address, yes in pairs if yes])
+            elif message["kind"] == "start":
+                await self._start(self._orders or orders_from(message))
+        except MegazeroError as error:
+            await self._channel.send("refused", why=str(error))
+
+    async def _listen(self, port: int, word: str) -> int:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(word.encode() + b"\n")
+            with suppress(ConnectionError):
+                await reader.read()  # who came closes first, so that the port is free at once
+            writer.close()
+
+        try:
+            self._door = await asyncio.start_server(answer, sock=open_port(port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} must be free, but is taken ({error.strerror}); leave `--master-port` out"
+            ) from error
+        bound: int = self._door.sockets[0].getsockname()[1]
+        return bound
+
+    async def _start(self, orders: Orders) -> None:
+        if self._door is not None:
+            self._door.close()
+        self._orders = orders
+        environment, notes = surroundings(os.environ, orders.slots)
+        for note in notes:
+            await self._channel.send("note", text=note)
+        if orders.extras.pid_file is not None:
+            path = Path(orders.extras.pid_file)
+            path.write_text(str(os.getpid()), encoding="utf-8")
+        try:
+            await self.ranks.start(orders.processes, environment, orders.folder, orders.extras)
+        except MegazeroError:
+            await self.ranks.kill()
+            raise
+        self._started = True
+
+    async def _ended(self, label: str, status: int) -> None:
+        self._status = self._status or status
+        await self._channel.send("ended", label=label, status=status)
+
+    async def _beat(self) -> None:
+        steady = asyncio.create_task(beat(self._channel))
+        known: list[str] = []
+        try:
+            while True:
+                await asyncio.sleep(1)
+                stopped = await asyncio.to_thread(self.ranks.stopped)
+                if stopped != known:
+                    await self._channel.send("stopped", labels=stopped)
+                known = stopped
+        finally:
+            steady.cancel()
+
+    @property
+    def _grace(self) -> float:
+        return self._orders.grace if self._orders is not None else 0.0
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the ranks; one that ends them ends them for good after a while, or when it is
+        repeated.
+
+        Without ranks, the process ends of it.
+        """
+        if self._orders is None or not self._started:
+            os._exit(128 + number)
+        if self._alone:
+            self._later.append(asyncio.create_task(self._channel.send("signalled", number=number)))
+        again = self._signalled == number and number not in ASKS_TO_SAVE
+        self._signalled = number
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            self.ranks.signal(number)
+        elif again:
+            self._later.append(asyncio.create_task(self._kill_later(0)))
+        else:
+            self.ranks.signal(number)
+            seconds = self._orders.save_grace if number in ASKS_TO_SAVE else self._orders.grace
+            self._later.append(asyncio.create_task(self._kill_later(seconds)))
+
+    async def _kill_later(self, seconds: float) -> None:
+        if not await self.ranks.wait(seconds):
+            await self.ranks.kill()
+
+
+async def can_reach(address: str, port: int, word: str) -> bool:
+    """Whether an agent that listens at this port answers at an address with the word of this launch."""
+
+    async def call() -> bool:
+        reader, writer = await asyncio.open_connection(address, port)
+        answer = await reader.readline()
+        writer.close()
+        return answer.decode(errors="replace").strip() == word
+
+    try:
+        return await asyncio.wait_for(call(), _TRY)
+    except (OSError, asyncio.TimeoutError):
+        return False
+
+
+def facts_of_host() -> dict[str, Any]:
+    """What an agent says of its host: its name, the boot that it is in, and addresses that others may
+    reach.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    addresses = os.environ.get("SSH_CONNECTION", "").split()[2:3]  # the one that ssh has reached
+    try:
+        known = subprocess.run(["hostname", "-I"], capture_output=True, text=True, timeout=_TRY, check=True)
+        addresses += known.stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        addresses.append(socket.getfqdn())
+    return {
+        "host": socket.gethostname(),
+        "boot": boot.read_text().strip() if boot.exists() else "",
+        "addresses": list(dict.fromkeys(addresses)),
+        "python": sys.version.split()[0],
+    }
+
+
+async def _main() -> None:
+    outlet = Outlet(1)
+    channel = Channel(reader_of(0), outlet.write, outlet.abandon)
+
+    def show(label: str, error: bool, line: bytes) -> Awaitable[None]:
+        return channel.send("line", label=label, error=error, text=line.decode("utf-8", "surrogateescape"))
+
+    status = await Agent(channel, os.environ.get(MARK, ""), show).serve(**facts_of_host())
+    await outlet.flush()
+    os._exit(status)  # the threads that read and write may never end
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,0 +1,170 @@
+"""The environment that a launch sends to its hosts: variables by their names, and those of an environment
+file.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from megazero.errors import ConfigError
+from megazero.regular_file import read_regular, why_unreadable
+
+SENT_PREFIXES = (
+    *("NCCL", "PYTHON", "MV2", "UCX", "MLFLOW"),  # what DeepSpeed sends
+    *("CUDA_", "FI_", "GLOO_", "HF_", "HUGGING_FACE_", "LD_LIBRARY_PATH", "MEGAZERO_", "OMP_", "TORCH"),
+    *("TRANSFORMERS_", "TRITON_", "WANDB_"),
+)
+NEVER_SENT = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "MEGAZERO_LAUNCH", "PYTHONUNBUFFERED")
+"""They describe this machine or a launch around this one."""
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
+_NO_DEVICES = ("", "-1", "NoDevFiles")  # the last is SLURM's
+_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+def inherited(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those of a process's variables that are sent to all hosts."""
+    return {
+        name: value
+        for name, value in sorted(variables.items())
+        if name.startswith(SENT_PREFIXES) and not name.startswith(NEVER_SENT)
+    }
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value is not to be shown."""
+    return _SECRET.search(name) is not None
+
+
+def without_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """The variables that may be seen in lists of processes, and the names of the others."""
+    kept = {name: value for name, value in variables.items() if not is_secret(name)}
+    return kept, sorted(variables.keys() - kept.keys())
+
+
+def shown(variables: Mapping[str, str]) -> list[str]:
+    """Lines ``NAME=VALUE`` for people, without the values that are secrets."""
+    return [f"{name}={'(not shown)' if is_secret(name) else shlex.quote(v)}" for name, v in variables.items()]
+
+
+def environment_files(variables: Mapping[str, str], home: Path, folder: Path) -> list[Path]:
+    """The environment files that there are: in the home folder, then in the working folder, which has the
+    last word.
+
+    Their name is ``.deepspeed_env``, or what DS_ENV_FILE says; a path with a folder names one file.
+    """
+    name = variables.get("DS_ENV_FILE", ".deepspeed_env")
+    paths = [Path(name)] if "/" in name else [home / name, folder / name]
+    return [path for path in dict.fromkeys(paths) if path.exists()]
+
+
+def read_environment_files(paths: Iterable[Path]) -> dict[str, str]:
+    """The variables of some files, the later ones before the earlier.
+
+    Raises:
+        ConfigError: a file cannot be read, or has lines that cannot be; every such line is listed.
+    """
+    variables: dict[str, str] = {}
+    for path in paths:
+        try:
+            text = read_regular(path).decode("utf-8-sig", errors="surrogateescape")
+        except OSError as error:
+            raise ConfigError(
+                f"`{path}` must be a file of lines NAME=VALUE: {why_unreadable(error)}"
+            ) from error
+        variables |= parse_environment(text, str(path))
+    return variables
+
+
+def parse_environment(text: str, path: str = "environment file") -> dict[str, str]:
+    """The variables of a text of lines ``NAME=VALUE``, as people write them.
+
+    A line may be blank, a comment, or begin with ``export``. A value may stand in quotes, which are taken off
+    as a shell does; without quotes it is all that follows the first ``=``, a comment after a space excepted.
+    Nothing in it is expanded, neither here nor on the hosts.
+
+    Raises:
+        ConfigError: naming number and text of every line that is wrong.
+    """
+    variables, problems = {}, []
+    for number, line in enumerate(re.split(r"\r\n|\n|\r", text), 1):
+        words = re.sub(r"^export\s+", "", line.strip())
+        if not words or words[0] == "#":
+            continue
+        name, equals, value = words.partition("=")
+        try:
+            if not equals or not _NAME.fullmatch(name.strip()):
+                raise ValueError("it is no NAME=VALUE")
+            variables[name.strip()] = _unquoted(value.strip())
+        except ValueError as error:
+            problems.append(f"{path}, line {number}: a line must be NAME=VALUE, but is `{line}` ({error})")
+    if problems:
+        raise ConfigError(problems)
+    return variables
+
+
+def _unquoted(value: str) -> str:
+    if value[:1] in ("'", '"'):
+        words = shlex.split(value, comments=True)
+        if len(words) != 1:
+            raise ValueError("more follows the quotes")
+        return words[0]
+    return re.sub(r"\s+#.*$", "", value)
+
+
+def assigned(words: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables of ``--env NAME=VALUE``, and of ``--env NAME``, which sends this process's value.
+
+    Raises:
+        ConfigError: a name is none, or has no value here.
+    """
+    result = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not _NAME.fullmatch(name) or (not equals and name not in variables):
+            raise ConfigError(
+                f"`--env` must be NAME=VALUE, or the NAME of a variable that is set, but is `{word}`"
+            )
+        result[name] = value if equals else variables[name]
+    return result
+
+
+def visible_devices(present: str | None, slots: Sequence[int]) -> tuple[str, str | None]:
+    """CUDA_VISIBLE_DEVICES for the ranks of a host, and what there is to say about it.
+
+    Slot k is the host's k-th device; where the host itself shows some devices alone, such as a scheduler
+    does by indices, UUIDs or names of MIG slices, the k-th of those.
+
+    Args:
+        present: the host's own CUDA_VISIBLE_DEVICES; None if it is not set.
+        slots: the slots that the launch takes.
+
+    Raises:
+        ConfigError: a slot is not among the devices that the host shows.
+    """
+    if present is None:
+        return ",".join(map(str, slots)), None
+    devices = _devices(present)
+    if not devices:  # hidden on purpose: the ranks run on the CPU
+        return present, None
+    for slot in slots:
+        if slot >= len(devices):
+            raise ConfigError(
+                f"slot {slot} must be one of the {len(devices)} devices that CUDA_VISIBLE_DEVICES shows "
+                "there "
+                f"(`{present}`); take fewer slots, or unset it"
+            )
+    value = ",".join(devices[slot] for slot in slots)
+    named = ",".join(map(str, slots))
+    return value, f"CUDA_VISIBLE_DEVICES is {present} there, so slots {named} are the devices {value}"
+
+
+def slots_here(visible: str | None, gpus: int) -> int:
+    """The number of slots of this machine: the devices that CUDA_VISIBLE_DEVICES shows, or all of them."""
+    return gpus if visible is None else len(_devices(visible))
+
+
+def _devices(visible: str) -> list[str]:
+    return [device.strip() for device in visible.split(",") if device.strip() not in _NO_DEVICES]

@@ -1,0 +1,245 @@
+"""A launch as a value: which process runs where, with which words and variables. Nothing here touches a
+machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate, groupby
+from typing import Any
+
+from megazero.errors import LaunchError
+from megazero.launch.hosts import Host
+
+MARK = "MEGAZERO_LAUNCH"
+"""The variable that says to which launch and node a process belongs."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long things may take, in seconds.
+
+    Attributes:
+        grace: for ranks to end after a failure, Ctrl-C or a hang-up, before they are killed.
+        save_grace: for ranks to save and end after SIGTERM.
+        silence: for a host or a rank to say nothing, or to be stopped, before it counts as lost; 0 for ever.
+        rejoin: for lost hosts to come back before a restart.
+        connect: for a host to answer.
+    """
+
+    grace: float = 10.0
+    save_grace: float = 300.0
+    silence: float = 15.0
+    rejoin: float = 60.0
+    connect: float = 20.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank runs.
+
+    Attributes:
+        words: the command; None among them is where words go that differ between ranks, or between hosts.
+        environment: variables that are sent to the hosts.
+        folder: the working folder.
+        rendezvous: ``static`` or ``c10d`` if the command is torchrun's and starts all ranks of a host; None
+            if it starts one rank.
+    """
+
+    words: tuple[str | None, ...]
+    environment: Mapping[str, str]
+    folder: str
+    rendezvous: str | None = None
+
+    def filled(self, words: Sequence[str]) -> tuple[str, ...]:
+        """The command, with words where they go."""
+        return tuple(word for part in self.words for word in (words if part is None else (part,)))
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What is done around a rank.
+
+    Attributes:
+        logs: a folder on each host for a file for every rank.
+        stamp: the beginning of the names of those files.
+        bind: whether each rank has cores of its own.
+        cores: the cores to share out; None for all.
+        pid_file: a file on each host that holds the agent's process number while it runs.
+    """
+
+    logs: str | None = None
+    stamp: str = ""
+    bind: bool = False
+    cores: tuple[int, ...] | None = None
+    pid_file: str | None = None
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process for a host to start: a rank, or torchrun for all ranks of the host.
+
+    Attributes:
+        label: the rank's number, or ``torchrun``.
+        local: its place among the host's processes.
+    """
+
+    label: str
+    local: int
+    words: tuple[str, ...]
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launch.
+
+    Attributes:
+        key: a word that no other launch has.
+        hosts: in the order of their ranks.
+        restarts: how often the ranks are started again after a failure.
+        least_hosts: how many hosts are enough for a restart; None for all.
+    """
+
+    key: str
+    hosts: tuple[Host, ...]
+    program: Program
+    limits: Limits = field(default_factory=Limits)
+    extras: Extras = field(default_factory=Extras)
+    restarts: int = 0
+    least_hosts: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all hosts."""
+        return sum(len(host.slots) for host in self.hosts)
+
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of each host: ranks follow the order of hosts, and of slots within a host."""
+        return tuple(accumulate((len(host.slots) for host in self.hosts[:-1]), initial=0))
+
+    def place_of(self, rank: int) -> tuple[Host, int]:
+        """The host and the slot of a rank."""
+        node = max(node for node, start in enumerate(self.first_ranks()) if start <= rank)
+        return self.hosts[node], self.hosts[node].slots[rank - self.first_ranks()[node]]
+
+    def mark(self, node: int) -> str:
+        """The value of MARK in every process of a node."""
+        return f"{self.key}/{node}"
+
+
+def processes_of(job: Job, node: int, master: tuple[str, int], attempt: int = 0) -> tuple[Process, ...]:
+    """The processes of a node.
+
+    Args:
+        job: the launch.
+        node: the place of a host among its hosts.
+        master: the address and port where ranks meet.
+        attempt: how many restarts there have been.
+    """
+    if job.program.rendezvous is not None:
+        return (_torchrun(job, node, master),)
+    host, start = job.hosts[node], job.first_ranks()[node]
+    world = {
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_SIZE": str(len(host.slots)),
+        "LOCAL_WORLD_SIZE": str(len(host.slots)),
+        "GROUP_RANK": str(node),
+        "CROSS_RANK": str(node),
+        "CROSS_SIZE": str(len(job.hosts)),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        MARK: job.mark(node),
+    }
+    return tuple(
+        Process(
+            str(start + local),
+            local,
+            job.program.filled([f"--local_rank={local}"]),
+            {**job.program.environment, **world, "RANK": str(start + local), "LOCAL_RANK": str(local)},
+        )
+        for local in range(len(host.slots))
+    )
+
+
+def _torchrun(job: Job, node: int, master: tuple[str, int]) -> Process:
+    size, nodes = str(len(job.hosts[node].slots)), str(len(job.hosts))
+    if job.program.rendezvous == "static":
+        place = ["--nnodes", nodes, "--node-rank", str(node)]
+        place += ["--master-addr", master[0], "--master-port", str(master[1])]
+    else:
+        least = nodes if job.least_hosts is None else f"{job.least_hosts}:{nodes}"
+        place = ["--nnodes", least, "--rdzv-backend", "c10d", "--rdzv-id", job.key]
+        place += [
+            "--rdzv-endpoint",
+            f"{bracketed(master[0])}:{master[1]}",
+            "--rdzv-conf",
+            f"is_host={node == 0}",
+        ]
+    words = job.program.filled(["--nproc-per-node", size, *place])
+    return Process("torchrun", 0, words, {**job.program.environment, MARK: job.mark(node)})
+
+
+def bracketed(address: str) -> str:
+    """An address as it stands before ``:port``."""
+    return f"[{address}]" if ":" in address else address
+
+
+def share_cores(cores: Sequence[int], ranks: int, local: int) -> tuple[int, ...]:
+    """The cores of one of a host's ranks: equally many for each, neighbours together.
+
+    Raises:
+        LaunchError: there are fewer cores than ranks.
+    """
+    size = len(cores) // ranks
+    if size == 0:
+        raise LaunchError(
+            f"`--bind-cores-to-rank` must have a core for each of {ranks} ranks, but has {len(cores)}"
+        )
+    return tuple(cores[local * size : (local + 1) * size])
+
+
+def pack(job: Job) -> str:
+    """A job as one word for a command line. It is as long for 1,000 equal hosts as for two, whose names it
+    leaves out.
+    """
+    runs = [(slots, sum(1 for _ in group)) for slots, group in groupby(host.slots for host in job.hosts)]
+    data = {**asdict(job), "hosts": runs}
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(data).encode())).decode()
+
+
+def unpack(word: str) -> Job:
+    """The job of a word that `pack` made; its hosts are called ``node 0`` and so on."""
+    data: dict[str, Any] = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
+    slots = [tuple(slots) for slots, count in data["hosts"] for _ in range(count)]
+    program, extras = data["program"], data["extras"]
+    return Job(
+        **{
+            **data,
+            "hosts": tuple(Host(f"node {node}", own) for node, own in enumerate(slots)),
+            "program": Program(**{**program, "words": tuple(program["words"])}),
+            "limits": Limits(**data["limits"]),
+            "extras": Extras(**{**extras, "cores": extras["cores"] and tuple(extras["cores"])}),
+        }
+    )
+
+
+def with_hosts(job: Job, names: Sequence[str]) -> Job:
+    """The job on those of its hosts whose names are given."""
+    return replace(job, hosts=tuple(host for host in job.hosts if host.name in names))
+
+
+def problems_of_places(job: Job) -> Iterator[str]:
+    """The hosts of a job whose slots differ in number, for launchers that want them equal."""
+    sizes = {len(host.slots) for host in job.hosts}
+    if len(sizes) > 1:
+        listed = ", ".join(f"{host.name} {len(host.slots)}" for host in job.hosts[:8])
+        yield (
+            f"hosts must have equally many slots for `--launcher srun`, but have {listed}; use "
+            "`--launcher ssh`"
+        )

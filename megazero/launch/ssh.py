@@ -1,0 +1,245 @@
+"""Connections to the agents of hosts over ssh, opened a few at a time, and where the ranks are to meet."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from megazero.errors import LaunchError
+from megazero.launch.channel import LINE_LIMIT, Message, stream_channel
+from megazero.launch.commands import Reach, agent_command, sweep_command
+from megazero.launch.conductor import Link, heartbeat, say
+from megazero.launch.hosts import LOCAL_NAMES
+from megazero.launch.job import Job, bracketed
+from megazero.launch.ranks import status_of
+
+_CLOSING = 5.0
+_SWEEPING = 15.0
+_PAUSE = 1.0
+_LAST_LINES = 3
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """A host that did not answer, and why."""
+
+    name: str
+    why: str
+
+
+class Connections:
+    """The connections of one attempt.
+
+    Args:
+        job: the launch.
+        reach: how its hosts are reached.
+        fan_out: how many are connected to at once; sshd, and what lies before it, refuses too many.
+    """
+
+    def __init__(self, job: Job, reach: Reach, fan_out: int) -> None:
+        self._job = job
+        self._reach = reach
+        self._turns = asyncio.Semaphore(fan_out)
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self, patience: float = 0.0) -> tuple[list[Link], list[Unreachable]]:
+        """Connect to all hosts.
+
+        Args:
+            patience: seconds for which hosts that do not answer are tried again.
+
+        Returns:
+            The connections in the order of hosts, and the hosts that did not answer.
+        """
+        deadline = time.monotonic() + patience
+        results = await asyncio.gather(*(self._try(node, deadline) for node in range(len(self._job.hosts))))
+        links = [result for result in results if isinstance(result, Link)]
+        return links, [result for result in results if isinstance(result, Unreachable)]
+
+    async def _try(self, node: int, deadline: float) -> Link | Unreachable:
+        tries = 0
+        while True:
+            async with self._turns:
+                result = await self._connect(node)
+            tries += 1
+            if isinstance(result, Link) or (tries > 1 and time.monotonic() > deadline):
+                return result
+            await asyncio.sleep(_PAUSE)
+
+    async def _connect(self, node: int) -> Link | Unreachable:
+        name = self._job.hosts[node].name
+        words = agent_command(self._reach, self._job, node)
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words, stdin=pipe, stdout=pipe, stderr=pipe, limit=LINE_LIMIT, start_new_session=True
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"`{words[0]}` must be installed here, but cannot be run: {error.strerror}"
+            ) from error
+        self._processes.append(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        channel = stream_channel(process.stdout, process.stdin)
+        errors: list[str] = []
+
+        def take(text: str) -> None:
+            if link.facts:  # it has greeted us: what is said now is news
+                say(f"{name}: {text}")
+            else:
+                errors.append(text)
+
+        async def close() -> int | None:
+            return await _close(process)
+
+        async def sweep() -> bool:
+            return await self._sweep(node)
+
+        link = Link(node, name, channel, close, sweep)
+        collecting = asyncio.create_task(_collect(process.stderr, take))
+        self._tasks.append(collecting)
+        hello, text = await self._greeting(link)
+        if hello is None:
+            status = await _close(process)
+            await asyncio.wait([collecting], timeout=_PAUSE)
+            last = [line for line in [*text, *errors] if line.strip()][-_LAST_LINES:]
+            return Unreachable(name, " / ".join(last) or f"ended with status {status} before it answered")
+        link.facts = hello
+        self._tasks.append(heartbeat(link))
+        return link
+
+    async def _greeting(self, link: Link) -> tuple[Message | None, list[str]]:
+        """The agent's first message, None if it does not come, and the lines before it."""
+        text: list[str] = []
+
+        async def listen() -> Message | None:
+            while (message := await link.channel.receive()) is not None and message["kind"] == "text":
+                text.append(message["text"])
+            return message
+
+        try:
+            return await asyncio.wait_for(listen(), self._job.limits.connect), text
+        except asyncio.TimeoutError:
+            return None, [*text, f"did not answer within {self._job.limits.connect:.0f} s"]
+
+    async def _sweep(self, node: int) -> bool:
+        words = sweep_command(self._reach, self._job, node)
+        null = asyncio.subprocess.DEVNULL
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=null, stdout=null, stderr=null, start_new_session=True
+        )
+        self._processes.append(process)
+        try:
+            return await asyncio.wait_for(process.wait(), _SWEEPING) == 0
+        except asyncio.TimeoutError:
+            process.kill()
+            return False
+
+    def abandon(self) -> None:
+        """End all connections at once; agents end their ranks, and themselves, when they see it."""
+        for task in self._tasks:
+            task.cancel()
+        for process in self._processes:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+
+
+async def _collect(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
+    while line := await stream.readline():
+        take(line.decode(errors="replace").rstrip())
+
+
+async def _close(process: asyncio.subprocess.Process) -> int | None:
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        return status_of(await asyncio.wait_for(process.wait(), _CLOSING))
+    except asyncio.TimeoutError:
+        process.kill()
+        return status_of(await process.wait())
+
+
+async def meet(
+    job: Job, links: Sequence[Link], wanted: tuple[str | None, int | None], try_it: bool
+) -> tuple[str, int]:
+    """The address and port of the first host where ranks meet: free there, and reached from every other host.
+
+    Args:
+        job: the launch.
+        links: the connections to its hosts.
+        wanted: the address and the port that the user wants; None, and port 0, leave the choice to us.
+        try_it: whether all hosts try it; else it is the first address that the host has.
+
+    Raises:
+        LaunchError: the port is taken, or some hosts do not reach the address; all of them are listed.
+    """
+    first, others = links[0], links[1:]
+    await first.channel.send("listen", port=wanted[1] or 0, word=job.key)
+    answer = await _answer(first)
+    if answer["kind"] == "refused":
+        raise LaunchError(f"{first.name}: {answer['why']}")
+    port = int(answer["port"])
+    if not others:
+        return wanted[0] or "127.0.0.1", port
+    name = job.hosts[0].name
+    own = [] if name in LOCAL_NAMES else [name]
+    known = first.facts["addresses"]
+    addresses = [wanted[0]] if wanted[0] else list(dict.fromkeys([*known[:1], *own, *known]))
+    if not try_it:
+        return addresses[0], port
+    questions = (link.channel.send("reach", addresses=addresses, port=port, word=job.key) for link in others)
+    await asyncio.gather(*questions)
+    reached = [(await _answer(link))["addresses"] for link in others]
+    for address in addresses:
+        if all(address in own for own in reached):
+            return address, port
+    best = max(addresses, key=lambda address: sum(address in own for own in reached))
+    failing = [link.name for link, own in zip(others, reached, strict=True) if best not in own]
+    tried = ", ".join(f"{bracketed(address)}:{port}" for address in addresses)
+    raise LaunchError(
+        f"every host must reach {first.name}, but {', '.join(failing)} "
+        f"{'does' if len(failing) == 1 else 'do'} not "
+        f"(tried {tried}); give an address of {first.name} that all reach as `--master-addr`, or open the "
+        "port"
+    )
+
+
+async def _answer(link: Link) -> Message:
+    while True:
+        message = await link.channel.receive()
+        if message is None:
+            raise LaunchError(f"the connection to {link.name} is lost; try again")
+        if message["kind"] in ("listening", "reached", "refused"):
+            return message
+
+
+def twins(links: Sequence[Link]) -> list[str]:
+    """Notices of hosts that are one machine under several names, whose ranks would share devices."""
+    machines: dict[tuple[str, str], list[str]] = {}
+    for link in links:
+        machines.setdefault((link.facts["host"], link.facts["boot"]), []).append(link.name)
+    return [
+        f"{' and '.join(names)} are one machine ({host}); ranks with the same slot there share a device"
+        for (host, _), names in machines.items()
+        if len(names) > 1
+    ]
+
+
+def refuse(hosts: Sequence[Unreachable]) -> None:
+    """Raise the error that names all hosts that do not answer.
+
+    Raises:
+        LaunchError: there are some.
+    """
+    if hosts:
+        lines = "".join(f"\n  {host.name}: {host.why}" for host in hosts)
+        raise LaunchError(
+            f"every host must answer, but {len(hosts)} {'does' if len(hosts) == 1 else 'do'} not:{lines}"
+        )

@@ -1,0 +1,146 @@
+"""The launcher: connects to all hosts, starts the ranks, and starts them again after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megazero.launch.agent import SIGNALS, orders_of
+from megazero.launch.commands import Reach
+from megazero.launch.conductor import Conductor, Ending, Link, printer, say
+from megazero.launch.job import Job, with_hosts
+from megazero.launch.lines import Outlet
+from megazero.launch.ssh import Connections, Unreachable, meet, refuse, twins
+
+_NOBODY_READS = 128 + 13  # as of a process that a closed pipe has ended
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user says of a launch besides the job.
+
+    Attributes:
+        address, port: where ranks are to meet; None leaves the choice to the launch.
+        try_address: whether all hosts try it before.
+        fan_out: connections that are made at once.
+        prefix: whether lines are shown with host and rank.
+        quiet: whether notices are left out that tell of no failure.
+    """
+
+    address: str | None = None
+    port: int | None = None
+    try_address: bool = True
+    fan_out: int = 32
+    prefix: bool = True
+    quiet: bool = False
+
+
+async def run(job: Job, reach: Reach, wishes: Wishes) -> int:
+    """Run a launch; returns its exit status.
+
+    Raises:
+        LaunchError: it could not begin.
+    """
+    return await _Launcher(job, reach, wishes).run()
+
+
+class _Launcher:
+    """A launch from beginning to end.
+
+    Args:
+        job: what runs where.
+        reach: how the hosts are reached.
+        wishes: what the user says besides.
+    """
+
+    def __init__(self, job: Job, reach: Reach, wishes: Wishes) -> None:
+        self._job = job
+        self._reach = reach
+        self._wishes = wishes
+        self._notice: Callable[[str], None] = (lambda text: None) if wishes.quiet else say
+        self._conductor: Conductor | None = None
+        self._attempt: asyncio.Task[Ending] | None = None
+        self._signalled: int | None = None
+        self._out, self._error = Outlet(1), Outlet(2)
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._signal, number)
+        reading = asyncio.create_task(self._watch_readers())
+        try:
+            return await self._run()
+        finally:
+            reading.cancel()
+            await asyncio.gather(self._out.flush(), self._error.flush())
+
+    async def _run(self) -> int:
+        for attempt in range(self._job.restarts + 1):
+            self._attempt = asyncio.create_task(self._once(attempt))
+            try:
+                ending = await self._attempt
+            except asyncio.CancelledError:
+                return 128 + (self._signalled or signal.SIGINT)
+            if self._out.broken and ending.signalled == signal.SIGHUP:
+                return _NOBODY_READS
+            if not ending.wants_restart:
+                return ending.status
+            if attempt < self._job.restarts:
+                self._notice(f"the ranks are started again ({attempt + 1} of {self._job.restarts})")
+        return ending.status
+
+    async def _once(self, attempt: int) -> Ending:
+        connections = Connections(self._job, self._reach, self._wishes.fan_out)
+        try:
+            links, lost = await connections.open(self._job.limits.rejoin if attempt else 0.0)
+            job = self._on_those_that_answered(links, lost)
+            for text in twins(links):
+                self._notice(text)
+            master = await meet(
+                job, links, (self._wishes.address, self._wishes.port), self._wishes.try_address
+            )
+            orders = [orders_of(job, node, master, attempt) for node in range(len(links))]
+            show = printer(self._wishes.prefix, self._out, self._error)
+            hosts = f"{len(links)} host{'s' if len(links) > 1 else ''}"
+            self._notice(f"{job.world_size} ranks on {hosts} meet at {master[0]}:{master[1]}")
+            self._conductor = Conductor(links, show, job.limits.silence, self._notice)
+            return await self._conductor.conduct(orders)
+        finally:
+            self._conductor = None
+            connections.abandon()
+
+    def _on_those_that_answered(self, links: list[Link], lost: list[Unreachable]) -> Job:
+        """The job on the hosts that answered, if they are enough.
+
+        Raises:
+            LaunchError: they are not; all that did not answer are named.
+        """
+        if not lost:
+            return self._job
+        if self._job.least_hosts is None or len(links) < self._job.least_hosts:
+            refuse(lost)
+        job = with_hosts(self._job, [link.name for link in links])
+        for host in lost:
+            say(f"{host.name} does not answer and is left out: {host.why}")
+        moved = [
+            f"{host.name} has ranks {start}-{start + len(host.slots) - 1}"
+            for host, start in zip(job.hosts, job.first_ranks(), strict=True)
+        ]
+        say(f"{job.world_size} ranks are left of {self._job.world_size}: {', '.join(moved)}")
+        return job
+
+    def _signal(self, number: int) -> None:
+        self._signalled = number
+        if self._conductor is not None:
+            self._conductor.signal(number)
+        elif self._attempt is not None:
+            self._attempt.cancel()
+
+    async def _watch_readers(self) -> None:
+        """End the launch if nobody reads what it shows."""
+        while not self._out.broken:
+            await asyncio.sleep(0.5)
+        self._signal(signal.SIGHUP)

@@ -1,0 +1,209 @@
+"""Nodes that others start: by hand, as the launchers in scripts/ do, or pdsh and mpirun over real ssh."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+
+import pytest
+
+from megazero.launch import node
+from megazero.launch.channel import stream_channel
+from megazero.launch.hosts import Host
+from megazero.launch.job import Job, Program
+from megazero.launch.node import in_runs
+from tests.launch.cluster import WHY_NOT, Cluster, Launch, free_ports, has_sshd, is_alive, processes_of, until
+from tests.launch.programs import SHOW, WAIT
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """A function that starts nodes by hand, and ends those that are left."""
+    (tmp_path / "show.py").write_text(SHOW)
+    (tmp_path / "wait.py").write_text(WAIT)
+    (port,), started = free_ports(1), []
+
+    def start(rank: int, count: int, *words: str) -> Launch:
+        place = ["--no-ssh", "--num-nodes", str(count), "--node-rank", str(rank), "--num-gpus", "2"]
+        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--grace", "1"]
+        started.append(Launch([*place, *meeting, *words], tmp_path, {}))
+        return started[-1]
+
+    yield start
+    for launch in started:
+        if launch.poll() is None:
+            launch.kill()
+            launch.wait()
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([], ""), ([3], "3"), ([1, 2, 3, 7], "1-3, 7"), ([9, 1, 2, 8], "1-2, 8-9")]
+)
+def test_runs_of_numbers(numbers, text):
+    assert in_runs(numbers) == text
+
+
+def test_node_0_names_the_nodes_that_have_not_come(monkeypatch, capsys):
+    """A node that goes away before all have come is missing again."""
+    monkeypatch.setattr(node, "_NEWS", 0.2)
+    launch = Job("key", tuple(Host(f"node {rank}", (0,)) for rank in range(6)), Program(("x",), {}, "."))
+    (port,) = free_ports(1)
+
+    writers = {}
+
+    async def come(rank: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        hello = {"node": rank, "nodes": 6, "world": 6, "word": "word", "host": f"h{rank}"}
+        await stream_channel(reader, writer).send("hello", **hello)
+        writers[rank] = writer
+
+    async def meet() -> list[str]:
+        meeting = node.Meeting(launch, "word", ("10.0.0.1", port))
+        gathering = asyncio.create_task(meeting.gather())
+        await asyncio.sleep(0.1)
+        await come(0)
+        await come(4)
+        await asyncio.sleep(0.2)
+        writers[4].close()
+        await asyncio.sleep(0.2)
+        for rank in (1, 2, 3, 4, 5):
+            await come(rank)
+        links = await asyncio.wait_for(gathering, 5)
+        meeting.close()
+        return [link.name for link in links]
+
+    assert asyncio.run(meet()) == ["h0", "h1", "h2", "h3", "h4", "h5"]
+    text = capsys.readouterr().err
+    assert f"node 0 waits at 10.0.0.1:{port} for 4 of 6 nodes: 1-3, 5" in text
+    assert "node 4 on h4 has gone; it may come again" in text
+    assert "for 5 of 6 nodes: 1-5" in text
+
+
+@pytest.mark.slow
+def test_the_missing_nodes_are_named_every_ten_seconds(nodes):
+    others = [nodes(rank, 5, "show.py") for rank in (2,)]
+    first = nodes(0, 5, "show.py")
+    until(lambda: "waits at 127.0.0.1:" in first.notices(), 15, first.notices)
+    assert "for 3 of 5 nodes: 1, 3-4" in first.notices()
+    others += [nodes(rank, 5, "show.py") for rank in (1, 3, 4)]
+    assert [launch.status() for launch in (first, *others)] == [0] * 5
+    host = socket.gethostname()
+    lines = [line for launch in (first, *others) for line in launch.lines()]
+    seen = {line.split(": ")[0]: json.loads(line.partition(": ")[2]) for line in lines}
+    assert sorted(seen) == sorted(f"{host}[{rank}]" for rank in range(10))
+    assert all(own["WORLD_SIZE"] == "10" for own in seen.values())
+    assert {own["MASTER_PORT"] for own in seen.values()} == {
+        first.args[first.args.index("--master-port") + 1]
+    }
+
+
+def test_one_failed_rank_ends_all_nodes_with_its_status(nodes):
+    launches = [nodes(rank, 3, "wait.py") for rank in range(3)]
+    pids = [int(line.split()[-1]) for launch in launches for line in launch.await_lines(2, "pid")]
+    os.kill(pids[2], signal.SIGKILL)
+    assert [launch.status() for launch in launches] == [137] * 3
+    assert "(node 1) ended by SIGKILL (status 137); all other ranks are ended" in launches[0].notices()
+    until(lambda: not any(map(is_alive, pids)), 10)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_node_ends_the_others(nodes, victim):
+    launches = [nodes(rank, 2, "wait.py") for rank in range(2)]
+    pids = [int(line.split()[-1]) for launch in launches for line in launch.await_lines(2, "pid")]
+    launches[victim].kill()
+    assert launches[1 - victim].status(20) == 1
+    assert "is lost" in launches[1 - victim].notices()
+    until(lambda: not any(map(is_alive, pids)), 10)
+
+
+def test_signals_of_a_scheduler_reach_the_ranks_of_each_node(nodes):
+    launches = [nodes(rank, 2, "wait.py", "--save") for rank in range(2)]
+    for launch in launches:
+        launch.await_lines(2, "pid")
+    for launch in launches:
+        launch.send_signal(signal.SIGUSR1)
+    assert [launch.status() for launch in launches] == [0, 0]
+    assert all(len(launch.await_lines(2, "saved")) == 2 for launch in launches)
+
+
+def test_nodes_restart_together(nodes, tmp_path):
+    (tmp_path / "once.py").write_text(
+        "import os, sys, time\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', "
+        "attempt)\n"
+        "sys.stdout.flush()\n"
+        "if attempt == '0': time.sleep(0.3 if os.environ['RANK'] == '3' else 60); sys.exit(7)\n"
+    )
+    launches = [nodes(rank, 2, "--max-restarts", "1", "once.py") for rank in range(2)]
+    assert [launch.status() for launch in launches] == [0, 0], launches[0].notices()
+    assert all(len(launch.await_lines(2, "attempt 1")) == 2 for launch in launches)
+
+
+def test_nodes_that_do_not_fit_together_are_refused(nodes):
+    first, other = nodes(0, 3, "show.py"), nodes(1, 2, "show.py")
+    assert (first.status(), other.status()) == (1, 1)
+    for launch in (first, other):
+        assert "node 1" in launch.notices()
+        assert "was told of 2 nodes and 4 ranks, node 0 of 3 and 6" in launch.notices()
+    launches = [nodes(rank, 3, "show.py") for rank in (0, 1, 1)]
+    assert {launch.status() for launch in launches} == {1}
+    assert "`--node-rank` must be another one on each node" in launches[0].notices()
+
+
+def test_a_taken_port_is_refused(nodes):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        launch = nodes(0, 2, "--master-port", str(taken.getsockname()[1]), "show.py")
+        assert launch.status() == 1
+        assert (
+            f"`--master-port` must be free on node 0, but {taken.getsockname()[1]} is taken"
+            in launch.notices()
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["pdsh", "mpirun"])
+def test_other_launchers_over_real_ssh(tmp_path, launcher):
+    if not has_sshd() or shutil.which(launcher) is None:
+        pytest.skip(f"{WHY_NOT}, and {launcher}")
+    cluster = Cluster(tmp_path, 3)
+    try:
+        (tmp_path / "show.py").write_text(SHOW)
+        (tmp_path / "wait.py").write_text(WAIT)
+        variables = {"PDSH_SSH_ARGS_APPEND": f"-F {cluster.config}"}
+        words = [
+            "--launcher",
+            launcher,
+            "-H",
+            cluster.hostfile([2, 1, 2]),
+            "--master-addr",
+            "127.0.0.1",
+            "--grace",
+            "1",
+        ]
+        if launcher == "mpirun":
+            root = "--allow-run-as-root " if os.getuid() == 0 else ""
+            words += ["--launcher-args", f"{root}--oversubscribe --mca plm_rsh_args '-F {cluster.config}'"]
+        (port,) = free_ports(1)
+        shown = cluster.begin([*words, "--master-port", str(port), "show.py", "a b", "%n $x"], **variables)
+        assert shown.status() == 0, shown.notices()
+        seen = [json.loads(line[line.index("{") :]) for line in shown.lines() if "{" in line]
+        assert sorted(int(own["RANK"]) for own in seen) == [0, 1, 2, 3, 4]
+        assert all(own["argv"][1:] == ["a b", "%n $x"] for own in seen)
+        (port,) = free_ports(1)
+        waits = cluster.begin([*words, "--master-port", str(port), "wait.py"], **variables)
+        pids = [int(line.split()[-1]) for line in waits.await_lines(5, "pid ")]
+        os.kill(pids[1], signal.SIGKILL)
+        assert waits.status() == 137, waits.notices()
+        until(lambda: not any(map(is_alive, pids)), 20)
+        (port,) = free_ports(1)
+        waits = cluster.begin([*words, "--master-port", str(port), "wait.py"], **variables)
+        pids = [int(line.split()[-1]) for line in waits.await_lines(5, "pid ")]
+        waits.send_signal(signal.SIGINT)
+        assert waits.status() != 0
+        until(lambda: not any(map(is_alive, pids)), 20)
+        until(lambda: list(processes_of(str(port))) == [], 20)
+    finally:
+        cluster.close()
