@@ -107,6 +107,7 @@ class Compute(_Strict):
         attention_tflop_per_s: what fused attention reaches (forward, backward), by dtype.
         tiles: how a product is cut for the processors.
         launch_us: what each kernel, or operator on a CPU, costs on top.
+        reached_in_training: the share of these rates, and of the memory's, that a whole training reaches.
     """
 
     peak_tflop_per_s: dict[str, PositiveFloat]
@@ -115,6 +116,7 @@ class Compute(_Strict):
     attention_tflop_per_s: dict[str, tuple[PositiveFloat, PositiveFloat]]
     tiles: Tiles
     launch_us: NonNegativeFloat
+    reached_in_training: PositiveFloat
 
 
 @dataclass(frozen=True)
