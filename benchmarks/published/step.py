@@ -27,7 +27,7 @@ SLOWED = 0.25
 FLASH_2 = 0.62
 """What FlashAttention-2 reaches on Hopper of what kernels made for it do (Shah et al. 2024)."""
 BLOCKING = 80e-6
-"""What a kernel costs on top if the host waits for each one: Python, dispatch and the way there and back."""
+"""What a kernel costs on top if the host waits for each one (BLOOM's sweep over micro-batches)."""
 
 
 @lru_cache

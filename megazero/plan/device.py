@@ -8,6 +8,7 @@ of a GB; the rate of a link is that of one way.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -107,6 +108,7 @@ class Compute(_Strict):
         attention_tflop_per_s: what fused attention reaches (forward, backward), by dtype.
         tiles: how a product is cut for the processors.
         launch_us: what each kernel, or operator on a CPU, costs on top.
+        reached_in_training: the share of these rates, and of the memory's, that a whole training reaches.
     """
 
     peak_tflop_per_s: dict[str, PositiveFloat]
@@ -115,6 +117,7 @@ class Compute(_Strict):
     attention_tflop_per_s: dict[str, tuple[PositiveFloat, PositiveFloat]]
     tiles: Tiles
     launch_us: NonNegativeFloat
+    reached_in_training: PositiveFloat
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,7 @@ def known_devices() -> list[str]:
 
 
 def _ring(tables: Mapping[str, Mapping[int, Curve]]) -> dict[int, Curve]:
-    """Curves of all-reduces that are a reduce-scatter and an all-gather of half the smallest time each."""
+    """Curves of all-reduces in a ring, which goes around twice at the bus bandwidth of a reduce-scatter."""
     alphas = {ranks: curve.alpha_us for ranks, curve in tables["all_reduce"].items()}
     rings = tables["reduce_scatter"]
     return {
@@ -347,13 +350,15 @@ def _implausible(device: Device) -> Iterator[str]:
 
 def _above_wires(device: Device) -> Iterator[str]:
     inside, between = device.inside_node, device.between_nodes
-    wire, nic = inside.nvlink_gb_per_s_one_way, between.nic_gbit_per_s_per_rank / 8
+    wire = inside.nvlink_gb_per_s_one_way or math.inf
+    nic = between.nic_gbit_per_s_per_rank / 8
     curves = [
+        ("inside_node.message", inside.message, wire),
         ("between_nodes.collective", between.collective, nic),
         ("between_nodes.message", between.message, nic),
     ]
     for operation, tables in inside.collectives.items():
-        for ranks, curve in tables.items() if wire else ():
+        for ranks, curve in tables.items():
             # With sums in the switch, a rank sends its data once; bus bandwidth counts 2(n-1)/n times.
             nvls = operation == "all_reduce" and 0 < inside.nvls_from_ranks <= ranks
             most = wire * (2 * (ranks - 1) / ranks if nvls else 1)

@@ -21,19 +21,20 @@ class Prices(Pricing):
         gpus_per_node: the ranks that share a node; rank r is on node r // gpus_per_node. As many as the
             device's nodes have, by default.
         efficiency: the share of the device's rates that kernels of this software reach; a generation of
-            software has one. Calls between ranks are not affected.
+            software has one. The device's `reached_in_training` by default. Calls between ranks are not
+            affected.
     """
 
-    def __init__(self, device: Device, gpus_per_node: int | None = None, efficiency: float = 1):
+    def __init__(self, device: Device, gpus_per_node: int | None = None, efficiency: float | None = None):
         self.device = device
         self.gpus_per_node = gpus_per_node or device.inside_node.ranks
-        self.efficiency = efficiency
+        self.efficiency = device.compute.reached_in_training if efficiency is None else efficiency
         self._rates: dict[tuple[str, int, int, int, int], float] = {}
         self._tables: dict[str, tuple[Rows, float, float]] = {}
-        if self.gpus_per_node < 1 or efficiency <= 0:
+        if self.gpus_per_node < 1 or self.efficiency <= 0:
             raise ConfigError(
                 "GPUs per node and efficiency must be above 0, but are "
-                f"{self.gpus_per_node} and {efficiency:g}; correct them"
+                f"{self.gpus_per_node} and {self.efficiency:g}; correct them"
             )
 
     def kernel(self, kernel: Kernel) -> float:

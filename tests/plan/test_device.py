@@ -65,6 +65,12 @@ def test_a_key_without_its_unit_is_refused(a100):
         ("memory", "size_gib", float("nan"), "`memory.size_gib` is refused"),
         ("memory", "outside_allocator_gib", 80, "must be below `memory.size_gib`"),
         ("memory", "reached_share", 1.2, "at most 1, but is 1.2"),
+        (
+            "inside_node",
+            "message",
+            {"alpha_us": 1, "gb_per_s_by_mib": {}},
+            "`inside_node.message` must be at most 300 GB/s, that of the wire, but is 0",
+        ),
         ("inside_node", "nvlink_generation", 9, "nvlink_generation` must be at most 5"),
         ("between_nodes", "nic_gbit_per_s_per_rank", 25, "must be at most 3.125 GB/s, that of the wire"),
         (

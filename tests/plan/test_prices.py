@@ -16,6 +16,11 @@ A100, H100, H200, B200 = (Device.load(name) for name in ("a100-80g", "h100", "h2
 MIB, GIB = 2**20, 2**30
 
 
+def full(device: Device) -> Prices:
+    """The prices at which the device's rates are reached in full."""
+    return Prices(device, efficiency=1)
+
+
 def matmul(m: int, n: int, k: int, batch: int = 1, dtype=torch.bfloat16) -> Kernel:
     nbytes = 2 * batch * (m * k + k * n + m * n)
     return Kernel("mm", nbytes, 2 * m * n * k * batch, dtype, (m, n, k), batch)
@@ -66,7 +71,7 @@ def test_widths_off_the_tile_cost():
 
 
 def test_a_kernel_takes_what_computing_and_moving_do_and_its_launch():
-    prices = Prices(A100)
+    prices = full(A100)
     copy = Kernel("copy_", 2 * GIB)
     assert prices.kernel(copy) == pytest.approx(2 * GIB / (2039e9 * 0.8) + 3e-6)
     assert prices.kernel(Kernel("add", 0)) == pytest.approx(3e-6)
@@ -76,10 +81,13 @@ def test_a_kernel_takes_what_computing_and_moving_do_and_its_launch():
     assert computing < square < 1.02 * computing
     slower = Prices(A100, efficiency=0.5)
     assert slower.kernel(copy) == pytest.approx(2 * (prices.kernel(copy) - 3e-6) + 3e-6)
+    usual = Prices(A100)
+    assert usual.efficiency == A100.compute.reached_in_training == 0.91
+    assert usual.call(call("all_reduce", GIB, 0, 1)) == slower.call(call("all_reduce", GIB, 0, 1))
 
 
 def test_attention_has_rates_of_its_own():
-    prices = Prices(A100)
+    prices = full(A100)
     forward = Kernel("attention_forward", 0, 190e9, torch.bfloat16)
     backward = Kernel("attention_backward", 0, 160e9, torch.bfloat16)
     assert prices.kernel(forward) == pytest.approx(1e-3 + 3e-6)
