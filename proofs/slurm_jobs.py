@@ -3,8 +3,8 @@
     python proofs/slurm_jobs.py
 
 Needs root and Debian's packages slurmctld, slurmd, slurm-client and munge. Two slurmd are two nodes of one
-"GPU"; each script trains a tiny model by its own flags and layout, scaled down through variables and flags. What
-is tried:
+"GPU"; each script trains a tiny model by its own flags and layout, scaled down through variables and flags.
+What is tried:
 
 - each of the three scripts trains to its end;
 - a job is preempted, with and without a grace: it saves, is queued again, goes on from there;
@@ -286,7 +286,8 @@ def through_srun(slurm: Slurm) -> None:
     script, out = slurm.folder / "wait.py", slurm.folder / "srun.out"
     script.write_text(
         "import os, signal, sys, time\n"
-        "signal.signal(signal.SIGUSR1, lambda *a: (print('saved', os.environ['RANK'], flush=True), sys.exit(0)))\n"
+        "def save(number, frame): print('saved', os.environ['RANK'], flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGUSR1, save)\n"
         "print('waits', os.environ['RANK'], sys.argv[1:], flush=True)\ntime.sleep(60)\n"
     )
     address = run("hostname", "-I").split()[0]
