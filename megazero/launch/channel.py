@@ -72,6 +72,8 @@ def stream_channel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
     async def write(data: bytes) -> None:
         async with lock:
+            if writer.is_closing():  # asyncio would log each try
+                return
             writer.write(data)
             await writer.drain()
 

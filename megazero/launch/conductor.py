@@ -75,6 +75,7 @@ class Conductor:
         show: shows a line: the link, the label of its process, whether it is an error, the text.
         silence: seconds of silence until a host is lost; 0 for ever.
         notice: prints what is no failure.
+        spare: how many hosts but the first may be lost, as what runs on the others goes on without them.
     """
 
     def __init__(
@@ -83,11 +84,13 @@ class Conductor:
         show: Callable[[Link, str, bool, str], Awaitable[None]],
         silence: float,
         notice: Callable[[str], None] = say,
+        spare: int = 0,
     ) -> None:
         self._links = links
         self._show = show
         self._silence = silence
         self._notice = notice
+        self._spare = spare
         self._over = asyncio.Event()
         self._ending: Ending | None = None
         self._signalled: int | None = None
@@ -144,7 +147,11 @@ class Conductor:
                     return
                 link.lost = True
                 status = await link.close()
-                self._fail(status or 1, f"the connection to {link.name} is lost{_how(status)}")
+                reason = f"the connection to {link.name} is lost{_how(status)}"
+                if self._can_spare(link, reason):
+                    await self._sweep([link])
+                else:
+                    self._fail(status or 1, reason)
                 return
             await self._take(link, message)
 
@@ -175,10 +182,19 @@ class Conductor:
         if status == 128 + signal.SIGTERM and self._signalled == signal.SIGTERM:
             # Others may be saving; the end is theirs.
             self._ending = self._ending or Ending(status, f"{what} on {link.name} ended{_how(status)}")
-        elif status:
+        elif status and not self._can_spare(link, f"{what} on {link.name} ended{_how(status)}"):
             self._fail(status, f"{what} on {link.name} ended{_how(status)}")
         if not any(link.running for link in self._links):
             self._over.set()
+
+    def _can_spare(self, link: Link, reason: str) -> bool:
+        """Whether the others go on without a host."""
+        if self._spare == 0 or link.node == 0 or self._over.is_set() or self._signalled is not None:
+            return False
+        self._spare -= 1
+        link.running.clear()
+        say(f"{reason}; the others go on without it")
+        return True
 
     def _fail(self, status: int, reason: str) -> None:
         if self._over.is_set():

@@ -158,6 +158,8 @@ def visible_devices(present: str | None, slots: Sequence[int]) -> tuple[str, str
             )
     value = ",".join(devices[slot] for slot in slots)
     named = ",".join(map(str, slots))
+    if value == named:
+        return value, None
     return value, f"CUDA_VISIBLE_DEVICES is {present} there, so slots {named} are the devices {value}"
 
 

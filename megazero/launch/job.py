@@ -175,12 +175,7 @@ def _torchrun(job: Job, node: int, master: tuple[str, int]) -> Process:
     else:
         least = nodes if job.least_hosts is None else f"{job.least_hosts}:{nodes}"
         place = ["--nnodes", least, "--rdzv-backend", "c10d", "--rdzv-id", job.key]
-        place += [
-            "--rdzv-endpoint",
-            f"{bracketed(master[0])}:{master[1]}",
-            "--rdzv-conf",
-            f"is_host={node == 0}",
-        ]
+        place += ["--rdzv-endpoint", f"{bracketed(master[0])}:{master[1]}"]
     words = job.program.filled(["--nproc-per-node", size, *place])
     return Process("torchrun", 0, words, {**job.program.environment, MARK: job.mark(node)})
 

@@ -106,7 +106,8 @@ class _Launcher:
             show = printer(self._wishes.prefix, self._out, self._error)
             hosts = f"{len(links)} host{'s' if len(links) > 1 else ''}"
             self._notice(f"{job.world_size} ranks on {hosts} meet at {master[0]}:{master[1]}")
-            self._conductor = Conductor(links, show, job.limits.silence, self._notice)
+            spare = len(links) - (job.least_hosts or len(links)) if job.program.rendezvous == "c10d" else 0
+            self._conductor = Conductor(links, show, job.limits.silence, self._notice, spare)
             return await self._conductor.conduct(orders)
         finally:
             self._conductor = None

@@ -49,13 +49,13 @@ class Cluster:
         for name in self.names:
             self.start(name)
 
-    def start(self, name: str) -> None:
-        """Start a host's sshd and wait until it answers."""
+    def start(self, name: str, more: str = "") -> None:
+        """Start a host's sshd, with more lines in its configuration, and wait until it answers."""
         config = self.folder / f"{name}.sshd"
         config.write_text(
             f"Port {self.ports[name]}\nListenAddress 127.0.0.1\nHostKey {self.folder}/host_key\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys\nPidFile none\nStrictModes no\nUsePAM no\n"
-            "PasswordAuthentication no\n"
+            f"PasswordAuthentication no\n{more}"
         )
         log = (self.folder / f"{name}.log").open("ab")
         self.servers[name] = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(config)], stderr=log)

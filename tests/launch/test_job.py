@@ -66,8 +66,7 @@ def test_the_variables_and_words_of_a_rank():
         (
             "c10d",
             1,
-            "--nproc-per-node 4 --nnodes 1:2 --rdzv-backend c10d --rdzv-id key --rdzv-endpoint [fe80::1]:5 "
-            "--rdzv-conf is_host=False",
+            "--nproc-per-node 4 --nnodes 1:2 --rdzv-backend c10d --rdzv-id key --rdzv-endpoint [fe80::1]:5",
         ),
     ],
 )

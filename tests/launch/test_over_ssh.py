@@ -254,3 +254,22 @@ def test_a_host_without_the_package_says_so(cluster):
     assert launch.status() == 1
     assert launch.notices().count("/nowhere/python") >= 3
     assert answers(cluster.ports["w-0"])
+
+
+def test_many_hosts_are_connected_to_a_few_at_a_time(cluster):
+    """An sshd that takes two new connections at once stands for a gateway before twelve hosts."""
+    cluster.stop("w-0")
+    cluster.start("w-0", "MaxStartups 2:100:2\n")
+    names = [f"v-{number}" for number in range(12)]
+    text = cluster.config.read_text()
+    config = cluster.folder / "many_config"
+    config.write_text("".join(f"Host {name}\n  Port {cluster.ports['w-0']}\n" for name in names) + text)
+    (cluster.folder / "many").write_text("".join(f"{name} slots=1\n" for name in names))
+    try:
+        words = ["-H", "many", "--launcher-args", f"-F {config}", "--fan-out", "2", "show.py"]
+        launch = cluster.begin(words)
+        assert launch.status() == 0, launch.notices()
+        assert sorted(line.split("[")[0] for line in launch.lines()) == sorted(names)
+    finally:
+        cluster.stop("w-0")
+        cluster.start("w-0")

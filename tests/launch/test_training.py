@@ -76,6 +76,41 @@ def test_a_killed_host_is_named_all_end_and_the_restart_trains_to_the_same_losse
     assert losses(metrics) == one_host(cluster, tmp_path / "one.jsonl", *longer)
 
 
+def test_sigusr1_at_the_launcher_saves_a_checkpoint_on_all_hosts(cluster, tmp_path):
+    metrics, folder = tmp_path / "three.jsonl", tmp_path / "checkpoint"
+    words = [*flags(metrics), "--train-iters", "4000", "--save", str(folder), "--save-interval", "4000"]
+    launch = cluster.launch("-H", cluster.hostfile(2), *words)
+    until(lambda: metrics.exists() and len(losses(metrics)) >= 3, 120, launch.notices)
+    launch.send_signal(signal.SIGUSR1)
+    assert launch.status(60) == 0, launch.notices()
+    assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == str(len(losses(metrics)))
+
+
+def test_torchruns_rendezvous_goes_on_without_a_lost_host(cluster, tmp_path):
+    """Its agents see a lost host when their own ranks fail, as ranks in a collective call do."""
+    (tmp_path / "elastic.py").write_text(
+        "import os, sys, time\nworld = os.environ['WORLD_SIZE']\n"
+        "os.write(1, f'world {world}\\n'.encode())  # ranks share a pipe\n"
+        "while world == '6' and not os.path.exists('lost'): time.sleep(0.1)\n"
+        "sys.exit(world == '6')\n"
+    )
+    words = ["--launcher", "torchrun", "--elastic-training", "--min-elastic-nodes", "2", "elastic.py"]
+    options = (
+        "--monitor-interval 1 --rdzv-conf last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    )
+    launch = cluster.launch("-H", cluster.hostfile(2), "--launcher-args", options, *words)
+    launch.await_lines(6, "world 6", 90)
+    key = next(iter(_marks(cluster, "elastic.py")))
+    for pid in list(processes_of(f"{key}/2")):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: "the others go on without it" in launch.notices(), 10, launch.notices)
+    (tmp_path / "lost").touch()
+    assert launch.status(120) == 0, launch.notices()
+    assert "w-2" in launch.notices()
+    assert "pipe closed" not in launch.notices()
+    assert len(launch.await_lines(4, "world 4")) == 4
+
+
 def _marks(cluster: Cluster, word: str) -> set[str]:
     marks = set()
     for pid in processes_of(word):
