@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from megazero.mpu.communicators import CommunicatorPlan
-from megazero.mpu.grid import Place, ProcessGrid
+from megazero.mpu.grid import Place, ProcessGrid, Ranks
 from megazero.mpu.group import Group
 from megazero.mpu.linked_group import LinkedGroup
 from megazero.mpu.solo_group import SoloGroup
@@ -100,7 +100,7 @@ class ParallelContext:
         return self.grid.world_size
 
 
-GroupMaker = Callable[[str, tuple[int, ...]], Group]
+GroupMaker = Callable[[str, Ranks], Group]
 
 
 def make_context(
@@ -124,7 +124,7 @@ def make_context(
     plan = CommunicatorPlan.of(grid, rank, node_size=node_size, seconds=seconds)
     groups: dict[str, Group] = {}
     if host is not None and grid.world_size > 1:  # first, as all ranks are in it: see `CommunicatorPlan.of`
-        groups["host"] = host("host", tuple(range(grid.world_size)))
+        groups["host"] = host("host", range(grid.world_size))
     for communicator in plan.communicators:
         name, ranks = communicator.name, communicator.ranks
         group = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)
@@ -144,7 +144,7 @@ def with_whole_sequences(context: ParallelContext) -> ParallelContext:
 def solo_context(device: torch.device | str = "cpu") -> ParallelContext:
     """The context of a job of one process."""
 
-    def never(name: str, ranks: tuple[int, ...]) -> Group:
+    def never(name: str, ranks: Ranks) -> Group:
         raise AssertionError(f"a world of one has no group {name} of {ranks}")
 
     return make_context(ProcessGrid(), 0, torch.device(device), never)
@@ -156,7 +156,7 @@ def thread_context(
     """The context of one rank of a world of threads."""
     assert world.size == grid.world_size
 
-    def maker(name: str, ranks: tuple[int, ...]) -> Group:
+    def maker(name: str, ranks: Ranks) -> Group:
         return world.group(name, rank, ranks)
 
     return make_context(grid, rank, torch.device("cpu"), maker, node_size=node_size, seconds=seconds)

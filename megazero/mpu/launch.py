@@ -16,7 +16,7 @@ from megazero.errors import ConfigError
 from megazero.mpu.agreement import Facts, agree_by_notes
 from megazero.mpu.communicators import CommunicatorPlan, second_communicators
 from megazero.mpu.context import ParallelContext, make_context, solo_context
-from megazero.mpu.grid import AXES, ProcessGrid
+from megazero.mpu.grid import AXES, ProcessGrid, Ranks
 from megazero.mpu.group import Group
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.transports import backends
@@ -202,13 +202,13 @@ def open_context(
     grid = grid_of(config, launch.world_size)
     plan = CommunicatorPlan.of(grid, launch.rank, node_size=node_size, seconds=seconds)
 
-    def maker(name: str, ranks: tuple[int, ...]) -> Group:
+    def maker(name: str, ranks: Ranks) -> Group:
         planned = plan.named(name)
         return wrap(
             open_group(name, launch.rank, ranks, timeout, urgent=planned.urgent, second=planned.second)
         )
 
-    def on_host(name: str, ranks: tuple[int, ...]) -> Group:
+    def on_host(name: str, ranks: Ranks) -> Group:
         return wrap(open_group(name, launch.rank, ranks, timeout, backend="gloo"))
 
     nccl = choose_backend(config.distributed_backend, device) == "nccl"
