@@ -24,7 +24,7 @@ def same_on_all(group: Group, digest: bytes, device: torch.device | str = "cpu")
     largest = torch.tensor([*mine, *(-number for number in mine)], device=device)
     group.all_reduce(largest, "max").wait()
     most, least = largest.view(2, 4).tolist()
-    return most == [-number for number in least]
+    return bool(most == [-number for number in least])
 
 
 def broadcast_value(group: Group, value: Any, device: torch.device | str = "cpu", source: int = 0) -> Any:
