@@ -18,6 +18,7 @@ from megazero.mpu.linked_group import LinkedGroup
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.streams import INLINE, Streams, streams_of
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.tree import tiers
 from megazero.mpu.watch.watch import Watch
 
 
@@ -27,7 +28,7 @@ class ParallelContext:
 
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and four that are not products of axes:
     ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node), ``peers`` (those
-    at the same place of each node) and ``host`` (all ranks, for tensors on the host). Second communicators
+    at the same place of each node) and ``host`` (see `host`). Second communicators
     (`CommunicatorPlan`) are there where they were asked for. `plan` says what each is for. `watch` is the one
     that watches their calls, if there is one. `streams` are those of the device.
     """
@@ -96,6 +97,14 @@ class ParallelContext:
         return self.groups["world"]
 
     @property
+    def host(self) -> tuple[Group, ...]:
+        """The groups for tensors on the host: reducing over one after the other reduces over all ranks.
+
+        Over Gloo a rank holds a connection to each other member, and all ranks would be too many.
+        """
+        return tuple(group for name, group in self.groups.items() if name.startswith("host"))
+
+    @property
     def world_size(self) -> int:
         return self.grid.world_size
 
@@ -119,12 +128,14 @@ def make_context(
         grid, rank, node_size, seconds: as for `CommunicatorPlan.of`.
         device: where this rank's tensors live.
         maker: opens a communicator.
-        host: opens the group ``host``, where another one than the world's is needed.
+        host: opens the groups ``host``, where another one than the world's is needed.
     """
     plan = CommunicatorPlan.of(grid, rank, node_size=node_size, seconds=seconds)
     groups: dict[str, Group] = {}
-    if host is not None and grid.world_size > 1:  # first, as all ranks are in it: see `CommunicatorPlan.of`
-        groups["host"] = host("host", range(grid.world_size))
+    if host is not None and grid.world_size > 1:  # first, as all ranks open them: see `CommunicatorPlan.of`
+        for number, ranks in enumerate(tiers(rank, grid.world_size)):
+            name = f"host_{number}" if number else "host"
+            groups[name] = host(name, ranks)
     for communicator in plan.communicators:
         name, ranks = communicator.name, communicator.ranks
         group = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)

@@ -153,7 +153,7 @@ def join(
     watch = Watch(job_notes, launch.rank, launch.world_size, limits, waits=Waits(device), new_mark=new_mark)
 
     def wrap(group: Group) -> Group:
-        compared_on = torch.device("cpu") if group.name == "host" else device
+        compared_on = torch.device("cpu") if group.name.startswith("host") else device
         return watched(group, watch, check_on=compared_on if config.check_collectives else None)
 
     context = open_context(config, launch, device, node_size=node_size, wrap=wrap, seconds=seconds)

@@ -48,12 +48,12 @@ def warm_up(context: ParallelContext, host_of: Callable[[int], str | None] = lam
 def _communicators(context: ParallelContext) -> Iterator[Group]:
     """Each communicator of more than one rank once, in an order that is the same on all members.
 
-    The group for tensors on the host is Gloo's, which connects when it is opened.
+    The groups for tensors on the host are Gloo's, which connect when they are opened.
     """
     seen: set[int] = set()
     for group in context.groups.values():
         for one in group.groups if isinstance(group, LinkedGroup) else (group,):
-            if one.size > 1 and one.name != "host" and id(one) not in seen:
+            if one.size > 1 and not one.name.startswith("host") and id(one) not in seen:
                 seen.add(id(one))
                 yield one
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.mpu.tree import FAN, children, parent, pause_of
+from megazero.mpu.tree import FAN, children, parent, pause_of, tiers
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, FAN, FAN + 1, FAN + 2, 1000, 16384])
@@ -31,3 +31,31 @@ def test_the_way_up_is_short():
 def test_pauses_grow_once_all_ranks_together_would_ask_too_often():
     assert pause_of(0.1, 8, 10_000) == 0.1
     assert pause_of(0.1, 16384, 10_000) == 1.6384
+
+
+@pytest.mark.parametrize(
+    ("size", "members"),
+    [
+        (1, []),
+        (2, [2]),
+        (8, [8]),
+        (64, [64]),
+        (72, [36, 2]),
+        (134, [2, 67]),
+        (1024, [64, 16]),
+        (16384, [64, 64, 4]),
+    ],
+)
+def test_tiers_reach_all_ranks(size, members):
+    assert [len(group) for group in tiers(0, size)] == members
+    assert all(rank in group for rank in range(size) for group in tiers(rank, size))
+    largest = list(range(size))
+    for number in range(len(members)):
+        largest = [max(largest[other] for other in tiers(rank, size)[number]) for rank in range(size)]
+    assert largest == [size - 1] * size
+
+
+def test_tiers_are_groups_of_ranks_that_see_the_same():
+    for number in range(2):
+        groups = [tiers(rank, 1024)[number] for rank in range(1024)]
+        assert all(groups[other] == group for group in groups[:70] for other in group)
