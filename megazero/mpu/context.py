@@ -133,9 +133,9 @@ def make_context(
     plan = CommunicatorPlan.of(grid, rank, node_size=node_size, seconds=seconds)
     groups: dict[str, Group] = {}
     if host is not None and grid.world_size > 1:  # first, as all ranks open them: see `CommunicatorPlan.of`
-        for number, ranks in enumerate(tiers(rank, grid.world_size)):
+        for number, members in enumerate(tiers(rank, grid.world_size)):
             name = f"host_{number}" if number else "host"
-            groups[name] = host(name, ranks)
+            groups[name] = host(name, members)
     for communicator in plan.communicators:
         name, ranks = communicator.name, communicator.ranks
         group = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)

@@ -267,7 +267,7 @@ def checkpoint_at(given: str, context: ParallelContext, step: int | None = None)
         CheckpointError: on every rank: there is none.
     """
     look = (lambda: str(one_checkpoint(Path(given), step))) if context.rank == 0 else None
-    return Path(together(context, look, f"look into {given}")[0])
+    return Path(together(context, look, f"look into {given}"))
 
 
 def opened(folder: Path, verify: Verify, context: ParallelContext) -> CheckpointReader:
@@ -277,7 +277,10 @@ def opened(folder: Path, verify: Verify, context: ParallelContext) -> Checkpoint
         CheckpointError: on every rank: it cannot be read.
     """
     readers: list[CheckpointReader] = []
-    together(context, lambda: readers.append(CheckpointReader(folder, verify=verify)), f"open {folder}")
+    place = {"rank": context.rank, "ranks": context.world_size}
+    together(
+        context, lambda: readers.append(CheckpointReader(folder, verify=verify, **place)), f"open {folder}"
+    )
     return readers[0]
 
 
