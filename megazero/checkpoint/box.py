@@ -41,7 +41,7 @@ class Box:
         """
         total = 1
         for dim, (start, size) in enumerate(zip(self.offset, self.shape, strict=True)):
-            point = pow(5, 7919 * (dim + 1), PRIME)
+            point = pow(5, pow(3, 101 * (dim + 1), PRIME), PRIME)  # no small power of that of another dim
             total = total * pow(point, start, PRIME) * (pow(point, size, PRIME) - 1) % PRIME
         return total
 

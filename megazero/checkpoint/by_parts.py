@@ -1,7 +1,7 @@
 """The description of a checkpoint that several ranks wrote: by parts, of which each rank writes its own.
 
-So no rank gathers what all have written. The index that all readers read is as large as the list of the model's
-tensors; where their pieces lie is said by the parts, of which a reader reads those that it needs.
+So no rank gathers what all have written. The index that all readers read is as large as the list of the
+model's tensors; where their pieces lie is said by the parts, of which a reader reads those that it needs.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ class DirectoryInParts(Directory):
     Args:
         folder, manifest: those of the checkpoint.
         content: the content of its index.
-        near: the number of the part that most likely has what is looked for: what this rank wrote itself, or
-            the rank at the same place of another layout. Others are looked into in the order of their distance.
+        near: the number of the part that most likely has what is looked for: of what this rank wrote itself,
+            or the rank at the same place of another layout. Others follow in the order of their distance.
 
     Raises:
         DamagedCheckpointError: the index is ill-formed.

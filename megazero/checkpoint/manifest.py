@@ -1,8 +1,8 @@
 """The JSON files that make a folder of tensor files a checkpoint, and how they are checked.
 
-``manifest.json`` is written last, so a folder without it is not a checkpoint. What one process wrote (format 2)
-it lists in full, each file with its size and the hashes of its blocks, and ``index.json`` says which box of
-which logical tensor lies in which file; what several ranks wrote (format 3) they describe by parts, see
+``manifest.json`` is written last, so a folder without it is not a checkpoint. What one process wrote (format
+2) it lists in full, each file with its size and the hashes of its blocks, and ``index.json`` says which box
+of which logical tensor lies in which file; what several ranks wrote (format 3) they describe by parts, see
 `by_parts`. The first line of a manifest or part is the hash of the rest. What is read here may come from
 anyone: sizes, names and boxes are checked before they are used.
 """
@@ -205,8 +205,8 @@ def entries_of(files: Mapping[str, FileRecord]) -> dict[str, FileEntry]:
 
 
 def sealed(text: str) -> bytes:
-    """A description, a JSON object on several lines, with its hash in the first."""
-    rest = text.encode().removeprefix(b"{\n") + b"\n"
+    """A description, a JSON object, with its hash in the first line."""
+    rest = text.encode()[1:].removeprefix(b"\n") + b"\n"
     return b'{"checksum": "' + xxhash.xxh3_64_hexdigest(rest).encode() + b'",\n' + rest
 
 

@@ -1,8 +1,8 @@
-"""Writes the description of a checkpoint by parts: each rank its own, the first rank what they have in common.
+"""Writes the description of a checkpoint by parts: each rank its own, the first rank what they share.
 
 What ranks pass on about their parts is folded on its way to the first rank, and stays as large as the list of
-the model's tensors: for each how many elements were written, a fingerprint that shows whether these are all of
-them once, and the numbers of the parts, as few ranges.
+the model's tensors: for each how many elements were written, a fingerprint that shows whether these are all
+of them once, and the numbers of the parts, as few ranges.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def write_part(disk: Disk, folder: Path, written: Written, save: str, number: in
         for key, entries in by_key.items()
     )
     part = PartDescription(save=save, number=number, files=entries_of(written.files), tensors=tensors)
-    write_bytes(disk, folder / part_name(number, count), sealed(part.model_dump_json(indent=0)))
+    write_bytes(disk, folder / part_name(number, count), sealed(part.model_dump_json()))
     return [_tally(tensor, number) for tensor in tensors]
 
 
@@ -168,6 +168,7 @@ def write_contents(
                 f"`{key}` must be the same on all ranks, but has {first['shape']} {first['dtype']} and "
                 f"{tally['shape']} {tally['dtype']}"
             )
+    for key, tally in known.items():
         if wrong := _uncovered(tally):
             raise CheckpointError(
                 f"what the ranks wrote must make whole tensors, but the pieces of `{key}` do not cover it: "

@@ -68,9 +68,9 @@ class CheckpointReader:
     Args:
         folder: its folder, such as ``DIR/iter_0000100``.
         verify: how much is checked while reading.
-        rank, ranks: this reader's number among those that open the checkpoint together, and how many they are.
-            Of a checkpoint that is described by parts, each looks at its share of the parts, and whether their
-            files are there; all of them together look at all.
+        rank, ranks: this reader's number among those that open the checkpoint together, and how many there
+            are. Where it is described by parts, each looks at its share of the parts and whether their files
+            are there; all of them together look at all.
 
     Attributes:
         manifest: which files there are, but for those that parts describe.
