@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +24,29 @@ from megazero.checkpoint.manifest import (
 )
 from megazero.checkpoint.part import Key
 from megazero.errors import DamagedCheckpointError
+from megazero.mpu.context import ParallelContext
 
 _KEPT_PARTS = 64
+
+
+@dataclass(frozen=True)
+class Share:
+    """The place of a reader among those that open a checkpoint together, each for its own share.
+
+    Attributes:
+        rank, ranks: its number, and how many there are.
+        within_stage: its place among the ranks of its pipeline stage, as a fraction.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    within_stage: float = 0.0
+
+    @classmethod
+    def of(cls, context: ParallelContext) -> Share:
+        """The place of a rank of a job, all ranks of which open the checkpoint."""
+        stage = context.groups["stage"]
+        return cls(context.rank, context.world_size, stage.rank / stage.size)
 
 
 @dataclass(frozen=True)
@@ -116,18 +137,18 @@ class DirectoryInParts(Directory):
     Args:
         folder, manifest: those of the checkpoint.
         content: the content of its index.
-        near: the number of the part that most likely has what is looked for: of what this rank wrote itself,
-            or the rank at the same place of another layout. Others follow in the order of their distance.
+        share: the reader's place among those that open the checkpoint together, from which it follows which
+            parts most likely hold what it looks for. Others follow by their distance.
 
     Raises:
         DamagedCheckpointError: the index is ill-formed.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, content: bytes, near: int = 0):
+    def __init__(self, folder: Path, manifest: Manifest, content: bytes, share: Share):
         contents = parse(Contents, content, folder / INDEX)
         if wrong := contents.trouble():
             raise _misfit(folder / INDEX, wrong)
-        self._folder, self._manifest, self._near = folder, manifest, near
+        self._folder, self._manifest, self._share = folder, manifest, share
         self._listed = {tensor.key: tensor for tensor in contents.tensors}
         self.tensors: Mapping[Key, TensorModel] = MappingProxyType(self._listed)
         self._parts: dict[int, PartDescription] = {}
@@ -135,9 +156,7 @@ class DirectoryInParts(Directory):
     def find(self, wanted: Sequence[Wanted]) -> list[list[Piece]]:
         pieces: list[list[Piece]] = [[] for _ in wanted]
         missing = {number: one.box.numel for number, one in enumerate(wanted) if one.box.numel}
-        for part in self._nearest_first():
-            if not missing:
-                break
+        for part in self._nearest_first([wanted[number].key for number in missing]):
             here = [number for number in missing if self._may_hold(part, wanted[number].key)]
             tensors = {tensor.key: tensor for tensor in self.part(part).tensors} if here else {}
             for number in here:
@@ -148,6 +167,8 @@ class DirectoryInParts(Directory):
                 missing[number] -= sum(_common(piece, wanted[number].box).numel for piece in overlapping)
                 if missing[number] <= 0:
                     del missing[number]
+            if not missing:
+                break
         for one, these in zip(wanted, pieces, strict=True):
             inside = [_common(piece, one.box).shifted(-o for o in one.box.offset) for piece in these]
             if wrong := gaps_or_overlaps(one.box.shape, inside):
@@ -205,10 +226,25 @@ class DirectoryInParts(Directory):
     def _may_hold(self, part: int, key: Key) -> bool:
         return any(part in range(*run) for run in self._listed[key].writers)
 
-    def _nearest_first(self) -> Iterator[int]:
+    def _nearest_first(self, keys: Iterable[Key]) -> Iterator[int]:
+        """Numbers of parts, from those on that most likely hold these tensors.
+
+        These are the one with the reader's number, or the one at its place in the stage that wrote a tensor.
+        """
+        near = {self._share.rank * self._manifest.parts // self._share.ranks}
+        for key in keys:
+            runs = [range(*run) for run in self._listed[key].writers]
+            first, last = (
+                min((run[0] for run in runs if run), default=0),
+                max((run[-1] for run in runs if run), default=0),
+            )
+            near.add(first + int(self._share.within_stage * (last + 1 - first)))
+        passed: set[int] = set()
         for distance in range(self._manifest.parts):
-            for number in {self._near - distance, self._near + distance}:
+            numbers = {place + shift for place in near for shift in (-distance, distance)}
+            for number in sorted(numbers - passed):
                 if 0 <= number < self._manifest.parts:
+                    passed.add(number)
                     yield number
 
 

@@ -60,6 +60,13 @@ def write_part(disk: Disk, folder: Path, written: Written, save: str, number: in
     Raises:
         OSError: the disk is full, fails, or may not be written to.
     """
+    part, tallies = describe(written, save, number)
+    write_bytes(disk, folder / part_name(number, count), sealed(part.model_dump_json()))
+    return tallies
+
+
+def describe(written: Written, save: str, number: int) -> tuple[PartDescription, list[Tally]]:
+    """Describe what one rank wrote: its part of the description, and what others must know of it."""
     by_key: dict[Key, list[WrittenPiece]] = {}
     for entry in written.entries:
         by_key.setdefault(entry.key, []).append(entry)
@@ -76,8 +83,7 @@ def write_part(disk: Disk, folder: Path, written: Written, save: str, number: in
         for key, entries in by_key.items()
     )
     part = PartDescription(save=save, number=number, files=entries_of(written.files), tensors=tensors)
-    write_bytes(disk, folder / part_name(number, count), sealed(part.model_dump_json()))
-    return [_tally(tensor, number) for tensor in tensors]
+    return part, [_tally(tensor, number) for tensor in tensors]
 
 
 def _tally(tensor: Logical, number: int) -> Tally:

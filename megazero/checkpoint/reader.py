@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.directory import Directory, DirectoryInParts, Wanted, WholeDirectory
+from megazero.checkpoint.directory import Directory, DirectoryInParts, Share, Wanted, WholeDirectory
 from megazero.checkpoint.folder import hidden_folder, iteration_folder
 from megazero.checkpoint.lock import FOLDER_FACT
 from megazero.checkpoint.manifest import (
@@ -68,9 +68,9 @@ class CheckpointReader:
     Args:
         folder: its folder, such as ``DIR/iter_0000100``.
         verify: how much is checked while reading.
-        rank, ranks: this reader's number among those that open the checkpoint together, and how many there
-            are. Where it is described by parts, each looks at its share of the parts and whether their files
-            are there; all of them together look at all.
+        share: the reader's place among those that open the checkpoint together. Where it is described by
+            parts, each looks at its share of these and whether their files are there; all together look at
+            all. By default it is alone.
 
     Attributes:
         manifest: which files there are, but for those that parts describe.
@@ -84,7 +84,7 @@ class CheckpointReader:
         CheckpointError: the checkpoint has another format.
     """
 
-    def __init__(self, folder: str | Path, *, verify: Verify = Verify.FULL, rank: int = 0, ranks: int = 1):
+    def __init__(self, folder: str | Path, *, verify: Verify = Verify.FULL, share: Share | None = None):
         self.folder = Path(folder)
         self.verify = verify
         self._kept: dict[str, TensorFile] | None = None
@@ -93,7 +93,7 @@ class CheckpointReader:
         self._check_files(self.manifest.files)
         if wrong := [name for name in (INDEX, STATE) if name not in self.manifest.files]:
             raise DamagedCheckpointError(f"`{self.folder}` must be whole, but {wrong[0]} is not listed")
-        self.directory = self._directory(rank, ranks)
+        self.directory = self._directory(share or Share())
         facts = parse_facts(self._json(STATE), self.folder / STATE)
         saved_into = facts.pop(FOLDER_FACT, None)
         self.saved_into = saved_into if isinstance(saved_into, str) else None
@@ -177,13 +177,12 @@ class CheckpointReader:
             self._kept.pop(next(iter(self._kept))).close()
         yield file
 
-    def _directory(self, rank: int, ranks: int) -> Directory:
+    def _directory(self, share: Share) -> Directory:
         content = self._json(INDEX)
         if not self.manifest.parts:
             return WholeDirectory(self.folder, self.manifest, content)
-        near = rank * self.manifest.parts // ranks
-        directory = DirectoryInParts(self.folder, self.manifest, content, near)
-        for number in range(rank, self.manifest.parts, ranks):
+        directory = DirectoryInParts(self.folder, self.manifest, content, share)
+        for number in range(share.rank, self.manifest.parts, share.ranks):
             self._check_files(directory.part(number).files)
         return directory
 

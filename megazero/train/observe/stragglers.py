@@ -17,7 +17,7 @@ _LEAST = 0.01  # seconds of a step; less is noise, or does not matter
 _IN_A_ROW = 3  # gatherings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankTimes:
     """Means of one rank over the steps of an interval, in seconds per step.
 

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from megazero.checkpoint.described import check_saved_model
+from megazero.checkpoint.directory import Share
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.manifest import STATE, parse
 from megazero.checkpoint.part import Key
@@ -277,9 +278,11 @@ def opened(folder: Path, verify: Verify, context: ParallelContext) -> Checkpoint
         CheckpointError: on every rank: it cannot be read.
     """
     readers: list[CheckpointReader] = []
-    place = {"rank": context.rank, "ranks": context.world_size}
+    share = Share.of(context)
     together(
-        context, lambda: readers.append(CheckpointReader(folder, verify=verify, **place)), f"open {folder}"
+        context,
+        lambda: readers.append(CheckpointReader(folder, verify=verify, share=share)),
+        f"open {folder}",
     )
     return readers[0]
 
