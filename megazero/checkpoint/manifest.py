@@ -40,6 +40,8 @@ Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 
 
 class DescriptionModel(BaseModel):
+    """Something that a description says, read strictly."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
@@ -200,7 +202,7 @@ def dump_manifest(
 
 
 def entries_of(files: Mapping[str, FileRecord]) -> dict[str, FileEntry]:
-    """What a description says of files, by name."""
+    """Return what a description says of files, by name."""
     return {name: FileEntry(size=record.size, blocks=record.blocks) for name, record in sorted(files.items())}
 
 

@@ -118,8 +118,8 @@ class CheckpointReader:
         for part in parts:
             tensor = self._tensors[part.key]
             assert tensor.shape == tuple(part.shape), f"{part.key}: {tensor.shape}, not {part.shape}"
-        found = self.directory.find([Wanted(part.key, part.box) for part in parts])
-        for part, pieces in zip(parts, found, strict=True):
+        lying = self.directory.find([Wanted(part.key, part.box) for part in parts])
+        for part, pieces in zip(parts, lying, strict=True):
             for piece in pieces:
                 box = piece.box.overlap(part.box)
                 assert box is not None, "pieces that overlap were looked for"

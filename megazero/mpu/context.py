@@ -28,7 +28,7 @@ class ParallelContext:
 
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and four that are not products of axes:
     ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node), ``peers`` (those
-    at the same place of each node) and ``host`` (see `host`). Second communicators
+    at the same place of each node) and ``host`` (see `host_groups`). Second communicators
     (`CommunicatorPlan`) are there where they were asked for. `plan` says what each is for. `watch` is the one
     that watches their calls, if there is one. `streams` are those of the device.
     """
@@ -97,16 +97,16 @@ class ParallelContext:
         return self.groups["world"]
 
     @property
-    def host(self) -> tuple[Group, ...]:
-        """The groups for tensors on the host: reducing over one after the other reduces over all ranks.
-
-        Over Gloo a rank holds a connection to each other member, and all ranks would be too many.
-        """
-        return tuple(group for name, group in self.groups.items() if name.startswith("host"))
-
-    @property
     def world_size(self) -> int:
         return self.grid.world_size
+
+
+def host_groups(context: ParallelContext) -> tuple[Group, ...]:
+    """The groups for tensors on the host: reducing over one after the other reduces over all ranks.
+
+    Over Gloo a rank holds a connection to each other member, and all ranks would be too many.
+    """
+    return tuple(group for name, group in context.groups.items() if name.startswith("host"))
 
 
 GroupMaker = Callable[[str, Ranks], Group]

@@ -148,7 +148,7 @@ def test_groups_give_up_a_minute_later_than_the_watch(monkeypatch):
 
 def _reduced_in_tiers(rank: int, world_size: int) -> tuple[list[int], list[float]]:
     from megazero.mpu import tree
-    from megazero.mpu.context import make_context
+    from megazero.mpu.context import host_groups, make_context
     from megazero.mpu.grid import ProcessGrid
     from megazero.mpu.torch_group import open_group
 
@@ -162,10 +162,10 @@ def _reduced_in_tiers(rank: int, world_size: int) -> tuple[list[int], list[float
     finally:
         tree.FAN = fan
     numbers = torch.tensor([float(rank), -float(rank)])
-    for group in context.host:
+    for group in host_groups(context):
         group.all_reduce(numbers, "max").wait()
     launch.close_groups(context)
-    return [group.size for group in context.host], numbers.tolist()
+    return [group.size for group in host_groups(context)], numbers.tolist()
 
 
 @pytest.mark.gloo
