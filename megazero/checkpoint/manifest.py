@@ -83,7 +83,7 @@ class Manifest(DescriptionModel):
     block_size: Literal[4194304]
     files: dict[FileName, FileEntry]
     save: Hash | None = None
-    parts: Count = 0
+    parts: Annotated[int, Field(ge=0, le=1 << 20)] = 0
 
     @model_validator(mode="after")
     def _consistent(self) -> Manifest:

@@ -22,6 +22,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 
 # Blocks that are read together are hashed by several threads.
 _AT_ONCE = 8 * BLOCK
+_MOST_PARTS = 100  # damaged ones that are named; there may be a million by what the manifest says
 
 
 def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -96,6 +97,9 @@ def check(folder: Path, *, size_only: bool = False) -> Verdict:
             parts[name] = (folder / name).stat().st_size
         except DamagedCheckpointError as error:
             damage.append(str(error))
+            if len(damage) == _MOST_PARTS:
+                damage.append(f"no further parts than {name} were looked at")
+                break
     for name, entry in files.items():
         damage += _damage(folder / name, entry.record, size_only)
     if not damage:
