@@ -62,9 +62,9 @@ def test_opening_groups_and_comparing_times_takes_no_longer_than_said(measured):
 
 
 def test_a_description_is_as_large_as_the_model(tmp_path):
-    """Of 512 ranks as of 64, but for the digits of their numbers and where slices are cut."""
+    """Of 256 ranks as of 64, but for the digits of their numbers and where slices are cut."""
     facts = {}
-    for ranks in (64, 512):
+    for ranks in (64, 256):
         world, folder = World(JOB, ranks), tmp_path / str(ranks)
         folder.mkdir()
         facts[ranks] = {**saving(world, folder), **resuming(world, folder)}
@@ -75,11 +75,11 @@ def test_a_description_is_as_large_as_the_model(tmp_path):
         ("save: pieces of a rank", 0.0),
         ("save: bytes of the manifest", 0.1),
     ):
-        assert (facts[512][row] - facts[64][row]) / (512 - 64) <= most, row
-    assert facts[512]["resume: parts read, same layout"] <= 8
-    others = {row: reads for row, reads in facts[512].items() if row.startswith("resume: parts")}
+        assert (facts[256][row] - facts[64][row]) / (256 - 64) <= most, row
+    assert facts[256]["resume: parts read, same layout"] <= 8
+    others = {row: reads for row, reads in facts[256].items() if row.startswith("resume: parts")}
     # Where buckets hold other parameters than before, a rank looks through a stage at most.
-    assert others.pop("resume: parts read, half the stages") <= 512 / JOB.stages
+    assert others.pop("resume: parts read, half the stages") <= 256 / JOB.stages
     assert all(reads <= 16 for reads in others.values()), others
 
 
