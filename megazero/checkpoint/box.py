@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+PRIME = (1 << 61) - 1
+
 
 @dataclass(frozen=True, order=True)
 class Box:
@@ -29,6 +31,19 @@ class Box:
     def numel(self) -> int:
         """The number of elements in it."""
         return math.prod(self.shape)
+
+    @property
+    def fingerprint(self) -> int:
+        """A number whose sum over boxes modulo `PRIME` is that of the whole, if they cover it exactly once.
+
+        It is a polynomial with a term for each element, at a fixed point, so others have another sum, but for
+        one in 2^40 or fewer (Schwartz 1980). Up to a factor that depends on the number of dims alone.
+        """
+        total = 1
+        for dim, (start, size) in enumerate(zip(self.offset, self.shape, strict=True)):
+            point = pow(5, pow(3, 101 * (dim + 1), PRIME), PRIME)  # no small power of that of another dim
+            total = total * pow(point, start, PRIME) * (pow(point, size, PRIME) - 1) % PRIME
+        return total
 
     @property
     def slices(self) -> tuple[slice, ...]:

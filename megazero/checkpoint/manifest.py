@@ -1,9 +1,10 @@
-"""The two JSON files that make a folder of tensor files a checkpoint, and how they are checked.
+"""The JSON files that make a folder of tensor files a checkpoint, and how they are checked.
 
-``manifest.json`` is written last and lists every other file with its size and the hashes of its blocks, so a
-folder without it is not a checkpoint and one with it can be checked byte for byte. Its first line is the hash
-of the rest. ``index.json`` says which box of which logical tensor lies in which file. What is read here may
-come from anyone: sizes, names and boxes are checked before they are used.
+``manifest.json`` is written last, so a folder without it is not a checkpoint. What one process wrote (format
+2) it lists in full, each file with its size and the hashes of its blocks, and ``index.json`` says which box
+of which logical tensor lies in which file; what several ranks wrote (format 3) they describe by parts, see
+`by_parts`. The first line of a manifest or part is the hash of the rest. What is read here may come from
+anyone: sizes, names and boxes are checked before they are used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -25,7 +26,7 @@ from megazero.checkpoint.safetensors_header import DTYPES, distinct
 from megazero.checkpoint.tensor_file import read_bytes
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
-FORMAT: Final = 2
+FORMATS: Final = (2, 3)
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 STATE = "state.json"
@@ -38,14 +39,16 @@ FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-
 Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 
 
-class _ManifestModel(BaseModel):
+class DescriptionModel(BaseModel):
+    """Something that a description says, read strictly."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class FileEntry(_ManifestModel):
+class FileEntry(DescriptionModel):
     """Size in bytes and the hash of each block of a file."""
 
     size: Count
@@ -63,29 +66,35 @@ class FileEntry(_ManifestModel):
         return FileRecord(self.size, self.blocks)
 
 
-class Manifest(_ManifestModel):
+class Manifest(DescriptionModel):
     """The contents of a checkpoint.
 
     Attributes:
         format: the format of the whole checkpoint.
         iteration: the iteration after which it was saved.
         block_size: bytes per hash.
-        files: all files but the manifest, by name.
+        files: all files but the manifest, by name; without those that parts describe.
+        save: a random name of this save, which its parts have too; None if it has no parts.
+        parts: the number of parts.
     """
 
-    format: Literal[2]
+    format: Literal[2, 3]
     iteration: Count
     block_size: Literal[4194304]
     files: dict[FileName, FileEntry]
+    save: Hash | None = None
+    parts: Annotated[int, Field(ge=0, le=1 << 20)] = 0
 
     @model_validator(mode="after")
-    def _without_itself(self) -> Manifest:
+    def _consistent(self) -> Manifest:
         if MANIFEST in self.files:
             raise ValueError(f"{MANIFEST} cannot be one of the files")
+        if not (self.format == 3) == (self.parts > 0) == (self.save is not None):
+            raise ValueError(f"format {self.format} does not fit {self.parts} parts of save {self.save}")
         return self
 
 
-class Piece(_ManifestModel):
+class Piece(DescriptionModel):
     """A box of a logical tensor that lies in one file."""
 
     file: FileName
@@ -98,21 +107,19 @@ class Piece(_ManifestModel):
         return Box(self.offset, self.shape)
 
 
-class Logical(_ManifestModel):
-    """One logical tensor: the pieces cover `shape` exactly once.
+class TensorModel(DescriptionModel):
+    """The facts about one logical tensor.
 
     Attributes:
         name, kind: its `Key`.
         dtype: the dtype as safetensors names it, such as F32.
         shape: its shape, without padding.
-        pieces: where its elements are.
     """
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=10_000)]
     kind: Annotated[str, StringConstraints(min_length=1, max_length=1_000)]
     dtype: Annotated[str, StringConstraints(max_length=20)]
     shape: tuple[Count, ...]
-    pieces: tuple[Piece, ...]
 
     @property
     def key(self) -> Key:
@@ -120,34 +127,58 @@ class Logical(_ManifestModel):
         return Key(self.name, self.kind)
 
 
-class Index(_ManifestModel):
+class Logical(TensorModel):
+    """One logical tensor and where its elements are: the pieces of a whole one cover `shape` exactly once."""
+
+    pieces: tuple[Piece, ...]
+
+
+class Index(DescriptionModel):
     """All logical tensors of a checkpoint."""
 
     tensors: tuple[Logical, ...]
 
     def trouble(self, sizes: Mapping[str, int]) -> str | None:
         """Return what is wrong with the index, in words, given the files' sizes; None if nothing is."""
-        seen: set[Key] = set()
-        for tensor in self.tensors:
-            if tensor.key in seen:
-                return f"`{tensor.key}` occurs twice"
-            seen.add(tensor.key)
-            if tensor.dtype not in DTYPES:
-                return f"`{tensor.key}` has the unknown dtype {tensor.dtype!r}"
-            # Strides are counted as if a dim of size 0 had size 1.
-            if math.prod(max(size, 1) for size in tensor.shape) >= 1 << 60:
-                return f"`{tensor.key}` has a shape beyond all memory"
-            for piece in tensor.pieces:
-                if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
-                    return f"a piece of `{tensor.key}` has a different number of dims"
-                if piece.file not in sizes or not piece.file.endswith(".safetensors"):
-                    return f"`{tensor.key}` lies in {piece.file!r}, which the manifest does not list"
-                # Whoever reads the tensor allocates memory for it first.
-                if piece.box.numel * DTYPES[tensor.dtype].itemsize > sizes[piece.file]:
-                    return f"a piece of `{tensor.key}` is larger than its file"
-            if wrong := gaps_or_overlaps(tensor.shape, (piece.box for piece in tensor.pieces)):
-                return f"the pieces of `{tensor.key}` do not cover it: {wrong}"
-        return None
+        return (
+            first_trouble(self.tensors)
+            or first_stray(self.tensors, sizes)
+            or next(filter(None, map(_uncovered, self.tensors)), None)
+        )
+
+
+def first_trouble(tensors: Iterable[TensorModel]) -> str | None:
+    """The first thing wrong with the tensors themselves, in words."""
+    seen: set[Key] = set()
+    for tensor in tensors:
+        if tensor.key in seen:
+            return f"`{tensor.key}` occurs twice"
+        seen.add(tensor.key)
+        if tensor.dtype not in DTYPES:
+            return f"`{tensor.key}` has the unknown dtype {tensor.dtype!r}"
+        # Strides are counted as if a dim of size 0 had size 1.
+        if math.prod(max(size, 1) for size in tensor.shape) >= 1 << 60:
+            return f"`{tensor.key}` has a shape beyond all memory"
+    return None
+
+
+def first_stray(tensors: Iterable[Logical], sizes: Mapping[str, int]) -> str | None:
+    """The first piece that does not fit its tensor or its file, in words."""
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            if not len(piece.offset) == len(piece.shape) == len(tensor.shape):
+                return f"a piece of `{tensor.key}` has a different number of dims"
+            if piece.file not in sizes or not piece.file.endswith(".safetensors"):
+                return f"`{tensor.key}` lies in {piece.file!r}, which the manifest does not list"
+            # Whoever reads the tensor allocates memory for it first.
+            if piece.box.numel * DTYPES[tensor.dtype].itemsize > sizes[piece.file]:
+                return f"a piece of `{tensor.key}` is larger than its file"
+    return None
+
+
+def _uncovered(tensor: Logical) -> str | None:
+    wrong = gaps_or_overlaps(tensor.shape, (piece.box for piece in tensor.pieces))
+    return f"the pieces of `{tensor.key}` do not cover it: {wrong}" if wrong else None
 
 
 def piece_name(key: Key, shape: tuple[int, ...], box: Box) -> str:
@@ -155,13 +186,29 @@ def piece_name(key: Key, shape: tuple[int, ...], box: Box) -> str:
     return str(key) if box == Box.whole(shape) else f"{key}{box}"
 
 
-def dump_manifest(iteration: int, files: Mapping[str, FileRecord]) -> bytes:
-    """The content of ``manifest.json``."""
-    entries = {
-        name: FileEntry(size=record.size, blocks=record.blocks) for name, record in sorted(files.items())
-    }
-    manifest = Manifest(format=FORMAT, iteration=iteration, block_size=BLOCK, files=entries)
-    rest = manifest.model_dump_json(indent=1).encode().removeprefix(b"{\n") + b"\n"
+def dump_manifest(
+    iteration: int, files: Mapping[str, FileRecord], save: str | None = None, parts: int = 0
+) -> bytes:
+    """The content of ``manifest.json``; `save` and `parts` are those of a checkpoint in parts."""
+    manifest = Manifest(
+        format=3 if parts else 2,
+        iteration=iteration,
+        block_size=BLOCK,
+        files=entries_of(files),
+        save=save,
+        parts=parts,
+    )
+    return sealed(manifest.model_dump_json(indent=1, exclude_defaults=True))
+
+
+def entries_of(files: Mapping[str, FileRecord]) -> dict[str, FileEntry]:
+    """Return what a description says of files, by name."""
+    return {name: FileEntry(size=record.size, blocks=record.blocks) for name, record in sorted(files.items())}
+
+
+def sealed(text: str) -> bytes:
+    """A description, a JSON object, with its hash in the first line."""
+    rest = text.encode()[1:].removeprefix(b"\n") + b"\n"
     return b'{"checksum": "' + xxhash.xxh3_64_hexdigest(rest).encode() + b'",\n' + rest
 
 
@@ -173,18 +220,24 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: it has another format.
     """
     path = folder / MANIFEST
+    rest = unsealed(path)
+    if (written := _plain(rest, path).get("format")) not in FORMATS:
+        raise CheckpointError(
+            f"`{path}` must be of format {' or '.join(map(str, FORMATS))}, but is of {written!r}; use the "
+            "version that wrote it"
+        )
+    return parse(Manifest, rest, path)
+
+
+def unsealed(path: Path) -> bytes:
+    """The JSON of a description that `sealed` made."""
     data = read_bytes(path, most=LARGEST)
     first = _FIRST_LINE.match(data)
     if first is None or xxhash.xxh3_64_hexdigest(data[first.end() :]).encode() != first[1]:
         raise DamagedCheckpointError(
             f"`{path}` must be as it was written, but its checksum differs; use another checkpoint"
         )
-    rest = b"{" + data[first.end() :]
-    if (written := _plain(rest, path).get("format")) != FORMAT:
-        raise CheckpointError(
-            f"`{path}` must be of format {FORMAT}, but is of {written!r}; use the version that wrote it"
-        )
-    return parse(Manifest, rest, path)
+    return b"{" + data[first.end() :]
 
 
 def parse(model: type[_Model], data: bytes, path: Path) -> _Model:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.box import Box
+from megazero.checkpoint.directory import Directory, DirectoryInParts, Share, Wanted, WholeDirectory
 from megazero.checkpoint.folder import hidden_folder, iteration_folder
 from megazero.checkpoint.lock import FOLDER_FACT
 from megazero.checkpoint.manifest import (
@@ -28,10 +28,8 @@ from megazero.checkpoint.manifest import (
     LARGEST,
     MANIFEST,
     STATE,
-    Index,
-    Logical,
+    FileEntry,
     Piece,
-    parse,
     parse_facts,
     piece_name,
     read_manifest,
@@ -70,10 +68,13 @@ class CheckpointReader:
     Args:
         folder: its folder, such as ``DIR/iter_0000100``.
         verify: how much is checked while reading.
+        share: the reader's place among those that open the checkpoint together. Where it is described by
+            parts, each looks at its share of these and whether their files are there; all together look at
+            all. By default it is alone.
 
     Attributes:
-        manifest: which files there are.
-        index: which tensors there are, and where.
+        manifest: which files there are, but for those that parts describe.
+        directory: where the tensors lie.
         facts: everything else that was saved.
         saved_into: the identity of the run's folder that it was saved into; None from earlier versions.
         shapes: the shapes of all tensors.
@@ -83,20 +84,21 @@ class CheckpointReader:
         CheckpointError: the checkpoint has another format.
     """
 
-    def __init__(self, folder: str | Path, *, verify: Verify = Verify.FULL):
+    def __init__(self, folder: str | Path, *, verify: Verify = Verify.FULL, share: Share | None = None):
         self.folder = Path(folder)
         self.verify = verify
         self._kept: dict[str, TensorFile] | None = None
         self.manifest = read_manifest(self.folder)
-        self._check_files()
-        self.index = parse(Index, self._json(INDEX), self.folder / INDEX)
-        if wrong := self.index.trouble({n: e.size for n, e in self.manifest.files.items()}):
-            raise DamagedCheckpointError(f"`{self.folder / INDEX}` must fit the other files, but {wrong}")
+        self._check_name()
+        self._check_files(self.manifest.files)
+        if wrong := [name for name in (INDEX, STATE) if name not in self.manifest.files]:
+            raise DamagedCheckpointError(f"`{self.folder}` must be whole, but {wrong[0]} is not listed")
+        self.directory = self._directory(share or Share())
         facts = parse_facts(self._json(STATE), self.folder / STATE)
         saved_into = facts.pop(FOLDER_FACT, None)
         self.saved_into = saved_into if isinstance(saved_into, str) else None
         self.facts: Mapping[str, Any] = MappingProxyType(facts)
-        self._tensors = {tensor.key: tensor for tensor in self.index.tensors}
+        self._tensors = self.directory.tensors
         self.shapes = MappingProxyType({key: tensor.shape for key, tensor in self._tensors.items()})
 
     def __enter__(self) -> CheckpointReader:
@@ -112,13 +114,16 @@ class CheckpointReader:
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of parts; see `Source`."""
         copies: dict[str, list[_Copy]] = defaultdict(list)
+        parts = list(parts)
         for part in parts:
             tensor = self._tensors[part.key]
             assert tensor.shape == tuple(part.shape), f"{part.key}: {tensor.shape}, not {part.shape}"
-            for piece in tensor.pieces:
+        lying = self.directory.find([Wanted(part.key, part.box) for part in parts])
+        for part, pieces in zip(parts, lying, strict=True):
+            for piece in pieces:
                 box = piece.box.overlap(part.box)
-                if box is not None and box.numel:
-                    copies[piece.file].append(_Copy(part, piece, box))
+                assert box is not None, "pieces that overlap were looked for"
+                copies[piece.file].append(_Copy(part, piece, box))
         for name in sorted(copies):
             with self._reading(name) as file:
                 runs = [run for copy in copies[name] for run in _runs(file.entries[_entry_name(copy)], copy)]
@@ -149,9 +154,9 @@ class CheckpointReader:
             DamagedCheckpointError: it lacks one, or has it in another shape or dtype.
         """
         file = TensorFile(
-            self.folder / name, self.manifest.files[name].record, verify=self.verify is Verify.FULL
+            self.folder / name, self.directory.entry(name).record, verify=self.verify is Verify.FULL
         )
-        for tensor, piece in self._listed.get(name, ()):
+        for tensor, piece in self.directory.listed(name):
             entry = file.entries.get(piece_name(tensor.key, tensor.shape, piece.box))
             if entry is None or (entry.dtype, entry.shape) != (self.dtype(tensor.key), piece.shape):
                 file.close()
@@ -172,16 +177,16 @@ class CheckpointReader:
             self._kept.pop(next(iter(self._kept))).close()
         yield file
 
-    @cached_property
-    def _listed(self) -> Mapping[str, list[tuple[Logical, Piece]]]:
-        """The pieces in each file, and the tensors that they are of."""
-        listed: dict[str, list[tuple[Logical, Piece]]] = defaultdict(list)
-        for tensor in self.index.tensors:
-            for piece in tensor.pieces:
-                listed[piece.file].append((tensor, piece))
-        return listed
+    def _directory(self, share: Share) -> Directory:
+        content = self._json(INDEX)
+        if not self.manifest.parts:
+            return WholeDirectory(self.folder, self.manifest, content)
+        directory = DirectoryInParts(self.folder, self.manifest, content, share)
+        for number in range(share.rank, self.manifest.parts, share.ranks):
+            self._check_files(directory.part(number).files)
+        return directory
 
-    def _check_files(self) -> None:
+    def _check_name(self) -> None:
         expected = iteration_folder(self.folder.parent, self.manifest.iteration).name
         aside = hidden_folder(self.folder.parent, self.manifest.iteration, "replaced").name
         # A link may have any name except that of another iteration.
@@ -191,8 +196,11 @@ class CheckpointReader:
             raise DamagedCheckpointError(
                 f"`{self.folder}` must be {expected} by its {MANIFEST}, but has another name; rename it back"
             )
+
+    def _check_files(self, files: Mapping[str, FileEntry]) -> None:
+        """Look whether these files are there, in their size."""
         wrong = []
-        for name, entry in self.manifest.files.items():
+        for name, entry in files.items():
             path = self.folder / name
             try:
                 size = path.lstat().st_size
@@ -201,9 +209,6 @@ class CheckpointReader:
                 continue
             if size != entry.size:
                 wrong.append(f"{name} has {size} bytes instead of {entry.size}")
-        for name in (INDEX, STATE):
-            if name not in self.manifest.files:
-                wrong.append(f"{name} is not listed")
         if wrong:
             raise DamagedCheckpointError(f"`{self.folder}` must be whole, but {'; '.join(wrong)}")
 

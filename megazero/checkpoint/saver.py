@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -22,11 +23,12 @@ from megazero.checkpoint.folder import (
 )
 from megazero.checkpoint.lock import FOLDER_FACT, WriterLock
 from megazero.checkpoint.part import Part
+from megazero.checkpoint.parts_writer import Tally, fold, write_contents, write_part
 from megazero.checkpoint.staging import Staging
 from megazero.checkpoint.writer import Written, write_description, write_parts
 from megazero.errors import CheckpointError, DamagedCheckpointError, LostFolderError
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import first_value, fold_values
 from megazero.mpu.threads import helper_pool
 
 _Result = TypeVar("_Result")
@@ -42,6 +44,7 @@ class _PendingSave:
     Attributes:
         iteration: the iteration after which it is saved.
         facts: what is written besides tensors.
+        save: a random name of this save, the same on all ranks.
         staging: the host memory that it is written from.
         job: this rank's current work for it: writing its files; then, on the first rank, completing it.
         copied: done once the originals may change.
@@ -50,6 +53,7 @@ class _PendingSave:
 
     iteration: int
     facts: Mapping[str, Any]
+    save: str
     staging: Staging
     job: Future[Any]
     copied: Future[Written]
@@ -127,12 +131,13 @@ class Saver:
         while len(self._flights) >= max(1, self.in_flight) or iteration in self._iterations():
             visible.append(self.settle())
         folder = hidden_folder(self.directory, iteration, "partial")
-        together(
-            self.context, (lambda: self._begin(folder)) if self.context.rank == 0 else None, f"make {folder}"
-        )
+        begin = (lambda: self._begin(folder)) if self.context.rank == 0 else None
+        name = together(self.context, begin, f"make {folder}")
         if not self.in_flight:
-            job = _done_here(lambda: self._write(folder, parts))
-            self._flights.append(_PendingSave(iteration, facts, Staging(self.context.streams), job, job))
+            written = _done_here(lambda: self._write(folder, parts))
+            job = _done_here(lambda: self._describe(folder, name, written.result()))
+            staging = Staging(self.context.streams)
+            self._flights.append(_PendingSave(iteration, facts, name, staging, job, written))
             return [*visible, self.settle()]
         staging = self._free.pop() if self._free else Staging(self.context.streams)
         copies, fill = staging.take([part for part in parts if not part.offloaded])
@@ -144,10 +149,11 @@ class Saver:
 
         copied = self._copier.submit(copy)
 
-        def write() -> Written:
-            return copied.result() + self._write(folder, copies)
+        def write() -> Written | list[Tally]:
+            return self._describe(folder, name, copied.result() + self._write(folder, copies))
 
-        self._flights.append(_PendingSave(iteration, facts, staging, self._writer.submit(write), copied))
+        job = self._writer.submit(write)
+        self._flights.append(_PendingSave(iteration, facts, name, staging, job, copied))
         return visible
 
     def wait_for_copies(self) -> None:
@@ -168,9 +174,10 @@ class Saver:
         first = self.context.rank == 0
         try:
             if not flight.completing:
-                everyone = together(self.context, lambda: flight.job.result().dump(), f"write into {folder}")
+                together(self.context, lambda: flight.job.result() and None, f"write into {folder}")
+                described = fold_values(self.context.world, flight.job.result(), fold, self.context.device)
                 if first:
-                    work = partial(self._complete, folder, flight, everyone)
+                    work = partial(self._complete, folder, flight, described)
                     flight.job = self._writer.submit(work) if self.in_flight else _done_here(work)
                 flight.completing = True
                 return None
@@ -228,21 +235,32 @@ class Saver:
     def _iterations(self) -> list[int]:
         return [flight.iteration for flight in self._flights]
 
-    def _begin(self, folder: Path) -> None:
+    def _begin(self, folder: Path) -> str:
+        """Make the folder of a save, and give the save a name."""
         self._held.check()
         flying = {hidden_folder(self.directory, iteration, "partial") for iteration in self._iterations()}
         self._tidy(lambda path: path.suffix == ".partial" and path not in flying)
         self.disk.make_folder(folder)
+        return secrets.token_hex(8)
 
     def _write(self, folder: Path, parts: Sequence[Part], beside: str = "") -> Written:
         place = self.context.rank, self.context.world_size
         return write_parts(self.disk, folder, parts, *place, beside)
 
-    def _complete(self, folder: Path, flight: _PendingSave, everyone: Sequence[Mapping[str, Any]]) -> None:
+    def _describe(self, folder: Path, name: str, written: Written) -> Written | list[Tally]:
+        """Describe what this rank wrote, and return what the first rank needs to know of it."""
+        rank, ranks = self.context.rank, self.context.world_size
+        return written if ranks == 1 else write_part(self.disk, folder, written, name, rank, ranks)
+
+    def _complete(self, folder: Path, flight: _PendingSave, described: Written | list[Tally]) -> None:
         self._held.check()
         self._tidy(lambda path: path.suffix != ".partial")
         facts = {**flight.facts, FOLDER_FACT: self._held.identity}
-        write_description(self.disk, folder, flight.iteration, map(Written.load, everyone), facts)
+        if isinstance(described, Written):
+            write_description(self.disk, folder, flight.iteration, [described], facts)
+        else:
+            ranks = self.context.world_size
+            write_contents(self.disk, folder, flight.iteration, described, facts, flight.save, ranks)
         self._held.check()
         visible = publish(self.disk, self.directory, flight.iteration)
         self._held.check()
@@ -263,30 +281,29 @@ class Saver:
             self._free.append(flight.staging)
 
 
-def together(context: ParallelContext, work: Callable[[], Any] | None, what: str) -> list[Any]:
+def together(context: ParallelContext, work: Callable[[], Any] | None, what: str) -> Any:
     """Do `work` here if this rank has any; a failure on one rank is raised on all.
 
     Returns:
-        Every rank's result, which must be JSON-able.
+        The first rank's result on all ranks; JSON must be able to hold it.
 
     Raises:
         CheckpointError: on every rank, of the kind that was raised; it names the first rank that failed and
             why.
     """
-    outcome: dict[str, Any] = {}
+    result = failure = None
     if work is not None:
         try:
-            outcome["result"] = work()
+            result = work()
         except CheckpointError as error:
-            outcome |= {"failure": str(error), "kind": type(error).__name__}
+            failure = str(error), type(error).__name__
         except OSError as error:
-            outcome["failure"] = f"{type(error).__name__}: {error}"
-    outcomes = gather_values(context.world, outcome, context.device)
-    for rank, theirs in enumerate(outcomes):
-        if "failure" in theirs:
-            kind = _KINDS.get(theirs.get("kind"), CheckpointError)
-            raise kind(f"rank {rank} could not {what}: {theirs['failure']}")
-    return [theirs.get("result") for theirs in outcomes]
+            failure = f"{type(error).__name__}: {error}", ""
+    if (failed := first_value(context.world, failure, context.device)) is not None:
+        rank, (why, kind) = failed
+        raise _KINDS.get(kind, CheckpointError)(f"rank {rank} could not {what}: {why}")
+    answer = first_value(context.world, result if context.rank == 0 else None, context.device)
+    return None if answer is None else answer[1]
 
 
 def _done_here(work: Callable[[], _Result]) -> Future[_Result]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -27,16 +27,20 @@ def parts_to_write(optimizer: Optimizer, context: ParallelContext, *, moments: b
     replica has its own of is a row of a tensor over all of them, see `ReplicaRows`.
     """
     parts: list[Part] = []
-    dealt: dict[int, list[int]] = defaultdict(lambda: [0] * context.world_size)
+    totals: Counter[int] = Counter()  # elements to deal among so many replicas
+    for layout, _, _ in _flats(optimizer, moments):
+        mine = (span for i, span in enumerate(layout.spans) if _writes(i, layout.specs[i], context))
+        totals[layout.ranks] += 0 if layout.row.shard_state else sum(stop - start for start, stop in mine)
+    dealt: Counter[int] = Counter()
     for layout, flats, offloaded in _flats(optimizer, moments):
-        loads = dealt[layout.ranks]
         for i, (spec, (start, stop)) in enumerate(zip(layout.specs, layout.spans, strict=True)):
             if not _writes(i, spec, context):
                 continue
             if not layout.row.shard_state:
-                writer = min(range(layout.ranks), key=loads.__getitem__)
-                loads[writer] += stop - start
-                if writer != layout.rank:
+                middle = dealt[layout.ranks] + (stop - start) // 2
+                dealt[layout.ranks] += stop - start
+                writer = middle * layout.ranks // max(1, totals[layout.ranks])
+                if min(writer, layout.ranks - 1) != layout.rank:
                     continue
             elif start == stop and layout.rank != 0:
                 continue

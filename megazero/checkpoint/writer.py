@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,33 +53,10 @@ class WrittenPiece:
 
 @dataclass(frozen=True)
 class Written:
-    """The files and pieces that one rank wrote; `dump` and `load` convert them to and from JSON."""
+    """The files and pieces that one rank wrote."""
 
     files: Mapping[str, FileRecord]
     entries: Sequence[WrittenPiece]
-
-    def dump(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return {
-            "files": {n: asdict(r) for n, r in self.files.items()},
-            "entries": [asdict(e) for e in self.entries],
-        }
-
-    @classmethod
-    def load(cls, value: Mapping[str, Any]) -> Written:
-        """The object that `dump` was called on."""
-        files = {name: FileRecord(r["size"], tuple(r["blocks"])) for name, r in value["files"].items()}
-        entries = [
-            WrittenPiece(
-                Key(**e["key"]),
-                e["dtype"],
-                tuple(e["shape"]),
-                Box(tuple(e["box"]["offset"]), tuple(e["box"]["shape"])),
-                e["file"],
-            )
-            for e in value["entries"]
-        ]
-        return cls(files, entries)
 
     def __add__(self, other: Written) -> Written:
         return Written({**self.files, **other.files}, [*self.entries, *other.entries])

@@ -27,6 +27,7 @@ from megazero.deepspeed.tags import LATEST
 from megazero.deepspeed.weights import StateSource, frozen_names, shared_names
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.deepspeed.zero_to_fp32 import write_scripts
+from megazero.mpu.messages import broadcast_value, fold_values
 from megazero.train.resume.fit import check_tensors
 
 CustomLoad = Callable[..., Any]
@@ -172,8 +173,9 @@ def _read(engine: SteppingEngine, saved: Saved, parts: LoadParts) -> None:
 def _check_names(engine: SteppingEngine, source: Source, names: set[str], where: object) -> None:
     """Refuse weights that the module has no place for on any rank; it knows tied ones by each name."""
     own = {*engine.module.state_dict(keep_vars=True), *(n for n, _ in engine.module.named_parameters())}
-    everyone = set().union(*together(engine.context, lambda: sorted(own), "name its weights"))
-    check_tensors(source, [], where, sorted(names - everyone))
+    world, device = engine.context.world, engine.context.device
+    folded = fold_values(world, sorted(own), lambda some, others: sorted({*some, *others}), device)
+    check_tensors(source, [], where, sorted(names - set(broadcast_value(world, folded, device))))
 
 
 def _load_by(engine: SteppingEngine, state: Mapping[str, Any], custom: CustomLoad) -> None:

@@ -31,7 +31,7 @@ from megazero.models.batch import Collate, M, MicroBatch
 from megazero.models.chunk import ModelChunk
 from megazero.models.sample_losses import SampleLosses
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import broadcast_value
 from megazero.pipeline.actions import Program
 from megazero.pipeline.executor import Evaluator
 from megazero.train.parts.chunks import programs_of
@@ -160,7 +160,7 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
     folder = MetricFolder(output, METRIC, False, grid, {"metric": METRIC, "scale": SCALE, **identity})
     first = context.rank == 0
     progress = (is_reduced(folder), folder.missing(range(len(grid)))) if first else None
-    finished, missing = gather_values(context.world, progress, context.device)[0]
+    finished, missing = broadcast_value(context.world, progress, context.device)
     if finished:
         yield len(dataset), len(dataset)
         return

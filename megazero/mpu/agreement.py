@@ -16,7 +16,8 @@ import torch
 
 from megazero.errors import CommunicationError, ConfigError
 from megazero.mpu.group import Group
-from megazero.mpu.messages import gather_values, name_ranks
+from megazero.mpu.messages import broadcast_value, gather_values, name_ranks, same_on_all
+from megazero.mpu.tree import children, pause_of
 from megazero.mpu.watch.job_notes import JobNotes
 
 Facts = Mapping[str, str | None]
@@ -26,6 +27,8 @@ _SHOWN = 3  # values of a fact in a message
 _LONGEST = 60  # characters of a value in a message
 _FAREWELL = 10.0  # seconds
 _SAME, _DIFFERENT = "same", "different"
+_SORTS = 16  # of notes, more than there are where ranks mean the same
+_MOST_READS = 10_000  # of a note that is not there yet, by all ranks in a second
 
 
 def agree(group: Group, gather: Callable[[], Facts], device: torch.device) -> None:
@@ -37,19 +40,24 @@ def agree(group: Group, gather: Callable[[], Facts], device: torch.device) -> No
     if group.size == 1:
         return
     facts = gather()
-    digests = gather_values(group, _digest(facts), device)
-    if len(set(digests)) == 1:
+    digest = _digest(facts)
+    if same_on_all(group, bytes.fromhex(digest), device):
         return
-    everyone = gather_values(group, dict(facts), device)
-    if violations := disagreements(dict(zip(group.ranks, everyone, strict=True))):
+    digests = gather_values(group, digest, device)
+    meant = {
+        said: broadcast_value(group, dict(facts), device, digests.index(said))
+        for said in dict.fromkeys(digests)
+    }
+    if violations := disagreements({r: meant[said] for r, said in zip(group.ranks, digests, strict=True)}):
         raise ConfigError(violations)
 
 
 def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts, patience: float) -> None:
     """Compare the facts of all ranks of a job; every rank calls this.
 
-    The first rank reads a digest of each and tells the others what it found, so a job of many ranks leaves
-    two notes per rank. Only where they differ are the facts themselves exchanged.
+    Digests go up the tree of ranks: a rank passes on those of the ranks below it, equal ones once. The first
+    rank tells the others what it found, so a rank reads as many notes as it has children, and one more. Only
+    where facts differ are they themselves exchanged, of one rank for each digest.
 
     Args:
         job_notes: where the ranks leave notes for each other.
@@ -60,27 +68,50 @@ def agree_by_notes(job_notes: JobNotes, rank: int, world_size: int, facts: Facts
         ConfigError: on every rank: names each fact that differs, with its values and the ranks.
         CommunicationError: a rank left no note in time.
     """
+    pause = pause_of(0.1, world_size, _MOST_READS)
+
+    def read(name: str, author: int, patience: float = patience) -> str:
+        return _read(job_notes, name, author, patience, pause)
+
+    below = {
+        note for child in children(rank, world_size) for note in json.loads(read(f"digest/{child}", child))
+    }
+    own = _note(facts, leaving_out=sorted(name for name, value in facts.items() if value is None))
     if rank == 0:
-        notes = {_read(job_notes, f"digest/{other}", other, patience) for other in range(1, world_size)}
-        alike = all(_note(facts, leaving_out=json.loads(note)["not said"]) == note for note in notes)
-        job_notes.post(_key("verdict"), _SAME if alike else _DIFFERENT)
+        alike = all(_note(facts, leaving_out=json.loads(note)["not said"]) == note for note in below)
+        job_notes.post(_key("verdict"), _SAME if alike and len(below) < _SORTS else _DIFFERENT)
     else:
-        unsaid = sorted(name for name, value in facts.items() if value is None)
-        job_notes.post(_key(f"digest/{rank}"), _note(facts, leaving_out=unsaid))
-    if _read(job_notes, "verdict", 0, patience) == _SAME:
+        job_notes.post(_key(f"digest/{rank}"), json.dumps(sorted({own, *below})[:_SORTS]))
+    if read("verdict", 0) == _SAME:
         return
-    job_notes.post(_key(f"facts/{rank}"), json.dumps(dict(facts)))
     if rank == 0:
-        everyone = {r: json.loads(_read(job_notes, f"facts/{r}", r, patience)) for r in range(world_size)}
-        job_notes.post(_key("found"), json.dumps(disagreements(everyone)))
-    sentences = json.loads(_read(job_notes, "found", 0, patience))
+        _explain(job_notes, read, own, facts, world_size)
+    else:
+        job_notes.post(_key(f"own/{rank}"), own)
+        if rank in json.loads(read("wanted", 0)):
+            job_notes.post(_key(f"facts/{rank}"), json.dumps(dict(facts)))
+    sentences = json.loads(read("found", 0))
     if rank == 0:  # whose process may keep the notes; a rank that has gone must not hide what was found
         with suppress(CommunicationError):
             for other in range(1, world_size):
-                _read(job_notes, f"heard/{other}", other, min(patience, _FAREWELL))
+                read(f"heard/{other}", other, min(patience, _FAREWELL))
     else:
         job_notes.post(_key(f"heard/{rank}"), "")
     raise ConfigError(sentences)
+
+
+def _explain(
+    job_notes: JobNotes, read: Callable[[str, int], str], own: str, facts: Facts, world_size: int
+) -> None:
+    """Ask one rank for each digest for its facts, and leave the sentences about what differs."""
+    holders = {own: [0]}
+    for other in range(1, world_size):
+        holders.setdefault(read(f"own/{other}", other), []).append(other)
+    asked = [ranks[0] for ranks in holders.values() if ranks[0]]
+    job_notes.post(_key("wanted"), json.dumps(asked))
+    meant = {0: facts, **{rank: json.loads(read(f"facts/{rank}", rank)) for rank in asked}}
+    everyone = {rank: meant[ranks[0]] for ranks in holders.values() for rank in ranks}
+    job_notes.post(_key("found"), json.dumps(disagreements(dict(sorted(everyone.items())))))
 
 
 def disagreements(facts: Mapping[int, Facts]) -> list[str]:
@@ -120,8 +151,8 @@ def _key(name: str) -> str:
     return f"agreement/{name}"
 
 
-def _read(job_notes: JobNotes, name: str, author: int, patience: float) -> str:
-    """Wait for a note, and return it."""
+def _read(job_notes: JobNotes, name: str, author: int, patience: float, longest: float) -> str:
+    """Wait for a note, looking for it after pauses of up to `longest` seconds, and return it."""
     pause, end = 0.001, time.monotonic() + patience
     while (text := job_notes.read(_key(name))) is None:
         if time.monotonic() > end:
@@ -130,5 +161,5 @@ def _read(job_notes: JobNotes, name: str, author: int, patience: float) -> str:
                 "look at its log"
             )
         time.sleep(pause)
-        pause = min(0.1, 2 * pause)
+        pause = min(longest, 2 * pause)
     return text

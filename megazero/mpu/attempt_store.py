@@ -17,6 +17,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from megazero.mpu.tree import children
+
 _POLL = 0.01
 
 
@@ -33,24 +35,26 @@ def agent_store(timeout: timedelta, environment: Mapping[str, str] | None = None
 def store_of_attempt(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """The part of a store that belongs to this attempt alone, whatever earlier attempts left in the store.
 
-    Every rank asks with a word of its own that no earlier attempt knew, and the first rank answers them all.
+    Every rank asks with a word of its own that no earlier attempt knew. The first rank answers its children
+    in the tree of ranks, and they answer theirs.
 
     Raises:
         RuntimeError: some rank did not ask in time.
     """
     word = uuid.uuid4().hex
-    if rank == 0:
-        _answer(store, word, set(range(1, world_size)), timeout)
-        return PrefixStore(word, store)
-    store.set(f"asks/{rank}", word)
-    store.wait([f"answer/{word}"], timeout)
-    attempt = store.get(f"answer/{word}").decode()
-    store.set(f"heard/{word}", attempt)
+    if rank:
+        store.set(f"asks/{rank}", word)
+        store.wait([f"answer/{word}"], timeout)
+        attempt = store.get(f"answer/{word}").decode()
+        store.set(f"heard/{word}", attempt)
+    else:
+        attempt = word
+    _answer(store, attempt, set(children(rank, world_size)), timeout)
     return PrefixStore(attempt, store)
 
 
 def _answer(store: Store, attempt: str, missing: set[int], timeout: timedelta) -> None:
-    """Tell every rank the attempt's name; dead ranks of earlier attempts are answered too, to no effect."""
+    """Tell these ranks the attempt's name; dead ranks of earlier attempts are answered too, to no effect."""
     deadline = time.monotonic() + timeout.total_seconds()
     while missing:
         for rank in sorted(missing):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megazero.mpu.grid import COMMUNICATORS, ProcessGrid
+from megazero.mpu.grid import COMMUNICATORS, ProcessGrid, Ranks
 
 TIED_STAGES = (0, -1)
 """The pipeline stages that hold a tied weight: embedding and head."""
@@ -62,7 +62,7 @@ class Communicator:
     """
 
     names: tuple[str, ...]
-    ranks: tuple[int, ...]
+    ranks: Ranks
     urgent: bool
     second: bool
 
@@ -109,7 +109,7 @@ class CommunicatorPlan:
             "node": grid.node(rank, node_size),
             "peers": grid.peers(rank, node_size),
         }
-        shared: dict[tuple[bool, tuple[int, ...]], list[str]] = {}
+        shared: dict[tuple[bool, Ranks], list[str]] = {}
         for name, ranks in spans.items():
             shared.setdefault((name in _BESIDE, ranks), []).append(name)
         return cls(

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from megazero.mpu.communicators import CommunicatorPlan
-from megazero.mpu.grid import Place, ProcessGrid
+from megazero.mpu.grid import Place, ProcessGrid, Ranks
 from megazero.mpu.group import Group
 from megazero.mpu.linked_group import LinkedGroup
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.streams import INLINE, Streams, streams_of
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.mpu.tree import tiers
 from megazero.mpu.watch.watch import Watch
 
 
@@ -27,7 +28,7 @@ class ParallelContext:
 
     `groups` holds one `Group` per name in `grid.COMMUNICATORS`, and four that are not products of axes:
     ``tied`` (the pipeline stages that hold a tied weight), ``node`` (replicas on one node), ``peers`` (those
-    at the same place of each node) and ``host`` (all ranks, for tensors on the host). Second communicators
+    at the same place of each node) and ``host`` (see `host_groups`). Second communicators
     (`CommunicatorPlan`) are there where they were asked for. `plan` says what each is for. `watch` is the one
     that watches their calls, if there is one. `streams` are those of the device.
     """
@@ -100,7 +101,15 @@ class ParallelContext:
         return self.grid.world_size
 
 
-GroupMaker = Callable[[str, tuple[int, ...]], Group]
+def host_groups(context: ParallelContext) -> tuple[Group, ...]:
+    """The groups for tensors on the host: reducing over one after the other reduces over all ranks.
+
+    Over Gloo a rank holds a connection to each other member, and all ranks would be too many.
+    """
+    return tuple(group for name, group in context.groups.items() if name.startswith("host"))
+
+
+GroupMaker = Callable[[str, Ranks], Group]
 
 
 def make_context(
@@ -119,12 +128,14 @@ def make_context(
         grid, rank, node_size, seconds: as for `CommunicatorPlan.of`.
         device: where this rank's tensors live.
         maker: opens a communicator.
-        host: opens the group ``host``, where another one than the world's is needed.
+        host: opens the groups ``host``, where another one than the world's is needed.
     """
     plan = CommunicatorPlan.of(grid, rank, node_size=node_size, seconds=seconds)
     groups: dict[str, Group] = {}
-    if host is not None and grid.world_size > 1:  # first, as all ranks are in it: see `CommunicatorPlan.of`
-        groups["host"] = host("host", tuple(range(grid.world_size)))
+    if host is not None and grid.world_size > 1:  # first, as all ranks open them: see `CommunicatorPlan.of`
+        for number, members in enumerate(tiers(rank, grid.world_size)):
+            name = f"host_{number}" if number else "host"
+            groups[name] = host(name, members)
     for communicator in plan.communicators:
         name, ranks = communicator.name, communicator.ranks
         group = SoloGroup(name, rank) if len(ranks) == 1 else maker(name, ranks)
@@ -144,7 +155,7 @@ def with_whole_sequences(context: ParallelContext) -> ParallelContext:
 def solo_context(device: torch.device | str = "cpu") -> ParallelContext:
     """The context of a job of one process."""
 
-    def never(name: str, ranks: tuple[int, ...]) -> Group:
+    def never(name: str, ranks: Ranks) -> Group:
         raise AssertionError(f"a world of one has no group {name} of {ranks}")
 
     return make_context(ProcessGrid(), 0, torch.device(device), never)
@@ -156,7 +167,7 @@ def thread_context(
     """The context of one rank of a world of threads."""
     assert world.size == grid.world_size
 
-    def maker(name: str, ranks: tuple[int, ...]) -> Group:
+    def maker(name: str, ranks: Ranks) -> Group:
         return world.group(name, rank, ranks)
 
     return make_context(grid, rank, torch.device("cpu"), maker, node_size=node_size, seconds=seconds)

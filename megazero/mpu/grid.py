@@ -10,9 +10,9 @@ adjacent ranks and land on one node.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Literal
 
@@ -51,6 +51,19 @@ AXES: Mapping[str, Axis] = MappingProxyType(
         "etp": Axis("expert_tensor_parallel_size", model="slices", experts=True),
     }
 )
+
+
+Ranks = Sequence[int]
+"""World ranks in group order: a `range` where they are equally far apart, which takes no memory for each."""
+
+
+def as_ranks(ranks: Ranks) -> Ranks:
+    """The same ranks in the one form that equal ones have: a `range` if they are one, else a tuple."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(steps) > 1 or not min(steps, default=1) > 0:
+        return tuple(ranks)
+    step = min(steps, default=1)
+    return range(ranks[0], ranks[-1] + step, step)
 
 
 def _names(wanted: Iterable[tuple[str, Axis]]) -> tuple[str, ...]:
@@ -139,25 +152,36 @@ class ProcessGrid:
             rank = rank * self[axis] + indices[axis]
         return rank
 
-    def members(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+    def members(self, rank: int, axes: tuple[str, ...]) -> Ranks:
         """The ranks that share all of `rank`'s indices except those along `axes`, in rank order.
 
         The axes are of one numbering.
         """
-        place, names = self.place(rank), numbering(axes)
-        spans = [range(self[axis]) if axis in axes else (place.index(axis),) for axis in names]
-        return tuple(self.rank(dict(zip(names, indices, strict=True))) for indices in product(*spans))
+        place, first, stride = self.place(rank), rank, 1
+        spans: list[range] = []
+        for axis in reversed(numbering(axes)):
+            size = self[axis]
+            if axis in axes and size > 1:
+                first -= place.index(axis) * stride
+                if spans and spans[0].stop == stride:  # this axis goes on where the faster ones end
+                    spans[0] = range(0, stride * size, spans[0].step)
+                else:
+                    spans.insert(0, range(0, stride * size, stride))
+            stride *= size
+        if len(spans) == 1:
+            return range(first, first + spans[0].stop, spans[0].step)
+        return as_ranks([first + sum(offsets) for offsets in product(*spans)])
 
-    def at_stages(self, rank: int, stages: tuple[int, ...]) -> tuple[int, ...]:
+    def at_stages(self, rank: int, stages: tuple[int, ...]) -> Ranks:
         """The ranks of some pipeline stages at `rank`'s other indices; `rank` alone if it is at none.
 
         A stage below 0 counts from the last.
         """
         line = self.members(rank, ("pp",))
-        ranks = tuple(dict.fromkeys(line[stage] for stage in stages))
-        return ranks if rank in ranks else (rank,)
+        ranks = list(dict.fromkeys(line[stage] for stage in stages))
+        return as_ranks(ranks if rank in ranks else [rank])
 
-    def node(self, rank: int, size: int) -> tuple[int, ...]:
+    def node(self, rank: int, size: int) -> Ranks:
         """The block of `size` adjacent replicas of `rank`'s dense parameters that `rank` belongs to.
 
         Raises:
@@ -172,25 +196,25 @@ class ProcessGrid:
         first = replicas.index(rank) // size * size
         return replicas[first : first + size]
 
-    def peers(self, rank: int, size: int) -> tuple[int, ...]:
+    def peers(self, rank: int, size: int) -> Ranks:
         """The replicas of `rank`'s dense parameters at its place in their blocks of `size`, one per block."""
         replicas = self.members(rank, COMMUNICATORS["replica"])
         return replicas[replicas.index(rank) % size :: size]
 
-    def context_block(self, rank: int) -> tuple[int, ...]:
+    def context_block(self, rank: int) -> Ranks:
         """The adjacent ranks of `cp` with which `rank` exchanges heads."""
         line = self.members(rank, ("cp",))
         first = line.index(rank) // self.cp_inner * self.cp_inner
         return line[first : first + self.cp_inner]
 
-    def context_peers(self, rank: int) -> tuple[int, ...]:
+    def context_peers(self, rank: int) -> Ranks:
         """The ranks of `cp` at `rank`'s place in their blocks, with which it exchanges keys and values."""
         line = self.members(rank, ("cp",))
         return line[line.index(rank) % self.cp_inner :: self.cp_inner]
 
     def partition(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """All groups over `axes`: disjoint, covering every rank, ordered by first member."""
-        return tuple(sorted({self.members(rank, axes) for rank in range(self.world_size)}))
+        return tuple(sorted({tuple(self.members(rank, axes)) for rank in range(self.world_size)}))
 
 
 @dataclass(frozen=True)

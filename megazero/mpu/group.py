@@ -13,6 +13,8 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from megazero.mpu.grid import Ranks
+
 Reduction = Literal["sum", "max", "min"]
 
 
@@ -52,7 +54,7 @@ class Group(Protocol):
 
     name: str
     rank: int  # this process's rank within the group
-    ranks: tuple[int, ...]  # the members' world ranks
+    ranks: Ranks  # the members' world ranks
 
     @property
     def size(self) -> int:

@@ -16,7 +16,7 @@ from megazero.errors import ConfigError
 from megazero.mpu.agreement import Facts, agree_by_notes
 from megazero.mpu.communicators import CommunicatorPlan, second_communicators
 from megazero.mpu.context import ParallelContext, make_context, solo_context
-from megazero.mpu.grid import AXES, ProcessGrid
+from megazero.mpu.grid import AXES, ProcessGrid, Ranks
 from megazero.mpu.group import Group
 from megazero.mpu.torch_group import TorchGroup, leave_world, open_group, start_world
 from megazero.mpu.transports import backends
@@ -153,7 +153,7 @@ def join(
     watch = Watch(job_notes, launch.rank, launch.world_size, limits, waits=Waits(device), new_mark=new_mark)
 
     def wrap(group: Group) -> Group:
-        compared_on = torch.device("cpu") if group.name == "host" else device
+        compared_on = torch.device("cpu") if group.name.startswith("host") else device
         return watched(group, watch, check_on=compared_on if config.check_collectives else None)
 
     context = open_context(config, launch, device, node_size=node_size, wrap=wrap, seconds=seconds)
@@ -202,13 +202,13 @@ def open_context(
     grid = grid_of(config, launch.world_size)
     plan = CommunicatorPlan.of(grid, launch.rank, node_size=node_size, seconds=seconds)
 
-    def maker(name: str, ranks: tuple[int, ...]) -> Group:
+    def maker(name: str, ranks: Ranks) -> Group:
         planned = plan.named(name)
         return wrap(
             open_group(name, launch.rank, ranks, timeout, urgent=planned.urgent, second=planned.second)
         )
 
-    def on_host(name: str, ranks: tuple[int, ...]) -> Group:
+    def on_host(name: str, ranks: Ranks) -> Group:
         return wrap(open_group(name, launch.rank, ranks, timeout, backend="gloo"))
 
     nccl = choose_backend(config.distributed_backend, device) == "nccl"

@@ -1,19 +1,99 @@
-"""Exchanging small values (names, reports) between ranks as JSON: nothing received is ever executed."""
+"""Exchanging small values (names, reports) between ranks as JSON: nothing received is ever executed.
+
+What `gather_values` gives takes memory for every member on every member, so it is for groups that do not grow
+with the job. Over all ranks the other functions ask for one member's value, or fold values as they go.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from megazero.mpu.group import Group
+from megazero.mpu.group import Group, Transfer
+
+_FOLDED = 8  # members whose values are folded by one of them at a time
+
+
+def same_on_all(group: Group, digest: bytes, device: torch.device | str = "cpu") -> bool:
+    """Whether all members have the same 16 bytes; every member calls this."""
+    mine = [int.from_bytes(digest[i : i + 4], "big") for i in range(0, 16, 4)]
+    largest = torch.tensor([*mine, *(-number for number in mine)], device=device)
+    group.all_reduce(largest, "max").wait()
+    most, least = largest.view(2, 4).tolist()
+    return bool(most == [-number for number in least])
+
+
+def broadcast_value(group: Group, value: Any, device: torch.device | str = "cpu", source: int = 0) -> Any:
+    """The `value` of group rank `source`, which JSON must be able to hold, on every member."""
+    data = _encoded(value if group.rank == source else None, device)
+    length = torch.tensor([data.numel()], device=device)
+    group.broadcast(length, source).wait()
+    if group.rank != source:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    group.broadcast(data, source).wait()
+    return _decoded(data)
+
+
+def first_value(group: Group, value: Any, device: torch.device | str = "cpu") -> tuple[int, Any] | None:
+    """The value of the first member that has one, and its group rank; None if all have None."""
+    first = torch.tensor([group.size if value is None else group.rank], device=device)
+    group.all_reduce(first, "min").wait()
+    source = int(first)
+    return None if source == group.size else (source, broadcast_value(group, value, device, source))
+
+
+def fold_values(
+    group: Group, value: Any, fold: Callable[[Any, Any], Any], device: torch.device | str = "cpu"
+) -> Any:
+    """Fold all members' values into one on the first member, None elsewhere; every member calls this.
+
+    Values go up a tree of blocks of adjacent members, so a member receives at most 7 in each of log8(size)
+    rounds, and `fold` sees them in group order: of what it folds, the second is of later members.
+    """
+    span = 1
+    while span < group.size:
+        here = group.rank % (span * _FOLDED)
+        if here:
+            _send(group, value, group.rank - here, device)
+            return None
+        for peer in range(group.rank + span, min(group.rank + span * _FOLDED, group.size), span):
+            value = fold(value, _receive(group, peer, device))
+        span *= _FOLDED
+    return value
+
+
+def _send(group: Group, value: Any, peer: int, device: torch.device | str) -> None:
+    data = _encoded(value, device)
+    for tensor in (torch.tensor([data.numel()], device=device), data):
+        for work in group.exchange([Transfer("send", tensor, peer)]):
+            work.wait()
+
+
+def _receive(group: Group, peer: int, device: torch.device | str) -> Any:
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    for work in group.exchange([Transfer("recv", length, peer)]):
+        work.wait()
+    data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    for work in group.exchange([Transfer("recv", data, peer)]):
+        work.wait()
+    return _decoded(data)
+
+
+def _encoded(value: Any, device: torch.device | str) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+
+
+def _decoded(data: Tensor) -> Any:
+    return json.loads(data.cpu().numpy().tobytes())
 
 
 def gather_values(group: Group, value: Any, device: torch.device | str = "cpu") -> list[Any]:
     """Gather every member's `value`, which JSON must be able to hold, on every member in group order."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    data = _encoded(value, device)
     length = torch.tensor([data.numel()], device=device)
     lengths = torch.empty(group.size, dtype=length.dtype, device=device)
     group.all_gather(lengths, length).wait()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from megazero.mpu.grid import Ranks
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 
 
@@ -15,7 +16,7 @@ class SoloGroup(Group):
     def __init__(self, name: str = "solo", world_rank: int = 0):
         self.name = name
         self.rank = 0
-        self.ranks = (world_rank,)
+        self.ranks: Ranks = range(world_rank, world_rank + 1)
 
     @property
     def size(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from megazero.mpu.grid import Ranks
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 
 
@@ -18,7 +19,7 @@ class StillGroup(Group):
     Results are what equal members would give as far as shapes go; values are this member's own.
     """
 
-    def __init__(self, name: str, rank: int, ranks: tuple[int, ...]):
+    def __init__(self, name: str, rank: int, ranks: Ranks):
         self.name = name
         self.rank = rank
         self.ranks = ranks

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megazero.errors import CommunicationError
+from megazero.mpu.grid import Ranks, as_ranks
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
 from megazero.mpu.thread_turns import RankThread, Ticket, Turns
 
@@ -55,7 +56,7 @@ class ThreadMeeting:
     the others brought stays as it is until then, as they sleep.
     """
 
-    def __init__(self, ranks: tuple[int, ...], timeout: float):
+    def __init__(self, ranks: Ranks, timeout: float):
         self.ranks = ranks
         self.timeout = timeout
         self.lock = threading.Lock()
@@ -138,14 +139,15 @@ class ThreadWorld:
     def __init__(self, size: int, timeout: float = 60.0):
         self.size = size
         self.timeout = timeout
-        self._meetings: dict[tuple[str, tuple[int, ...]], ThreadMeeting] = {}
+        self._meetings: dict[tuple[str, Ranks], ThreadMeeting] = {}
         self._lock = threading.Lock()
 
-    def meeting(self, name: str, ranks: tuple[int, ...]) -> ThreadMeeting:
+    def meeting(self, name: str, ranks: Ranks) -> ThreadMeeting:
         with self._lock:
             return self._meetings.setdefault((name, ranks), ThreadMeeting(ranks, self.timeout))
 
-    def group(self, name: str, rank: int, ranks: tuple[int, ...]) -> ThreadGroup:
+    def group(self, name: str, rank: int, ranks: Ranks) -> ThreadGroup:
+        ranks = as_ranks(ranks)
         return ThreadGroup(name, ranks.index(rank), self.meeting(name, ranks))
 
     def abort(self) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from megazero.errors import CommunicationError
 from megazero.mpu.attempt_store import agent_store, store_of_attempt
+from megazero.mpu.grid import Ranks
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
+from megazero.mpu.messages import name_ranks
 
 # torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,7 +34,7 @@ class TorchGroup(Group):
         process_group: the torch process group of exactly these ranks.
     """
 
-    def __init__(self, name: str, world_rank: int, ranks: tuple[int, ...], process_group: dist.ProcessGroup):
+    def __init__(self, name: str, world_rank: int, ranks: Ranks, process_group: dist.ProcessGroup):
         self.name = name
         self.rank = ranks.index(world_rank)
         self.ranks = ranks
@@ -113,7 +115,7 @@ class TorchGroup(Group):
 
     def _failure(self, what: str, error: Exception) -> CommunicationError:
         return CommunicationError(
-            f"`{what}` over group `{self.name}` (ranks {list(self.ranks)}) failed on rank "
+            f"`{what}` over group `{self.name}` ({name_ranks(self.ranks)}) failed on rank "
             f"{self.ranks[self.rank]}: {error}"
         )
 
@@ -167,7 +169,7 @@ def join_file_world(path: str, rank: int, world_size: int, timeout: timedelta) -
 def open_group(
     name: str,
     world_rank: int,
-    ranks: tuple[int, ...],
+    ranks: Ranks,
     timeout: timedelta,
     *,
     urgent: bool = False,

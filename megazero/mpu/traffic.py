@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megazero.mpu.context import ParallelContext, make_context
-from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.grid import ProcessGrid, Ranks
 from megazero.mpu.group import Group, Transfer, Work
 from megazero.mpu.still_group import StillGroup
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
@@ -85,7 +85,7 @@ def recording_context(
 ) -> ParallelContext:
     """The context of one rank in a job that does not run: its groups move nothing, and `log` counts calls."""
 
-    def maker(name: str, ranks: tuple[int, ...]) -> Group:
+    def maker(name: str, ranks: Ranks) -> Group:
         return StillGroup(name, ranks.index(rank), ranks)
 
     context = make_context(grid, rank, torch.device(device), maker, node_size=node_size, seconds=seconds)

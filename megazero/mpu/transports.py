@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Group
-from megazero.mpu.messages import gather_values
 from megazero.mpu.torch_group import TorchGroup
 from megazero.mpu.wrapping_group import WrappingGroup
+
+_KINDS = ("gloo", "nccl", "one process")
 
 
 def transports(context: ParallelContext) -> dict[str, str]:
@@ -19,18 +20,28 @@ def transports(context: ParallelContext) -> dict[str, str]:
         The same on all ranks, such as ``{"tp": "nccl", "world": "gloo"}``; a name whose groups go over
         different things has all of them.
     """
-    mine = {name: _transport(group) for name, group in context.groups.items() if group.size > 1}
-    everyone = gather_values(context.world, mine, context.device)
-    names = sorted({name for theirs in everyone for name in theirs})
-    return {
-        name: " and ".join(sorted({theirs[name] for theirs in everyone if name in theirs})) for name in names
+    names = sorted(context.groups)
+    mine = {name: _transport(context.groups[name]) for name in names if context.groups[name].size > 1}
+    there = torch.tensor(
+        [[mine.get(name) == kind for kind in _KINDS] for name in names], device=context.device
+    )
+    there = there.to(torch.int32)
+    context.world.all_reduce(there, "max").wait()
+    kinds = {
+        name: [kind for kind, some in zip(_KINDS, row, strict=True) if some]
+        for name, row in zip(names, there.tolist(), strict=True)
     }
+    return {name: " and ".join(some) for name, some in kinds.items() if some}
 
 
 def _transport(group: Group) -> str:
     while isinstance(group, WrappingGroup):
         group = group.inner
-    return dist.get_backend(group.process_group) if isinstance(group, TorchGroup) else "one process"
+    if not isinstance(group, TorchGroup):
+        return "one process"
+    kind = dist.get_backend(group.process_group)
+    assert kind in _KINDS, f"a group over {kind}"
+    return kind
 
 
 def backends() -> dict[str, str | None]:

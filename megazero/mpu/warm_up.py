@@ -13,6 +13,8 @@ from megazero.mpu.host import read_values
 from megazero.mpu.linked_group import LinkedGroup
 from megazero.mpu.messages import name_ranks
 
+_MOST_HOSTS = 64  # whose names are looked up for a message, by ranks
+
 
 def warm_up(context: ParallelContext, host_of: Callable[[int], str | None] = lambda rank: None) -> None:
     """Sum one number over each communicator; every rank calls this.
@@ -46,16 +48,18 @@ def warm_up(context: ParallelContext, host_of: Callable[[int], str | None] = lam
 def _communicators(context: ParallelContext) -> Iterator[Group]:
     """Each communicator of more than one rank once, in an order that is the same on all members.
 
-    The group for tensors on the host is Gloo's, which connects when it is opened.
+    The groups for tensors on the host are Gloo's, which connect when they are opened.
     """
     seen: set[int] = set()
     for group in context.groups.values():
         for one in group.groups if isinstance(group, LinkedGroup) else (group,):
-            if one.size > 1 and one.name != "host" and id(one) not in seen:
+            if one.size > 1 and not one.name.startswith("host") and id(one) not in seen:
                 seen.add(id(one))
                 yield one
 
 
 def _described(group: Group, host_of: Callable[[int], str | None]) -> str:
-    hosts = dict.fromkeys(host_of(rank) or "a host that has not said its name" for rank in group.ranks)
-    return f"the communicator `{group.name}` of {name_ranks(group.ranks)} on {', '.join(hosts)}"
+    asked = group.ranks[:_MOST_HOSTS]
+    hosts = dict.fromkeys(host_of(rank) or "a host that has not said its name" for rank in asked)
+    others = " and others" if len(group.ranks) > len(asked) else ""
+    return f"the communicator `{group.name}` of {name_ranks(group.ranks)} on {', '.join(hosts)}{others}"

@@ -8,8 +8,10 @@ tensor-parallel ranks and tied stages hold, and weights with the masters that th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import SLICE_AXES
 from megazero.mpu.group import Group
 from megazero.mpu.host import on_device
-from megazero.mpu.messages import gather_values, name_ranks
+from megazero.mpu.messages import broadcast_value, fold_values, gather_values, name_ranks, same_on_all
 from megazero.mpu.param_spec import copy_axes
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.optimizer import Optimizer
@@ -196,9 +198,11 @@ class CopyCheck:
             CommunicationError: on all members: one holds a piece that another does not.
         """
         for group in self._shared:
-            held = gather_values(
-                self.context.groups[group], sorted(compared[group].prints), self.context.device
-            )
+            pieces, device = sorted(compared[group].prints), self.context.device
+            digest = blake2b(json.dumps(pieces).encode(), digest_size=16).digest()
+            if same_on_all(self.context.groups[group], digest, device):
+                continue
+            held = gather_values(self.context.groups[group], pieces, device)
             ranks = self.context.groups[group].ranks
             for name, kind in sorted({tuple(piece) for pieces in held for piece in pieces}):
                 without = [r for r, pieces in zip(ranks, held, strict=True) if [name, kind] not in pieces]
@@ -256,11 +260,11 @@ class CopyCheck:
                 ]
                 others = [r for r in held.group.ranks if r not in accused]
                 mine.append([*pieces[number], accused, others])
-        reports = gather_values(self.context.world, mine, self.context.device)
+        world, device = self.context.world, self.context.device
+        reports = broadcast_value(world, fold_values(world, mine, lambda a, b: a + b, device), device)
         distinct = dict.fromkeys(
             CopyDifference(name, kind, tuple(accused), tuple(others))
-            for theirs in reports
-            for name, kind, accused, others in theirs
+            for name, kind, accused, others in reports
         )
         return CopyFindings(tuple(distinct), tuple(take_overs))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.group import Work
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import broadcast_value, fold_values
 from megazero.mpu.param_spec import ParamSpec
 from megazero.optim.grad_norm import clip_coefficient, clipped_on_device
 from megazero.optim.rule import SERVER_ERROR, WORKER_ERROR, UpdateRule, is_matrix_rule
@@ -299,11 +299,13 @@ class Optimizer:
     def _first_bad_parameter(self) -> str:
         """The first parameter of the model with a gradient that is not finite, and the rank it is on."""
         first = min(self._bad_parameters(), default=None)
-        firsts = gather_values(self.context.world, first, self.context.device)
-        bad = [(*first, rank) for rank, first in enumerate(firsts) if first is not None]
-        if not bad:
+        bad = [] if first is None else [[list(first[0]), first[1], self.context.rank]]
+        world, device = self.context.world, self.context.device
+        folded = fold_values(world, bad, lambda a, b: sorted(a + b)[:1], device)
+        worst = broadcast_value(world, folded, device)
+        if not worst:
             return "none: the sum of squares overflowed"
-        _, name, rank = min(bad)
+        _, name, rank = worst[0]
         return f"{name} (rank {rank})"
 
     def _bad_parameters(self) -> Iterator[tuple[tuple[int, ...], str]]:

@@ -118,10 +118,10 @@ def test_all_kinds_of_damage(run):
         "bit flipped": 40,
         "4 KiB zeroed": 4,
         "cut or lengthened": found["cut or lengthened"]["cases"],
-        "missing": 11,
+        "missing": 15,
         "duplicated": 24,
         "swapped": 12,
-        "of another step": 10,
+        "of another step": 14,
         "folder of another step": 1,
         "name of the newest": 22,
     }

@@ -87,10 +87,12 @@ def test_a_file_has_a_hash_for_each_block(tmp_path, size, hashes):
             read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("found", [0, 1, 3, "2", None, [2]])
+@pytest.mark.parametrize("found", [0, 1, 4, "2", None, [2]])
 def test_another_format_is_not_taken_for_damage(tmp_path, found):
     (tmp_path / "manifest.json").write_bytes(sealed(json.dumps({"format": found})))
-    with pytest.raises(CheckpointError, match=r"manifest\.json` must be of format 2, but is of ") as error:
+    with pytest.raises(
+        CheckpointError, match=r"manifest\.json` must be of format 2 or 3, but is of "
+    ) as error:
         read_manifest(tmp_path)
     assert not isinstance(error.value, DamagedCheckpointError)
 

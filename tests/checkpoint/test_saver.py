@@ -306,8 +306,8 @@ def test_a_second_job_is_refused_on_every_rank(tmp_path):
 
 def test_work_together_tells_everyone(tmp_path):
     def work(context):
-        assert together(context, lambda: context.rank * 2, "count") == [0, 2, 4]
-        assert together(context, None, "rest") == [None] * RANKS
+        assert together(context, lambda: context.rank * 2, "count") == 0
+        assert together(context, None, "rest") is None
 
         def fail():
             if context.rank:

@@ -151,7 +151,6 @@ def test_a_rank_writes_weights_and_the_rest_to_two_files(tmp_path):
     rest = load_file(tmp_path / "optimizer-00002-of-00004.safetensors")
     assert {name: t.tolist() for name, t in rest.items()} == {"scalar/exp_avg": 7.0, "nothing/exp_avg": []}
     assert written.files.keys() == {path.name for path in tmp_path.iterdir()}
-    assert Written.load(json.loads(json.dumps(written.dump()))) == written
 
 
 def test_a_rank_with_nothing_to_write_writes_no_file(tmp_path):

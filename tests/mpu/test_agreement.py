@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from megazero.errors import CommunicationError, ConfigError
+from megazero.mpu import tree
 from megazero.mpu.agreement import agree, agree_by_notes, disagreements
+from megazero.mpu.messages import name_ranks
 from megazero.mpu.thread_group import ThreadWorld
 from tests.mpu.test_watch import Notes
 
@@ -121,3 +123,54 @@ def test_a_rank_that_says_nothing_is_named():
         agree_by_notes(Notes(), 0, 2, FACTS, 0.05)
     with pytest.raises(CommunicationError, match="rank 0 must say"):
         agree_by_notes(Notes(), 1, 2, FACTS, 0.05)
+
+
+@pytest.mark.parametrize("odd", [None, 0, 1, 9])
+def test_digests_go_up_a_tree(monkeypatch, odd):
+    """Of ten ranks each hears from two; what differs is said as if the first had heard from all."""
+    monkeypatch.setattr(tree, "FAN", 2)
+    facts = [{**FACTS, "lr": "0.5"} if rank == odd else FACTS for rank in range(10)]
+    errors = by_notes(facts)
+    if odd is None:
+        assert errors == [None] * 10
+        return
+    others = name_ranks([rank for rank in range(10) if rank != odd])
+    assert {error.violations[0] for error in errors} == {
+        f"`lr` must be the same on all ranks, but is 0.1 on {others}, 0.5 on rank {odd}."
+    }
+
+
+def test_ranks_that_all_differ_are_all_named():
+    facts = [{"seed": str(rank)} for rank in range(20)]
+    (said,) = {error.violations[0] for error in by_notes(facts)}
+    assert said == (
+        "`seed` must be the same on all ranks, but is 0 on rank 0, 1 on rank 1, 2 on rank 2 and 17 other "
+        "values elsewhere."
+    )
+
+
+class CountedNotes(Notes):
+    """Notes that count how often they are asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = self.posts = 0
+
+    def read(self, key: str) -> str | None:
+        self.reads += 1
+        if key.startswith("agreement/digest/"):
+            return self.texts["digest"]
+        return self.texts.get(key, "same" if key == "agreement/verdict" else None)
+
+    def post(self, key: str, text: str) -> None:
+        self.posts += 1
+        self.texts["digest" if "digest" in key else key] = text
+
+
+@pytest.mark.parametrize("size", [1024, 16384])
+def test_a_rank_reads_no_more_notes_of_a_larger_job(size):
+    job_notes = CountedNotes()
+    for rank, reads in ((size - 1, 1), (1, 65), (0, 65)):
+        job_notes.reads = job_notes.posts = 0
+        agree_by_notes(job_notes, rank, size, FACTS, 1.0)
+        assert (job_notes.reads, job_notes.posts) == (reads, 1), rank

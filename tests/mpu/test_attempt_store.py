@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from megazero.mpu import tree
 from megazero.mpu.attempt_store import agent_store, store_of_attempt
 
 SOON = timedelta(seconds=20)
@@ -38,6 +39,12 @@ def meet(server: dist.TCPStore, attempt: int, world_size: int) -> dict[int, byte
 def test_every_attempt_has_a_part_of_its_own(server):
     for attempt in range(3):
         assert meet(server, attempt, 3) == dict.fromkeys(range(3), str(attempt).encode())
+
+
+def test_ranks_answer_their_children(server, monkeypatch):
+    monkeypatch.setattr(tree, "FAN", 2)
+    for attempt in range(2):
+        assert meet(server, attempt, 8) == dict.fromkeys(range(8), str(attempt).encode())
 
 
 def test_an_attempt_to_which_not_all_came_does_not_disturb_the_next(server):

@@ -6,7 +6,7 @@ import pytest
 
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.errors import ConfigError
-from megazero.mpu.grid import AXES, COMMUNICATORS, ProcessGrid, slice_axes
+from megazero.mpu.grid import AXES, COMMUNICATORS, ProcessGrid, as_ranks, slice_axes
 from megazero.mpu.launch import grid_of
 
 #           tp 0  tp 1
@@ -35,9 +35,9 @@ def test_pp2_dp2_tp2_is_the_drawn_grid():
 
 def test_stages_meet_at_a_ranks_other_indices():
     grid = ProcessGrid(pp=4, tp=2)
-    assert [grid.at_stages(rank, (0, -1)) for rank in (0, 7, 2)] == [(0, 6), (1, 7), (2,)]
-    assert [grid.at_stages(rank, (0, 2, 3)) for rank in (1, 4, 2)] == [(1, 5, 7), (0, 4, 6), (2,)]
-    assert ProcessGrid(tp=2).at_stages(1, (0, -1)) == (1,)
+    assert [tuple(grid.at_stages(rank, (0, -1))) for rank in (0, 7, 2)] == [(0, 6), (1, 7), (2,)]
+    assert [tuple(grid.at_stages(rank, (0, 2, 3))) for rank in (1, 4, 2)] == [(1, 5, 7), (0, 4, 6), (2,)]
+    assert tuple(ProcessGrid(tp=2).at_stages(1, (0, -1))) == (1,)
 
 
 def test_by_default_experts_share_what_tensor_parallel_ranks_do():
@@ -97,8 +97,8 @@ def test_what_the_communicators_span():
 
 def test_who_reads_one_batch_and_who_holds_one_model():
     grid = ProcessGrid(pp=2, dp=2, cp=2, tp=2)
-    assert grid.members(5, COMMUNICATORS["batch"]) == (1, 3, 5, 7)
-    assert grid.members(5, COMMUNICATORS["stage"]) == tuple(range(8))
+    assert grid.members(5, COMMUNICATORS["batch"]) == range(1, 9, 2)
+    assert grid.members(5, COMMUNICATORS["stage"]) == range(8)
     assert grid.members(5, COMMUNICATORS["model"]) == (4, 5, 12, 13)
 
 
@@ -123,7 +123,8 @@ def test_laws_of_every_grid(sizes):
         assert sorted(r for g in groups for r in g) == list(ranks)
         assert {len(g) for g in groups} == {len(grid.members(0, axes))}
         for group in groups:
-            assert all(grid.members(r, axes) == group for r in group)
+            assert all(tuple(grid.members(r, axes)) == group for r in group)
+            assert all(as_ranks(grid.members(r, axes)) == grid.members(r, axes) for r in group)
 
 
 def test_factor_leaves_the_rest_to_dp():
@@ -149,9 +150,35 @@ def test_a_world_that_does_not_factor_is_refused():
 def test_nodes_and_peers_cross_in_one_replica():
     """Eight replicas beside two tensor-parallel ranks, in nodes of four."""
     grid = ProcessGrid(dp=8, tp=2)
-    assert grid.node(11, 4) == (9, 11, 13, 15)
-    assert grid.peers(11, 4) == (3, 11)
+    assert tuple(grid.node(11, 4)) == (9, 11, 13, 15)
+    assert tuple(grid.peers(11, 4)) == (3, 11)
     assert grid.peers(11, 1) == grid.members(11, COMMUNICATORS["replica"])
-    assert grid.peers(11, 8) == (11,)
+    assert tuple(grid.peers(11, 8)) == (11,)
     for rank in range(16):
         assert set(grid.node(rank, 4)) & set(grid.peers(rank, 4)) == {rank}
+
+
+def test_ranks_that_are_equally_far_apart_take_no_memory_each():
+    grid = ProcessGrid.factor(16384, tp=8, pp=16)
+    for name in ("world", "stage", "replica", "data", "batch", "expert_replica"):
+        assert isinstance(grid.members(5000, COMMUNICATORS[name]), range), name
+    assert grid.members(5000, COMMUNICATORS["model"]) == tuple(
+        4096 // 4 * p + 904 + t for p in range(16) for t in range(8)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "form"),
+    [
+        ((3,), range(3, 4)),
+        ((0, 4), range(0, 8, 4)),
+        ((1, 3, 5), range(1, 7, 2)),
+        ((0, 1, 4), (0, 1, 4)),
+        ((4, 0), (4, 0)),
+        (range(0, 12, 5), range(0, 15, 5)),
+    ],
+)
+def test_equal_ranks_have_one_form(ranks, form):
+    assert as_ranks(ranks) == form
+    assert hash(as_ranks(ranks)) == hash(form)
+    assert tuple(as_ranks(ranks)) == tuple(ranks)

@@ -229,6 +229,10 @@ def test_context_bundles_groups():
     world = ThreadWorld(4)
     grid = ProcessGrid(dp=2, tp=2)
     context = thread_context(world, grid, 3)
-    assert (context.tp.ranks, context.data.ranks, context.pp.ranks) == ((2, 3), (1, 3), (3,))
+    assert (context.tp.ranks, context.data.ranks, context.pp.ranks) == (
+        range(2, 4),
+        range(1, 5, 2),
+        range(3, 4),
+    )
     assert context.model is context.tp
     assert context.batch is context.data

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megazero.errors import CommunicationError
+from megazero.mpu import tree
 from megazero.mpu.watch.failure import FailureDiagnosis
 from megazero.mpu.watch.heartbeat import Heartbeat
 from megazero.mpu.watch.job_notes import SilentKeeperError, StoreJobNotes, keeper_of_store
@@ -47,6 +48,26 @@ def test_all_others_name_the_first():
     found = turns(everyone[1:], 75)
     assert all(list(each) == [0] for each in found)
     assert found[0][0].startswith("rank 0 (node0, process 7) has given no sign of life for 6")
+
+
+def test_in_a_larger_job_those_beside_it_in_the_tree_name_a_rank(monkeypatch):
+    """Of seven ranks, 1 hears from its children 3 and 4, and they and the first from 1."""
+    monkeypatch.setattr(tree, "FAN", 2)
+    everyone = hearts(7)
+    assert turns(everyone, 10) == []
+    found = {rank: turns([everyone[rank]], 75) for rank in (0, 3, 4, 5)}
+    beside = {rank: {name for names in each for name in names} for rank, each in found.items()}
+    assert beside == {0: {1, 2}, 3: {1}, 4: {1}, 5: {2}}
+
+
+def test_a_rank_of_a_large_job_asks_for_no_more_and_less_often():
+    for size, reads, pause in ((8, 7, 5), (1024, 64, 5), (16384, 64, 15)):
+        job_notes, asked = Notes(), []
+        job_notes.read_all = lambda keys, asked=asked: asked.append(len(keys)) or [None] * len(keys)
+        first = Heartbeat(job_notes, 0, size, "node0, process 7", 60.0)
+        for _ in range(60):
+            first.turn(1.0)
+        assert (max(asked), len(asked)) == (reads, 60 // pause)
 
 
 def test_a_rank_that_has_not_begun_or_has_left_is_not_missed():

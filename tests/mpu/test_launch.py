@@ -144,3 +144,31 @@ def test_groups_give_up_a_minute_later_than_the_watch(monkeypatch):
     launch.open_context(config, Launch(1, 2, 1), torch.device("cpu"))
     assert "tp" in dict(asked)
     assert set(dict(asked).values()) == {timedelta(minutes=8)}
+
+
+def _reduced_in_tiers(rank: int, world_size: int) -> tuple[list[int], list[float]]:
+    from megazero.mpu import tree
+    from megazero.mpu.context import host_groups, make_context
+    from megazero.mpu.grid import ProcessGrid
+    from megazero.mpu.torch_group import open_group
+
+    fan, tree.FAN = tree.FAN, 2
+
+    def opened(name, ranks):
+        return open_group(name, rank, ranks, timedelta(seconds=30), backend="gloo")
+
+    try:
+        context = make_context(ProcessGrid(dp=world_size), rank, torch.device("cpu"), opened, host=opened)
+    finally:
+        tree.FAN = fan
+    numbers = torch.tensor([float(rank), -float(rank)])
+    for group in host_groups(context):
+        group.all_reduce(numbers, "max").wait()
+    launch.close_groups(context)
+    return [group.size for group in host_groups(context)], numbers.tolist()
+
+
+@pytest.mark.gloo
+def test_groups_on_the_host_reach_all_ranks_in_tiers(pool):
+    """One group of all ranks of a large job would be a connection from each to each."""
+    assert pool.run(_reduced_in_tiers, 4) == [([2, 2], [3.0, 0.0])] * 4

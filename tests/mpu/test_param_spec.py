@@ -205,7 +205,9 @@ def test_laws_of_any_cut_on_any_grid(seed):
         same = [other for other in stage if each.offset(grid.place(other)) == offset]
         number, count = each.copy(place)
         assert len(same) == copies * count
-        assert grid.members(rank, axes) == tuple(r for r in same if each.copy(grid.place(r))[0] == number)
+        assert tuple(grid.members(rank, axes)) == tuple(
+            r for r in same if each.copy(grid.place(r))[0] == number
+        )
     assert torch.equal(counted, torch.full(each.shape, copies))
 
 

@@ -176,3 +176,28 @@ def test_a_run_names_the_rank_whose_data_is_slow(tmp_path, monkeypatch, capsys):
     assert sorted(spread) == [4, 7, 10, 13]
     assert spread[7]["own"][2] - spread[7]["own"][0] > 0.05
     assert spread[7]["waited"][2] > 0.05
+
+
+@pytest.mark.parametrize(
+    "stages", [[0] * 7, [0, 0, 1, 1, 2, 2, 3], [0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1, 1]]
+)
+def test_peers_are_all_others_of_a_stage(stages):
+    """What is compared with a rank's time is the median over its peers, found without a list for each."""
+    draw = np.random.default_rng(1)
+    own = draw.choice([0.1, 0.2, 0.3, 0.5], 7).tolist()
+    for rank in range(7):
+        slow = [9.0 if other == rank else time for other, time in enumerate(own)]
+        (one,) = [each for each in found([times(*slow)] * 3, stages) if each.rank == rank]
+        peers = [slow[other] for other in range(7) if other != rank and stages[other] == stages[rank]]
+        others = [slow[other] for other in range(7) if other != rank]
+        assert one.peers_own == pytest.approx(np.median(peers or others))
+
+
+def test_many_ranks_are_compared_soon():
+    """16,384 ranks took nine seconds of each rank at each comparison: all with all."""
+    began = time.process_time()
+    known, new = SlowRanks(), []
+    for number in range(3):
+        known, new = known.after(number, times(*[0.4] * 16383, 0.8), [rank // 1024 for rank in range(16384)])
+    assert [one.rank for one in new] == [16383]
+    assert time.process_time() - began < 3

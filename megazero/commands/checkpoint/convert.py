@@ -75,8 +75,8 @@ def run(flags: argparse.Namespace) -> int:
     with CheckpointReader(one_checkpoint(Path(flags.source))) as reader:
         written = CheckpointReader(convert(reader, Path(flags.out), choice))
     print(f"read   {printable(reader.folder)}")
-    size = sum(entry.size for entry in written.manifest.files.values())
-    files = sum(name.endswith(".safetensors") for name in written.manifest.files)
+    size = sum(entry.size for entry in written.directory.files().values())
+    files = sum(name.endswith(".safetensors") for name in written.directory.files())
     tensors = f"{len(written.shapes)} tensors in {files} file{'s' * (files != 1)}"
     print(f"wrote  {printable(written.folder)}: {tensors}, {size_text(size)}")
     return 0

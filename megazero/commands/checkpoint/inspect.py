@@ -92,7 +92,7 @@ def run(flags: argparse.Namespace) -> int:
 def _chosen(reader: CheckpointReader, pattern: str) -> list[Logical]:
     return [
         tensor
-        for tensor in reader.index.tensors
+        for tensor in reader.directory.whole().tensors
         if fnmatchcase(tensor.name, pattern) or fnmatchcase(str(tensor.key), pattern)
     ]
 
@@ -166,9 +166,10 @@ def _origin(reader: CheckpointReader) -> list[tuple[str, str]]:
     ]
     precision = str(pick(facts, "config", "precision", "dtype") or "-")
     scale = pick(facts, "scaler", "scale")
-    files = [name for name in reader.manifest.files if name.endswith(".safetensors")]
-    pieces = sum(len(tensor.pieces) for tensor in reader.index.tensors)
-    size = sum(entry.size for entry in reader.manifest.files.values())
+    entries, tensors = reader.directory.files(), reader.directory.whole().tensors
+    files = [name for name in entries if name.endswith(".safetensors")]
+    pieces = sum(len(tensor.pieces) for tensor in tensors)
+    size = sum(entry.size for entry in entries.values())
     return [
         ("checkpoint", str(reader.folder)),
         ("kind", str(pick(facts, "kind") or "-")),
@@ -183,7 +184,7 @@ def _origin(reader: CheckpointReader) -> list[tuple[str, str]]:
         ("precision", precision + (f", loss scale {scale}" if scale is not None else "")),
         (
             "contents",
-            f"{len(reader.index.tensors)} tensors, {pieces} pieces, {len(files)} files, {size_text(size)}",
+            f"{len(tensors)} tensors, {pieces} pieces, {len(files)} files, {size_text(size)}",
         ),
     ]
 

@@ -186,7 +186,7 @@ class KindTotal:
 def totals_by_kind(reader: CheckpointReader) -> list[KindTotal]:
     """The totals: weights first, then by name."""
     groups: dict[tuple[str, str], list[Logical]] = defaultdict(list)
-    for tensor in reader.index.tensors:
+    for tensor in reader.directory.whole().tensors:
         groups[tensor.kind, tensor.dtype].append(tensor)
     totals = []
     for (kind, dtype), tensors in sorted(groups.items(), key=lambda item: (item[0][0] != "weight", item[0])):
@@ -205,12 +205,12 @@ def elements_of(tensor: Logical) -> int:
 def file_rows(reader: CheckpointReader) -> list[dict[str, Any]]:
     """The files of a checkpoint except its manifest: name, bytes, hashed blocks, pieces."""
     pieces: dict[str, int] = defaultdict(int)
-    for tensor in reader.index.tensors:
+    for tensor in reader.directory.whole().tensors:
         for piece in tensor.pieces:
             pieces[piece.file] += 1
     return [
         {"name": name, "bytes": entry.size, "blocks": len(entry.blocks), "pieces": pieces[name]}
-        for name, entry in reader.manifest.files.items()
+        for name, entry in reader.directory.files().items()
     ]
 
 

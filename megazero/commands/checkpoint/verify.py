@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megazero.checkpoint.blocks import BLOCK, BlockFile, FileRecord
+from megazero.checkpoint.by_parts import part_name, read_part
 from megazero.checkpoint.folder import leftovers
 from megazero.checkpoint.locate import checkpoints_of, is_checkpoint
 from megazero.checkpoint.lock import saved_elsewhere
-from megazero.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from megazero.checkpoint.manifest import MANIFEST, read_manifest
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.commands.checkpoint.summary import latest_or_trouble
 from megazero.commands.show import printable, size_text
@@ -21,6 +22,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 
 # Blocks that are read together are hashed by several threads.
 _AT_ONCE = 8 * BLOCK
+_MOST_PARTS = 100  # damaged ones that are named; there may be a million by what the manifest says
 
 
 def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -87,17 +89,28 @@ def check(folder: Path, *, size_only: bool = False) -> Verdict:
     except CheckpointError as error:
         return Verdict(0, 0, (str(error),))
     damage: list[str] = []
-    for name, entry in manifest.files.items():
+    files, parts = dict(manifest.files), {}
+    for number in range(manifest.parts):
+        parts[name := part_name(number, manifest.parts)] = 0
+        try:
+            files |= read_part(folder, manifest, number).files
+            parts[name] = (folder / name).stat().st_size
+        except DamagedCheckpointError as error:
+            damage.append(str(error))
+            if len(damage) == _MOST_PARTS:
+                damage.append(f"no further parts than {name} were looked at")
+                break
+    for name, entry in files.items():
         damage += _damage(folder / name, entry.record, size_only)
     if not damage:
-        damage += _misfits(folder, manifest)
-    unknown = sorted(set(os.listdir(folder)) - {MANIFEST, *manifest.files})
+        damage += _misfits(folder, files)
+    unknown = sorted(set(os.listdir(folder)) - {MANIFEST, *files, *parts})
     warnings = [f"{name} is not part of the checkpoint" for name in unknown]
     if not damage:
         saved_into = CheckpointReader(folder, verify=Verify.SIZE).saved_into
         warnings += filter(None, [saved_elsewhere(folder, saved_into)])
-    size = sum(entry.size for entry in manifest.files.values())
-    return Verdict(size, len(manifest.files), tuple(damage), tuple(warnings))
+    size = sum(entry.size for entry in files.values()) + sum(parts.values())
+    return Verdict(size, len(files) + len(parts), tuple(damage), tuple(warnings))
 
 
 def _damage(path: Path, record: FileRecord, size_only: bool) -> Iterator[str]:
@@ -141,11 +154,12 @@ def _reads(file: BlockFile, memory: memoryview, start: int) -> bool:
     return True
 
 
-def _misfits(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _misfits(folder: Path, files: Iterable[str]) -> Iterator[str]:
     """A clause for what does not fit together although each file is as it was written."""
     try:
         reader = CheckpointReader(folder, verify=Verify.SIZE)
-        for name in manifest.files:
+        reader.directory.whole()  # looks at all pieces together
+        for name in files:
             if name.endswith(".safetensors"):
                 reader.open(name).close()
     except CheckpointError as error:

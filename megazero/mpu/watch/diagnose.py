@@ -197,19 +197,22 @@ def _missing(reports: Mapping[int, Report]) -> list[Finding]:
         return []  # the absent members were given no time to come
     waits: dict[int, set[int]] = defaultdict(set)
     calls: dict[tuple[str, int], dict[int, CallRecord]] = defaultdict(dict)
+    absent: dict[tuple[str, int], set[int]] = {}  # once for a call, however many ranks wait in it
     channels = _channels(reports.values())
     for rank, report in sorted(reports.items()):
         for call in report.calls:
             if call.state in (CallState.WAITED, CallState.RETURNED) and call.channel in channels:
-                calls[call.channel, call.sequence][rank] = call
-                waits[rank] |= _absent(call, channels[call.channel].members, reports)
+                key = call.channel, call.sequence
+                calls[key][rank] = call
+                if key not in absent:
+                    absent[key] = _absent(call, channels[call.channel].members, reports)
+                waits[rank] |= absent[key]
     findings = []
-    for (key, number), waiting in calls.items():
-        absent = _absent(next(iter(waiting.values())), channels[key].members, reports)
-        guilty = sorted(rank for rank in absent if _is_root(rank, waits))
+    for (channel, number), waiting in calls.items():
+        guilty = sorted(rank for rank in absent[channel, number] if _is_root(rank, waits))
         if guilty:
             start = min(call.start for call in waiting.values())
-            findings.append((start, _absence(guilty, number, channels[key].label, waiting, reports)))
+            findings.append((start, _absence(guilty, number, channels[channel].label, waiting, reports)))
     return [finding for _, finding in sorted(findings, key=lambda pair: pair[0])]
 
 

@@ -11,12 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from megazero.errors import CommunicationError
+from megazero.mpu.tree import pause_of
 from megazero.mpu.watch.diagnose import diagnose, render, standing
 from megazero.mpu.watch.job_notes import JobNotes
 from megazero.mpu.watch.log import read_log
 from megazero.mpu.watch.report import Alarm, Report
 
 _LOOK = 0.1
+_MOST_LOOKS = 10_000  # of all ranks in a second
 _SECOND_CALL = 2.0
 _NOBODY: Mapping[int, str] = MappingProxyType({})
 
@@ -111,7 +113,7 @@ class FailureDiagnosis:
                 return self._end_with(summary)
             known = json.loads(self.job_notes.read("still") or "{}")
             still = {int(rank): text for rank, text in known.items() if int(rank) != self.rank}
-            lower = [rank for rank in range(self.rank) if rank not in still]
+            lower = any(rank not in still for rank in range(self.rank))
             return self._await(still) if lower else self._collect(self.grace, still)
         except CommunicationError as error:
             return self._say_alone(str(error), report)
@@ -137,7 +139,7 @@ class FailureDiagnosis:
                 if not asked and (wanted := self.job_notes.read("wanted")) is not None:
                     asked = True
                     self._speak_for(json.loads(wanted))
-                time.sleep(_LOOK)
+                time.sleep(pause_of(_LOOK, self.world_size, _MOST_LOOKS))
             if all(self.job_notes.read(f"report/{rank}") is None for rank in range(self.rank)):
                 return self._collect(0.0, still)
         raise CommunicationError("the rank that should make the diagnosis has not done so")

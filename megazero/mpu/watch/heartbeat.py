@@ -1,6 +1,7 @@
 """Signs of life: each process leaves one every few seconds, and a rank that leaves no more is named.
 
-The first rank listens to all others, and they listen to the first rank alone: what it finds, it tells them.
+A rank listens to its children in the tree of ranks, and to the rank whose child it is: what it finds, it
+tells all others. So in a small job the first rank listens to all, and they listen to the first.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megazero.mpu.tree import children, parent, pause_of
 from megazero.mpu.watch.job_notes import JobNotes
 
-_LONGEST_INTERVAL = 5.0
+_LONGEST_INTERVAL = 5.0  # seconds, in a job of so few ranks that the store can take it
+_MOST_BEATS = 1000  # of all ranks in a second
 _BEATS = 4  # in the time after which a rank counts as stopped
 _LEFT = "left"
 
@@ -43,7 +46,9 @@ class Heartbeat:
         self.patience = patience
         self._job_notes = job_notes
         self._key, self._where = _key(rank), where
-        self._others = range(1, world_size) if rank == 0 else range(1)
+        above = parent(rank)
+        self._others = [*([] if above is None else [above]), *children(rank, world_size)]
+        self._longest = pause_of(_LONGEST_INTERVAL, world_size, _MOST_BEATS)
         self._heard: dict[int, _Heard] = {}
         self._count = 0
         self._clock, self._due = 0.0, 0.0
@@ -65,7 +70,7 @@ class Heartbeat:
         self._clock += awake
         if self._clock < self._due:
             return {}
-        self._due = self._clock + min(_LONGEST_INTERVAL, self.patience / _BEATS)
+        self._due = self._clock + min(self._longest, self.patience / _BEATS)
         self._beat()
         texts = self._job_notes.read_all([_key(rank) for rank in self._others])
         for rank, text in zip(self._others, texts, strict=True):

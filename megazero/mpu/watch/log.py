@@ -21,6 +21,7 @@ from types import FrameType
 
 import torch
 
+from megazero.mpu.grid import Ranks
 from megazero.mpu.group import Work
 from megazero.mpu.watch.report import CallRecord, CallState
 
@@ -52,7 +53,7 @@ class Channel:
 
     __slots__ = ("count", "key", "label", "members")
 
-    def __init__(self, key: str, label: str, members: tuple[int, ...]):
+    def __init__(self, key: str, label: str, members: Ranks):
         self.key = key
         self.label = label
         self.members = members

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
 
+from megazero.mpu.grid import Ranks
+
 
 class CallState(str, Enum):
     """The state of a call.
@@ -84,7 +86,7 @@ class ChannelRecord:
     """A channel: its name for people, its members' world ranks, and how many calls have begun."""
 
     label: str
-    members: tuple[int, ...]
+    members: Ranks
     count: int
 
 
@@ -117,7 +119,7 @@ class Report:
 
     def to_json(self) -> str:
         """The report as text."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=lambda ranks: [ranks.start, ranks.stop, ranks.step, "range"])
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -125,7 +127,7 @@ class Report:
         value = json.loads(text)
         calls = [CallRecord(**{**call, "state": CallState(call["state"])}) for call in value["calls"]]
         channels = {
-            key: ChannelRecord(channel["label"], tuple(channel["members"]), channel["count"])
+            key: ChannelRecord(channel["label"], _ranks(channel["members"]), channel["count"])
             for key, channel in value["channels"].items()
         }
         changed = {
@@ -135,3 +137,9 @@ class Report:
             "stack": tuple(value["stack"]),
         }
         return cls(**{**value, **changed})
+
+
+def _ranks(value: list[int | str]) -> Ranks:
+    """The ranks of a list in a report, which is that of a `range` if it says so."""
+    *numbers, last = value
+    return range(*map(int, numbers)) if last == "range" else tuple(map(int, value))

@@ -27,8 +27,10 @@ from types import TracebackType
 import torch
 
 from megazero.errors import CommunicationError
+from megazero.mpu.grid import Ranks
 from megazero.mpu.group import Work
 from megazero.mpu.threads import helper_thread
+from megazero.mpu.tree import pause_of
 from megazero.mpu.waits import Waits
 from megazero.mpu.watch.diagnose import spell_ranks
 from megazero.mpu.watch.failure import FailureDiagnosis, JobFailure
@@ -42,6 +44,7 @@ from megazero.mpu.watch.stacks import spell_stack, spell_trace
 
 EXIT_STATUS = 70
 _LONGEST_ERROR = 500
+_MOST_LOOKS = 4000  # for news of trouble, by all ranks in a second
 
 
 class ProcessExit:
@@ -182,7 +185,7 @@ class Watch:
 
     # What `WatchedGroup` calls.
 
-    def collective_channel(self, name: str, ranks: tuple[int, ...]) -> Channel:
+    def collective_channel(self, name: str, ranks: Ranks) -> Channel:
         """The channel of a group's collectives."""
         key = f"{name[:40]}#{zlib.crc32(repr(ranks).encode()):08x}"
         return self._channel(key, lambda: Channel(key, f"group `{name}` (ranks {spell_ranks(ranks)})", ranks))
@@ -273,10 +276,11 @@ class Watch:
 
     def _watch_notes(self) -> None:
         silent, before = 0.0, time.monotonic()
-        while not self._wake.wait(self._limits.poll):
+        poll = pause_of(self._limits.poll, self._diagnosis.world_size, _MOST_LOOKS)
+        while not self._wake.wait(poll):
             patience = self._limits.call if self._heartbeat is None else self._heartbeat.patience
             # The clock goes on while this process is stopped, but it listens to nobody then.
-            now, awake = time.monotonic(), self._limits.poll + patience / 4
+            now, awake = time.monotonic(), poll + patience / 4
             before, awake = now, min(now - before, awake)
             try:
                 failed = self._diagnosis.trouble()

@@ -46,7 +46,7 @@ class BestModel:
         self.context = context = snapshots.context
         self.disk = disk or Disk()
         look = partial(_marked, folder) if context.rank == 0 else None
-        seen = together(context, look, f"look into {folder}")[0]
+        seen = together(context, look, f"look into {folder}")
         self.mark = Mark(*seen) if seen and seen[0] <= iteration else None
 
     @classmethod

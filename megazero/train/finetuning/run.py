@@ -13,7 +13,7 @@ from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.models.classifier_batch import LabelledBatch
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.launch import Launch
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import broadcast_value
 from megazero.train.assemble import Run, Task, assemble
 from megazero.train.finetuning.best import BestModel
 from megazero.train.finetuning.evaluation import TaskEvaluation
@@ -187,6 +187,6 @@ def _on_first(context: ParallelContext, work: Callable[[], None]) -> None:
             work()
         except DataError as error:
             problem = str(error)
-    problem = gather_values(context.world, problem, context.device)[0]
+    problem = broadcast_value(context.world, problem, context.device)
     if problem is not None:
         raise DataError(problem)

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from megazero.config.tree.guards import GuardsConfig
 from megazero.config.tree.training import TrainingConfig
 from megazero.errors import DataError, NumericsError
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import first_value
 from megazero.train.observe.incidents import Incident, IncidentLog
 from megazero.train.observe.stragglers import Stragglers
 from megazero.train.step.concern import (
@@ -221,8 +221,9 @@ class DataUnchanged(SharedConcern):
         if not most[0]:
             return CONTINUE
         context = self.engine.context
-        everyone = gather_values(context.world, self._changed, context.device)
-        rank, clauses = next((rank, files) for rank, files in enumerate(everyone) if files)
+        first = first_value(context.world, self._changed or None, context.device)
+        assert first is not None, "some rank sees a change"
+        rank, clauses = first
         more = f"; and {len(clauses) - _SHOWN} more" if len(clauses) > _SHOWN else ""
         return fail(
             DataError(

@@ -10,21 +10,26 @@ from typing import TypedDict
 
 from megazero.config.steps import Step
 from megazero.models.batch import MicroBatch
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import fold_values
 from megazero.train.step.engine import Attempt, Engine
 from megazero.train.step.feed import Feed, SampleFacts
 
 _LAYER = re.compile(r"layers\.[0-9]+")
 
 
-class _RankFacts(TypedDict):
-    """One rank's part: gradient norms by parameter, and the sum and count of the first loss term."""
+class _ReplicaFacts(TypedDict):
+    """The sum and count of the first loss term on ranks of one replica."""
 
-    replica: int
-    rank: int
-    norms: dict[str, float]
     sum: float
     count: float
+    ranks: list[int]
+
+
+class _Folded(TypedDict):
+    """The facts of some ranks: gradient norms by parameter, losses by replica, samples."""
+
+    norms: dict[str, float]
+    replicas: dict[str, _ReplicaFacts]
     samples: list[SampleFacts]
 
 
@@ -35,7 +40,7 @@ def step_facts(
     attempt: Attempt,
     batches: Sequence[MicroBatch],
 ) -> dict[str, object]:
-    """Gather the facts of a step, as JSON, before its update; every rank calls this, and all get the same.
+    """Fold the facts of a step, as JSON, before its update; every rank calls this, and the first gets them.
 
     Args:
         engine: computed the step, and holds its gradients.
@@ -43,43 +48,56 @@ def step_facts(
         step: the step.
         attempt: its losses and norms.
         batches: this rank's micro-batches.
+
+    Returns:
+        The facts; on other ranks, which write no reports, nothing.
     """
     context = engine.context
     scale = attempt.grad_norm / attempt.sums_norm if attempt.sums_norm else 1.0
     norms = {name: norm * scale for name, norm in engine.optimizer.measures.gradient_norms().items()}
     first = engine.executor.terms[0]
-    mine: _RankFacts = {
-        "replica": context.data.rank,
-        "rank": context.rank,
-        "norms": norms,
+    part: _ReplicaFacts = {
         "sum": float(attempt.local[0]) if context.tp.rank == 0 else 0.0,
         "count": sum(batch.counts[first.over] for batch in batches),
+        "ranks": [context.rank],
+    }
+    mine: _Folded = {
+        "norms": norms,
+        "replicas": {str(context.data.rank): part},  # a key as JSON has it
         "samples": feed.samples_of(step) if context.model.rank == 0 else [],
     }
-    everyone: list[_RankFacts] = gather_values(context.world, mine, context.device)
+    everyone: _Folded | None = fold_values(context.world, mine, _fold, context.device)
+    if everyone is None:
+        return {}
     return {
         "losses": attempt.losses.record(),
         "gradient norm": attempt.grad_norm,
         "samples from and to": [step.before.samples, step.after.samples],
-        f"{first.label} of each replica": _by_replica(everyone),
-        "gradient norm by layer": _by_layer({k: v for facts in everyone for k, v in facts["norms"].items()}),
-        "samples": sorted((s for facts in everyone for s in facts["samples"]), key=lambda s: s["place"]),
+        f"{first.label} of each replica": [
+            {"replica": int(number), "loss": facts["sum"] / max(1, facts["count"]), "ranks": facts["ranks"]}
+            for number, facts in sorted(everyone["replicas"].items(), key=lambda item: int(item[0]))
+        ],
+        "gradient norm by layer": _by_layer(everyone["norms"]),
+        "samples": sorted(everyone["samples"], key=lambda sample: sample["place"]),
     }
 
 
-def _by_replica(everyone: Sequence[_RankFacts]) -> list[dict[str, object]]:
-    """The mean loss of each replica, and the ranks that hold it; replicas come in order."""
-    replicas: dict[int, list[_RankFacts]] = defaultdict(list)
-    for facts in everyone:
-        replicas[facts["replica"]].append(facts)
-    return [
-        {
-            "replica": number,
-            "loss": sum(part["sum"] for part in parts) / max(1, max(part["count"] for part in parts)),
-            "ranks": [part["rank"] for part in parts],
-        }
-        for number, parts in sorted(replicas.items())
-    ]
+def _fold(some: _Folded, others: _Folded) -> _Folded:
+    """The facts of some ranks and of others together."""
+    replicas = dict(some["replicas"])
+    for number, more in others["replicas"].items():
+        if (known := replicas.get(number)) is not None:
+            more = {
+                "sum": known["sum"] + more["sum"],
+                "count": max(known["count"], more["count"]),
+                "ranks": [*known["ranks"], *more["ranks"]],
+            }
+        replicas[number] = more
+    return {
+        "norms": {**some["norms"], **others["norms"]},
+        "replicas": replicas,
+        "samples": [*some["samples"], *others["samples"]],
+    }
 
 
 def _by_layer(norms: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from megazero.config.steps import Step
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree.config import Config
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import fold_values
 from megazero.mpu.waits import Waits
 from megazero.train.observe.memory import MemoryMeter
 from megazero.train.observe.profiler import Profiler, TokenCount
@@ -104,11 +104,18 @@ class Meters:
         return self.engine.loads.report(result.tokens)
 
     def memory_of_first_step(self) -> list[Mapping[str, Mapping[str, int]]] | None:
-        """The memory of every rank, if the latest step is the first one; every rank calls this."""
+        """The memory of every rank, if the latest step is the first one; every rank calls this.
+
+        Returns:
+            It on the first rank, which writes it down, and None on the others.
+        """
         if self.first_step is None:
             return None
         context = self.engine.context
-        return gather_values(context.world, self.first_step.sizes(), context.device)
+        sizes: list[Mapping[str, Mapping[str, int]]] | None = fold_values(
+            context.world, [self.first_step.sizes()], lambda some, others: some + others, context.device
+        )
+        return sizes
 
     def end(self, data_seconds: float, *, made: bool) -> None:
         """A step has ended, which was made or passed over; `data_seconds` is the time to read its samples."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -15,7 +17,7 @@ _LEAST = 0.01  # seconds of a step; less is noise, or does not matter
 _IN_A_ROW = 3  # gatherings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankTimes:
     """Means of one rank over the steps of an interval, in seconds per step.
 
@@ -114,10 +116,13 @@ class SlowRanks:
                 rank that is alone in its stage is compared with all.
         """
         changed, slow, stragglers = {}, set(self.slow), []
+        by_stage: dict[int, list[float]] = defaultdict(list)
+        for stage, mine in zip(stages, times, strict=True):
+            by_stage[stage].append(mine.own)
+        everyone = sorted(mine.own for mine in times)
+        beside = {stage: sorted(own) if own[1:] else everyone for stage, own in by_stage.items()}
         for rank, mine in enumerate(times):
-            others = [other for other in range(len(times)) if other != rank]
-            peers = [other for other in others if stages[other] == stages[rank]]
-            own = median(times[other].own for other in peers or others)
+            own = _median_without(beside[stages[rank]], mine.own)
             is_slow = mine.own > _FACTOR * own and mine.own - own > _LEAST
             if is_slow == (rank in slow):
                 continue
@@ -126,6 +131,8 @@ class SlowRanks:
                 continue
             del changed[rank]
             slow ^= {rank}
+            others = [other for other in range(len(times)) if other != rank]
+            peers = [other for other in others if stages[other] == stages[rank]]
             stragglers.append(
                 Straggler(
                     rank=rank,
@@ -156,7 +163,6 @@ class Stragglers:
     def __init__(self, interval: int | None, context: ParallelContext):
         self.interval = interval if context.world_size > 1 and context.watch is not None else None
         self._context = context
-        self._stages = [context.grid.place(rank).index("pp") for rank in range(context.world_size)]
         self._steps: list[tuple[float, float, Waited]] = []
         self._warm = False
         self._known = SlowRanks()
@@ -197,7 +203,9 @@ class Stragglers:
         if not self._warm or not all(rank_times.own for rank_times in times):  # nothing is known of some rank
             self._warm = True
             return []
-        self._known, stragglers = self._known.after(iteration, times, self._stages)
+        per_stage = len(times) // self._context.grid.pp
+        stages = [rank // per_stage for rank in range(len(times))]  # the slowest axis
+        self._known, stragglers = self._known.after(iteration, times, stages)
         return stragglers
 
     def take_summary(self) -> dict[str, list[float]] | None:
@@ -217,6 +225,13 @@ class Stragglers:
             sums = _Sums(sums.steps + 1, sums.whole + whole, sums.waited + seconds, sums.data + data)
         self._steps = pending
         return sums
+
+
+def _median_without(ascending: Sequence[float], one: float) -> float:
+    """The median of all but one of these numbers."""
+    left, count = bisect_left(ascending, one), len(ascending) - 1
+    low, high = ((count - 1) // 2, count // 2)
+    return (ascending[low + (low >= left)] + ascending[high + (high >= left)]) / 2
 
 
 def _spread(values: Sequence[float]) -> list[float]:

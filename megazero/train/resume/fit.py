@@ -23,7 +23,7 @@ from megazero.data.sources import contents
 from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import AXES
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import broadcast_value
 from megazero.train.resume.saved import DataFacts, RunFacts, SavedConfig, SavedModel, saved_model
 
 # What determines learning rate and weight decay after a resume; a silent change would distort the schedule.
@@ -193,8 +193,8 @@ def data_record(dataset: SampleDataset | None, context: ParallelContext) -> list
     """
     if dataset is None:
         return None
-    mine = contents(dataset) if context.rank == 0 else []
-    return [DataFacts(**facts) for facts in gather_values(context.world, mine, context.device)[0]]
+    mine = contents(dataset) if context.rank == 0 else None
+    return [DataFacts(**facts) for facts in broadcast_value(context.world, mine, context.device)]
 
 
 def compare_data(

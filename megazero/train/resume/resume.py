@@ -144,7 +144,7 @@ def _candidates(load: str, step: int | None, context: ParallelContext) -> Candid
         listed = candidates(load, step)
         return {"folders": [str(folder) for folder in listed.folders], "remarks": list(listed.remarks)}
 
-    first = together(context, look if context.rank == 0 else None, f"look into {load}")[0]
+    first = together(context, look if context.rank == 0 else None, f"look into {load}")
     return Candidates(tuple(map(Path, first["folders"])), tuple(first["remarks"]))
 
 

@@ -48,7 +48,7 @@ def restore_last(snapshots: Snapshots) -> TrainState | None:
 
     here = look if context.rank == 0 else None
     problem = None
-    for folder in together(context, here, f"look into {saver.directory}")[0]:
+    for folder in together(context, here, f"look into {saver.directory}"):
         try:
             reader = opened(Path(folder), Verify(section.verify_checkpoint), context)
             run = saved_run(reader)

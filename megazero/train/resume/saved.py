@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from megazero.checkpoint.described import check_saved_model
+from megazero.checkpoint.directory import Share
 from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.manifest import STATE, parse
 from megazero.checkpoint.part import Key
@@ -267,7 +268,7 @@ def checkpoint_at(given: str, context: ParallelContext, step: int | None = None)
         CheckpointError: on every rank: there is none.
     """
     look = (lambda: str(one_checkpoint(Path(given), step))) if context.rank == 0 else None
-    return Path(together(context, look, f"look into {given}")[0])
+    return Path(together(context, look, f"look into {given}"))
 
 
 def opened(folder: Path, verify: Verify, context: ParallelContext) -> CheckpointReader:
@@ -277,7 +278,12 @@ def opened(folder: Path, verify: Verify, context: ParallelContext) -> Checkpoint
         CheckpointError: on every rank: it cannot be read.
     """
     readers: list[CheckpointReader] = []
-    together(context, lambda: readers.append(CheckpointReader(folder, verify=verify)), f"open {folder}")
+    share = Share.of(context)
+    together(
+        context,
+        lambda: readers.append(CheckpointReader(folder, verify=verify, share=share)),
+        f"open {folder}",
+    )
     return readers[0]
 
 

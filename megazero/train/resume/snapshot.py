@@ -20,7 +20,7 @@ from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree.config import Config
 from megazero.errors import NumericsError
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.messages import gather_values
+from megazero.mpu.messages import first_value
 from megazero.mpu.transports import transports
 from megazero.train.resume.keepers import ALL, Share, keepers_of
 from megazero.train.resume.saved import PRETRAINING
@@ -135,13 +135,13 @@ class Snapshots:
         sound = torch.stack(sums).isfinite().tolist() if sums else []
         doubtful = [part for part, well in zip(numbers, sound, strict=True) if not well]
         bad = next((str(part.key) for part in doubtful if not part.tensor.isfinite().all()), None)
-        by_rank = gather_values(self.context.world, bad, self.context.device)
-        for rank, key in enumerate(by_rank):
-            if key is not None:
-                raise NumericsError(
-                    f"`{key}` must be finite to be saved, but rank {rank} holds inf or NaN after iteration "
-                    f"{iteration}; earlier checkpoints are kept: resume from the last one"
-                )
+        first = first_value(self.context.world, bad, self.context.device)
+        if first is not None:
+            rank, key = first
+            raise NumericsError(
+                f"`{key}` must be finite to be saved, but rank {rank} holds inf or NaN after iteration "
+                f"{iteration}; earlier checkpoints are kept: resume from the last one"
+            )
 
 
 def git_revision() -> str | None:

@@ -14,7 +14,7 @@ import torch
 
 from megazero.config.steps import Step
 from megazero.errors import MegazeroError
-from megazero.mpu.context import ParallelContext
+from megazero.mpu.context import ParallelContext, host_groups
 from megazero.train.step.engine import Engine, StepResult
 from megazero.train.step.state import TrainState
 
@@ -141,7 +141,8 @@ class Together(Concern):
         seen = [concern.sees(now) for concern in self.concerns]
         # On the host, which would otherwise wait for the update that is queued.
         numbers = torch.tensor([x for numbers in seen for x in numbers])
-        self.context.groups["host"].all_reduce(numbers, "max").wait()
+        for group in host_groups(self.context):
+            group.all_reduce(numbers, "max").wait()
         most, verdict = numbers.tolist(), now.verdict
         for concern, own in zip(self.concerns, seen, strict=True):
             verdict = verdict.or_stronger(concern.agreed(now, most[: len(own)]))

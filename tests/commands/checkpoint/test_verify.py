@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
-from megazero.checkpoint.part import Key
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.part import Key, Part
+from megazero.checkpoint.saver import Saver
 from megazero.commands.checkpoint import main
+from megazero.mpu.context import thread_context
+from megazero.mpu.grid import ProcessGrid
+from megazero.mpu.thread_group import ThreadWorld
+from tests.checkpoint.forged import edit_manifest
 from tests.commands.checkpoint.samples import describe_anew, flip, save
 
 MODEL = "model-00001-of-00001.safetensors"
@@ -110,3 +117,40 @@ def test_a_checkpoint_that_was_set_aside_is_checked_too(run, capsys):
     assert "0 of 2 damaged" in capsys.readouterr().out
     flip(run / ".iter_0000004.replaced" / MODEL, 40_000)
     assert main(["verify", str(run)]) == 1
+
+
+def save_by_parts(directory: Path, ranks: int) -> Path:
+    """A checkpoint that several ranks wrote."""
+    world = ThreadWorld(ranks)
+
+    def work(rank: int) -> None:
+        saver = Saver(directory, thread_context(world, ProcessGrid(dp=ranks), rank))
+        saver.save(
+            3, [Part(Key("w"), (ranks, 4), Box((rank, 0), (1, 4)), torch.full((1, 4), float(rank)))], {}
+        )
+        saver.close()
+
+    world.run(work)
+    return directory / "iter_0000003"
+
+
+def test_all_damaged_parts_and_files_are_named(tmp_path, capsys):
+    folder = save_by_parts(tmp_path, 4)
+    assert main(["verify", str(folder)]) == 0
+    assert "in 10 files" in capsys.readouterr().out
+    (folder / "part-00002-of-00004.json").write_bytes(b"{}")
+    (folder / "part-00003-of-00004.json").unlink()
+    data = bytearray((folder / "model-00001-of-00004.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model-00001-of-00004.safetensors").write_bytes(data)
+    assert main(["verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    for name in ("part-00002-of-00004.json", "part-00003-of-00004.json", "model-00001-of-00004.safetensors"):
+        assert name in said
+
+
+def test_a_manifest_of_a_million_parts_is_soon_done_with(tmp_path, capsys):
+    folder = save_by_parts(tmp_path, 2)
+    edit_manifest(folder, lambda manifest: manifest.update(parts=1 << 20))
+    assert main(["verify", str(folder)]) == 1
+    assert "no further parts than part-00100-of-1048576.json were looked at" in capsys.readouterr().out

@@ -1,0 +1,115 @@
+"""The description of a checkpoint that several ranks wrote: by parts, of which each rank writes its own.
+
+So no rank gathers what all have written. The index that all readers read is as large as the list of the
+model's tensors; where their pieces lie is said by the parts, of which a reader reads those that it needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.manifest import (
+    INDEX,
+    Count,
+    DescriptionModel,
+    FileEntry,
+    FileName,
+    Hash,
+    Logical,
+    Manifest,
+    TensorModel,
+    first_stray,
+    first_trouble,
+    parse,
+    unsealed,
+)
+from megazero.checkpoint.part import Key
+from megazero.errors import DamagedCheckpointError
+
+_NUMBERED = re.compile(r"[a-z-]+-([0-9]{5,18})-of-[0-9]{5,18}\.safetensors")
+
+
+class ListedTensor(TensorModel):
+    """One logical tensor of a checkpoint in parts, which make it up together.
+
+    Attributes:
+        writers: (start, stop, step) of the numbers of the parts that may hold pieces of it; no other does.
+    """
+
+    writers: tuple[tuple[Count, Count, Annotated[int, Field(gt=0)]], ...]
+
+
+class Contents(DescriptionModel):
+    """All logical tensors of a checkpoint in parts."""
+
+    tensors: tuple[ListedTensor, ...]
+
+    def trouble(self) -> str | None:
+        """Return what is wrong with it, in words; None if nothing is."""
+        return first_trouble(self.tensors)
+
+
+class PartDescription(DescriptionModel):
+    """The files that one rank wrote, and what lies in them.
+
+    Attributes:
+        save: the name of the save that it belongs to.
+        number: its number, which the names of its files have too.
+        files: these files.
+        tensors: the logical tensors with pieces in them, and these pieces alone.
+    """
+
+    save: Hash
+    number: Count
+    files: dict[FileName, FileEntry]
+    tensors: tuple[Logical, ...]
+
+    def trouble(self, contents: Mapping[Key, ListedTensor]) -> str | None:
+        """Return what is wrong with it, in words, given all tensors of the checkpoint; None if nothing is."""
+        for tensor in self.tensors:
+            known = contents.get(tensor.key)
+            if known is None or (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                return f"`{tensor.key}` is not what {INDEX} says"
+            if not any(self.number in range(*run) for run in known.writers):
+                return f"`{tensor.key}` is not in this part by {INDEX}"
+            for box in (piece.box for piece in tensor.pieces):
+                if len(box.offset) == len(tensor.shape) and box.overlap(Box.whole(tensor.shape)) != box:
+                    return f"a piece of `{tensor.key}` is not within its shape"
+        misnamed = [name for name in self.files if number_of(name) != self.number]
+        if misnamed:
+            return f"{misnamed[0]!r} has the name of another part's file"
+        sizes = {name: entry.size for name, entry in self.files.items()}
+        return first_trouble(self.tensors) or first_stray(self.tensors, sizes)
+
+
+def part_name(number: int, count: int) -> str:
+    """The name of the file that describes a part."""
+    return f"part-{number + 1:05d}-of-{count:05d}.json"
+
+
+def number_of(name: str) -> int | None:
+    """The number of the part that a tensor file belongs to, by its name."""
+    match = _NUMBERED.fullmatch(name)
+    return int(match[1]) - 1 if match else None
+
+
+def read_part(folder: Path, manifest: Manifest, number: int) -> PartDescription:
+    """Read one part of a description; whether it fits the whole is for `PartDescription.trouble`.
+
+    Raises:
+        DamagedCheckpointError: it is missing, changed, ill-formed, or of another save.
+    """
+    path = folder / part_name(number, manifest.parts)
+    part = parse(PartDescription, unsealed(path), path)
+    if (part.save, part.number) != (manifest.save, number):
+        raise DamagedCheckpointError(
+            f"`{path}` must be part {number} of save {manifest.save}, but is part {part.number} of "
+            f"{part.save}; use another checkpoint"
+        )
+    return part
