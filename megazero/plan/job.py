@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -104,11 +105,11 @@ class Job:
         return self.micro_batches
 
     @cached_property
-    def line(self) -> tuple[int, ...]:
+    def line(self) -> Sequence[int]:
         """The first rank of each stage."""
         return self.grid.members(0, ("pp",))
 
-    def ranks_of(self, stage: int) -> tuple[int, ...]:
+    def ranks_of(self, stage: int) -> Sequence[int]:
         """The ranks of a stage."""
         return self.grid.members(self.line[stage], ("dp", "cp", "tp"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,7 +39,7 @@ class StagePlan:
     """
 
     stage: int
-    line: tuple[int, ...]
+    line: Sequence[int]
     trace: Trace
     program: Program
 
@@ -110,7 +110,7 @@ class StagePlan:
         return self._traffic[0]
 
     @cached_property
-    def groups(self) -> dict[str, tuple[int, ...]]:
+    def groups(self) -> dict[str, Sequence[int]]:
         """The ranks of each group that is called in a step; of messages, those of a whole pipeline."""
         calls = (w for section, _ in self.sections for w in section.work if isinstance(w, Call))
         return {"pp": self.line, **{call.group: call.ranks for call in calls}}

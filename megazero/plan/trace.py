@@ -169,9 +169,7 @@ class Tracer(PeakOfOutputs, LaunchWatch):
             return DONE
         self._calls += 1
         nbytes = call.payload.numel() * call.payload.element_size()
-        noted = Call(
-            group.name, call.operation, nbytes, tuple(group.ranks), call.async_op, number=self._calls
-        )
+        noted = Call(group.name, call.operation, nbytes, group.ranks, call.async_op, number=self._calls)
         self._work.append(noted)
         return _Waited(self, noted.number) if call.async_op else DONE
 
@@ -263,7 +261,7 @@ def trace_rank(job: Job, rank: int, *, timed: bool = False) -> Trace:
     """
     tracer = Tracer()
 
-    def maker(name: str, ranks: tuple[int, ...]) -> Group:
+    def maker(name: str, ranks: Sequence[int]) -> Group:
         return StillGroup(name, ranks.index(rank), ranks)
 
     context = job.context(rank, maker)

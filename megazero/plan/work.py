@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,7 +46,7 @@ class Call:
     group: str
     operation: str
     nbytes: int
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     later: bool = False
     number: int = 0
 

@@ -23,4 +23,4 @@ def planned_memory(config: Config, ranks: int) -> list[RankMemory]:
         ConfigError: the model cannot be built on so many ranks.
     """
     job = Job(config, ranks, is_apart(config), Progress())
-    return [RankMemory(job.ranks_of(stage.stage), stage.memory) for stage in Plan.of(job).stages]
+    return [RankMemory(tuple(job.ranks_of(stage.stage)), stage.memory) for stage in Plan.of(job).stages]

@@ -38,7 +38,7 @@ class Call:
     """
 
     group: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
     operation: str
     nbytes: int
     number: int
