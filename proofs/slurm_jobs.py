@@ -187,7 +187,7 @@ class Job:
                 run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
             return self.slurm.fact(self.id, "JobState") in states
 
-        wait(there, 240, f"{states} of {self.name}: {self.text[-2000:]}")
+        wait(there, 900, f"{states} of {self.name}: {self.text[-2000:]}")
         return self.slurm.fact(self.id, "JobState")
 
 
@@ -223,7 +223,7 @@ def preempt(slurm: Slurm, partition: str, whole: list[tuple[int, float]]) -> Non
     job = Job(slurm, "175b", f"preempted-{partition}", f"--partition={partition}")
     job.await_iteration(20)
     urgent = slurm.submit("--partition=urgent", "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
-    wait(lambda: slurm.fact(urgent, "JobState") == "COMPLETED", 120, "the urgent job")
+    wait(lambda: slurm.fact(urgent, "JobState") == "COMPLETED", 400, "the urgent job")
     job.await_state("RUNNING")
     job.await_state("COMPLETED", "FAILED")
     saved = re.findall(rf"stopping after iteration (\d+): ({ASKED})", job.text)
@@ -255,7 +255,7 @@ def scenarios(slurm: Slurm) -> None:
     saved = re.findall(rf"stopping after iteration (\d+): ({ASKED})", late.text)
     check("time nearly over: saved at SIGUSR1, queued again by itself", len(saved) == 1, *saved)
     late.await_state("RUNNING")
-    wait(lambda: f"iter_{int(saved[0][0]):07d}" in late.text, 120, "the second part")
+    wait(lambda: f"iter_{int(saved[0][0]):07d}" in late.text, 400, "the second part")
     check("it went on from there", slurm.fact(late.id, "Restarts") == "1")
     late.await_iteration(int(saved[0][0]) + 20)
     run("scancel", late.id)
@@ -308,6 +308,7 @@ def main() -> int:
     if missing or os.getuid() != 0:
         print(f"error: {', '.join(missing) or 'root'} must be there for this proof", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that daemons are ended
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))
     make_data(folder / "data")

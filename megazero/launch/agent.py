@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -302,7 +301,6 @@ def facts_of_host() -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot": boot.read_text().strip() if boot.exists() else "",
         "addresses": list(dict.fromkeys(addresses)),
-        "python": sys.version.split()[0],
     }
 
 

@@ -122,11 +122,6 @@ class Job:
         """The first rank of each host: ranks follow the order of hosts, and of slots within a host."""
         return tuple(accumulate((len(host.slots) for host in self.hosts[:-1]), initial=0))
 
-    def place_of(self, rank: int) -> tuple[Host, int]:
-        """The host and the slot of a rank."""
-        node = max(node for node, start in enumerate(self.first_ranks()) if start <= rank)
-        return self.hosts[node], self.hosts[node].slots[rank - self.first_ranks()[node]]
-
     def mark(self, node: int) -> str:
         """The value of MARK in every process of a node."""
         return f"{self.key}/{node}"

@@ -154,7 +154,7 @@ def test_signals_reach_ranks_that_save_and_end_well(cluster, number):
 
 
 def test_a_frozen_host_is_named_given_up_and_swept(cluster):
-    launch, pids = start(cluster, "--silence", "1.5", "wait.py")
+    launch, pids = start(cluster, "--silence", "4", "wait.py")
     node = processes_of(f"{key_of(pids[2])}/1")
     agent = next(
         pid for pid in node if command_of(pid).startswith(f"{sys.executable} -u -m megazero.launch.agent")
