@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -64,10 +65,13 @@ def main() -> None:
     flags = parser.parse_args()
     planned: dict[str, list[float]] = {name: [] for name in LAYOUTS}
     measured: dict[str, list[float]] = {name: [] for name in LAYOUTS}
-    for _ in range(flags.rounds):
-        for name in LAYOUTS:
-            planned[name].append(statistics.mean(in_two(plan, name, str(flags.device))))
-            measured[name].append(max(in_two(train, name, "")))
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, spawn.Pool(2) as pool:
+        for number, name in product(range(flags.rounds), LAYOUTS):
+            store = f"{folder}/{number}-{len(measured[name])}-{list(LAYOUTS).index(name)}"
+            ranks = [(name, str(flags.device), store, rank) for rank in range(2)]
+            planned[name].append(statistics.mean(pool.starmap(plan, ranks, chunksize=1)))
+            measured[name].append(max(pool.starmap(train, ranks, chunksize=1)))
     print(f"{'layout':<22}{'planned':>10}{'measured':>11}{'off':>8}")
     rows = []
     for name in LAYOUTS:
@@ -78,13 +82,6 @@ def main() -> None:
     print(f"mean {statistics.mean(off):.1%}, worst {max(off):.1%}, within 10%: {sum(x <= 0.1 for x in off)}")
     if flags.output is not None:
         flags.output.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def in_two(work, name: str, device: str) -> list[float]:
-    """The results of `work` in two processes at once."""
-    spawn = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder, spawn.Pool(2) as pool:
-        return pool.starmap(work, [(name, device, f"{folder}/store", rank) for rank in range(2)], chunksize=1)
 
 
 def plan(name: str, device: str, store: str, rank: int) -> float:

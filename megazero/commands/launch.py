@@ -30,39 +30,39 @@ def launch(argv: Sequence[str] | None = None) -> int:
     hosts = assemble.hosts_of(flags, os.environ)
     sent = assemble.variables_of(flags, os.environ, folder)
     as_deepspeed, notice = assemble.stands_in(flags)
-    reach, wishes = assemble.reach_of(flags, str(folder)), assemble.wishes_of(flags)
+    reach, settings = assemble.reach_of(flags, str(folder)), assemble.settings_of(flags)
     hidden: list[str] = []
     if flags.launcher in ("pdsh", "srun", "mpirun"):
         sent, hidden = environment.without_secrets(sent)
-    job = assemble.job_of(flags, hosts, assemble.program_of(flags, sent, str(folder), as_deepspeed))
+    job = assemble.job_of(flags, hosts, assemble.script_of(flags, sent, str(folder), as_deepspeed))
     if flags.dry_run:
         print("\n".join(assemble.described(flags, reach, job)))
         return 0
     remote = not flags.no_ssh and not all(reach.is_here(host) for host in hosts)
     for text in [notice, *(_about_sending(job, hidden, flags.launcher) if remote else ())]:
-        if text and not wishes.quiet:
+        if text and not settings.quiet:
             say(text)
     if flags.no_ssh and not 0 <= flags.node_rank < len(hosts):
         raise ConfigError(f"`--node-rank` must be 0 to {len(hosts) - 1}, but is {flags.node_rank}")
     if flags.no_ssh and len(hosts) > 1:
         master = (flags.master_addr or hosts[0].name, flags.master_port or assemble.PORT)
-        return asyncio.run(run_node(job, flags.node_rank, master, _BY_HAND, prefix=wishes.prefix))
+        return asyncio.run(run_node(job, flags.node_rank, master, _BY_HAND, prefix=settings.prefix))
     if flags.launcher in ("pdsh", "srun", "mpirun"):
         words = assemble.command_of(flags, reach, job)
         sys.stdout.flush()
         os.execvp(words[0], words)
-    return asyncio.run(start.run(job, reach, wishes))
+    return asyncio.run(start.run(job, reach, settings))
 
 
 def _about_sending(job: Job, hidden: Sequence[str], launcher: str) -> list[str]:
-    lines = [f"sent to all hosts: {', '.join(environment.shown(job.program.environment))}"]
+    lines = [f"sent to all hosts: {', '.join(environment.shown(job.script.environment))}"]
     if hidden:
         lines.append(
             f"{', '.join(hidden)} would be seen in the hosts' lists of processes and must come from their "
             "own "
             f"environment with `--launcher {launcher}`; ssh sends them unseen"
         )
-    if "CUDA_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in job.program.environment:
+    if "CUDA_VISIBLE_DEVICES" in os.environ and "CUDA_VISIBLE_DEVICES" not in job.script.environment:
         lines.append(
             f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']} is this machine's and is not sent "
             "to others; "

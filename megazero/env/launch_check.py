@@ -53,7 +53,7 @@ class NodeLaunch:
         return self.gpus_per_node * self.nodes
 
     def needs(self) -> str:
-        """What the job asks for, in words."""
+        """The nodes and ranks that the job asks for, in words."""
         nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
         return f"{nodes} with {self.gpus_per_node} GPUs each, {self.world_size} ranks"
 

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ _TRY = 3.0
 
 @dataclass(frozen=True)
 class Orders:
-    """What a node starts: the content of the message ``start``."""
+    """A node's part of a launch: the content of the message ``start``."""
 
     processes: tuple[Process, ...]
     slots: tuple[int, ...]
@@ -52,7 +51,7 @@ def orders_of(job: Job, node: int, master: tuple[str, int], attempt: int = 0) ->
     return Orders(
         processes_of(job, node, master, attempt),
         job.hosts[node].slots,
-        job.program.folder,
+        job.script.folder,
         job.extras,
         job.limits.grace,
         job.limits.save_grace,
@@ -268,7 +267,7 @@ class Agent:
             self._later.append(asyncio.create_task(self._kill_later(seconds)))
 
     async def _kill_later(self, seconds: float) -> None:
-        if not await self.ranks.wait(seconds):
+        if not await self.ranks.await_end(seconds):
             await self.ranks.kill()
 
 
@@ -288,7 +287,7 @@ async def can_reach(address: str, port: int, word: str) -> bool:
 
 
 def facts_of_host() -> dict[str, Any]:
-    """What an agent says of its host: its name, the boot that it is in, and addresses that others may
+    """An agent's word on its host: its name, the boot that it is in, and addresses that others may
     reach.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -302,7 +301,6 @@ def facts_of_host() -> dict[str, Any]:
         "host": socket.gethostname(),
         "boot": boot.read_text().strip() if boot.exists() else "",
         "addresses": list(dict.fromkeys(addresses)),
-        "python": sys.version.split()[0],
     }
 
 

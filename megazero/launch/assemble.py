@@ -22,8 +22,8 @@ from megazero.errors import ConfigError
 from megazero.launch import commands, environment
 from megazero.launch.flags import cores_of
 from megazero.launch.hosts import Host, exclude, first, include, read_hostfile
-from megazero.launch.job import Extras, Job, Limits, Program, problems_of_places, processes_of
-from megazero.launch.start import Wishes
+from megazero.launch.job import Extras, Job, Limits, Script, problems_of_places, processes_of
+from megazero.launch.start import Settings
 
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's
 PORT = 29500
@@ -140,10 +140,8 @@ def stands_in(flags: argparse.Namespace) -> tuple[bool, str | None]:
     return True, f"{flags.script} imports deepspeed, which is not installed: megazero is in its place"
 
 
-def program_of(
-    flags: argparse.Namespace, sent: Mapping[str, str], folder: str, as_deepspeed: bool
-) -> Program:
-    """What every rank runs, or torchrun on every host."""
+def script_of(flags: argparse.Namespace, sent: Mapping[str, str], folder: str, as_deepspeed: bool) -> Script:
+    """The command of every rank, or of torchrun on every host."""
     python = flags.python or sys.executable
     kind = ("-m",) if flags.module else ()
     if as_deepspeed:
@@ -153,7 +151,7 @@ def program_of(
         rendezvous = flags.rdzv_backend or ("c10d" if flags.elastic_training else "static")
         own = (*shlex.split(flags.launcher_args), "--max-restarts", str(restarts_of(flags)))
         start = (python, "-u", "-m", "torch.distributed.run", *own, None)
-        return Program(
+        return Script(
             (*start, *(("--no-python",) if flags.no_python else ()), *script, *flags.arguments),
             sent,
             folder,
@@ -161,7 +159,7 @@ def program_of(
         )
     place = () if flags.no_local_rank else (None,)
     start = () if flags.no_python else (python, "-u")
-    return Program((*start, *script, *place, *flags.arguments), sent, folder)
+    return Script((*start, *script, *place, *flags.arguments), sent, folder)
 
 
 def restarts_of(flags: argparse.Namespace) -> int:
@@ -171,7 +169,7 @@ def restarts_of(flags: argparse.Namespace) -> int:
     return 100 if flags.elastic_training else 0
 
 
-def job_of(flags: argparse.Namespace, hosts: tuple[Host, ...], program: Program) -> Job:
+def job_of(flags: argparse.Namespace, hosts: tuple[Host, ...], script: Script) -> Job:
     """The launch that the flags ask for.
 
     Raises:
@@ -192,8 +190,8 @@ def job_of(flags: argparse.Namespace, hosts: tuple[Host, ...], program: Program)
     )
     limits = Limits(flags.grace, flags.save_grace, flags.silence, flags.rejoin)
     least = (flags.min_elastic_nodes or 1) if flags.elastic_training else None
-    restarts = 0 if program.rendezvous else restarts_of(flags)
-    return Job(secrets.token_hex(4), hosts, program, limits, extras, restarts, least)
+    restarts = 0 if script.rendezvous else restarts_of(flags)
+    return Job(secrets.token_hex(4), hosts, script, limits, extras, restarts, least)
 
 
 def reach_of(flags: argparse.Namespace, folder: str) -> commands.Reach:
@@ -207,11 +205,11 @@ def reach_of(flags: argparse.Namespace, folder: str) -> commands.Reach:
     )
 
 
-def wishes_of(flags: argparse.Namespace) -> Wishes:
-    """What the flags say besides."""
+def settings_of(flags: argparse.Namespace) -> Settings:
+    """The settings that are no part of the job."""
     quiet = flags.quiet or flags.log_level not in ("debug", "info")
     try_it = not flags.no_ssh_check
-    return Wishes(flags.master_addr, flags.master_port, try_it, flags.fan_out, not flags.no_prefix, quiet)
+    return Settings(flags.master_addr, flags.master_port, try_it, flags.fan_out, not flags.no_prefix, quiet)
 
 
 def command_of(flags: argparse.Namespace, reach: commands.Reach, job: Job) -> tuple[str, ...]:
@@ -239,7 +237,7 @@ def described(flags: argparse.Namespace, reach: commands.Reach, job: Job) -> Ite
         slots = ",".join(map(str, host.slots))
         yield f"  {host.name}: ranks {start}-{start + len(host.slots) - 1} on slots {slots}"
     yield "variables that are sent"
-    yield from (f"  {line}" for line in environment.shown(job.program.environment))
+    yield from (f"  {line}" for line in environment.shown(job.script.environment))
     own = flags.launcher in ("pdsh", "srun", "mpirun") or flags.no_ssh
     default = (job.hosts[0].name, PORT) if own else ("(one that all hosts reach)", 0)
     address, port = flags.master_addr or default[0], flags.master_port or default[1]
@@ -249,7 +247,7 @@ def described(flags: argparse.Namespace, reach: commands.Reach, job: Job) -> Ite
     )
     yield f"  {shlex.join(process.words)}"
     for name, value in process.environment.items():
-        if name not in job.program.environment:
+        if name not in job.script.environment:
             yield f"  {name}={'(one that is free)' if (name, value) == ('MASTER_PORT', '0') else value}"
     yield "commands"
     if flags.no_ssh:

@@ -92,7 +92,7 @@ def open_port(port: int) -> socket.socket:
 
 
 def reader_of(descriptor: int) -> asyncio.StreamReader:
-    """What a file descriptor gives, read by a thread: sshd may use one socket for a process's input and
+    """A reader of a file descriptor, filled by a thread: sshd may use one socket for a process's input and
     output,
     which asyncio's transports take for a closed pipe when input comes."""
     loop = asyncio.get_running_loop()

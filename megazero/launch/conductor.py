@@ -19,6 +19,25 @@ _SUSPENDED = 5.0  # a longer pause between two looks is this process's own
 
 
 @dataclass
+class HostState:
+    """How a host is, as far as the conductor knows.
+
+    Attributes:
+        running: labels of the processes that have not ended.
+        waiting: since when the agent has been silent; None while this side does not listen.
+        stopped: labels of stopped processes, and since when.
+        content: whether the agent has ended all its processes as it was asked to.
+        lost: whether the agent is not to be reached any more.
+    """
+
+    running: set[str] = field(default_factory=set)
+    waiting: float | None = None
+    stopped: tuple[tuple[str, ...], float] = ((), 0.0)
+    content: bool = False
+    lost: bool = False
+
+
+@dataclass
 class Link:
     """The conductor's side of the connection to an agent.
 
@@ -27,10 +46,6 @@ class Link:
         close: ends the connection; returns the exit status of what made it, None if that is not known.
         sweep: kills what is left on the host, by a connection of its own; None if it can not be.
         facts: what the agent has said of its host.
-        running: labels of the processes that have not ended.
-        waiting: since when the agent has been silent; None while this side does not listen.
-        stopped: labels of stopped processes, and since when.
-        content: whether the agent has ended all its processes as it was asked to.
     """
 
     node: int
@@ -39,15 +54,11 @@ class Link:
     close: Callable[[], Awaitable[int | None]]
     sweep: Callable[[], Awaitable[bool]] | None = None
     facts: Message = field(default_factory=dict)
-    running: set[str] = field(default_factory=set)
-    waiting: float | None = None
-    stopped: tuple[tuple[str, ...], float] = ((), 0.0)
-    content: bool = False
-    lost: bool = False
+    state: HostState = field(default_factory=HostState)
 
 
 @dataclass(frozen=True)
-class Ending:
+class Outcome:
     """How an attempt ended: the status for the launch, why (empty if all went well), and the signal if one
     ended it.
     """
@@ -92,12 +103,12 @@ class Conductor:
         self._notice = notice
         self._spare = spare
         self._over = asyncio.Event()
-        self._ending: Ending | None = None
+        self._outcome: Outcome | None = None
         self._signalled: int | None = None
         self._grace = 0.0
         self._sending: set[asyncio.Task[None]] = set()
 
-    async def conduct(self, orders: Sequence[Orders], *, travel: bool = True, last: bool = True) -> Ending:
+    async def conduct(self, orders: Sequence[Orders], *, travel: bool = True, last: bool = True) -> Outcome:
         """Start what each node is to start, and return when nothing of it runs any more.
 
         Args:
@@ -106,7 +117,7 @@ class Conductor:
             last: whether no other attempt follows a failure.
         """
         for link, own in zip(self._links, orders, strict=True):
-            link.running = {process.label for process in own.processes}
+            link.state.running = {process.label for process in own.processes}
             self._grace = own.grace
         pairs = zip(self._links, orders, strict=True)
         await asyncio.gather(
@@ -115,18 +126,18 @@ class Conductor:
         following = [asyncio.create_task(self._follow(link)) for link in self._links]
         watching = asyncio.create_task(self._watch())
         await self._over.wait()
-        ending = self._ending or Ending(0)
-        if ending.status:
+        outcome = self._outcome or Outcome(0)
+        if outcome.status:
             await self._end_all(following)
         watching.cancel()
         if self._signalled is not None:
-            status = ending.status if self._signalled in ASKS_TO_SAVE else 128 + self._signalled
-            ending = Ending(status, ending.reason, self._signalled)
-        again = ending.wants_restart and not last
-        byes = (link.channel.send("bye", status=ending.status, again=again) for link in self._links)
+            status = outcome.status if self._signalled in ASKS_TO_SAVE else 128 + self._signalled
+            outcome = Outcome(status, outcome.reason, self._signalled)
+        again = outcome.wants_restart and not last
+        byes = (link.channel.send("bye", status=outcome.status, again=again) for link in self._links)
         await asyncio.gather(*byes)
         await asyncio.gather(*(link.close() for link in self._links), *following, return_exceptions=True)
-        return ending
+        return outcome
 
     def signal(self, number: int) -> None:
         """Pass a signal on to all hosts."""
@@ -139,13 +150,13 @@ class Conductor:
 
     async def _follow(self, link: Link) -> None:
         while True:
-            link.waiting = time.monotonic()
+            link.state.waiting = time.monotonic()
             message = await link.channel.receive()
-            link.waiting = None
+            link.state.waiting = None
             if message is None:
-                if self._over.is_set() and (link.content or self._ending is None):
+                if self._over.is_set() and (link.state.content or self._outcome is None):
                     return
-                link.lost = True
+                link.state.lost = True
                 status = await link.close()
                 reason = f"the connection to {link.name} is lost{_how(status)}"
                 if self._can_spare(link, reason):
@@ -168,23 +179,23 @@ class Conductor:
         elif kind == "signalled":
             self._signalled = message["number"]
         elif kind == "stopped":
-            link.stopped = (tuple(message["labels"]), time.monotonic())
+            link.state.stopped = (tuple(message["labels"]), time.monotonic())
         elif kind == "done":
-            link.content = True
+            link.state.content = True
             if message["left"]:
                 say(f"{link.name}: processes {message['left']} could not be ended")
         elif kind == "ended":
             self._note_end(link, message["label"], message["status"])
 
     def _note_end(self, link: Link, label: str, status: int) -> None:
-        link.running.discard(label)
+        link.state.running.discard(label)
         what = label if label == "torchrun" else f"rank {label}"
         if status == 128 + signal.SIGTERM and self._signalled == signal.SIGTERM:
             # Others may be saving; the end is theirs.
-            self._ending = self._ending or Ending(status, f"{what} on {link.name} ended{_how(status)}")
+            self._outcome = self._outcome or Outcome(status, f"{what} on {link.name} ended{_how(status)}")
         elif status and not self._can_spare(link, f"{what} on {link.name} ended{_how(status)}"):
             self._fail(status, f"{what} on {link.name} ended{_how(status)}")
-        if not any(link.running for link in self._links):
+        if not any(link.state.running for link in self._links):
             self._over.set()
 
     def _can_spare(self, link: Link, reason: str) -> bool:
@@ -192,14 +203,14 @@ class Conductor:
         if self._spare == 0 or link.node == 0 or self._over.is_set() or self._signalled is not None:
             return False
         self._spare -= 1
-        link.running.clear()
+        link.state.running.clear()
         say(f"{reason}; the others go on without it")
         return True
 
     def _fail(self, status: int, reason: str) -> None:
         if self._over.is_set():
             return
-        self._ending = Ending(status, reason)
+        self._outcome = Outcome(status, reason)
         if self._signalled is None:
             say(f"{reason}; all other ranks are ended")
         self._over.set()
@@ -213,12 +224,12 @@ class Conductor:
             now = time.monotonic()
             if now > last + _SUSPENDED:
                 for link in self._links:
-                    link.waiting = link.waiting and now
+                    link.state.waiting = link.state.waiting and now
             last = now
             troubles = [trouble for link in self._links for trouble in _troubles(link, now)]
             for link, what, seconds in troubles:
                 if self._silence and seconds > self._silence:
-                    link.lost = link.lost or what == "has said nothing"
+                    link.state.lost = link.state.lost or what == "has said nothing"
                     self._fail(1, f"{link.name} {what} for {seconds:.0f} s")
                 elif seconds > min(_NOTICE, self._silence or _NOTICE) and (link.name, what) not in named:
                     named.add((link.name, what))
@@ -229,17 +240,19 @@ class Conductor:
         """End all ranks on all hosts: by their agents, and where an agent is lost, by a connection of its
         own.
         """
-        alive = [link for link in self._links if not link.lost]
+        alive = [link for link in self._links if not link.state.lost]
         await asyncio.gather(
             *(asyncio.wait_for(link.channel.send("stop", grace=self._grace), _MARGIN) for link in alive),
             return_exceptions=True,
         )
         deadline = time.monotonic() + self._grace + _MARGIN
-        sweeping = asyncio.create_task(self._sweep([link for link in self._links if link.lost]))
-        while time.monotonic() < deadline and not all(link.content or link.lost for link in alive):
+        sweeping = asyncio.create_task(self._sweep([link for link in self._links if link.state.lost]))
+        while time.monotonic() < deadline and not all(
+            link.state.content or link.state.lost for link in alive
+        ):
             await asyncio.sleep(0.05)
         await sweeping
-        await self._sweep([link for link in alive if not link.content])
+        await self._sweep([link for link in alive if not link.state.content])
         for task in following:
             task.cancel()
 
@@ -256,10 +269,10 @@ class Conductor:
 
 
 def _troubles(link: Link, now: float) -> list[tuple[Link, str, float]]:
-    labels, since = link.stopped
+    labels, since = link.state.stopped
     troubles = []
-    if link.waiting is not None:
-        troubles.append((link, "has said nothing", now - link.waiting))
+    if link.state.waiting is not None:
+        troubles.append((link, "has said nothing", now - link.state.waiting))
     if labels:
         troubles.append((link, f"has had stopped ranks ({', '.join(labels)})", now - since))
     return troubles

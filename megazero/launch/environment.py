@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 def inherited(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those of a process's variables that are sent to all hosts."""
+    """A process's variables that are sent to all hosts."""
     return {
         name: value
         for name, value in sorted(variables.items())

@@ -39,8 +39,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Program:
-    """What every rank runs.
+class Script:
+    """The command of every rank.
 
     Attributes:
         words: the command; None among them is where words go that differ between ranks, or between hosts.
@@ -62,7 +62,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Extras:
-    """What is done around a rank.
+    """Things that are done around a rank.
 
     Attributes:
         logs: a folder on each host for a file for every rank.
@@ -107,7 +107,7 @@ class Job:
 
     key: str
     hosts: tuple[Host, ...]
-    program: Program
+    script: Script
     limits: Limits = field(default_factory=Limits)
     extras: Extras = field(default_factory=Extras)
     restarts: int = 0
@@ -121,11 +121,6 @@ class Job:
     def first_ranks(self) -> tuple[int, ...]:
         """The first rank of each host: ranks follow the order of hosts, and of slots within a host."""
         return tuple(accumulate((len(host.slots) for host in self.hosts[:-1]), initial=0))
-
-    def place_of(self, rank: int) -> tuple[Host, int]:
-        """The host and the slot of a rank."""
-        node = max(node for node, start in enumerate(self.first_ranks()) if start <= rank)
-        return self.hosts[node], self.hosts[node].slots[rank - self.first_ranks()[node]]
 
     def mark(self, node: int) -> str:
         """The value of MARK in every process of a node."""
@@ -141,7 +136,7 @@ def processes_of(job: Job, node: int, master: tuple[str, int], attempt: int = 0)
         master: the address and port where ranks meet.
         attempt: how many restarts there have been.
     """
-    if job.program.rendezvous is not None:
+    if job.script.rendezvous is not None:
         return (_torchrun(job, node, master),)
     host, start = job.hosts[node], job.first_ranks()[node]
     world = {
@@ -160,8 +155,8 @@ def processes_of(job: Job, node: int, master: tuple[str, int], attempt: int = 0)
         Process(
             str(start + local),
             local,
-            job.program.filled([f"--local_rank={local}"]),
-            {**job.program.environment, **world, "RANK": str(start + local), "LOCAL_RANK": str(local)},
+            job.script.filled([f"--local_rank={local}"]),
+            {**job.script.environment, **world, "RANK": str(start + local), "LOCAL_RANK": str(local)},
         )
         for local in range(len(host.slots))
     )
@@ -169,15 +164,15 @@ def processes_of(job: Job, node: int, master: tuple[str, int], attempt: int = 0)
 
 def _torchrun(job: Job, node: int, master: tuple[str, int]) -> Process:
     size, nodes = str(len(job.hosts[node].slots)), str(len(job.hosts))
-    if job.program.rendezvous == "static":
+    if job.script.rendezvous == "static":
         place = ["--nnodes", nodes, "--node-rank", str(node)]
         place += ["--master-addr", master[0], "--master-port", str(master[1])]
     else:
         least = nodes if job.least_hosts is None else f"{job.least_hosts}:{nodes}"
         place = ["--nnodes", least, "--rdzv-backend", "c10d", "--rdzv-id", job.key]
         place += ["--rdzv-endpoint", f"{bracketed(master[0])}:{master[1]}"]
-    words = job.program.filled(["--nproc-per-node", size, *place])
-    return Process("torchrun", 0, words, {**job.program.environment, MARK: job.mark(node)})
+    words = job.script.filled(["--nproc-per-node", size, *place])
+    return Process("torchrun", 0, words, {**job.script.environment, MARK: job.mark(node)})
 
 
 def bracketed(address: str) -> str:
@@ -212,12 +207,12 @@ def unpack(word: str) -> Job:
     """The job of a word that `pack` made; its hosts are called ``node 0`` and so on."""
     data: dict[str, Any] = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
     slots = [tuple(slots) for slots, count in data["hosts"] for _ in range(count)]
-    program, extras = data["program"], data["extras"]
+    script, extras = data["script"], data["extras"]
     return Job(
         **{
             **data,
             "hosts": tuple(Host(f"node {node}", own) for node, own in enumerate(slots)),
-            "program": Program(**{**program, "words": tuple(program["words"])}),
+            "script": Script(**{**script, "words": tuple(script["words"])}),
             "limits": Limits(**data["limits"]),
             "extras": Extras(**{**extras, "cores": extras["cores"] and tuple(extras["cores"])}),
         }

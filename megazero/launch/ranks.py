@@ -133,7 +133,7 @@ class Ranks:
             if child.pid in table and table[child.pid].state == "T"
         ]
 
-    async def wait(self, seconds: float | None = None) -> bool:
+    async def await_end(self, seconds: float | None = None) -> bool:
         """Wait until all have ended, or for so long; whether they have."""
         if self._tasks:
             _, left = await asyncio.wait(self._tasks, timeout=seconds)
@@ -150,7 +150,7 @@ class Ranks:
         if not self._tasks:
             return []
         self.signal(signal.SIGTERM)
-        await self.wait(seconds)
+        await self.await_end(seconds)
         return await self.kill()
 
     async def kill(self) -> list[int]:
@@ -159,12 +159,12 @@ class Ranks:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
         left = await asyncio.to_thread(sweep, self.mark)
-        await self.wait(_LAST_WORDS + 1)
+        await self.await_end(_LAST_WORDS + 1)
         return left
 
 
 def _tied_to_this_process(cores: Sequence[int] | None) -> Callable[[], None]:
-    """What a child does before it becomes its program: it dies with this process, however that ends."""
+    """A child's steps before it becomes its program: it dies with this process, however that ends."""
     libc, parent = ctypes.CDLL(None), os.getpid()
     has_prctl = hasattr(libc, "prctl")
 

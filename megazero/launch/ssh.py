@@ -17,7 +17,7 @@ from megazero.launch.job import Job, bracketed
 from megazero.launch.ranks import status_of
 
 _CLOSING = 5.0
-_SWEEPING = 15.0
+_PATIENCE = 15.0  # seconds for an agent to answer, or a host to be swept
 _PAUSE = 1.0
 _LAST_LINES = 3
 
@@ -136,7 +136,7 @@ class Connections:
         )
         self._processes.append(process)
         try:
-            return await asyncio.wait_for(process.wait(), _SWEEPING) == 0
+            return await asyncio.wait_for(process.wait(), _PATIENCE) == 0
         except asyncio.TimeoutError:
             process.kill()
             return False
@@ -212,12 +212,17 @@ async def meet(
 
 
 async def _answer(link: Link) -> Message:
-    while True:
-        message = await link.channel.receive()
-        if message is None:
-            raise LaunchError(f"the connection to {link.name} is lost; try again")
-        if message["kind"] in ("listening", "reached", "refused"):
-            return message
+    message: Message | None = {"kind": "beat"}
+    try:
+        while message is not None and message["kind"] not in ("listening", "reached", "refused"):
+            message = await asyncio.wait_for(link.channel.receive(), _PATIENCE)
+    except asyncio.TimeoutError:
+        message = None
+    if message is None:
+        raise LaunchError(
+            f"{link.name} must say whether ranks can meet, but has gone or says nothing; try again"
+        )
+    return message
 
 
 def twins(links: Sequence[Link]) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megazero.launch.agent import SIGNALS, orders_of
 from megazero.launch.commands import Reach
-from megazero.launch.conductor import Conductor, Ending, Link, printer, say
+from megazero.launch.conductor import Conductor, Link, Outcome, printer, say
 from megazero.launch.job import Job, with_hosts
 from megazero.launch.lines import Outlet
 from megazero.launch.ssh import Connections, Unreachable, meet, refuse, twins
@@ -18,8 +18,8 @@ _NOBODY_READS = 128 + 13  # as of a process that a closed pipe has ended
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the user says of a launch besides the job.
+class Settings:
+    """The user's settings of a launch besides the job.
 
     Attributes:
         address, port: where ranks are to meet; None leaves the choice to the launch.
@@ -37,13 +37,13 @@ class Wishes:
     quiet: bool = False
 
 
-async def run(job: Job, reach: Reach, wishes: Wishes) -> int:
+async def run(job: Job, reach: Reach, settings: Settings) -> int:
     """Run a launch; returns its exit status.
 
     Raises:
         LaunchError: it could not begin.
     """
-    return await _Launcher(job, reach, wishes).run()
+    return await _Launcher(job, reach, settings).run()
 
 
 class _Launcher:
@@ -52,16 +52,16 @@ class _Launcher:
     Args:
         job: what runs where.
         reach: how the hosts are reached.
-        wishes: what the user says besides.
+        settings: what the user says besides.
     """
 
-    def __init__(self, job: Job, reach: Reach, wishes: Wishes) -> None:
+    def __init__(self, job: Job, reach: Reach, settings: Settings) -> None:
         self._job = job
         self._reach = reach
-        self._wishes = wishes
-        self._notice: Callable[[str], None] = (lambda text: None) if wishes.quiet else say
+        self._settings = settings
+        self._notice: Callable[[str], None] = (lambda text: None) if settings.quiet else say
         self._conductor: Conductor | None = None
-        self._attempt: asyncio.Task[Ending] | None = None
+        self._attempt: asyncio.Task[Outcome] | None = None
         self._signalled: int | None = None
         self._out, self._error = Outlet(1), Outlet(2)
 
@@ -81,32 +81,32 @@ class _Launcher:
         for attempt in range(self._job.restarts + 1):
             self._attempt = asyncio.create_task(self._once(attempt))
             try:
-                ending = await self._attempt
+                outcome = await self._attempt
             except asyncio.CancelledError:
                 return 128 + (self._signalled or signal.SIGINT)
-            if self._out.broken and ending.signalled == signal.SIGHUP:
+            if self._out.broken and outcome.signalled == signal.SIGHUP:
                 return _NOBODY_READS
-            if not ending.wants_restart:
-                return ending.status
+            if not outcome.wants_restart:
+                return outcome.status
             if attempt < self._job.restarts:
                 self._notice(f"the ranks are started again ({attempt + 1} of {self._job.restarts})")
-        return ending.status
+        return outcome.status
 
-    async def _once(self, attempt: int) -> Ending:
-        connections = Connections(self._job, self._reach, self._wishes.fan_out)
+    async def _once(self, attempt: int) -> Outcome:
+        connections = Connections(self._job, self._reach, self._settings.fan_out)
         try:
             links, lost = await connections.open(self._job.limits.rejoin if attempt else 0.0)
             job = self._on_those_that_answered(links, lost)
             for text in twins(links):
                 self._notice(text)
             master = await meet(
-                job, links, (self._wishes.address, self._wishes.port), self._wishes.try_address
+                job, links, (self._settings.address, self._settings.port), self._settings.try_address
             )
             orders = [orders_of(job, node, master, attempt) for node in range(len(links))]
-            show = printer(self._wishes.prefix, self._out, self._error)
+            show = printer(self._settings.prefix, self._out, self._error)
             hosts = f"{len(links)} host{'s' if len(links) > 1 else ''}"
             self._notice(f"{job.world_size} ranks on {hosts} meet at {master[0]}:{master[1]}")
-            spare = len(links) - (job.least_hosts or len(links)) if job.program.rendezvous == "c10d" else 0
+            spare = len(links) - (job.least_hosts or len(links)) if job.script.rendezvous == "c10d" else 0
             self._conductor = Conductor(links, show, job.limits.silence, self._notice, spare)
             return await self._conductor.conduct(orders)
         finally:

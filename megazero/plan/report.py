@@ -54,10 +54,14 @@ class Report:
         return self.plan.fullest.device_bytes <= self.device.allocator_bytes
 
     @property
+    def dtype(self) -> str:
+        """The dtype that is multiplied, by torch's name."""
+        return str(DTYPES[self.plan.job.config.precision.dtype]).removeprefix("torch.")
+
+    @property
     def mfu(self) -> float:
         """The model's FLOPs as a share of what the devices could do at most in the time of a step."""
-        dtype = str(DTYPES[self.plan.job.config.precision.dtype]).removeprefix("torch.")
-        most = self.device.peak_flop_per_s(dtype) * self.plan.job.ranks * self.times.seconds
+        most = self.device.peak_flop_per_s(self.dtype) * self.plan.job.ranks * self.times.seconds
         return self.model.step_flops(self.plan.job) / most
 
     def rows(self) -> list[tuple[str, ...]]:

@@ -182,8 +182,8 @@ def problems_of_verb(words: tuple[str, ...]) -> Iterator[str]:
     if words[0] not in names:
         yield f"`megazero {words[0]}` must be one of {', '.join(names)}"
         return
-    if words[0] == "run":
-        yield from problems_of_starter(words[1:], flags_of_verb(words[:1]), "megazero run")
+    if words[0] in ("launch", "run"):
+        yield from problems_of_starter(words[1:], flags_of_verb(words[:1]), f"megazero {words[0]}")
         return
     place = words.index("--") if "--" in words else len(words)
     own, passed_on = words[:place], words[place:]

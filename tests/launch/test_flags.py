@@ -153,7 +153,7 @@ def test_megazero_is_in_deepspeeds_place_where_that_is_not_installed(folder, mon
     assert as_deepspeed
     assert notice == "train.py imports deepspeed, which is not installed: megazero is in its place"
     flags = parse(["--num_gpus", "1", "train.py", "--deepspeed", "--deepspeed_config", "f.json"])
-    program = assemble.program_of(flags, {}, ".", as_deepspeed)
+    program = assemble.script_of(flags, {}, ".", as_deepspeed)
     assert program.filled(["--local_rank=0"])[2:] == (
         *(
             "-m",

@@ -14,7 +14,7 @@ import pytest
 from megazero.launch import node
 from megazero.launch.channel import stream_channel
 from megazero.launch.hosts import Host
-from megazero.launch.job import Job, Program
+from megazero.launch.job import Job, Script
 from megazero.launch.node import in_runs
 from tests.launch.cluster import WHY_NOT, Cluster, Launch, free_ports, has_sshd, is_alive, processes_of, until
 from tests.launch.programs import SHOW, WAIT
@@ -29,7 +29,7 @@ def nodes(tmp_path):
 
     def start(rank: int, count: int, *words: str) -> Launch:
         place = ["--no-ssh", "--num-nodes", str(count), "--node-rank", str(rank), "--num-gpus", "2"]
-        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--grace", "1"]
+        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--grace", "0.3"]
         started.append(Launch([*place, *meeting, *words], tmp_path, {}))
         return started[-1]
 
@@ -50,7 +50,7 @@ def test_runs_of_numbers(numbers, text):
 def test_node_0_names_the_nodes_that_have_not_come(monkeypatch, capsys):
     """A node that goes away before all have come is missing again."""
     monkeypatch.setattr(node, "_NEWS", 0.2)
-    launch = Job("key", tuple(Host(f"node {rank}", (0,)) for rank in range(6)), Program(("x",), {}, "."))
+    launch = Job("key", tuple(Host(f"node {rank}", (0,)) for rank in range(6)), Script(("x",), {}, "."))
     (port,) = free_ports(1)
 
     writers = {}
@@ -110,7 +110,7 @@ def test_one_failed_rank_ends_all_nodes_with_its_status(nodes):
     until(lambda: not any(map(is_alive, pids)), 10)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_node_ends_the_others(nodes, victim):
     launches = [nodes(rank, 2, "wait.py") for rank in range(2)]
     pids = [int(line.split()[-1]) for launch in launches for line in launch.await_lines(2, "pid")]
@@ -130,6 +130,7 @@ def test_signals_of_a_scheduler_reach_the_ranks_of_each_node(nodes):
     assert all(len(launch.await_lines(2, "saved")) == 2 for launch in launches)
 
 
+@pytest.mark.slow
 def test_nodes_restart_together(nodes, tmp_path):
     (tmp_path / "once.py").write_text(
         "import os, sys, time\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\nprint('attempt', "
@@ -142,6 +143,7 @@ def test_nodes_restart_together(nodes, tmp_path):
     assert all(len(launch.await_lines(2, "attempt 1")) == 2 for launch in launches)
 
 
+@pytest.mark.slow
 def test_nodes_that_do_not_fit_together_are_refused(nodes):
     first, other = nodes(0, 3, "show.py"), nodes(1, 2, "show.py")
     assert (first.status(), other.status()) == (1, 1)

@@ -42,7 +42,7 @@ def test_ranks_that_ignore_sigterm_end_in_one_grace(launch, tmp_path):
         "while not os.path.exists('go'): time.sleep(0.02)\n"
         "if os.environ['RANK'] == '0': sys.exit(3)\ntime.sleep(60)\n"
     )
-    one = launch("--num-gpus", "8", "--grace", "1", "stubborn.py")
+    one = launch("--num-gpus", "8", "--grace", "0.5", "stubborn.py")
     pids = [int(line.split()[-1]) for line in one.await_lines(8, "pid")]
     began = time.monotonic()
     (tmp_path / "go").touch()
@@ -57,9 +57,9 @@ def test_lines_are_whole_and_the_last_before_death_is_there(launch, tmp_path):
         "for i in range(400): print(f'{rank} {i} ' + rank * 200)\n"
         "for i in range(50): sys.stderr.write(f'\\r{i}%')\n"
         "sys.stdout.flush(); sys.stdout.write('the end'); sys.stdout.flush()\n"
-        "time.sleep(1 if rank == '2' else 3)\nos.kill(os.getpid(), 9)\n"
+        "time.sleep(0.5 if rank == '2' else 3)\nos.kill(os.getpid(), 9)\n"
     )
-    one = launch("--num-gpus", "3", "--grace", "1", "talk.py")
+    one = launch("--num-gpus", "3", "--grace", "0.3", "talk.py")
     assert one.status() == 137
     lines = one.lines()
     for rank in range(3):

@@ -50,7 +50,7 @@ def cluster(tmp_path_factory):
 
 def start(cluster: Cluster, *words: str, ranks: int = 6, **options: str) -> tuple[Launch, dict[int, int]]:
     """A launch of ranks that wait, and their processes by rank."""
-    launch = cluster.launch("-H", cluster.hostfile(), "--grace", "1", *words, **options)
+    launch = cluster.launch("-H", cluster.hostfile(), "--grace", "0.3", *words, **options)
     lines = launch.await_lines(ranks, "pid")
     return launch, {int(line.split("[")[1].split("]")[0]): int(line.split()[2]) for line in lines}
 
@@ -120,7 +120,9 @@ def test_a_killed_launcher_leaves_nothing_of_its_own_and_all_of_others(cluster):
     gone([*others.values(), *pids.values()])
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_and_a_closed_terminal_leave_nothing_running(cluster, number, status):
     launch, pids = start(cluster, "child.py")
     key = key_of(pids[0])
@@ -143,19 +145,16 @@ def test_ctrl_c_while_hosts_are_connected_to_leaves_nothing(cluster):
     )
 
 
-def test_usr1_and_term_reach_ranks_that_save_and_end_well(cluster):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_signals_reach_ranks_that_save_and_end_well(cluster, number):
     launch, _ = start(cluster, "wait.py", "--save")
-    launch.send_signal(signal.SIGUSR1)
+    launch.send_signal(number)
     assert launch.status() == 0
-    assert len(launch.await_lines(6, "got SIGUSR1")) == len(launch.await_lines(6, "saved")) == 6
-    launch, _ = start(cluster, "wait.py", "--save")
-    launch.send_signal(signal.SIGTERM)
-    assert launch.status() == 0
-    assert len(launch.await_lines(6, "got SIGTERM")) == len(launch.await_lines(6, "saved")) == 6
+    assert len(launch.await_lines(6, f"got {number.name}")) == len(launch.await_lines(6, "saved")) == 6
 
 
 def test_a_frozen_host_is_named_given_up_and_swept(cluster):
-    launch, pids = start(cluster, "--silence", "3", "wait.py")
+    launch, pids = start(cluster, "--silence", "4", "wait.py")
     node = processes_of(f"{key_of(pids[2])}/1")
     agent = next(
         pid for pid in node if command_of(pid).startswith(f"{sys.executable} -u -m megazero.launch.agent")
@@ -169,6 +168,7 @@ def test_a_frozen_host_is_named_given_up_and_swept(cluster):
     assert time.monotonic() < began + 20
 
 
+@pytest.mark.slow
 def test_a_frozen_rank_is_named_and_given_up(cluster):
     launch, pids = start(cluster, "--silence", "2", "wait.py")
     freeze([pids[4]])
@@ -199,13 +199,14 @@ def test_a_restart_keeps_hosts_and_ranks(cluster):
         "print('attempt', attempt, flush=True)\n"
         "if attempt == '0': time.sleep(0.3 if rank == '3' else 60); sys.exit(7)\n"
     )
-    launch = cluster.launch("-H", cluster.hostfile(), "--grace", "1", "--max-restarts", "1", "once.py")
+    launch = cluster.launch("-H", cluster.hostfile(), "--grace", "0.3", "--max-restarts", "1", "once.py")
     assert launch.status() == 0, launch.notices()
     assert "rank 3 on w-1 ended with status 7" in launch.notices()
     places = [sorted(line.split(":")[0] for line in launch.lines() if f"attempt {n}" in line) for n in (0, 1)]
     assert places[0] == places[1] == ["w-0[0]", "w-0[1]", "w-1[2]", "w-1[3]", "w-2[4]", "w-2[5]"]
 
 
+@pytest.mark.slow
 def test_a_lost_host_is_left_out_of_an_elastic_restart_and_the_change_is_said(cluster):
     script = "import os, sys; print('world', os.environ['WORLD_SIZE']); sys.stdout.flush()\n"
     script += "import time; time.sleep(60 if os.environ['WORLD_SIZE'] == '6' else 0)\n"
@@ -226,6 +227,7 @@ def test_a_lost_host_is_left_out_of_an_elastic_restart_and_the_change_is_said(cl
         cluster.start("w-1")
 
 
+@pytest.mark.slow
 def test_two_launches_at_once_do_not_share_a_port_and_a_taken_one_is_refused(cluster):
     first, pids = start(cluster, "wait.py")
     second, others = start(cluster, "wait.py")
@@ -243,12 +245,14 @@ def test_two_launches_at_once_do_not_share_a_port_and_a_taken_one_is_refused(clu
     gone([*pids.values(), *others.values()])
 
 
+@pytest.mark.slow
 def test_an_address_that_not_all_reach_is_refused(cluster):
     launch = cluster.launch("-H", cluster.hostfile(), "--master-addr", "192.0.2.1", "show.py")
     assert launch.status() == 1
     assert "every host must reach w-0, but w-1, w-2 do not (tried 192.0.2.1:" in launch.notices()
 
 
+@pytest.mark.slow
 def test_a_host_without_the_package_says_so(cluster):
     launch = cluster.launch("-H", cluster.hostfile(), "--python", "/nowhere/python", "show.py")
     assert launch.status() == 1
@@ -256,6 +260,7 @@ def test_a_host_without_the_package_says_so(cluster):
     assert answers(cluster.ports["w-0"])
 
 
+@pytest.mark.slow
 def test_many_hosts_are_connected_to_a_few_at_a_time(cluster):
     """An sshd that takes two new connections at once stands for a gateway before twelve hosts."""
     cluster.stop("w-0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -139,3 +140,27 @@ def test_the_quickstart_has_help():
         option in run.stdout
         for option in ("--model M", "--steps N", "--tp T", "--pp P", "--dp D", "--zero-stage Z", "--out DIR")
     )
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "scripts/slurm").glob("*.sbatch")), ids=lambda path: path.stem
+)
+def test_a_batch_script_asks_for_the_nodes_of_its_job(path):
+    """`proofs/slurm_jobs.py` runs them under a real SLURM."""
+    batch, job = path.read_text(), (ROOT / f"scripts/{path.stem}.sh").read_text()
+    nodes = re.search(r"^#SBATCH --nodes=(\d+)$", batch, re.M)[1]
+    assert f"NNODES=${{NNODES:-{nodes}}}" in job
+    assert f'train scripts/{path.stem}.sh "$@"' in batch
+    for script in (path, path.with_name("job.sh")):
+        assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+
+
+def test_a_launcher_plans_when_it_is_told_to(tmp_path):
+    """With the planner's own command line, before anything is looked at on this machine."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    run = bash("pretrain_gpt_175b.sh", "--lr", "1", PLAN="1", PATH=f"{tmp_path}:{PATH}")
+    words = run.stdout.splitlines()
+    assert words[:8] == ["-m", "megazero.cli", "plan", "--nproc", "1024", "--gpus-per-node", "8", "--"]
+    assert words[-2:] == ["--lr", "1"]

@@ -1,0 +1,172 @@
+"""The command `megazero tune`: the best layouts of a job, on paper."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megazero.config.resolve import parse_config
+from megazero.config.shown import shown_config
+from megazero.config.words import split_training_flags
+from megazero.errors import ConfigError, exit_status
+from megazero.plan.device import Device, known_devices
+from megazero.plan.tuning import Layout, Planned, Search, best, reasons
+from megazero.plan.words import shown, time_text
+
+DOES_NOT_FIT = 3
+_SHOWN = 10
+
+
+def build_tune_parser() -> argparse.ArgumentParser:
+    """Build a parser of the command's flags."""
+    parser = argparse.ArgumentParser(
+        prog="megazero tune",
+        usage="megazero tune [CONFIG] --gpus N [--device D] [--gpus-per-node G] [--output DIR] [-- FLAGS]",
+        description="Look for the layout in which a training is quickest: ranks of a layer, stages and "
+        "chunks, experts, ZeRO stage, sequence parallelism, recomputation and micro-batch. Model, data, "
+        "global batch, precision and everything else stay as they are. Nothing is launched.",
+        epilog=f"The exit status is 0 if a layout fits, and {DOES_NOT_FIT} if none does.",
+    )
+    parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file of a training's settings")
+    parser.add_argument("--gpus", "--nproc", type=int, required=True, help="ranks of the training")
+    parser.add_argument(
+        "--device", default="h100", help=f"{', '.join(known_devices())}, or a file (default: h100)"
+    )
+    parser.add_argument(
+        "--gpus-per-node", type=int, help="ranks on each node (default: as the device's nodes have)"
+    )
+    parser.add_argument(
+        "--plans", type=int, default=150, help="the most layouts that are planned (default: 150)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="a folder for the best layouts as YAML files, and for plans.jsonl, from which a search goes on",
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command with its flags, and those of a training after ``--``; returns the exit status."""
+    own, training = split_training_flags(argv)
+    flags = build_tune_parser().parse_args(own)
+    statuses: list[int] = []
+    return exit_status(lambda: statuses.append(_tune(flags, training))) or statuses[0]
+
+
+def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
+    if flags.config is None and training is None:
+        raise ConfigError(
+            "`CONFIG` must be a YAML file of a training, or its flags must follow after `--`, but both are "
+            "left out; give one of them"
+        )
+    words = [*([] if flags.config is None else ["--config", flags.config]), *(training or ())]
+    device = Device.load(flags.device)
+    given = parse_config(words, world_size=flags.gpus).config
+    search = Search(given, flags.gpus, device, flags.gpus_per_node or device.inside_node.ranks)
+    log = None if flags.output is None else _log(flags.output)
+    results = list(_planned(search, flags.plans, log))
+    chosen = best(results, _SHOWN)
+    if not chosen:
+        raise ConfigError(
+            f"`--gpus` must be a number on which some layout is possible, but {flags.gpus} is not; the rules "
+            "refuse all, or their state alone has no room: choose more ranks"
+        )
+    _show(search, chosen)
+    if flags.output is not None:
+        _write(search, chosen, flags.output)
+    return 0 if chosen[0].fits else DOES_NOT_FIT
+
+
+def _planned(search: Search, most: int, log: Path | None) -> Iterator[Planned]:
+    """The results of the most promising layouts, those of an earlier search first."""
+    bounds = search.ordered()
+    allowed = [(bound, layout) for bound, layout in bounds if not search.refused(layout)]
+    print(
+        f"{sum(1 for _ in search.candidates()):,} layouts: {len(bounds):,} whose state has room, "
+        f"{len(allowed):,} of them by the rules; the {min(most, len(allowed)):,} most promising are planned"
+    )
+    known = {} if log is None or not log.exists() else _read(log)
+    chosen = [layout for _, layout in allowed[:most]]
+    yield from (known[layout] for layout in chosen if layout in known)
+    missing = [(search, layout) for layout in chosen if layout not in known]
+    context = multiprocessing.get_context("fork")
+    torch.set_num_threads(1)
+    with context.Pool(min(os.cpu_count() or 1, max(1, len(missing)))) as pool:
+        for result in pool.imap_unordered(_plan, missing):
+            if result is None:
+                continue
+            if log is not None:
+                with log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(result.document()) + "\n")
+            yield result
+
+
+def _plan(task: tuple[Search, Layout]) -> Planned | None:
+    """The result of a layout; None if the model cannot be built in it."""
+    try:
+        return Planned.of(*task)
+    except ConfigError:
+        return None
+
+
+def _show(search: Search, chosen: Sequence[Planned]) -> None:
+    from megazero.commands.show import print_table
+
+    rows = [
+        (
+            str(number),
+            str(result.layout),
+            shown(result.device_bytes),
+            time_text(result.seconds),
+            f"{result.tokens_per_second:,.0f}",
+            f"{result.mfu:.1%}",
+            f"{result.bubble:.1%}",
+        )
+        for number, result in enumerate(chosen, 1)
+    ]
+    print()
+    print_table(("", "layout", "memory", "step", "tokens/s", "MFU", "bubble"), rows, left=2)
+    room = search.device.allocator_bytes
+    if not chosen[0].fits:
+        short = shown(chosen[0].device_bytes - room)
+        print(f"none fits: these lack least, the first {short} beyond the {shown(room)} that there are")
+        return
+    given, first = search.report(), search.report(chosen[0].layout)
+    seconds, used = given.times.seconds, given.plan.fullest.device_bytes
+    gain = seconds / first.times.seconds
+    print(f"\nthe given layout takes {time_text(seconds)} a step and {shown(used)} of {shown(room)}")
+    print(f"the first is {gain:.2f} times as fast:")
+    for line in reasons(given, first):
+        print(f"  {line}")
+
+
+def _write(search: Search, chosen: Sequence[Planned], folder: Path) -> None:
+    for number, result in enumerate(chosen, 1):
+        head = f"# {result.layout}: {time_text(result.seconds)} a step\n"
+        text = head + shown_config(search.config(result.layout), search.ranks)
+        (folder / f"{number:02}.yaml").write_text(text, encoding="utf-8")
+    print(f"written: {folder}/01.yaml to {len(chosen):02}.yaml, {folder}/plans.jsonl")
+
+
+def _log(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"`--output` must be a folder that can be written to, but: {error}") from error
+    return folder / "plans.jsonl"
+
+
+def _read(log: Path) -> dict[Layout, Planned]:
+    """Results of an earlier search; a last line that was cut off is left out."""
+    results = []
+    for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            results.append(Planned.read(json.loads(line)))
+    return {result.layout: result for result in results}
