@@ -34,6 +34,7 @@ def test_help_names_every_verb_and_exits_0(capsys):
         "pretrain",
         "profile",
         "run",
+        "tune",
         "verify",
         "version",
     ]
@@ -64,7 +65,7 @@ def test_an_unknown_verb_is_answered_with_the_nearest(capsys, word, answer):
     assert capsys.readouterr().err == (
         "error: the verb must be one of ablate, analyze-loss, checkpoint, config, env, fill-mask, generate, "
         "incidents, kernels, launch, memory-report, merge-traces, moe-report, plan, pretrain, profile, run, "
-        f"verify, version, but is `{word}`; {answer}\n"
+        f"tune, verify, version, but is `{word}`; {answer}\n"
     )
 
 

@@ -29,7 +29,7 @@ def build_tune_parser() -> argparse.ArgumentParser:
         prog="megazero tune",
         usage="megazero tune [CONFIG] --gpus N [--device D] [--gpus-per-node G] [--output DIR] [-- FLAGS]",
         description="Look for the layout in which a training is quickest: ranks of a layer, stages and "
-        "chunks, experts, ZeRO stage, sequence parallelism, recomputation and micro-batch. Model, data, "
+        "chunks, experts, ZeRO stage, recomputation and micro-batch. Model, data, "
         "global batch, precision and everything else stay as they are. Nothing is launched.",
         epilog=f"The exit status is 0 if a layout fits, and {DOES_NOT_FIT} if none does.",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import product
+from types import MappingProxyType
 
 from megazero.config.rules.table import broken_rules
 from megazero.config.tree.config import Config
@@ -23,7 +24,7 @@ from megazero.train.parts.chunks import DTYPES
 
 RECOMPUTES = ("none", "selective", "full")
 _STATE = 12  # bytes of a parameter's master and moments
-_OVERHEAD = {"none": 1.0, "selective": 1.0, "full": 4 / 3}
+_OVERHEAD = MappingProxyType({"none": 1.0, "selective": 1.0, "full": 4 / 3})
 
 
 @dataclass(frozen=True, order=True)
@@ -31,10 +32,9 @@ class Layout:
     """A way to lay a job out.
 
     Attributes:
-        tensor, pipeline, virtual: ranks of a layer, stages, and chunks on each stage.
+        tensor, pipeline, virtual: ranks of a layer, which share its rows too, stages, and chunks on each.
         expert: ranks that share the experts; 1 without any.
         zero: the ZeRO stage.
-        sequence_parallel: whether ranks of a layer share its rows too.
         recompute: ``none``, ``selective`` or ``full``.
         micro_batch: samples of a micro-batch.
     """
@@ -44,7 +44,6 @@ class Layout:
     virtual: int
     expert: int
     zero: int
-    sequence_parallel: bool
     recompute: str
     micro_batch: int
 
@@ -60,7 +59,7 @@ class Layout:
             "pipeline_schedule": "auto",
             "pipeline_partition": "uniform",
             "expert_model_parallel_size": self.expert,
-            "sequence_parallel": self.sequence_parallel,
+            "sequence_parallel": self.tensor > 1,
         }
         fresh, kept = RecomputeConfig(), ("method", "num_layers", "partition_activations")
         recompute = {"granularity": self.recompute, **{name: getattr(fresh, name) for name in kept}}
@@ -76,7 +75,7 @@ class Layout:
     def __str__(self) -> str:
         parts = [f"T{self.tensor}", f"P{self.pipeline}", f"V{self.virtual}", f"E{self.expert}"]
         shown = [part for part in parts if not part.endswith("1") or len(part) > 2]
-        sp = ", SP" if self.sequence_parallel else ""
+        sp = ", SP" if self.tensor > 1 else ""
         words = " x ".join(shown) or "D alone"
         return f"{words}, ZeRO {self.zero}{sp}, recompute {self.recompute}, b {self.micro_batch}"
 
@@ -169,11 +168,11 @@ class Search:
             chunks = [v for v in _divisors(model.num_layers // pipeline) if pipeline > 1 or v == 1]
             spread = [e for e in _divisors(experts) if replicas % e == 0]
             stages = (1,) if pipeline > 1 else (1, 2, 3)
-            for rest in product(chunks, spread, stages, {tensor > 1, False}, RECOMPUTES, sizes):
-                virtual, expert, zero, sequence, recompute, size = rest
+            for rest in product(chunks, spread, stages, RECOMPUTES, sizes):
+                virtual, expert, zero, recompute, size = rest
                 if virtual > 1 and batch // replicas // size % pipeline:
                     continue
-                yield Layout(tensor, pipeline, virtual, expert, zero, sequence, recompute, size)
+                yield Layout(tensor, pipeline, virtual, expert, zero, recompute, size)
 
     def ordered(self) -> list[tuple[float, Layout]]:
         """The candidates whose state alone has room, by a bound of a step's seconds that is too low."""

@@ -31,12 +31,12 @@ def test_candidates_use_all_ranks_and_whole_micro_batches():
 
 
 def test_rules_judge_candidates():
-    assert not search().refused(Layout(2, 2, 1, 1, 3, False, "none", 1))
-    assert search().refused(Layout(4, 1, 2, 1, 1, True, "none", 1))  # chunks need stages
+    assert not search().refused(Layout(2, 2, 1, 1, 3, "none", 1))
+    assert search().refused(Layout(4, 1, 2, 1, 1, "none", 1))  # chunks need stages
 
 
 def test_a_layout_replaces_the_given_one():
-    config = search().config(Layout(2, 2, 2, 1, 1, True, "full", 2))
+    config = search().config(Layout(2, 2, 2, 1, 1, "full", 2))
     parallel = config.parallel
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (2, 2)
     assert (parallel.num_layers_per_virtual_pipeline_stage, parallel.sequence_parallel) == (1, True)
@@ -52,7 +52,7 @@ def test_bounds_are_below_plans():
 
 def test_the_quickest_that_fit_are_best_or_those_that_lack_least():
     def planned(seconds: float, size: int, fits: bool) -> Planned:
-        return Planned(Layout(1, 1, 1, 1, 1, False, "none", 1), size, fits, seconds, 0, 0, 0)
+        return Planned(Layout(1, 1, 1, 1, 1, "none", 1), size, fits, seconds, 0, 0, 0)
 
     quick, slow, large, larger = (
         planned(*x) for x in ((1, 5, True), (2, 4, True), (0.5, 9, False), (0.4, 10, False))
