@@ -32,7 +32,7 @@ _TRIMMED = 0.1  # of a row's calls are left out of its means at either end: the 
 
 
 class Key(NamedTuple):
-    """The facts that the calls of a row have in common; `nbytes` is 2^k for calls of above half as much, up to it."""
+    """Facts that the calls of a row share; `nbytes` is 2^k for calls of above half as much, up to it."""
 
     operation: str
     nbytes: int
