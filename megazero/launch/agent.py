@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Awaitable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.
 ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals after which ranks may go on for a while; the others end them within the grace."""
 _TRY = 3.0
+_ONE_REQUEST = 10.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Agent:
         self._status = 0
         self._started = False
         self._signalled: int | None = None
+        self._asked: dict[int, float] = {}
         self._door: asyncio.Server | None = None
         self._later: list[asyncio.Task[None]] = []
 
@@ -143,8 +146,9 @@ class Agent:
             beating.cancel()
             for task in self._later:
                 task.cancel()
-            for number in SIGNALS:
-                loop.remove_signal_handler(number)
+            if self.again:  # else the process ends now, and a late signal must not change its status
+                for number in SIGNALS:
+                    loop.remove_signal_handler(number)
             if self._orders is not None and self._orders.extras.pid_file is not None:
                 Path(self._orders.extras.pid_file).unlink(missing_ok=True)
 
@@ -249,10 +253,15 @@ class Agent:
         """Pass a signal on to the ranks; one that ends them ends them for good after a while, or when it is
         repeated.
 
-        Without ranks, the process ends of it.
+        A request to save that comes twice, as from slurmstepd and from srun, is passed on once: the second
+        would kill a rank that is just ending. Without ranks, the process ends of it.
         """
         if self._orders is None or not self._started:
             os._exit(128 + number)
+        now = time.monotonic()
+        if number in ASKS_TO_SAVE and now < self._asked.get(number, float("-inf")) + _ONE_REQUEST:
+            return
+        self._asked[number] = now
         if self._alone:
             self._later.append(asyncio.create_task(self._channel.send("signalled", number=number)))
         again = self._signalled == number and number not in ASKS_TO_SAVE

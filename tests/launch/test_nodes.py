@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 
 import pytest
 
@@ -126,8 +127,11 @@ def test_signals_of_a_scheduler_reach_the_ranks_of_each_node(nodes):
         launch.await_lines(2, "pid")
     for launch in launches:
         launch.send_signal(signal.SIGUSR1)
+        time.sleep(0.01)
+        launch.send_signal(signal.SIGUSR1)  # slurmstepd sends one, and srun another: ranks died of the second
     assert [launch.status() for launch in launches] == [0, 0]
     assert all(len(launch.await_lines(2, "saved")) == 2 for launch in launches)
+    assert all(len(launch.await_lines(2, "got SIGUSR1")) == 2 for launch in launches)
 
 
 @pytest.mark.slow
