@@ -39,9 +39,9 @@ def test_how_often_each_half_of_a_layer_runs_in_a_step(
 
         monkeypatch.setattr(module, name, run)
 
-    counting(attention_module, "attention")
+    counting(attention_module, "attend")
     counting(mlp_module, "bias_gelu")
     flags = flags_of(FACTORS, {"batch": "whole", "layers": "2", "optimizer": "sgd"})
     product.write_datasets(tmp_path, {"small": DATASETS["small"]})
     product.train({**flags, "train-iters": 1, **recompute}, tmp_path, tmp_path, ranks=1)
-    assert runs == {"attention": attention, "bias_gelu": activation}
+    assert runs == {"attend": attention, "bias_gelu": activation}
