@@ -68,11 +68,15 @@ class Waits:
         self._measures = not self._on_cuda
         return waited
 
-    def begin(self) -> float | torch.cuda.Event | None:
-        """Begin a wait; returns its beginning, which `end` takes."""
+    def begin(self, *, later: bool = False) -> float | torch.cuda.Event | None:
+        """Begin a wait; returns its beginning, which `end` takes.
+
+        Args:
+            later: whether the call is only started, which takes time between threads.
+        """
         if not self._on_cuda:
             return time.perf_counter()
-        return self._now() if self._measures else None
+        return self._now() if self._measures and not later else None
 
     def end(self, began: float | torch.cuda.Event | None) -> None:
         """End a wait."""

@@ -48,7 +48,7 @@ class WatchedGroup(WrappingGroup):
         noted = self.watch.begin(self._channel, call.operation, call.detail, shape, call.given.dtype)
         try:
             self._compare(noted)
-            began = None if call.async_op else self.watch.waits.begin()
+            began = self.watch.waits.begin(later=call.async_op)
             work = call.start(self.inner)
             self.watch.waits.end(began)
         except Exception as error:
