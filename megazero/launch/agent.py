@@ -34,6 +34,7 @@ ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals after which ranks may go on for a while; the others end them within the grace."""
 _TRY = 3.0
 _ONE_REQUEST = 10.0
+_SETTLED = 0.5
 
 
 @dataclass(frozen=True)
@@ -253,8 +254,8 @@ class Agent:
         """Pass a signal on to the ranks; one that ends them ends them for good after a while, or when it is
         repeated.
 
-        A request to save that comes twice, as from slurmstepd and from srun, is passed on once: the second
-        would kill a rank that is just ending. Without ranks, the process ends of it.
+        A request to save that comes twice is passed on once, and a node's own a little later: ranks that have
+        got it from elsewhere would die of a second one as they end. Without ranks, the process ends of it.
         """
         if self._orders is None or not self._started:
             os._exit(128 + number)
@@ -266,12 +267,13 @@ class Agent:
             self._later.append(asyncio.create_task(self._channel.send("signalled", number=number)))
         again = self._signalled == number and number not in ASKS_TO_SAVE
         self._signalled = number
-        if number in (signal.SIGUSR1, signal.SIGUSR2):
-            self.ranks.signal(number)
-        elif again:
+        if again:
             self._later.append(asyncio.create_task(self._kill_later(0)))
-        else:
-            self.ranks.signal(number)
+            return
+        # A scheduler may have sent it to every process itself: SLURM does without cgroups.
+        delay = _SETTLED if self._alone and number in ASKS_TO_SAVE else 0.0
+        asyncio.get_running_loop().call_later(delay, self.ranks.signal, number)
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):
             seconds = self._orders.save_grace if number in ASKS_TO_SAVE else self._orders.grace
             self._later.append(asyncio.create_task(self._kill_later(seconds)))
 

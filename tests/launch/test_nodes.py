@@ -121,14 +121,18 @@ def test_a_killed_node_ends_the_others(nodes, victim):
     until(lambda: not any(map(is_alive, pids)), 10)
 
 
-def test_signals_of_a_scheduler_reach_the_ranks_of_each_node(nodes):
+@pytest.mark.parametrize("everybody", [False, True])
+def test_signals_of_a_scheduler_reach_the_ranks_of_each_node(nodes, everybody):
+    """SLURM without cgroups sends a signal to all processes; ranks died of the second as they ended."""
     launches = [nodes(rank, 2, "wait.py", "--save") for rank in range(2)]
-    for launch in launches:
-        launch.await_lines(2, "pid")
+    pids = [int(line.split()[-1]) for launch in launches for line in launch.await_lines(2, "pid")]
     for launch in launches:
         launch.send_signal(signal.SIGUSR1)
-        time.sleep(0.01)
-        launch.send_signal(signal.SIGUSR1)  # slurmstepd sends one, and srun another: ranks died of the second
+    for pid in pids if everybody else ():
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(0.01)
+    for launch in launches:
+        launch.send_signal(signal.SIGUSR1)  # slurmstepd sends one, and srun another
     assert [launch.status() for launch in launches] == [0, 0]
     assert all(len(launch.await_lines(2, "saved")) == 2 for launch in launches)
     assert all(len(launch.await_lines(2, "got SIGUSR1")) == 2 for launch in launches)
