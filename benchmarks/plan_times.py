@@ -14,7 +14,6 @@ import multiprocessing
 import statistics
 import sys
 import tempfile
-import time
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -25,14 +24,13 @@ import torch
 
 from megazero.config.resolve import parse_config
 from megazero.config.steps import Progress
-from megazero.mpu.launch import Launch, close_groups, open_context
+from megazero.mpu.launch import Launch
 from megazero.mpu.torch_group import join_file_world, leave_world
 from megazero.plan.device import Device
 from megazero.plan.job import Job
+from megazero.plan.measured import step_seconds
 from megazero.plan.plan import Plan
 from megazero.plan.prices import Prices
-from megazero.train.build import build_model
-from megazero.train.step.timers import Timers
 
 SHAPE = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --vocab-size 4096 --mock-data "
@@ -52,7 +50,6 @@ LAYOUTS = {
     "D2, ZeRO 3": "--zero-stage 3",
     "C2": "--context-parallel-size 2 --hidden-dropout 0 --attention-dropout 0",
 }
-_STEPS = 6
 
 
 def main() -> None:
@@ -92,22 +89,12 @@ def plan(name: str, device: str, store: str, rank: int) -> float:
 
 
 def train(name: str, device: str, store: str, rank: int) -> float:
-    """The seconds of a step of a layout, the median of a few, as this rank sees it."""
+    """The seconds of a step of a layout that is trained."""
     torch.set_num_threads(1)
-    job = job_of(name)
     join_file_world(store, rank, 2, timedelta(seconds=120))
-    context = open_context(job.config.parallel, Launch(rank, 2, rank), torch.device("cpu"), node_size=1)
     try:
-        engine = build_model(job.vocabulary, context, job.config, job.training_plan)
-        batches, times = job.batches(context, job.micro_batches), []
-        for _ in range(_STEPS + 1):
-            context.world.barrier()
-            began = time.perf_counter()
-            engine.train_step(batches, Progress(), Timers())
-            times.append(time.perf_counter() - began)
-        return statistics.median(times[1:])
+        return step_seconds(job_of(name).config, Launch(rank, 2, rank), torch.device("cpu"))
     finally:
-        close_groups(context)
         leave_world()
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megazero.config.flags import scan
 from megazero.errors import ConfigError, exit_status
 from megazero.launch import assemble, environment, start
 from megazero.launch.conductor import say
 from megazero.launch.flags import parse
 from megazero.launch.job import Job
 from megazero.launch.node import run_node
+from megazero.mpu.launch import choose_device
+from megazero.plan.autotuning import Autotuning
 
 _BY_HAND = "by hand"
 
@@ -28,6 +32,10 @@ def launch(argv: Sequence[str] | None = None) -> int:
     flags = parse(argv)
     folder = Path.cwd()
     hosts = assemble.hosts_of(flags, os.environ)
+    if flags.autotuning is not None:
+        status = tune(flags, sum(len(host.slots) for host in hosts))
+        if status or flags.autotuning == "tune":
+            return status
     sent = assemble.variables_of(flags, os.environ, folder)
     as_deepspeed, notice = assemble.stands_in(flags)
     reach, settings = assemble.reach_of(flags, str(folder)), assemble.settings_of(flags)
@@ -52,6 +60,32 @@ def launch(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         os.execvp(words[0], words)
     return asyncio.run(start.run(job, reach, settings))
+
+
+def tune(flags: argparse.Namespace, ranks: int) -> int:
+    """Look for the layout of a script on so many ranks; after it the script has the best one's settings.
+
+    Returns the exit status of the search.
+
+    Raises:
+        ConfigError: the script is none of a training here.
+    """
+    from megazero.commands import profile, tune
+
+    script, words = flags.script, flags.arguments
+    family = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert"}.get(Path(script).name)
+    if family is None:
+        raise ConfigError(
+            f"the script must be pretrain_gpt.py or pretrain_bert.py with `--autotuning`, but is `{script}`: "
+            "a search on paper runs the model of a training; leave `--autotuning` out"
+        )
+    json_file = scan(words).deepspeed_config
+    folder = (None if json_file is None else Autotuning.read(json_file).folder) or "autotuning_results"
+    device = profile.name_like(choose_device("auto", 0).type)
+    own = ["--gpus", str(ranks), "--device", device, "--output", folder]
+    status = tune.main([*own, "--", "--model-family", family, *words])
+    flags.arguments = ["--config", str(Path(folder, "01.yaml"))]
+    return status
 
 
 def _about_sending(job: Job, hidden: Sequence[str], launcher: str) -> list[str]:

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing.spawn import spawn
 
 from megazero.env.gather import host_memory
-from megazero.errors import CommunicationError, ConfigError, exit_status
+from megazero.errors import ConfigError, exit_status
 from megazero.mpu.cores import usable_cores
-from megazero.mpu.launch import choose_backend, choose_device
+from megazero.mpu.launch import Launch, choose_device
 from megazero.mpu.solo_group import SoloGroup
-from megazero.mpu.torch_group import leave_world, open_group, start_world
+from megazero.mpu.torch_group import open_group
 from megazero.plan.device import Device, known_devices
 from megazero.plan.measure import Measured, Sizes, lines_of, measure
-
-_PATIENCE = timedelta(minutes=5)
+from megazero.plan.ranks import PATIENCE, on_ranks
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,8 +59,8 @@ def _profile(flags: argparse.Namespace) -> None:
         raise ConfigError(f"`--nproc` must be from 1 to {most} here, but is {ranks}; correct it")
     if flags.output is not None and not flags.output.parent.is_dir():
         raise ConfigError(f"`--output` must lie in a folder, but `{flags.output.parent}` is none; make it")
-    like = Device.load(flags.like or _name_like(kind))
-    measured = run_ranks(ranks, kind)
+    like = Device.load(flags.like or name_like(kind))
+    measured = Measured(**on_ranks(ranks, kind, measured_here))
     device = Device.of(document(measured, like, ranks, kind), "what was measured")
     print(f"{device.name}, {ranks} at once")
     print_table(("what", "size", "reached"), lines_of(measured.lines), left=2)
@@ -74,37 +69,12 @@ def _profile(flags: argparse.Namespace) -> None:
         print(f"written: {flags.output}; use it with `megazero plan --device {flags.output}`")
 
 
-def run_ranks(ranks: int, kind: str) -> Measured:
-    """Start `ranks` processes, which measure their devices of a kind; return what the first one has.
-
-    Raises:
-        CommunicationError: one of them failed; its traceback is in the message.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", str(_threads(ranks)))
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn(_rank, (ranks, kind, folder), nprocs=ranks)
-        except Exception as error:
-            raise CommunicationError(f"A rank that measured failed: {error}") from error
-        return Measured(**json.loads(Path(folder, "measured.json").read_text(encoding="utf-8")))
-
-
-def _rank(rank: int, ranks: int, kind: str, folder: str) -> None:
-    """The work of one process: join the others, measure with them; the first one writes."""
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    device = choose_device(kind, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if ranks == 1:
-        measured = measure(SoloGroup("world"), device, Sizes.of(device))
-    else:
-        backend = choose_backend("auto", device)
-        start_world(backend, rank, ranks, _PATIENCE, init_method=f"file://{folder}/store")
-        world = open_group("world", rank, tuple(range(ranks)), _PATIENCE)
-        measured = measure(world, device, Sizes.of(device))
-        leave_world()
-    if rank == 0:
-        Path(folder, "measured.json").write_text(json.dumps(asdict(measured)), encoding="utf-8")
+def measured_here(launch: Launch, torch_device: torch.device) -> dict[str, Any]:
+    """The work of one rank of those that measure together."""
+    ranks = tuple(range(launch.world_size))
+    alone = launch.world_size == 1
+    world = SoloGroup("world") if alone else open_group("world", launch.rank, ranks, PATIENCE)
+    return asdict(measure(world, torch_device, Sizes.of(torch_device)))
 
 
 def document(measured: Measured, like: Device, ranks: int, kind: str) -> dict[str, Any]:
@@ -134,11 +104,7 @@ def document(measured: Measured, like: Device, ranks: int, kind: str) -> dict[st
     return document
 
 
-def _threads(ranks: int) -> int:
-    return max(1, usable_cores() // ranks)
-
-
-def _name_like(kind: str) -> str:
+def name_like(kind: str) -> str:
     """The name of the device of the package that this machine's is most like.
 
     Raises:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.shown import shown_config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
+from megazero.plan.autotuning import Autotuning
 from megazero.plan.device import Device, known_devices
-from megazero.plan.tuning import Layout, Planned, Search, best, reasons
+from megazero.plan.layout import Layout
+from megazero.plan.measured import measured_seconds
+from megazero.plan.tuning import Planned, Search, best, reasons
 from megazero.plan.words import shown, time_text
 
 DOES_NOT_FIT = 3
 _SHOWN = 10
+_PLANS = 120
+_MOST_ON_CPU = 64
 
 
 def build_tune_parser() -> argparse.ArgumentParser:
@@ -42,7 +50,13 @@ def build_tune_parser() -> argparse.ArgumentParser:
         "--gpus-per-node", type=int, help="ranks on each node (default: as the device's nodes have)"
     )
     parser.add_argument(
-        "--plans", type=int, default=150, help="the most layouts that are planned (default: 150)"
+        "--plans", type=_positive, help=f"the most layouts that are planned (default: {_PLANS})"
+    )
+    parser.add_argument(
+        "--measure",
+        type=_positive,
+        metavar="N",
+        help="train the best N for a few steps on this machine, and compare with the plan",
     )
     parser.add_argument(
         "--output",
@@ -67,21 +81,50 @@ def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
             "left out; give one of them"
         )
     words = [*([] if flags.config is None else ["--config", flags.config]), *(training or ())]
-    device = Device.load(flags.device)
+    device, json_file = Device.load(flags.device), scan(words).deepspeed_config
+    bounds = Autotuning() if json_file is None else Autotuning.read(json_file)
+    if bounds.rest is not None:
+        words = [word.replace(str(json_file), bounds.rest) for word in words]
+    if bounds.unheard:
+        print(f"without effect on a search on paper: autotuning.{', autotuning.'.join(bounds.unheard)}")
     given = parse_config(words, world_size=flags.gpus).config
-    search = Search(given, flags.gpus, device, flags.gpus_per_node or device.inside_node.ranks)
-    log = None if flags.output is None else _log(flags.output)
-    results = list(_planned(search, flags.plans, log))
-    chosen = best(results, _SHOWN)
+    per_node = flags.gpus_per_node or device.inside_node.ranks
+    search = Search(given, flags.gpus, device, per_node, bounds.space)
+    output = flags.output or (None if bounds.folder is None else Path(bounds.folder))
+    log = None if output is None else _log(output)
+    if bounds.anew and log is not None:
+        log.unlink(missing_ok=True)
+    plans = flags.plans or bounds.plans or _PLANS
+    results = _results(search, plans, bounds.patience, log)
+    if not any(result.fits for result in results) and not search.space.offload:
+        print("none fits with its optimizer on the device; now with masters and moments on the host")
+        search = replace(search, space=replace(search.space, offload=True))
+        results += _results(search, plans, bounds.patience, log)
+    chosen = best(results, max(_SHOWN, flags.measure or 0))
     if not chosen:
         raise ConfigError(
             f"`--gpus` must be a number on which some layout is possible, but {flags.gpus} is not; the rules "
             "refuse all, or their state alone has no room: choose more ranks"
         )
-    _show(search, chosen)
-    if flags.output is not None:
-        _write(search, chosen, flags.output)
+    _show(search, chosen[:_SHOWN])
+    if flags.measure is not None:
+        _measure(search, chosen[: flags.measure])
+    if output is not None:
+        _write(search, chosen[:_SHOWN], output)
     return 0 if chosen[0].fits else DOES_NOT_FIT
+
+
+def _results(search: Search, most: int, patience: int | None, log: Path | None) -> list[Planned]:
+    """Results, up to the one after which so many were not better."""
+    results: list[Planned] = []
+    quickest, since = math.inf, 0
+    for result in _planned(search, most, log):
+        results.append(result)
+        better = result.fits and result.seconds < quickest
+        quickest, since = (result.seconds, 0) if better else (quickest, since + 1)
+        if since == patience:
+            break
+    return results
 
 
 def _planned(search: Search, most: int, log: Path | None) -> Iterator[Planned]:
@@ -99,7 +142,7 @@ def _planned(search: Search, most: int, log: Path | None) -> Iterator[Planned]:
     context = multiprocessing.get_context("fork")
     torch.set_num_threads(1)
     with context.Pool(min(os.cpu_count() or 1, max(1, len(missing)))) as pool:
-        for result in pool.imap_unordered(_plan, missing):
+        for result in pool.imap(_plan, missing):
             if result is None:
                 continue
             if log is not None:
@@ -147,6 +190,30 @@ def _show(search: Search, chosen: Sequence[Planned]) -> None:
         print(f"  {line}")
 
 
+def _measure(search: Search, chosen: Sequence[Planned]) -> None:
+    """Train the layouts on this machine, and print what they take beside what the plan says."""
+    from megazero.commands.show import print_table
+
+    kind = "cuda" if search.device.memory.apart else "cpu"
+    most = torch.cuda.device_count() if kind == "cuda" else _MOST_ON_CPU
+    if search.ranks > most:
+        raise ConfigError(
+            f"`--gpus` must be at most {most} with `--measure`, as many as this machine runs, but is "
+            f"{search.ranks}; measure a smaller job, or leave `--measure` out"
+        )
+    measured = measured_seconds([search.config(result.layout) for result in chosen], search.ranks, kind)
+    rows = [
+        (str(number), str(result.layout), time_text(result.seconds), time_text(real), _off(result, real))
+        for number, (result, real) in enumerate(zip(chosen, measured, strict=True), 1)
+    ]
+    print("\nTrained on this machine, a step:\n")
+    print_table(("", "layout", "planned", "measured", "off"), rows, left=2)
+
+
+def _off(result: Planned, seconds: float) -> str:
+    return f"{result.seconds / seconds - 1:+.1%}"
+
+
 def _write(search: Search, chosen: Sequence[Planned], folder: Path) -> None:
     for number, result in enumerate(chosen, 1):
         head = f"# {result.layout}: {time_text(result.seconds)} a step\n"
@@ -170,3 +237,10 @@ def _read(log: Path) -> dict[Layout, Planned]:
         if line.endswith("\n"):
             results.append(Planned.read(json.loads(line)))
     return {result.layout: result for result in results}
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
+    return number

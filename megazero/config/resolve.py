@@ -47,12 +47,20 @@ class Resolved:
     check_only: bool
 
 
+class BrokenRules(ConfigError):
+    """Every setting can be read, but together they break rules. `config` has them."""
+
+    def __init__(self, violations: list[str], config: Config):
+        super().__init__(violations)
+        self.config = config
+
+
 def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resolved:
     """Resolve a command line.
 
     `world_size` defaults to the environment's WORLD_SIZE, as torchrun sets it, or 1.
     Raises ConfigError with every violation: unknown flags and keys, unreadable values, missing fields,
-    values out of range and broken rules.
+    values out of range and broken rules; BrokenRules if it is rules alone.
     """
     flags = scan(argv)
     document = Document() if flags.config_file is None else read_file(flags.config_file)
@@ -72,9 +80,11 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
     config = _with_default_tokenizer(_build(settings, broken, problems), broken)
     problems += [line for flag in flags.ignored if (line := _contradiction(flag, config, broken))]
-    problems += check(config, ranks, broken)
+    rules = check(config, ranks, broken)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*problems, *rules])
+    if rules:
+        raise BrokenRules(rules, config)
     said += [_unheard(flag, deepspeed, config) for flag in unheard]
     said += [line] if (line := ungrouped(names, config.model)) else []
     said += [*notes_on(config), *cut_short(Case(config, ranks))]

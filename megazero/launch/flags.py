@@ -114,7 +114,12 @@ def _around(parser: argparse.ArgumentParser) -> None:
     _add(group, "-q", "--quiet", action="store_true", help="no notices, errors alone")
     levels = ("debug", "info", "warning", "error", "critical")
     _add(group, "--log-level", default="info", choices=levels, help="above info: no notices")
-    _add(group, "--autotuning", metavar="MODE", help=argparse.SUPPRESS)
+    _add(
+        group,
+        "--autotuning",
+        choices=("tune", "run"),
+        help="look for the best layout first (`megazero tune`); run: then start the script in it",
+    )
 
 
 def _limits(parser: argparse.ArgumentParser) -> None:
@@ -169,11 +174,6 @@ def _checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
         (
             f"`--launcher` must be one of {', '.join(kinds)}, but is {flags.launcher}",
             flags.launcher not in (*kinds, *_REFUSED_LAUNCHERS),
-        ),
-        (
-            "`--autotuning` must not be given to a launch; look for a layout first: `megazero plan` needs "
-            "no hosts",
-            flags.autotuning is not None,
         ),
         ("`--include` must not be given with `--exclude`; give one", bool(flags.include and flags.exclude)),
         (

@@ -5,6 +5,7 @@ All ranks measure at the same time, as they would train, so that what they share
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ Row = tuple[str, str, str]
 
 _ROUNDS = 20
 _ROUND_SECONDS = 0.005
+_CALLS = 8  # of a round with products between them
 _PATIENCE = timedelta(minutes=5)
 _ALPHA_BYTES = 64
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -89,6 +91,26 @@ class Clock:
         once = self._round(work, 1, group)
         count = count or max(1, min(10_000, int(_ROUND_SECONDS / once)))
         return min(self._round(work, count, group) for _ in range(_ROUNDS))
+
+    def call_seconds(self, call: Work, group: Group) -> float:
+        """The time of a call between the ranks of `group`.
+
+        On a CPU it is made between products, and is the time that it adds to them: ranks that work come a
+        little apart, sleep and are woken, which takes longer than the call that they repeat without a break.
+        """
+        if self.device.type == "cuda":
+            return self.seconds(call, group)
+        left, right = torch.randn(512, 256), torch.randn(256, 1024)
+
+        def both() -> None:
+            torch.mm(left, right)
+            call()
+
+        alone, together = [], []
+        for _ in range(_ROUNDS // 2):
+            alone.append(self._round(partial(torch.mm, left, right), _CALLS, group))
+            together.append(self._round(both, _CALLS, group))
+        return max(1e-6, statistics.median(together) - statistics.median(alone))
 
     def _round(self, work: Work, count: int, group: Group) -> float:
         self._wait()
@@ -190,7 +212,7 @@ def _curve(operation: str, sizes: Sizes, clock: Clock, group: Group, measured: M
 
     def seconds(nbytes: float) -> float:
         elements = max(1, int(nbytes) // 4 // count) * count
-        return clock.seconds(_call(operation, group, torch.ones(elements, device=clock.device)), group)
+        return clock.call_seconds(_call(operation, group, torch.ones(elements, device=clock.device)), group)
 
     alpha = 1e6 * seconds(_ALPHA_BYTES)
     rates = {mib: share * mib * MIB / seconds(mib * MIB) / 1e9 for mib in sizes.payloads_mib}

@@ -76,6 +76,25 @@ class Prices(Pricing):
             time = max(time, between.collective.seconds(rounds * call.nbytes / share))
         return time
 
+    def offloaded(self, place: str, kinds: Mapping[str, int]) -> float:
+        """The seconds of an update of masters and moments that are in the host's memory, or on its disks.
+
+        Buckets pass one after the other, so the slowest of four decides: the host's memory, where all of it
+        is read and written; the link, on which gradients come and weights go, in fp32 at most; and the
+        disks' reading and writing. A host's devices share its memory and disks.
+        """
+        host = self.device.host
+        state = kinds["masters"] + kinds["moments"]
+        seconds = [
+            (2 * state + kinds["gradients"]) * host.devices / host.memory_gb_per_s,
+            max(kinds["gradients"], kinds["masters"]) / host.link_gb_per_s_one_way,
+        ]
+        if place == "nvme":
+            read, written = state + kinds["gradients"], state
+            seconds += [read * host.devices / host.nvme_read_gb_per_s]
+            seconds += [written * host.devices / host.nvme_write_gb_per_s]
+        return max(seconds) / 1e9
+
     def matmul_flop_per_s(self, dtype: str, m: int, n: int, k: int, batch: int = 1) -> float:
         """The rate of `batch` products of [m, k] and [k, n].
 

@@ -8,7 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from megazero.config.derive import chunks_per_stage, schedule_kind
+from megazero.config.tree.config import Config
 from megazero.plan.device import Device
+from megazero.plan.job import Job
 from megazero.plan.plan import Plan
 from megazero.plan.prices import Prices
 from megazero.plan.stage import StagePlan
@@ -169,6 +171,8 @@ class Report:
         if max(busy) > _UNEVEN * min(busy):
             slowest = busy.index(max(busy))
             yield f"stage {slowest} computes {max(busy) / min(busy):.2f} times as long as the quickest"
+        if job.config.offload.parameters != "none":
+            yield "weights are not on the device: the time to bring them there is not counted"
         if any(experts for experts in job.config.model.experts_by_layer):
             yield "tokens are taken to be spread evenly over experts: uneven ones take longer, and more room"
 
@@ -203,3 +207,14 @@ class Report:
                 for stage in self.plan.stages
             ],
         }
+
+
+def report_on(config: Config, ranks: int, device: Device, per_node: int) -> Report:
+    """Plan a job on a device; on a CPU its kernels run here, and are timed.
+
+    Raises:
+        ConfigError: the model cannot be built on so many ranks.
+    """
+    apart = device.memory.apart
+    job = Job(config, ranks, apart, device="meta" if apart else "cpu")
+    return Report(Plan.of(job, timed=not apart), device, per_node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from megazero.pipeline.actions import Op, Schedule
 from megazero.pipeline.simulate import Costs, Timeline, simulate
@@ -62,12 +62,28 @@ def section_duration(section: Section, prices: Pricing) -> Duration:
     """The time of a section.
 
     Where its kernels ran and were timed, on a CPU, calls add to it: the cores that would make them meanwhile
-    are those that compute.
+    are those that compute. Of a call that is waited for later, this is the time that its bytes take; ranks
+    come together meanwhile.
     """
     if section.seconds is None:
         return duration_of(section.work, prices)
-    calls = sum(prices.call(work) for work in section.work if isinstance(work, Call))
+    calls = sum(_on_cores(call, prices) for call in section.work if isinstance(call, Call))
     return Duration(section.seconds + calls, section.seconds, calls)
+
+
+def _on_cores(call: Call, prices: Pricing) -> float:
+    seconds = prices.call(call)
+    return seconds - prices.call(replace(call, nbytes=0)) if call.later else seconds
+
+
+def offloaded(stage: StagePlan, prices: Pricing) -> float:
+    """The time of a stage's update of state that is not on the device; on a CPU it is timed with the rest."""
+    if stage.trace.tail.seconds is not None:
+        return 0.0
+    held = stage.memory.items()
+    return sum(
+        prices.offloaded(place, kinds) for place, kinds in held if place != "device" and kinds["masters"]
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +117,11 @@ class StepTimes:
         count = program.schedule.microbatches
         known = {id(stage.trace): _Durations(stage.trace, count, prices) for stage in stages}
         own = [known[id(stage.trace)] for stage in stages]
-        update = max((durations.tail for durations in own), key=lambda tail: tail.total)
+        updates = (
+            durations.tail + Duration(offloaded(stage, prices))
+            for durations, stage in zip(own, stages, strict=True)
+        )
+        update = max(updates, key=lambda update: update.total)
         costs = _costs(program.schedule, own, _transfer(stages, prices))
         exposed = tuple(durations.exposed * count for durations in own)
         return cls(simulate(program, costs), update, exposed)

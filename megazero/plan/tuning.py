@@ -8,76 +8,26 @@ planned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from itertools import product
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
 from types import MappingProxyType
+from typing import Any
 
 from megazero.config.rules.table import broken_rules
 from megazero.config.tree.config import Config
-from megazero.config.tree.recompute import RecomputeConfig
+from megazero.errors import ConfigError
 from megazero.plan.device import Device
 from megazero.plan.job import Job
-from megazero.plan.plan import Plan
-from megazero.plan.report import Report
+from megazero.plan.layout import Layout, Savings, Slices, Stages
+from megazero.plan.report import Report, report_on
 from megazero.plan.training import Model
 from megazero.train.parts.chunks import DTYPES
 
-RECOMPUTES = ("none", "selective", "full")
+SIZES = (1, 2, 4, 8, 16)
+"""Samples of a micro-batch."""
 _STATE = 12  # bytes of a parameter's master and moments
 _OVERHEAD = MappingProxyType({"none": 1.0, "selective": 1.0, "full": 4 / 3})
-
-
-@dataclass(frozen=True, order=True)
-class Layout:
-    """A way to lay a job out.
-
-    Attributes:
-        tensor, pipeline, virtual: ranks of a layer, which share its rows too, stages, and chunks on each.
-        expert: ranks that share the experts; 1 without any.
-        zero: the ZeRO stage.
-        recompute: ``none``, ``selective`` or ``full``.
-        micro_batch: samples of a micro-batch.
-    """
-
-    tensor: int
-    pipeline: int
-    virtual: int
-    expert: int
-    zero: int
-    recompute: str
-    micro_batch: int
-
-    def applied(self, config: Config) -> Config:
-        """The job in this layout."""
-        layers = config.model.num_layers
-        chunk = layers // self.pipeline // self.virtual if self.virtual > 1 else None
-        parallel = {
-            "tensor_model_parallel_size": self.tensor,
-            "pipeline_model_parallel_size": self.pipeline,
-            "num_layers_per_virtual_pipeline_stage": chunk,
-            "num_virtual_stages_per_pipeline_rank": None,
-            "pipeline_schedule": "auto",
-            "pipeline_partition": "uniform",
-            "expert_model_parallel_size": self.expert,
-            "sequence_parallel": self.tensor > 1,
-        }
-        fresh, kept = RecomputeConfig(), ("method", "num_layers", "partition_activations")
-        recompute = {"granularity": self.recompute, **{name: getattr(fresh, name) for name in kept}}
-        changes = {
-            "parallel": parallel,
-            "recompute": recompute,
-            "zero": {"stage": self.zero},
-            "batch": {"micro_batch_size": self.micro_batch},
-        }
-        sections = {name: getattr(config, name).model_copy(update=own) for name, own in changes.items()}
-        return config.model_copy(update=sections)
-
-    def __str__(self) -> str:
-        parts = [f"T{self.tensor}", f"P{self.pipeline}", f"V{self.virtual}", f"E{self.expert}"]
-        shown = [part for part in parts if not part.endswith("1") or len(part) > 2]
-        sp = ", SP" if self.tensor > 1 else ""
-        words = " x ".join(shown) or "D alone"
-        return f"{words}, ZeRO {self.zero}{sp}, recompute {self.recompute}, b {self.micro_batch}"
+_LIKE = 24  # layouts like a given one that are planned
 
 
 @dataclass(frozen=True)
@@ -113,17 +63,31 @@ class Planned:
         used, times = report.plan.fullest.device_bytes, report.times
         return cls(layout, used, report.fits, times.seconds, times.bubble, report.mfu, tokens)
 
-    def document(self) -> dict[str, object]:
+    def document(self) -> dict[str, Any]:
         """The result as JSON; `read` is the inverse."""
-        return asdict(self)
+        return {**vars(self), "layout": self.layout.document()}
 
     @classmethod
-    def read(cls, document: dict[str, object]) -> Planned:
+    def read(cls, document: dict[str, Any]) -> Planned:
         """The result that `document` wrote."""
-        layout = document["layout"]
-        assert isinstance(layout, dict), "a layout is an object"
-        rest = {key: value for key, value in document.items() if key != "layout"}
-        return cls(Layout(**layout), **rest)  # type: ignore[arg-type]
+        return cls(**{**document, "layout": Layout.read(document["layout"])})
+
+
+@dataclass(frozen=True)
+class Space:
+    """The layouts that a search looks at.
+
+    Attributes:
+        micro_batches: sizes of a micro-batch, in samples.
+        recomputes: how activations are recomputed.
+        tensor: the ranks that share a layer, if that is given.
+        offload: whether masters and moments are in the host's memory.
+    """
+
+    micro_batches: tuple[int, ...] = SIZES
+    recomputes: tuple[str, ...] = ("none", "selective", "full")
+    tensor: int | None = None
+    offload: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,12 +98,14 @@ class Search:
         given: its configuration, as it was given.
         ranks: its ranks.
         device, per_node: where it runs, and how many ranks share a node.
+        space: the layouts to look at.
     """
 
     given: Config
     ranks: int
     device: Device
     per_node: int
+    space: Space = field(default_factory=Space)
 
     def config(self, layout: Layout | None) -> Config:
         """The job's configuration in a layout, or as it was given."""
@@ -151,45 +117,87 @@ class Search:
 
     def report(self, layout: Layout | None = None) -> Report:
         """The report on a layout, or on the job as it was given."""
-        job = Job(self.config(layout), self.ranks, self.device.memory.apart)
-        return Report(Plan.of(job), self.device, self.per_node)
+        return report_on(self.config(layout), self.ranks, self.device, self.per_node)
 
     def candidates(self) -> Iterator[Layout]:
         """Every layout whose sizes divide: slices within a node, all ranks used, whole micro-batches."""
         config = self.given
-        model, batch = config.model, config.batch.global_batch_size or self.ranks
+        model, batch = config.model, self._batch
         experts = max(model.experts_by_layer, default=0) or 1
-        for tensor, pipeline in product(_divisors(self.per_node), _divisors(model.num_layers)):
+        tensors = _divisors(self.per_node) if self.space.tensor is None else [self.space.tensor]
+        for tensor, pipeline in product(tensors, _divisors(model.num_layers)):
             shared = tensor * pipeline * config.parallel.context_parallel_size
             if self.ranks % shared or model.num_attention_heads % tensor:
                 continue
             replicas = self.ranks // shared
-            sizes = [size for size in (1, 2, 4, 8, 16) if batch % (replicas * size) == 0]
-            chunks = [v for v in _divisors(model.num_layers // pipeline) if pipeline > 1 or v == 1]
+            sizes = [size for size in self.space.micro_batches if batch % (replicas * size) == 0]
             spread = [e for e in _divisors(experts) if replicas % e == 0]
-            stages = (1,) if pipeline > 1 else (1, 2, 3)
-            for rest in product(chunks, spread, stages, RECOMPUTES, sizes):
-                virtual, expert, zero, recompute, size = rest
-                if virtual > 1 and batch // replicas // size % pipeline:
+            stages = list(self._stages(pipeline))
+            parts = product(self._sequence(tensor), spread, stages, self._savings(pipeline, replicas), sizes)
+            for sequence, expert, own, savings, size in parts:
+                if own.virtual > 1 and own.schedule == "auto" and batch // replicas // size % pipeline:
                     continue
-                yield Layout(tensor, pipeline, virtual, expert, zero, recompute, size)
+                yield Layout(Slices(tensor, sequence, expert), own, savings, size)
+
+    def _sequence(self, tensor: int) -> tuple[bool, ...]:
+        """Whether rows are shared, too: on a GPU it takes no time, and less memory."""
+        if tensor == 1:
+            return (False,)
+        return (True,) if self.device.memory.apart else (False, True)
+
+    def _stages(self, pipeline: int) -> Iterator[Stages]:
+        if pipeline == 1:
+            yield Stages()
+            return
+        for chunks in _divisors(self.given.model.num_layers // pipeline):
+            yield Stages(pipeline, chunks)
+        yield Stages(pipeline, 1, "zb-h1")
+        if self.given.model.num_layers // pipeline % 2 == 0:
+            yield Stages(pipeline, 2, "zb-v")
+
+    def _savings(self, pipeline: int, replicas: int) -> Iterator[Savings]:
+        """With stages, gradients and weights stay whole: each micro-batch would move them."""
+        stages = (0,) if replicas == 1 else (1,) if pipeline > 1 else (1, 2, 3)
+        if not self.device.memory.apart and replicas > 1:
+            stages = (0, *stages)
+        for zero, recompute in product(stages, self.space.recomputes):
+            yield Savings(zero, recompute, self.space.offload)
 
     def ordered(self) -> list[tuple[float, Layout]]:
         """The candidates whose state alone has room, by a bound of a step's seconds that is too low."""
-        config = self.given
+        sound = next((layout for layout in self.candidates() if not self.refused(layout)), None)
+        if sound is None:
+            return []
+        config = self.config(sound)
         model = Model.of(Job(config, self.ranks, apart=True))
         kind = str(DTYPES[config.precision.dtype]).removeprefix("torch.")
         peak, positions = self.device.peak_flop_per_s(kind), self._batch * config.model.seq_length
         bounds = []
         for layout in self.candidates():
-            replicas = self.ranks // (layout.tensor * layout.pipeline)
+            stages, savings = layout.stages, layout.savings
+            replicas = self.ranks // (layout.slices.tensor * stages.count)
             if self._state(model.parameters, layout, replicas) > self.device.allocator_bytes:
                 continue
             micro_batches = max(1, self._batch // replicas // layout.micro_batch)
-            work = 3 * model.forward_flops * positions * _OVERHEAD[layout.recompute] / self.ranks / peak
-            bubble = (layout.pipeline - 1) / (layout.virtual * micro_batches)
+            work = 3 * model.forward_flops * positions * _OVERHEAD[savings.recompute] / self.ranks / peak
+            waiting = 1 / 3 if stages.schedule == "zb-h1" else 0 if stages.schedule == "zb-v" else 1
+            bubble = (stages.count - 1) * waiting / (stages.virtual * micro_batches)
             bounds.append((work * (1 + bubble), layout))
         return sorted(bounds)
+
+    def like(self, layout: Layout) -> Iterator[Planned]:
+        """Layouts that fit, those that change fewest settings of `layout` first."""
+        offloaded = replace(self, space=replace(self.space, offload=True))
+        bounds = [*self.ordered(), *offloaded.ordered()]
+        bounds.sort(key=lambda bound: (bound[1].distance(layout), bound))
+        allowed = (other for _, other in bounds if other != layout and not self.refused(other))
+        for other in islice(allowed, _LIKE):
+            try:
+                planned = Planned.of(self, other)
+            except ConfigError:  # a stage without a part of the model, which no rule knows
+                continue
+            if planned.fits:
+                yield planned
 
     @property
     def _batch(self) -> int:
@@ -197,11 +205,13 @@ class Search:
 
     def _state(self, parameters: int, layout: Layout, replicas: int) -> float:
         """Bytes at rest of a rank, if all stages had as much: weights, gradients, and the optimizer's."""
-        held = parameters / (layout.tensor * layout.pipeline)
+        zero = layout.savings.zero
+        held = parameters / (layout.slices.tensor * layout.stages.count)
         width = DTYPES[self.given.precision.dtype].itemsize
-        weights = width / (replicas if layout.zero == 3 else 1)
-        gradients = 4 / (replicas if layout.zero >= 2 else 1)
-        return held * (weights + gradients + _STATE / (replicas if layout.zero else 1))
+        weights = width / (replicas if zero == 3 else 1)
+        gradients = 4 / (replicas if zero >= 2 else 1)
+        state = 0 if layout.savings.offload else _STATE / (replicas if zero else 1)
+        return held * (weights + (0 if layout.savings.offload else gradients) + state)
 
 
 def best(results: Iterable[Planned], count: int) -> list[Planned]:

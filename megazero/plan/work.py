@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,3 +73,6 @@ class Pricing(Protocol):
 
     def call(self, call: Call) -> float:
         """The time of a call between ranks, from the last one's arrival on."""
+
+    def offloaded(self, place: str, kinds: Mapping[str, int]) -> float:
+        """The time of an update in other memory, ``cpu`` or ``nvme``, with its bytes by kind."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from itertools import islice
 
 import pytest
 
-from megazero.commands.tune import main
+from megazero.commands.tune import _results, main
 from megazero.config.resolve import parse_config
 from megazero.plan.device import Device
-from megazero.plan.tuning import Layout, Planned, Search, best
+from megazero.plan.layout import Layout, Savings, Slices, Stages
+from megazero.plan.tuning import Planned, Search, best
 
 GPT = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --mock-data "
@@ -23,42 +26,148 @@ def search(flags: str = "", ranks: int = 4, device: str = "a100-80g") -> Search:
     return Search(given, ranks, Device.load(device), 8)
 
 
+def layout(tensor: int = 1, stages: int = 1, virtual: int = 1, zero: int = 1, **rest) -> Layout:
+    savings = Savings(zero, rest.pop("recompute", "none"))
+    sequence, micro_batch = rest.pop("sequence", tensor > 1), rest.pop("micro_batch", 1)
+    return Layout(Slices(tensor, sequence), Stages(stages, virtual, **rest), savings, micro_batch)
+
+
 def test_candidates_use_all_ranks_and_whole_micro_batches():
     layouts = list(search().candidates())
-    assert {(x.tensor, x.pipeline) for x in layouts} == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
+    sizes = {(x.slices.tensor, x.stages.count) for x in layouts}
+    assert sizes == {(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)}
     assert len(layouts) == len(set(layouts))
-    assert all(8 % (4 // (x.tensor * x.pipeline) * x.micro_batch) == 0 for x in layouts)
+    assert all(8 % (4 // (x.slices.tensor * x.stages.count) * x.micro_batch) == 0 for x in layouts)
+    kinds = {(x.stages.count, x.stages.virtual, x.stages.schedule) for x in layouts}
+    assert {(2, 1, "auto"), (2, 2, "auto"), (2, 1, "zb-h1"), (2, 2, "zb-v"), (4, 1, "zb-h1")} <= kinds
+
+
+def test_on_a_gpu_rows_are_always_shared_and_on_a_cpu_both_ways_are_looked_at():
+    def of_rows(device: str) -> set[bool]:
+        return {x.slices.sequence for x in search(device=device).candidates() if x.slices.tensor > 1}
+
+    assert of_rows("a100-80g") == {True}
+    assert of_rows("cpu") == {False, True}
 
 
 def test_rules_judge_candidates():
-    assert not search().refused(Layout(2, 2, 1, 1, 3, "none", 1))
-    assert search().refused(Layout(4, 1, 2, 1, 1, "none", 1))  # chunks need stages
+    assert not search().refused(layout(2, 2, zero=1))
+    assert search().refused(layout(4, 1, 2))  # chunks need stages
 
 
 def test_a_layout_replaces_the_given_one():
-    config = search().config(Layout(2, 2, 2, 1, 1, "full", 2))
+    config = search("--offload-optimizer cpu --zero-stage 1").config(layout(2, 2, 2, recompute="full"))
     parallel = config.parallel
     assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (2, 2)
     assert (parallel.num_layers_per_virtual_pipeline_stage, parallel.sequence_parallel) == (1, True)
-    assert (config.recompute.granularity, config.batch.micro_batch_size, config.zero.stage) == ("full", 2, 1)
-    assert config.batch.global_batch_size == 8
+    assert (config.recompute.granularity, config.batch.micro_batch_size, config.zero.stage) == ("full", 1, 1)
+    assert (config.batch.global_batch_size, config.offload.optimizer) == (8, "none")
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        layout(2, 2, 2),
+        layout(1, 2, 1, schedule="zb-h1"),
+        layout(1, 2, 2, schedule="zb-v", recompute="full"),
+        layout(zero=3, micro_batch=2),
+        Layout(Slices(2, True), Stages(), Savings(2, "none", True), 2),
+    ],
+    ids=str,
+)
+def test_a_layout_is_read_back_from_the_configuration_that_it_makes(chosen):
+    assert Layout.of(search().config(chosen)) == chosen
+    assert Layout.read(json.loads(json.dumps(chosen.document()))) == chosen
+    assert chosen.distance(chosen) == 0
+
+
+def test_the_distance_of_layouts_is_the_number_of_settings_that_differ():
+    assert layout(2, 2).distance(layout(2, 4, micro_batch=2)) == 2
 
 
 def test_bounds_are_below_plans():
     small = search()
-    for bound, layout in small.ordered()[::150]:
-        assert bound <= Planned.of(small, layout).seconds
+    for bound, own in small.ordered()[::150]:
+        assert bound <= Planned.of(small, own).seconds
 
 
 def test_the_quickest_that_fit_are_best_or_those_that_lack_least():
     def planned(seconds: float, size: int, fits: bool) -> Planned:
-        return Planned(Layout(1, 1, 1, 1, 1, "none", 1), size, fits, seconds, 0, 0, 0)
+        return Planned(layout(), size, fits, seconds, 0, 0, 0)
 
     quick, slow, large, larger = (
         planned(*x) for x in ((1, 5, True), (2, 4, True), (0.5, 9, False), (0.4, 10, False))
     )
     assert best([larger, slow, large, quick], 10) == [quick, slow]
     assert best([larger, large], 10) == [large, larger]
+
+
+def test_layouts_like_a_given_one_change_little_and_fit():
+    first, second = islice(search("--train-iters 9").like(Layout.of(search().given)), 2)
+    assert (first.fits, second.fits) == (True, True)
+    assert first.layout.distance(Layout.of(search().given)) == 1  # rows are shared, too
+    assert first.layout.slices == Slices(4, True)
+
+
+def test_the_best_are_trained_and_compared(tmp_path, capsys):
+    flags = GPT.replace("--bf16", "").replace("--tensor-model-parallel-size 4", "--device cpu")
+    flags = flags.replace("256", "32").replace("4 --hidden", "2 --hidden")
+    words = ["--gpus", "2", "--device", "cpu", "--plans", "3", "--measure", "2", "--", *flags.split()]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.split("Trained on this machine, a step:")[1].splitlines()
+    rows = [line for line in lines if re.match(r"\d  ", line)]
+    assert len(rows) == 2
+    assert all(re.search(r"ms +[\d.]+ ms +[+-][\d.]+%$", row) for row in rows)
+
+
+def test_more_ranks_than_the_machine_runs_are_not_measured(capsys):
+    words = ["--gpus", "4", "--device", "a100-80g", "--plans", "1", "--measure", "1", "--", *GPT.split()]
+    assert main(words) == 2
+    assert "`--gpus` must be at most 0 with `--measure`" in capsys.readouterr().err
+
+
+def test_the_section_of_a_json_bounds_the_search(tmp_path, capsys):
+    section = {
+        "enabled": True,
+        "mp_size": 2,
+        "max_train_micro_batch_size_per_gpu": 2,
+        "tuner_num_trials": 3,
+        "results_dir": str(tmp_path / "results"),
+        "tuner_type": "gridsearch",
+    }
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": [1, 2, 4], "autotuning": section}))
+    flags = GPT.replace("--micro-batch-size 1", f"--micro-batch-size 1 --deepspeed --deepspeed_config {path}")
+    assert main(["--gpus", "4", "--device", "a100-80g", "--", *flags.split()]) == 0
+    assert "without effect on a search on paper: autotuning.tuner_type" in capsys.readouterr().out
+    lines = [json.loads(line) for line in (tmp_path / "results/plans.jsonl").read_text().splitlines()]
+    assert len(lines) == 3
+    assert {line["layout"]["slices"]["tensor"] for line in lines} == {2}
+    assert {line["layout"]["micro_batch"] for line in lines} <= {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"mp_size": 0}, "`autotuning.mp_size` must be a positive integer, but is 0"),
+        ({"metric": "beauty"}, "`autotuning.metric` must be throughput, latency or FLOPS_per_gpu"),
+    ],
+)
+def test_a_section_with_wrong_values_is_refused(section, said, tmp_path, capsys):
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps({"autotuning": {"enabled": True, **section}}))
+    flags = f"{GPT} --deepspeed --deepspeed_config {path}"
+    assert main(["--gpus", "4", "--", *flags.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_search_ends_after_plans_in_a_row_that_are_not_better(monkeypatch):
+    results = [Planned(layout(), 1, fits, seconds, 0, 0, 0) for seconds, fits in TIMES]
+    monkeypatch.setattr("megazero.commands.tune._planned", lambda *_: iter(results))
+    assert len(_results(search(), 9, 2, None)) == 4
+
+
+TIMES = ((3.0, True), (2.0, True), (1.0, False), (2.5, True), (1.0, True))
 
 
 def test_a_search_goes_on_from_its_log_and_writes_what_it_finds(tmp_path, capsys):
@@ -85,7 +194,7 @@ def test_a_search_goes_on_from_its_log_and_writes_what_it_finds(tmp_path, capsys
     assert capsys.readouterr().out == first
     best_first = json.loads(min(lines, key=lambda line: json.loads(line)["seconds"]))
     given = parse_config(["--config", str(tmp_path / "01.yaml")], world_size=4).config
-    assert given.parallel.tensor_model_parallel_size == best_first["layout"]["tensor"]
+    assert given.parallel.tensor_model_parallel_size == best_first["layout"]["slices"]["tensor"]
 
 
 def test_where_nothing_fits_the_status_and_a_line_say_so(capsys):

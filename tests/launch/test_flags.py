@@ -21,7 +21,6 @@ from megazero.launch.flags import cores_of, parse
             ["--launcher", "rsh", "x.py"],
             "`--launcher` must be one of ssh, pdsh, srun, mpirun, torchrun, but is rsh",
         ),
-        (["--autotuning", "run", "x.py"], "look for a layout first"),
         (["-i", "a", "-e", "b", "x.py"], "`--include` must not be given with `--exclude`"),
         (["-i", "a", "--num_gpus", "2", "x.py"], "must not be given with `--include`"),
         (["--module", "--no_python", "x"], "`--module` must not be given with `--no-python`"),

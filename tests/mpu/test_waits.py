@@ -34,14 +34,19 @@ def test_a_rank_that_comes_first_waits_and_the_last_does_not():
         watch.close()
 
 
-def test_starting_a_call_is_no_wait():
+class Sluggish(Pending):
+    """A work whose `wait` takes 20 ms."""
+
+    def wait(self) -> None:
+        time.sleep(0.02)
+
+
+def test_a_call_that_is_started_waits_as_long_as_its_wait_takes():
     watch = Watch(Notes(), 0, 1, WatchLimits(20.0))
-    pending = Pending()
-    work = watched(Slow(pending), watch).all_reduce(torch.ones(2), async_op=True)
-    assert watch.waits.end_step().seconds == 0.0
-    pending.done = True
+    work = watched(Slow(Sluggish()), watch).all_reduce(torch.ones(2), async_op=True)
+    assert watch.waits.end_step().seconds < 0.01
     work.wait()
-    assert watch.waits.end_step().seconds > 0.0
+    assert watch.waits.end_step().seconds > 0.02
 
 
 @dataclass

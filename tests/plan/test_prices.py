@@ -169,3 +169,13 @@ def test_messages_and_groups_know_their_nodes():
         prices.call(call("scan", 8, 0, 1))
     with pytest.raises(ConfigError, match="must be above 0, but are 8 and 0"):
         Prices(A100, efficiency=0)
+
+
+def test_an_update_on_the_host_or_its_disks_is_as_slow_as_the_slowest_of_them():
+    kinds = {"masters": 4 * 10**9, "moments": 8 * 10**9, "gradients": 4 * 10**9}
+    host = A100.host
+    on_host, on_disks = (Prices(A100).offloaded(place, kinds) for place in ("cpu", "nvme"))
+    assert on_host == pytest.approx(
+        max(28 * host.devices / host.memory_gb_per_s, 4 / host.link_gb_per_s_one_way)
+    )
+    assert on_disks == pytest.approx(12 * host.devices / host.nvme_write_gb_per_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from megazero.config.resolve import parse_config
@@ -27,6 +29,9 @@ class Prices(Pricing):
 
     def call(self, call: Call) -> float:
         return 1.0
+
+    def offloaded(self, place: str, kinds: Mapping[str, int]) -> float:
+        return 7.0
 
 
 def plan(flags: str, ranks: int = 1, batch: int = 8) -> Plan:
@@ -118,3 +123,12 @@ def test_34_sharding_the_update_shortens_it():
 def test_35_longer_rows_of_as_many_tokens_take_more_flops():
     short, long = (plan(f"--seq-length {s} --recompute-granularity full", 1, 2048 // s) for s in (64, 512))
     assert long.stages[0].flops > 1.1 * short.stages[0].flops
+
+
+def test_an_update_on_the_host_takes_longer_and_frees_the_device():
+    on_device, on_host = (plan(f"--zero-stage 1 {more}", 4) for more in ("", "--offload-optimizer cpu"))
+    freed = held(on_device, 0, "masters") + held(on_device, 0, "moments")
+    assert freed == 12 * sum(on_host.stages[0].memory["cpu"][kind] for kind in ("masters",)) // 4
+    assert held(on_host, 0, "moments") == 0
+    times = [StepTimes.of(paper.stages, Prices()).update for paper in (on_device, on_host)]
+    assert times[1].total - times[1].kernels - (times[0].total - times[0].kernels) == pytest.approx(7.0)

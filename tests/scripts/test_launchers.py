@@ -162,5 +162,6 @@ def test_a_launcher_plans_when_it_is_told_to(tmp_path):
     python.chmod(0o755)
     run = bash("pretrain_gpt_175b.sh", "--lr", "1", PLAN="1", PATH=f"{tmp_path}:{PATH}")
     words = run.stdout.splitlines()
-    assert words[:8] == ["-m", "megazero.cli", "plan", "--nproc", "1024", "--gpus-per-node", "8", "--"]
+    assert words[:7] == ["-m", "megazero.cli", "plan", "--nproc", "1024", "--gpus-per-node", "8"]
+    assert words[7:10] == ["--device", "a100-80g", "--"]
     assert words[-2:] == ["--lr", "1"]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 
-from megazero.config.resolve import parse_config
+from megazero.config.resolve import BrokenRules, parse_config
 from megazero.errors import ConfigError
 from megazero.pipeline.render import chrome_trace, draw
 from megazero.plan.device import Device, known_devices
-from megazero.plan.job import Job
+from megazero.plan.layout import Layout
 from megazero.plan.pictures import draw_memory
-from megazero.plan.plan import Plan
-from megazero.plan.report import COLUMNS, Report
+from megazero.plan.report import COLUMNS, Report, report_on
+from megazero.plan.tuning import Search
+from megazero.plan.words import shown, time_text
 
 DOES_NOT_FIT = 3
+_LIKE = 3
 
 
 def build_job_parser() -> argparse.ArgumentParser:
@@ -57,14 +60,31 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
         )
     words = [*([] if flags.config is None else ["--config", flags.config]), *(training or ())]
     device = Device.load(flags.device)
-    config = parse_config(words, world_size=flags.nproc).config
-    apart = device.memory.apart
-    job = Job(config, flags.nproc, apart, device="meta" if apart else "cpu")
-    report = Report(Plan.of(job, timed=not apart), device, flags.gpus_per_node or device.inside_node.ranks)
+    per_node = flags.gpus_per_node or device.inside_node.ranks
+    try:
+        config = parse_config(words, world_size=flags.nproc).config
+    except BrokenRules as refusal:
+        _show_like(Search(refusal.config, flags.nproc, device, per_node))
+        raise
+    report = report_on(config, flags.nproc, device, per_node)
     show(report)
+    if not report.fits:
+        _show_like(Search(config, flags.nproc, device, per_node))
     if flags.output is not None:
         write(report, flags.output)
     return 0 if report.fits else DOES_NOT_FIT
+
+
+def _show_like(search: Search) -> None:
+    """Print the layouts that fit and are most like the given one."""
+    nearest = list(islice(search.like(Layout.of(search.given)), _LIKE))
+    if not nearest:
+        print("no layout like this one fits; `megazero tune` looks at all of them")
+        return
+    print("the nearest layouts that fit:")
+    for planned in nearest:
+        memory, seconds = shown(planned.device_bytes), time_text(planned.seconds)
+        print(f"  {planned.layout}: {memory}, {seconds} a step")
 
 
 def show(report: Report) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
+from megazero.zero.store.kept import same_place
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, Store, add_up, held_as
 from megazero.zero.store.tier import Tier
 
@@ -98,7 +99,7 @@ class DeviceStore(Store):
     @torch.no_grad()
     def accumulate(self, bucket: Bucket, result: Tensor, *, first: bool) -> None:
         sums = self._held[bucket].own_sums[GRADIENT]
-        if result.data_ptr() == sums.data_ptr():  # they were reduced in place
+        if same_place(result, sums):  # they were reduced in place
             return
         sums.copy_(result) if first else sums.add_(result)
 

@@ -42,3 +42,9 @@ def slot_of(shard: Tensor | TierSlot) -> TierSlot:
 def lead_of(first: int, dtype: torch.dtype) -> int:
     """Bytes from an aligned address to element `first` of an aligned buffer."""
     return first * dtype.itemsize % ALIGNMENT
+
+
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors of equal length are the same memory, also on the meta device."""
+    storages = (x.untyped_storage()._cdata for x in (one, other))
+    return len(set(storages)) == 1 and one.storage_offset() == other.storage_offset()

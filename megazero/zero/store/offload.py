@@ -15,7 +15,7 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.layout import own_sums
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.ferry import Ferry, Landing
-from megazero.zero.store.kept import Kept, lead_of, of_slot, slot_of
+from megazero.zero.store.kept import Kept, lead_of, of_slot, same_place, slot_of
 from megazero.zero.store.slices import Slices
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket, Sizes, Store, add_up, held_as
 from megazero.zero.store.tier import Tier, TierSlot
@@ -188,11 +188,11 @@ class OffloadStore(Store):
         self._read_for_update()
         sums = self._kept[bucket].state[GRADIENT]
         if not isinstance(sums, TierSlot):
-            if result.data_ptr() != sums.data_ptr():  # otherwise they were reduced in place
+            if not same_place(result, sums):  # otherwise they were reduced in place
                 sums.copy_(result) if first else sums.add_(result)
             return
         tier, on_device = of_slot(self.placement.gradients), self._kept[bucket].sums
-        lasting = on_device is not None and result.is_set_to(on_device[bucket.layout.state_range])
+        lasting = on_device is not None and same_place(result, on_device[bucket.layout.state_range])
         self._ferry.settle(sums)
         if first:
             there = tier.blank(sums)

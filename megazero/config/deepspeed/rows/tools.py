@@ -152,7 +152,13 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         DISABLED,
         "elasticity",
     ),
-    *refuses("tuning is not offered; leave the section out", SECTION, DISABLED, "autotuning"),
+    *refuses(
+        "a training does not tune itself; `megazero tune` and `megazero launch --autotuning run` read the "
+        "section, so leave it out here",
+        SECTION,
+        DISABLED,
+        "autotuning",
+    ),
     *refuses(
         "automatic mixed precision is not offered; use `fp16` or `bf16`",
         SECTION,

@@ -1,0 +1,90 @@
+"""DeepSpeed's section `autotuning`: the bounds of a search that a JSON gives."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megazero.config.deepspeed.load import load_json
+from megazero.errors import ConfigError
+from megazero.plan.tuning import SIZES, Space
+
+_BOUNDS = ("min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu")
+_COUNTS = (*_BOUNDS, "mp_size", "tuner_num_trials", "tuner_early_stopping")
+_HEARD = ("enabled", "results_dir", "overwrite", "metric", *_COUNTS)
+_MICRO_BATCH = "train_micro_batch_size_per_gpu"
+
+
+@dataclass(frozen=True)
+class Autotuning:
+    """The section, as far as it means something to a search on paper.
+
+    Attributes:
+        space: micro-batches from the bounds or the list that the JSON gives, tensor ranks from `mp_size`.
+        plans: the most layouts to plan, `tuner_num_trials`.
+        patience: stop after so many plans in a row that are not the best so far, `tuner_early_stopping`.
+        folder: where the results go, `results_dir`.
+        anew: whether results that are there are forgotten, `overwrite`.
+        unheard: keys without effect: those of experiments, of which there are none.
+        rest: the JSON without the section, in base64, as `--deepspeed_config` takes it; None without one.
+    """
+
+    space: Space = field(default_factory=Space)
+    plans: int | None = None
+    patience: int | None = None
+    folder: str | None = None
+    anew: bool = False
+    unheard: tuple[str, ...] = ()
+    rest: str | None = None
+
+    @classmethod
+    def read(cls, path: str) -> Autotuning:
+        """The section of a DeepSpeed file; without one that is enabled, nothing is given.
+
+        Raises:
+            ConfigError: a value of it has another type.
+        """
+        document, problems = load_json(path)
+        section = document.get("autotuning", {})
+        if problems or not isinstance(section, Mapping) or section.get("enabled") is not True:
+            return cls()
+        wrong = [key for key in _COUNTS if not _is_count(section.get(key, 1))]
+        if wrong:
+            raise ConfigError(
+                [f"`autotuning.{key}` must be a positive integer, but is {section[key]!r}" for key in wrong]
+            )
+        if section.get("metric", "throughput") not in ("throughput", "latency", "FLOPS_per_gpu", "FLOPS"):
+            raise ConfigError(
+                "`autotuning.metric` must be throughput, latency or FLOPS_per_gpu, of which each means the "
+                f"shortest step here, but is {section['metric']!r}"
+            )
+        least, most = (
+            section.get(key, default) for key, default in zip(_BOUNDS, (1, SIZES[-1]), strict=True)
+        )
+        sizes = document.get(_MICRO_BATCH, "auto")
+        given = sizes if isinstance(sizes, list) else [sizes] if _is_count(sizes) else _powers(most)
+        kept = tuple(size for size in given if least <= size <= most)
+        space = Space(kept, tensor=section.get("mp_size"))
+        rest = {key: value for key, value in document.items() if key != "autotuning"}
+        if isinstance(sizes, list):
+            rest[_MICRO_BATCH] = "auto"
+        return cls(
+            space,
+            section.get("tuner_num_trials"),
+            section.get("tuner_early_stopping"),
+            section.get("results_dir"),
+            section.get("overwrite") is True,
+            tuple(key for key in section if key not in _HEARD),
+            base64.b64encode(json.dumps(rest).encode()).decode(),
+        )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range(most.bit_length()) if 2**i <= most]

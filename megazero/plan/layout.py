@@ -1,0 +1,149 @@
+"""`Layout`: a way to lay a job out, as a value: what a search varies, and the configuration that it means."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+from megazero.config.derive import chunks_per_stage
+from megazero.config.tree.config import Config
+from megazero.config.tree.offload import OffloadConfig
+from megazero.config.tree.recompute import RecomputeConfig
+
+
+@dataclass(frozen=True, order=True)
+class Slices:
+    """The ranks that share a layer.
+
+    Attributes:
+        tensor: ranks that hold slices of it.
+        sequence: whether they share the rows between its products, too.
+        expert: ranks that share the experts; 1 without any.
+    """
+
+    tensor: int = 1
+    sequence: bool = False
+    expert: int = 1
+
+
+@dataclass(frozen=True, order=True)
+class Stages:
+    """The pipeline.
+
+    Attributes:
+        count: stages.
+        virtual: chunks of the model on each.
+        schedule: by its name, or ``auto``.
+    """
+
+    count: int = 1
+    virtual: int = 1
+    schedule: str = "auto"
+
+
+@dataclass(frozen=True, order=True)
+class Savings:
+    """How memory is saved.
+
+    Attributes:
+        zero: the ZeRO stage.
+        recompute: ``none``, ``selective`` or ``full``.
+        offload: whether masters and moments are in the host's memory.
+    """
+
+    zero: int = 1
+    recompute: str = "none"
+    offload: bool = False
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """A way to lay a job out.
+
+    Attributes:
+        slices: the ranks that share a layer.
+        stages: the pipeline.
+        savings: how memory is saved.
+        micro_batch: samples of a micro-batch.
+    """
+
+    slices: Slices
+    stages: Stages
+    savings: Savings
+    micro_batch: int
+
+    @classmethod
+    def of(cls, config: Config) -> Layout:
+        """The layout that a job has."""
+        parallel = config.parallel
+        slices = Slices(
+            parallel.tensor_model_parallel_size,
+            parallel.sequence_parallel,
+            parallel.expert_model_parallel_size,
+        )
+        usual = parallel.pipeline_schedule in ("1f1b", "interleaved")
+        schedule = "auto" if usual else parallel.pipeline_schedule
+        stages = Stages(parallel.pipeline_model_parallel_size, chunks_per_stage(config), schedule)
+        savings = Savings(config.zero.stage, config.recompute.granularity, config.offload.optimizer != "none")
+        return cls(slices, stages, savings, config.batch.micro_batch_size)
+
+    def applied(self, config: Config) -> Config:
+        """The job in this layout."""
+        slices, stages, savings = self.slices, self.stages, self.savings
+        chunk = config.model.num_layers // stages.count // stages.virtual if stages.virtual > 1 else None
+        parallel = {
+            "tensor_model_parallel_size": slices.tensor,
+            "pipeline_model_parallel_size": stages.count,
+            "num_layers_per_virtual_pipeline_stage": chunk if stages.schedule == "auto" else None,
+            "num_virtual_stages_per_pipeline_rank": None,
+            "pipeline_schedule": stages.schedule,
+            "pipeline_partition": "uniform",
+            "expert_model_parallel_size": slices.expert,
+            "sequence_parallel": slices.sequence,
+        }
+        fresh, kept = RecomputeConfig(), ("method", "num_layers", "partition_activations")
+        recompute = {"granularity": savings.recompute, **{name: getattr(fresh, name) for name in kept}}
+        offload: dict[str, Any] = {}
+        if savings.offload != (config.offload.optimizer != "none"):
+            offload = OffloadConfig(optimizer="cpu" if savings.offload else "none").model_dump()
+        changes = {
+            "parallel": parallel,
+            "recompute": recompute,
+            "zero": {"stage": savings.zero},
+            "offload": offload,
+            "batch": {"micro_batch_size": self.micro_batch},
+        }
+        sections = {name: getattr(config, name).model_copy(update=own) for name, own in changes.items()}
+        return config.model_copy(update=sections)
+
+    def distance(self, other: Layout) -> int:
+        """The number of settings in which two layouts differ."""
+        pairs = zip(_settings(self), _settings(other), strict=True)
+        return sum(one != another for one, another in pairs)
+
+    def document(self) -> dict[str, Any]:
+        """The layout as JSON; `read` is the inverse."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, document: dict[str, Any]) -> Layout:
+        """The layout that `document` wrote."""
+        kinds = {"slices": Slices, "stages": Stages, "savings": Savings}
+        return cls(**{n: kinds[n](**d) if n in kinds else d for n, d in document.items()})
+
+    def __str__(self) -> str:
+        slices, stages, savings = self.slices, self.stages, self.savings
+        sizes = {"T": slices.tensor, "P": stages.count, "V": stages.virtual, "E": slices.expert}
+        words = " x ".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1)
+        parts = [words or "D alone"]
+        parts += [stages.schedule] if stages.schedule != "auto" else []
+        parts += [f"ZeRO {savings.zero}"]
+        parts += ["SP"] if slices.sequence else []
+        parts += [f"recompute {savings.recompute}"] if savings.recompute != "none" else []
+        parts += ["optimizer on the host"] if savings.offload else []
+        return ", ".join([*parts, f"b {self.micro_batch}"])
+
+
+def _settings(layout: Layout) -> tuple[object, ...]:
+    slices, stages, savings, micro_batch = astuple(layout)
+    return (*slices, *stages, *savings, micro_batch)
