@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import multiprocessing
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +17,12 @@ from megazero.config.resolve import parse_config
 from megazero.config.shown import shown_config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
+from megazero.mpu.cores import usable_cores
 from megazero.plan.autotuning import Autotuning
 from megazero.plan.device import Device, known_devices
 from megazero.plan.layout import Layout
 from megazero.plan.measured import measured_seconds
-from megazero.plan.tuning import Planned, Search, best, reasons
+from megazero.plan.tuning import Planned, Search, best, explore, reasons
 from megazero.plan.words import shown, time_text
 
 DOES_NOT_FIT = 3
@@ -95,6 +95,7 @@ def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
     if bounds.anew and log is not None:
         log.unlink(missing_ok=True)
     plans = flags.plans or bounds.plans or _PLANS
+    print(f"{sum(1 for _ in search.candidates()):,} layouts; at most {plans:,} are planned", flush=True)
     results = _results(search, plans, bounds.patience, log)
     if not any(result.fits for result in results) and not search.space.offload:
         print("none fits with its optimizer on the device; now with masters and moments on the host")
@@ -115,40 +116,31 @@ def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
 
 
 def _results(search: Search, most: int, patience: int | None, log: Path | None) -> list[Planned]:
-    """Results, up to the one after which so many were not better."""
+    """Results, up to the one after which so many were not better; those of an earlier search are read."""
+    known = {} if log is None or not log.exists() else _read(log)
     results: list[Planned] = []
     quickest, since = math.inf, 0
-    for result in _planned(search, most, log):
-        results.append(result)
-        better = result.fits and result.seconds < quickest
-        quickest, since = (result.seconds, 0) if better else (quickest, since + 1)
-        if since == patience:
-            break
-    return results
-
-
-def _planned(search: Search, most: int, log: Path | None) -> Iterator[Planned]:
-    """The results of the most promising layouts, those of an earlier search first."""
-    bounds = search.ordered()
-    allowed = [(bound, layout) for bound, layout in bounds if not search.refused(layout)]
-    print(
-        f"{sum(1 for _ in search.candidates()):,} layouts: {len(bounds):,} whose state has room, "
-        f"{len(allowed):,} of them by the rules; the {min(most, len(allowed)):,} most promising are planned"
-    )
-    known = {} if log is None or not log.exists() else _read(log)
-    chosen = [layout for _, layout in allowed[:most]]
-    yield from (known[layout] for layout in chosen if layout in known)
-    missing = [(search, layout) for layout in chosen if layout not in known]
-    context = multiprocessing.get_context("fork")
     torch.set_num_threads(1)
-    with context.Pool(min(os.cpu_count() or 1, max(1, len(missing)))) as pool:
-        for result in pool.imap(_plan, missing):
-            if result is None:
-                continue
-            if log is not None:
-                with log.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(result.document()) + "\n")
-            yield result
+    with multiprocessing.get_context("fork").Pool(usable_cores()) as pool:
+
+        def plan(layouts: Sequence[Layout]) -> Iterator[Planned]:
+            yield from (known[layout] for layout in layouts if layout in known)
+            missing = [(search, layout) for layout in layouts if layout not in known]
+            for result in pool.imap(_plan, missing):
+                if result is None:
+                    continue
+                if log is not None:
+                    with log.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(result.document()) + "\n")
+                yield result
+
+        for result in explore(search, plan, most):
+            results.append(result)
+            better = result.fits and result.seconds < quickest
+            quickest, since = (result.seconds, 0) if better else (quickest, since + 1)
+            if since == patience:
+                break
+    return results
 
 
 def _plan(task: tuple[Search, Layout]) -> Planned | None:

@@ -7,7 +7,7 @@ planned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
 from types import MappingProxyType
@@ -28,6 +28,9 @@ SIZES = (1, 2, 4, 8, 16)
 _STATE = 12  # bytes of a parameter's master and moments
 _OVERHEAD = MappingProxyType({"none": 1.0, "selective": 1.0, "full": 4 / 3})
 _LIKE = 24  # layouts like a given one that are planned
+
+
+Plans = Callable[[Sequence["Layout"]], Iterable["Planned"]]
 
 
 @dataclass(frozen=True)
@@ -212,6 +215,43 @@ class Search:
         gradients = 4 / (replicas if zero >= 2 else 1)
         state = 0 if layout.savings.offload else _STATE / (replicas if zero else 1)
         return held * (weights + (0 if layout.savings.offload else gradients) + state)
+
+
+def explore(search: Search, plan: Plans, most: int) -> Iterator[Planned]:
+    """Plan layouts, at most so many: one of each number of slices and stages, then those around the best.
+
+    The first of each are those with the lowest bound. Then those are planned that differ in one setting from
+    the best so far, and from the next, without those whose bound is above the best.
+
+    Args:
+        search: the job.
+        plan: plans layouts; it leaves out those that cannot be built.
+        most: the most layouts to plan.
+    """
+    bounds = {layout: bound for bound, layout in search.ordered() if not search.refused(layout)}
+    firsts: dict[tuple[int, int], Layout] = {}
+    for layout in bounds:
+        firsts.setdefault((layout.slices.tensor, layout.stages.count), layout)
+    batch, tried, results = list(firsts.values()), set[Layout](), list[Planned]()
+    around: set[Layout] = set()
+    while batch and len(tried) < most:
+        batch = batch[: most - len(tried)]
+        tried.update(batch)
+        for result in plan(batch):
+            results.append(result)
+            yield result
+        batch = []
+        for middle in best(results, len(results)):
+            quickest = best(results, 1)[0]
+            if middle.layout not in around and not batch:
+                around.add(middle.layout)
+                batch = [
+                    layout
+                    for layout, bound in bounds.items()
+                    if layout not in tried
+                    and layout.distance(middle.layout) == 1
+                    and (bound < quickest.seconds or not quickest.fits)
+                ]
 
 
 def best(results: Iterable[Planned], count: int) -> list[Planned]:

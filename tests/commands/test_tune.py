@@ -12,7 +12,7 @@ from megazero.commands.tune import _results, main
 from megazero.config.resolve import parse_config
 from megazero.plan.device import Device
 from megazero.plan.layout import Layout, Savings, Slices, Stages
-from megazero.plan.tuning import Planned, Search, best
+from megazero.plan.tuning import Planned, Search, best, explore
 
 GPT = (
     "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --vocab-size 1000 --mock-data "
@@ -117,7 +117,7 @@ def test_the_best_are_trained_and_compared(tmp_path, capsys):
     lines = capsys.readouterr().out.split("Trained on this machine, a step:")[1].splitlines()
     rows = [line for line in lines if re.match(r"\d  ", line)]
     assert len(rows) == 2
-    assert all(re.search(r"ms +[\d.]+ ms +[+-][\d.]+%$", row) for row in rows)
+    assert all(re.search(r" m?s +[\d.]+ m?s +[+-][\d.]+%$", row) for row in rows)
 
 
 def test_more_ranks_than_the_machine_runs_are_not_measured(capsys):
@@ -163,8 +163,39 @@ def test_a_section_with_wrong_values_is_refused(section, said, tmp_path, capsys)
 
 def test_a_search_ends_after_plans_in_a_row_that_are_not_better(monkeypatch):
     results = [Planned(layout(), 1, fits, seconds, 0, 0, 0) for seconds, fits in TIMES]
-    monkeypatch.setattr("megazero.commands.tune._planned", lambda *_: iter(results))
+    monkeypatch.setattr("megazero.commands.tune.explore", lambda *_: iter(results))
     assert len(_results(search(), 9, 2, None)) == 4
+
+
+def test_a_search_goes_on_around_the_best():
+    """On paper where each setting adds to the time, few of all layouts are planned until the best is."""
+    job, planned = search(), []
+
+    def plan(layouts):
+        for own in layouts:
+            planned.append(own)
+            stages, savings = own.stages, own.savings
+            costs = (
+                4 / own.slices.tensor,
+                4 / stages.count,
+                1 / stages.virtual,
+                savings.zero,
+                own.micro_batch,
+            )
+            seconds = 1e3 * (sum(costs) + (stages.schedule == "zb-h1") + (savings.recompute == "full"))
+            yield Planned(own, 1, True, seconds, 0, 0, 0)
+
+    results = list(explore(job, plan, 10_000))
+    allowed = [own for _, own in job.ordered() if not job.refused(own)]
+    assert {(own.slices.tensor, own.stages.count) for own in planned[:6]} == {
+        (x.slices.tensor, x.stages.count) for x in allowed
+    }
+    assert len(planned) == len(set(planned))
+    quickest = best(results, 1)[0]
+    assert quickest.seconds == min(r.seconds for r in plan(allowed))
+    where = [r.layout for r in results].index(quickest.layout)
+    assert where < len(allowed) / 3
+    assert len(list(explore(job, plan, 9))) == 9
 
 
 TIMES = ((3.0, True), (2.0, True), (1.0, False), (2.5, True), (1.0, True))
