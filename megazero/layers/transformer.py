@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+"""One transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), or with norms of what is added."""
 
 from __future__ import annotations
 
@@ -37,30 +37,46 @@ class TransformerLayer(nn.Module):
         self.placement = placement
         self.dropout = config.hidden_dropout
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
-        norm = (config.hidden_size, config.normalization, config.norm_epsilon, placement)
-        self.input_norm = Norm(f"layers.{layer}.input_norm", *norm)
+        self.branch_scale = config.residual_multiplier
+
+        def norm(name: str, position: str) -> Norm | None:
+            if config.norm_position not in (position, "both"):
+                return None
+            return Norm(f"layers.{layer}.{name}", config, placement)
+
+        self.input_norm = norm("input_norm", "input")
         self.attention = attention
-        self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", *norm)
+        self.attention_out_norm = norm("attention_out_norm", "output")
+        self.mlp_norm = norm("mlp_norm", "input")
         self.mlp = mlp
+        self.mlp_out_norm = norm("mlp_out_norm", "output")
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
-        normed, x = self.input_norm(x, both=True)
+        normed, x = _normed(self.input_norm, x)
         out, bias = self.attention(normed.to(self.placement.dtype), inputs)
         residual = inputs.narrow(normed if self.residual_after_norm else x)
         inputs = inputs.narrowed()
-        out, bias = _scaled(out, bias, inputs.branch_scale)
+        out, bias = self._added(self.attention_out_norm, out, bias, inputs)
         dropout = self._dropout(inputs, "attention_out")
-        if bias is None and dropout is None:
+        if bias is None and dropout is None and self.mlp_norm is not None:
             normed, x = self.mlp_norm(out.to(residual.dtype), residual)
         else:
             x = bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)
-            normed, x = self.mlp_norm(x, both=True)
+            normed, x = _normed(self.mlp_norm, x)
         del out  # it has been added to x, and need not be there while the MLP runs
         out, bias, sums = self.mlp(normed.to(self.placement.dtype), inputs)
-        out, bias = _scaled(out, bias, inputs.branch_scale)
+        out, bias = self._added(self.mlp_out_norm, out, bias, inputs)
         residual = normed if self.residual_after_norm else x
         dropout = self._dropout(inputs, "mlp_out")
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
+
+    def _added(
+        self, norm: Norm | None, out: Tensor, bias: Tensor | None, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """A half's contribution to the hidden states, and a bias that is still to be added to it."""
+        if norm is not None:
+            out, bias = norm(out if bias is None else out + bias), None
+        return _scaled(out, bias, self.branch_scale * inputs.branch_scale)
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
         return inputs.layer_dropout(self.dropout, self.layer, site)
@@ -69,6 +85,14 @@ class TransformerLayer(nn.Module):
 def use_forward(layer: nn.Module, forward: Forward) -> None:
     """Let `forward` compute the layer from now on; the layer's hooks stay."""
     layer.forward = forward
+
+
+def _normed(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of x, or x itself without one; and x."""
+    if norm is None:
+        return x, x
+    normed, x = norm(x, both=True)
+    return normed, x
 
 
 def _scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:

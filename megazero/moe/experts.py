@@ -92,7 +92,7 @@ def _linear(
 class Experts(nn.Module):
     """The experts of one layer that are on this rank, E/ep of them, each with 1/etp of its inner width f.
 
-    Weights are stacked: up [E, f, h], or [E, 2, f, h] (gate, then value) with SwiGLU, and down [E, h, f].
+    Weights are stacked: up [E, f, h], or [E, 2, f, h] (gate, then value) with gates, and down [E, h, f].
 
     Args:
         layer: number of the layer.
@@ -103,10 +103,10 @@ class Experts(nn.Module):
 
     def __init__(self, layer: int, experts: int, config: ExpertsConfig, placement: Placement):
         super().__init__()
-        self.activation = config.activation
+        self.config = config
         self.first_slice = placement.place.index("etp") == 0
         width, hidden, name = config.expert_ffn_size, config.hidden_size, f"layers.{layer}.mlp.experts"
-        inner = (2, width) if config.activation == "swiglu" else (width,)
+        inner = (2, width) if config.gated else (width,)
         ep, zeros = Cut(0, "ep"), InitialValues("zeros")
         cuts = (ep, Cut(len(inner), "etp"))
         std = InitialValues("normal", config.init_method_std)
@@ -148,7 +148,7 @@ class Experts(nn.Module):
             deferred: where backward leaves the gradients of the weights; None if it computes them.
         """
         inner = _linear(rows, self.up, self.up_bias, groups, deferred)
-        inner = activated(inner, self.activation)
+        inner = activated(inner, self.config)
         return _linear(inner, self.down, self._bias_once(), groups, deferred)
 
     def _bias_once(self) -> Tensor | None:
