@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megazero.config.tree.model import ModelConfig
+from megazero.layers.computed_again import computed_again
 from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
@@ -83,9 +83,7 @@ class SelfAttention(nn.Module):
         return placement.parameter(spec)
 
     @staticmethod
-    def _norm_of(
-        name: str, heads: int, layer: int, config: ModelConfig, placement: Placement
-    ) -> Norm | None:
+    def _norm_of(name: str, heads: int, layer: int, config: ModelConfig, placement: Placement) -> Norm | None:
         if not config.qk_layernorm:
             return None
         scope, decayed = config.qk_layernorm_scope, config.apply_wd_to_qk_layernorm
@@ -101,12 +99,7 @@ class SelfAttention(nn.Module):
         query, *gate, key, value = qkv.split(self.heads, dim=3)
         query = query.reshape(s, b, -1, qkv.shape[-1])  # [s, b, n/tp, d]
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
-        if self.recompute:
-            context = checkpoint(
-                self._attend, query, key, value, inputs, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            context = self._attend(query, key, value, inputs)
+        context = computed_again(self.recompute, self._attend, query, key, value, inputs)
         if gate:
             shares = torch.sigmoid(inputs.narrow(gate[0].reshape(s, b, -1)).to(compute_dtype(x.dtype)))
             context = (context * shares).to(context.dtype)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
+from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers.computed_again import computed_again, saved_as
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
@@ -27,12 +31,22 @@ class TransformerLayer(nn.Module):
     Args:
         attention: (normed [s, b, h], inputs) -> ([s, b, h], bias still to be added or None).
         mlp: the same, and its sums.
+        recompute: which of its parts backward computes again; attention sees to its core, and experts to
+            theirs.
     """
 
     def __init__(
-        self, layer: int, config: ModelConfig, placement: Placement, attention: nn.Module, mlp: nn.Module
+        self,
+        layer: int,
+        config: ModelConfig,
+        placement: Placement,
+        attention: nn.Module,
+        mlp: nn.Module,
+        recompute: RecomputeConfig = RecomputeConfig(),
     ):
         super().__init__()
+        self.norms_again = recompute.again("layernorm") and config.norm_position != "output"
+        self.mlp_again = recompute.again("moe" if experts_of(config, layer) else "mlp")
         self.layer = layer
         self.placement = placement
         self.dropout = config.hidden_dropout
@@ -53,7 +67,7 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
         normed, x = _normed(self.input_norm, x)
-        out, bias = self.attention(normed.to(self.placement.dtype), inputs)
+        out, bias = self._half(self.attention, self.input_norm, (normed, x), inputs)
         residual = inputs.narrow(normed if self.residual_after_norm else x)
         inputs = inputs.narrowed()
         out, bias = self._added(self.attention_out_norm, out, bias, inputs)
@@ -64,11 +78,35 @@ class TransformerLayer(nn.Module):
             x = bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)
             normed, x = _normed(self.mlp_norm, x)
         del out  # it has been added to x, and need not be there while the MLP runs
-        out, bias, sums = self.mlp(normed.to(self.placement.dtype), inputs)
+        out, bias, sums = self._half(self.mlp, self.mlp_norm, (normed, x), inputs, again=self.mlp_again)
         out, bias = self._added(self.mlp_out_norm, out, bias, inputs)
         residual = normed if self.residual_after_norm else x
         dropout = self._dropout(inputs, "mlp_out")
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
+
+    def _half(
+        self,
+        half: nn.Module,
+        norm: Norm | None,
+        rows: tuple[Tensor, Tensor],
+        inputs: LayerInputs,
+        *,
+        again: bool = False,
+    ) -> Any:
+        """The result of a half for (its normed input, that before the norm); `again` if backward repeats it."""
+        (normed, x), dtype = rows, self.placement.dtype
+        if norm is None or not self.norms_again:
+            return computed_again(again, half, normed.to(dtype), inputs)
+
+        def renormed() -> Tensor:
+            result: Tensor = norm(x).to(dtype)
+            return result
+
+        if again:
+            return computed_again(again, lambda: half(renormed(), inputs))
+        normed = normed.to(dtype)
+        with saved_as(True, normed, renormed):
+            return half(normed, inputs)
 
     def _added(
         self, norm: Norm | None, out: Tensor, bias: Tensor | None, inputs: LayerInputs

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megazero.config.tree.experts import ExpertsConfig
+from megazero.layers.computed_again import saved_as
 from megazero.layers.inputs import Deferred
 from megazero.layers.linear import residual_std
 from megazero.layers.mlp import activated
@@ -99,10 +100,14 @@ class Experts(nn.Module):
         experts: E.
         config: shape of the model.
         placement: ranks, dtype and device.
+        again: whether backward computes their activations again.
     """
 
-    def __init__(self, layer: int, experts: int, config: ExpertsConfig, placement: Placement):
+    def __init__(
+        self, layer: int, experts: int, config: ExpertsConfig, placement: Placement, *, again: bool = False
+    ):
         super().__init__()
+        self.again = again
         self.config = config
         self.first_slice = placement.place.index("etp") == 0
         width, hidden, name = config.expert_ffn_size, config.hidden_size, f"layers.{layer}.mlp.experts"
@@ -148,8 +153,9 @@ class Experts(nn.Module):
             deferred: where backward leaves the gradients of the weights; None if it computes them.
         """
         inner = _linear(rows, self.up, self.up_bias, groups, deferred)
-        inner = activated(inner, self.config)
-        return _linear(inner, self.down, self._bias_once(), groups, deferred)
+        active = activated(inner, self.config)
+        with saved_as(self.again, active, lambda: activated(inner, self.config)):
+            return _linear(active, self.down, self._bias_once(), groups, deferred)
 
     def _bias_once(self) -> Tensor | None:
         """The second bias on the first slice, and on the others zeros with the same gradient.

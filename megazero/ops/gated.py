@@ -58,7 +58,12 @@ def gated_saving(gate_up: Tensor, unit: GatedUnit) -> Tensor:
 
 
 def _examples() -> Iterator[Example]:
-    units = (GatedUnit("geglu"), GatedUnit("quick_geglu", 1.0, 7.0), GatedUnit("swiglu", 0.5), GatedUnit("swiglu", 0.0, 2.0))
+    units = (
+        GatedUnit("geglu"),
+        GatedUnit("quick_geglu", 1.0, 7.0),
+        GatedUnit("swiglu", 0.5),
+        GatedUnit("swiglu", 0.0, 2.0),
+    )
     for shape in ((3, 2, 5), (1, 2, 1), (257, 2, 2, 33), (0, 2, 4)):
         for unit in units:
             yield Example(f"{shape} {unit}", (shape,), lambda f, x, unit=unit: f(x, unit), 3.0)

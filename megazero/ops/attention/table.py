@@ -203,10 +203,14 @@ ATTENTION: Operator[_Attend] = Operator(
         Implementation(
             "cuda_by_mask",
             attention_cuda_by_mask,
-            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE, capped=False).needing(_restricted, _RESTRICTED),
+            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE, capped=False).needing(
+                _restricted, _RESTRICTED
+            ),
         ),
         # On a GPU torch's kernels take heads of other widths, and hold as much.
-        Implementation("planned", attention_planned, where(META, CUDA_DTYPES, bias=BiasKind.NONE, capped=False)),
+        Implementation(
+            "planned", attention_planned, where(META, CUDA_DTYPES, bias=BiasKind.NONE, capped=False)
+        ),
         Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False, capped=False), traceable=True),
         Implementation("composed", attention_with_dropout, where(lse=False)),
         Implementation("reference", attention_reference),
