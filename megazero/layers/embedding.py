@@ -63,8 +63,7 @@ class Embedding(nn.Module):
         self.position = self._table("position", config.positions) if learned else None
         self.norm: Norm | None = None
         if config.embed_layernorm:
-            kind, epsilon = config.normalization, config.norm_epsilon
-            self.norm = Norm("embedding.norm", config.hidden_size, kind, epsilon, placement)
+            self.norm = Norm("embedding.norm", config, placement)
         self.token_type = self._table("token_type", token_types) if token_types else None
 
     def _table(self, name: str, rows: int) -> nn.Parameter:
@@ -83,6 +82,8 @@ class Embedding(nn.Module):
         """tokens [b, s], positions [b, s] or [s], and token_types [b, s] where there is a table; int64."""
         spread = inputs.rows.spread
         x = self._words(tokens.t())  # [s, b, h]
+        if self.config.embedding_multiplier != 1.0:
+            x = x * self.config.embedding_multiplier
         if self.norm is not None:
             x = self.norm(x)
         if self.position is not None:

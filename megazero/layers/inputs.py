@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -32,12 +33,20 @@ class Attends:
         causal: whether a position attends only to itself and earlier ones.
         dropout: the share of probabilities that is dropped.
         pattern: which keys a position attends to by its place, besides causality.
+        scale: the factor of the products of queries and keys; None: 1 / sqrt(width of a head).
+        softcap: the bound of the scores; None: they have none.
     """
 
     layer: int
     causal: bool
     dropout: float = 0.0
     pattern: Pattern = ALL
+    scale: float | None = None
+    softcap: float | None = None
+
+    def scale_of(self, q: Tensor) -> float:
+        """The factor of the products of q [s, b, n, d] and keys."""
+        return 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
 
 
 class AttentionCore(Protocol):

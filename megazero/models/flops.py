@@ -20,7 +20,7 @@ def attention_flops(model: ModelConfig, layer: int, *, causal: bool, queried: fl
     """
     query = model.num_attention_heads * model.head_dim
     key = model.kv_heads * model.head_dim
-    projected = 2 * model.hidden_size * (query + 2 * key)
+    projected = 2 * model.hidden_size * (query * (1 + model.attention_output_gate) + 2 * key)
     attended = attended_keys(model, layer, causal=causal)
     return projected + queried * (2 * query * model.hidden_size + 2 * (2 * attended * query))
 
@@ -45,8 +45,8 @@ def attended_keys(model: ModelConfig, layer: int, *, causal: bool) -> float:
 
 
 def mlp_flops(model: ModelConfig) -> float:
-    """FLOPs of one layer's MLP of inner width f: two matrices of size h f, or three with SwiGLU."""
-    matrices = 3 if model.activation == "swiglu" else 2
+    """FLOPs of one layer's MLP of inner width f: two matrices of size h f, or three with a gate."""
+    matrices = 3 if model.gated else 2
     return matrices * 2 * model.hidden_size * model.ffn_size
 
 

@@ -49,17 +49,18 @@ class Head(nn.Module):
         super().__init__()
         self.tiles = tiles
         self.placement, self.vocab_size = placement, vocab[0]
-        self.norm = Norm(
-            "final_norm", config.hidden_size, config.normalization, config.norm_epsilon, placement
-        )
+        self.factor, self.bound = config.logits_multiplier, config.final_logit_softcapping
+        self.norm = Norm("final_norm", config, placement)
         self.weight = output_weight(config, vocab, placement) if tied is None else tied
 
     def forward(self, x: Tensor, deferred: Deferred | None = None, labels: Tensor | None = None) -> Tensor:
         """The logits; or, with labels [b, s], each position's cross-entropy, float32 [s, b], without them."""
         x = self.norm(x).to(self.placement.dtype)
+        x = x if self.factor == 1.0 else x * self.factor
         tp, sequence_parallel = self.placement.tp, self.placement.sequence_parallel
         if labels is None:
-            return column_linear(x, self.weight, None, tp, sequence_parallel, deferred)
+            logits = column_linear(x, self.weight, None, tp, sequence_parallel, deferred)
+            return logits if self.bound is None else torch.tanh(logits / self.bound) * self.bound
         # The weight's gradient is never deferred: that would keep the logits' gradient until then.
         # The loss makes a gradient of its own, for this sum alone.
         whole = gather_for_parts(x, tp) if sequence_parallel else share_for_parts(x, tp, given_away=True)

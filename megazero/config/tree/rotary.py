@@ -25,6 +25,12 @@ class RotaryConfig(TransformerConfig):
         aliases=("--rotary-position-embeddings-theta",),
         needs="position_embedding_type=rope,yarn",
     )
+    window_rotary_base: PositiveFloat | None = option(
+        None,
+        "base in the layers with a window, whose positions are then not scaled (Gemma 3); default: as in "
+        "the others",
+        needs=("position_embedding_type=rope,yarn", "window_size"),
+    )
     rotary_seq_len_interpolation_factor: PositiveFloat | None = option(
         None,
         "divide rotary positions by this (Chen et al. 2023)",

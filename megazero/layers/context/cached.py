@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
@@ -80,10 +79,11 @@ class SharedCacheCore(AttentionCore):
         lse = torch.full((b, n, s), -torch.inf, dtype=wide, device=q.device)
         for run in runs:
             call = AttentionCall(
-                1 / math.sqrt(q.shape[-1]),
+                attends.scale_of(q),
                 bias=bias,
                 pattern=attends.pattern.causally(attends.causal),
                 part=Part(start, run.start),
+                softcap=attends.softcap,
             )
             merge_part(out, lse, *forward_of_part(q, run.keys, run.values, call))
         parts = (gather_rows(x.unsqueeze(0), self.sharers) for x in (out, lse))

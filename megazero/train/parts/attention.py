@@ -46,6 +46,7 @@ def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
         lse=model.softmax_type != "vanilla",
         bias=BiasKind.SLOPES if model.position_embedding_type == "alibi" else BiasKind.NONE,
         heads=HeadKind.WIDE if model.head_dim > MOST_SIZE else HeadKind.ALIKE,
+        capped=model.attn_logit_softcapping is not None,
     )
 
 

@@ -31,6 +31,7 @@ OTHERS = {
         ("needs_of_rotary_scaling_factor", "needs_of_mscale", "needs_of_mscale_all_dim"),
         "YaRN within multi-latent attention",
     ),
+    "recompute_modules_are_there": "parts of multi-latent attention",
     "--fp8-recipe mxfp8": "scales of blocks of 32 elements",
     "--fp8-recipe blockwise": "scales of blocks",
     "flags contradict the JSON": "two types in one script",

@@ -89,7 +89,6 @@ def test_what_is_absent_is_named() -> None:
         ),
         ("--moe-token-dropping", "use `--moe-expert-capacity-factor`"),
         ("--moe-upcycling-granularity 2", "each expert is a copy of the whole MLP; leave it out"),
-        ("--moe-layer-recompute", "other modules are not recomputed alone"),
         ("--moe-dispatch-fwd-dtype mxfp8", "rows are sent to experts in the model's type"),
         ("--multi-latent-attention", "multi-latent attention is not built; use `--num-query-groups`"),
         ("--fp4-format e2m1", "fp4, weights kept in fp8 and recipes of other projects are not offered"),
@@ -102,7 +101,7 @@ def test_what_is_absent_is_named() -> None:
         ("--dist-ckpt-strictness lax", "choose raise_all or leave it out"),
         ("--rerun-mode report_stats", "choose validate_results or disabled"),
         ("--use-checkpoint-args", "give the flags of the first run"),
-        ("--recompute-modules moe", "use core_attn, or `--recompute-granularity full`"),
+        ("--recompute-modules mhc", "(mhc belongs to hyper-connections, which are not built)"),
         ("--decoupled-lr 0.1", "it would change the numbers"),
     ],
 )
@@ -118,7 +117,6 @@ def test_refused_by_family(argv: str, says: str) -> None:
         "--calculate-per-token-loss",  # the loss here is that mean, always
         "--attention-backend flash",
         "--dist-ckpt-strictness log_all",
-        "--recompute-modules core_attn",
         "--rerun-mode disabled",
         "--rerun-mode validate_results",
         "--use-checkpoint-opt_param-scheduler",
@@ -152,6 +150,12 @@ def test_accepted_because_the_numbers_are_those_asked_for(argv: str) -> None:
         ("--window-size -1,5", "model.window_size", (-1, 5)),
         ("--window-attn-skip-freq ([1]*2+[0])*2", "model.window_attn_skip_freq", (1, 1, 0, 1, 1, 0)),
         ("--softmax-type learnable", "model.softmax_type", "learnable"),
+        ("--qk-layernorm", "model.qk_layernorm", True),
+        ("--apply-layernorm-1p", "model.apply_layernorm_1p", True),
+        ("--attention-output-gate", "model.attention_output_gate", True),
+        ("--quick-geglu", "model.activation", "quick_geglu"),
+        ("--gated-linear-unit", "model.activation", "geglu"),
+        ("--recompute-modules moe_act layernorm", "recompute.modules", ("moe_act", "layernorm")),
         ("--exit-on-missing-checkpoint", "checkpoint.exit_on_missing_checkpoint", True),
     ],
 )

@@ -214,6 +214,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     },
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
+    "recompute_modules_are_there": {
+        "recompute.granularity": "selective",
+        "recompute.modules": ("moe",),
+    },
     "data_source_given": {"data.data_path": ()},
     "one_data_source": {"data.mock_data": True},
     "training_data_given": {"data.data_path": (), "data.valid_data_path": ("v",)},
@@ -351,6 +355,12 @@ ACCEPTED: list[dict[str, Any]] = [
     {"data.data_path": (), "data.train_data_path": ("1", "a", "2", "b"), "data.valid_data_path": ("v",)},
     {"recompute.granularity": "full", "recompute.method": "block", "recompute.num_layers": 4},
     {"recompute.granularity": "full", "recompute.partition_activations": True, "recompute.offload": True},
+    {
+        **EXPERTS,
+        "recompute.granularity": "selective",
+        "recompute.modules": ("moe_act", "layernorm", "shared_experts"),
+        "model.moe_shared_expert_intermediate_size": 16,
+    },
     {"parallel.pipeline_model_parallel_size": 4},
     {"parallel.pipeline_model_parallel_size": 2, "parallel.pipeline_schedule": "zb-v"},
     {"parallel.pipeline_schedule": "zb-v"},
