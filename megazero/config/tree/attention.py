@@ -58,7 +58,8 @@ class AttentionConfig(RotaryConfig):
         return None if (left, right) == (-1, -1) else (left, right)
 
     def window_at(self, layer: int) -> Window | None:
-        """The window of one layer (from 0); None if it has none."""
+        """The window of one layer (from 0); None if it has none. Layers behind the last are like it."""
+        layer = min(layer, self.num_layers - 1)
         pattern = self.window_attn_skip_freq
         if pattern is None:
             return self.window
