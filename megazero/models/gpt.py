@@ -22,11 +22,11 @@ from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
-from megazero.models.chunk import HEAD, Block, Tie
+from megazero.models.chunk import HEAD, Block, Slice, Tie
 from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
 from megazero.models.language_model import LanguageModel
 from megazero.models.multi_token.block import further_terms, further_tokens, term_of
-from megazero.models.trunk import WORD_TIE, routers_of, trunk_blocks
+from megazero.models.trunk import WORD, WORD_TIE, routers_of, trunk_blocks
 from megazero.moe.router import Router
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
@@ -112,7 +112,15 @@ class GPT(LanguageModel):
 
     causal = True
     head: Head | None
-    further: nn.ModuleList | tuple[()] = ()
+
+    def __init__(self, held: Slice):
+        super().__init__(held)
+        self.further = nn.ModuleList()
+        if self.head is not None:
+            word = held.tied.get(WORD) if self.embedding is None else self.embedding.word
+            if not held.config.untie_embeddings_and_output_weights:
+                word = self.head.weight
+            self.further = further_tokens(held, word)
 
     @classmethod
     def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
@@ -125,11 +133,9 @@ class GPT(LanguageModel):
         return (LossTerm("lm"), *further_terms(self.config))
 
     def build_head(self, tied: nn.Parameter | None) -> Head:
-        """The norm and the projection, and the blocks of further tokens."""
+        """The norm and the projection."""
         own, tiles = self.config.untie_embeddings_and_output_weights, self.recompute.logits_tiles
-        head = Head(self.config, self.held.vocab, self.placement, None if own else tied, tiles=tiles)
-        self.further = further_tokens(self.held, tied if own else head.weight)
-        return head
+        return Head(self.config, self.held.vocab, self.placement, None if own else tied, tiles=tiles)
 
     def blocks(self) -> list[nn.Module]:
         """The blocks of this chunk, in order; those of further tokens follow the head."""
