@@ -22,9 +22,8 @@ class LatentConfig(TransformerConfig):
         switches={"--no-multi-latent-attention": False},
         needs=(
             "family=gpt",
-            "position_embedding_type=rope,yarn: its heads have a part that is rotated",
+            "position_embedding_type=learned_absolute,rope,yarn,none: its heads have a part that is rotated",
             "rotary_percent=1.0: `--qk-pos-emb-head-dim` says how many channels are rotated",
-            "num_query_groups=None: every head has keys of its own",
             "softmax_type=vanilla",
             "sparse_attention=dense",
             "add_qkv_bias=False: no projection but the last has biases",
@@ -42,13 +41,12 @@ class LatentConfig(TransformerConfig):
     qk_layernorm: bool = option(False, "normalize the small vectors")
     rope_type: Literal["rope", "yarn"] | None = option(
         None,
-        "how rotary positions are scaled: not at all, or as YaRN does; default: yarn with latent attention, "
-        "where a --rotary-scaling-factor of 1 changes nothing, and rope without it",
+        "how latent attention scales rotary positions: as --position-embedding-type rope does, or as YaRN; "
+        "default: yarn, where a --rotary-scaling-factor of 1 changes nothing",
         needs=(
-            "position_embedding_type=rope,yarn",
             "yarn => multi_latent_attention or position_embedding_type=yarn: other attention takes "
             "`--position-embedding-type yarn`",
-            "rope => position_embedding_type=rope",
+            "rope => multi_latent_attention or position_embedding_type=rope",
         ),
     )
 
@@ -68,4 +66,4 @@ class LatentConfig(TransformerConfig):
     def scales_by_yarn(self) -> bool:
         """Whether rotary positions are scaled as YaRN does."""
         latent = self.multi_latent_attention and self.rope_type != "rope"
-        return self.position_embedding_type == "yarn" or (latent and self.position_embedding_type == "rope")
+        return latent or self.position_embedding_type == "yarn"

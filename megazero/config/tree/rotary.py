@@ -23,7 +23,7 @@ class RotaryConfig(LatentConfig):
         10000.0,
         "base of the rotary frequencies",
         aliases=("--rotary-position-embeddings-theta",),
-        needs="position_embedding_type=rope,yarn",
+        needs="position_embedding_type=rope,yarn or multi_latent_attention",
     )
     rotary_seq_len_interpolation_factor: PositiveFloat | None = option(
         None,
@@ -93,7 +93,7 @@ class RotaryConfig(LatentConfig):
     @property
     def rotates(self) -> bool:
         """Whether queries and keys are rotated by their positions."""
-        return self.position_embedding_type in ("rope", "yarn")
+        return self.multi_latent_attention or self.position_embedding_type in ("rope", "yarn")
 
     @property
     def rotary_dim(self) -> int:
