@@ -207,9 +207,8 @@ def test_yarn_sharpens_the_scores():
 def test_generation_keeps_the_small_vectors_alone(first):
     """r + c numbers of a token and layer, of however many heads; the results are those of the whole text."""
     config = model(rope_type=None, **YARN)
-    module, rotary = theirs(config, 3) if _has_transformers() else (None, None)
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
-    built = _filled(config, context) if module is None else ours(config, module, context, False)
+    built = _filled(config, context)
     x = torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     whole, _ = built(x, inputs_of(config, 0, S))
     cache = KeyValueCache(16)
@@ -255,10 +254,3 @@ def _filled(config: ModelConfig, context: ParallelContext) -> LatentAttention:
             parameter.copy_(torch.randn(parameter.shape, generator=dice, dtype=torch.float64) * 0.3)
     return built
 
-
-def _has_transformers() -> bool:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""The oracle's DeepSeek: latent attention, and the prediction of further tokens, as the papers' formulas read.
+"""The oracle's DeepSeek: latent attention, and the prediction of further tokens, as the papers have them.
 
 Arrays of further tokens are made position by position; heads are made one by one.
 """

@@ -68,8 +68,8 @@ MODEL_RULES: tuple[Rule, ...] = (
             *("model.rope_type", "model.multi_latent_attention"),
         ),
         "rotary positions must be scaled in one way",
-        "leave out `--use-rope-scaling` or `--rotary-seq-len-interpolation-factor`, and give latent attention "
-        "`--rope-type rope` beside either",
+        "leave out `--use-rope-scaling` or `--rotary-seq-len-interpolation-factor`; beside either, latent "
+        "attention needs `--rope-type rope`",
         lambda c: _scalings(c) <= 1,
     ),
     Rule(
