@@ -53,6 +53,7 @@ FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | frozenset(
         "init_method_std",
         "vocab_size",  # checked separately, as the vocabulary's size
         "make_vocab_size_divisible_by",
+        "mtp_loss_scaling_factor",
     }
 )
 # Settings that may change besides with --extend-context: how fast the channels of a head turn, and how far.
