@@ -253,4 +253,3 @@ def _filled(config: ModelConfig, context: ParallelContext) -> LatentAttention:
         for parameter in built.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=dice, dtype=torch.float64) * 0.3)
     return built
-
