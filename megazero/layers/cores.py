@@ -93,7 +93,7 @@ class CachedCore(AttentionCore):
         bias: Tensor | Slopes | None,
         offset: Tensor | None = None,
     ) -> Tensor:
-        k, v = self.store.extend(attends, k, v)
+        k, v = attends.keys_and_values(*self.store.extend(attends, k, v))
         return self.core(q, k, v, inputs, attends, bias, offset)
 
 

@@ -24,7 +24,7 @@ MOST_POSITIONS_IN_FP32 = 131_072
 
 def rotary_scaling(config: ModelConfig) -> RotaryScaling:
     """How a model slows its channels down."""
-    if config.position_embedding_type == "yarn":
+    if config.scales_by_yarn:
         factor = config.rotary_scaling_factor
         return YarnScaling(
             factor,

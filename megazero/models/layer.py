@@ -6,6 +6,7 @@ from torch import nn
 
 from megazero.config.derive import experts_of
 from megazero.layers.attention import SelfAttention
+from megazero.layers.latent import LatentAttention
 from megazero.layers.mlp import MLP
 from megazero.layers.transformer import TransformerLayer
 from megazero.models.chunk import Slice
@@ -15,7 +16,8 @@ from megazero.moe.mlp import MoEMLP
 def attention_of(number: int, held: Slice, *, causal: bool) -> nn.Module:
     """The attention of a layer."""
     again = held.recompute.again("core_attn")
-    return SelfAttention(number, held.config, held.placement, causal=causal, recompute=again)
+    kind = LatentAttention if held.config.multi_latent_attention else SelfAttention
+    return kind(number, held.config, held.placement, causal=causal, recompute=again)
 
 
 def mlp_of(number: int, held: Slice) -> nn.Module:

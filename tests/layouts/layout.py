@@ -62,6 +62,38 @@ SHAPES: Mapping[str, _Settings] = MappingProxyType(
             "position_embedding_type": "rope",
             "add_bias_linear": False,
         },
+        "deepseek": {
+            "num_attention_heads": 8,
+            "multi_latent_attention": True,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_head_dim": 6,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 5,
+            "qk_layernorm": True,
+            "normalization": "RMSNorm",
+            "activation": "swiglu",
+            "position_embedding_type": "rope",
+            "rotary_scaling_factor": 4.0,
+            "yarn_original_max_position_embeddings": 8,
+            "mscale_all_dim": 1.0,
+            "add_bias_linear": False,
+            "mtp_num_layers": 2,
+            "mtp_loss_scaling_factor": 0.3,
+        },
+        "deepseek-lite": {
+            "num_attention_heads": 8,
+            "multi_latent_attention": True,
+            "kv_lora_rank": 10,
+            "qk_head_dim": 4,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 8,
+            "normalization": "LayerNorm",
+            "activation": "gelu",
+            "position_embedding_type": "rope",
+            "rope_type": "rope",
+            "add_bias_linear": True,
+        },
         "bert": {**_ENCODER, "activation": "gelu"},
         "bert-original": {
             **_ENCODER,
@@ -78,6 +110,7 @@ FP8: Mapping[str, _Settings] = MappingProxyType(
     }
 )
 DECODERS, ENCODERS = ("gpt2", "llama"), ("bert", "bert-original")
+LATENT = ("deepseek", "deepseek-lite")
 
 _EVEN: _Settings = MappingProxyType(
     {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.02,)}

@@ -15,6 +15,7 @@ from tests.layouts.layout import (
     ENCODERS,
     EXPERTS,
     GLOBAL_BATCH,
+    LATENT,
     METHODS,
     STORES,
     Dispatcher,
@@ -228,6 +229,45 @@ def variant_layouts(most_ranks: int = 8, count: int = 2400, seed: int = 1) -> li
             cp=cp,
             comm=dice.choice(_COMMS) if cp > 1 else "p2p",
             variant=dice.choice(tuple(VARIANTS)[1:]),
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
+        if layout.world_size <= most_ranks:
+            drawn[layout] = None
+    return list(drawn)
+
+
+def latent_layouts(most_ranks: int = 8, count: int = 1600, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts with latent attention, and further tokens or not, allowed or not."""
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
+        pp = dice.choice((1, 1, 2, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        experts = dice.choice(("", "", "biased", "shared", "first-come"))
+        cp = dice.choice((1, 1, 1, 2))
+        layout = Layout(
+            tp=dice.choice((1, 1, 2, 4)),
+            pp=pp,
+            dp=dice.choice((1, 2)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(_STAGES),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice(_RECOMPUTES),
+            micro_batch=dice.choice((1, 2)),
+            shape=dice.choice(LATENT),
+            untied=dice.choice((False, True)),
+            layers=max(2, chunks),
+            dropout=dice.choice((0.0, 0.1)),
+            documents=dice.choice((False, True)),
+            experts=experts,
+            ep=dice.choice((1, 2)) if experts else 1,
+            cp=cp,
+            comm="p2p" if cp == 1 else dice.choice(_COMMS),
+            attends=dice.choice(("", "", "window")),
         )
         if pp == 1 and schedule in ("gpipe", "interleaved"):
             continue

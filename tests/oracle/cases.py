@@ -13,6 +13,8 @@ from types import MappingProxyType
 
 from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELDS
+from megazero.config.tree.heads import MultiTokenConfig
+from megazero.config.tree.latent import LatentConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from tests.oracle.text import VOCABULARY
 from tests.oracle.variants import ACTIVATIONS, NEVER, TWO_BASES, VARIANTS
@@ -164,6 +166,14 @@ OPTIMIZER = {
     },
 }
 
+DEEPSEEK_FIELDS = tuple(
+    name
+    for kind in (LatentConfig, MultiTokenConfig)
+    for name in vars(kind)["__annotations__"]
+    if name in kind.model_fields
+)
+"""The settings of latent attention and of further tokens."""
+
 _SIGNS = "rounding turns signs around, and each moves by the learning rate: tests/optim/test_conformance.py"
 # Settings of these sections that no case states, and why.
 SECTIONS = ("model", "data", "batch", "optimizer", "precision")
@@ -171,6 +181,10 @@ NOT_STATED = MappingProxyType(
     {
         "model.add_qkv_bias": "for models of transformers: tests/models/test_hf_parity.py",
         "model.bert_token_types": "for models of transformers: tests/checkpoint/hf/test_encoder.py",
+        **dict.fromkeys(
+            (f"model.{name}" for name in DEEPSEEK_FIELDS),
+            "DeepSeek's shapes have cases of their own: tests/oracle/test_deepseek.py",
+        ),
         **dict.fromkeys(
             (f"model.{name}" for name in EXPERT_FIELDS),
             "experts have cases of their own: tests/oracle/test_experts.py",

@@ -71,6 +71,18 @@ class Model:
 
     def losses(self, w: Weights, text: Text) -> Tensor:
         """Cross-entropy of each position, [b, s]."""
+        return self.cross_entropy(w, self.hidden(w, text), text.labels)
+
+    def cross_entropy(self, w: Weights, normed: Tensor, labels: Tensor) -> Tensor:
+        """That of the head's logits, [b, s]."""
+        flags, logits = self.flags, F.linear(normed, w["head.weight"])
+        wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+        wide = _bounded(wide * flags.get("logits-multiplier", 1.0), flags.get("final-logit-softcapping"))
+        losses = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view_as(labels)
+
+    def hidden(self, w: Weights, text: Text) -> Tensor:
+        """What the head reads, [b, s, h]."""
         flags = self.flags
         x = F.embedding(text.tokens, w["embedding.word.weight"]) * flags.get("embedding-multiplier", 1.0)
         if flags["embed-layernorm"]:
@@ -81,22 +93,23 @@ class Model:
             x = x.float()
         x = self._dropped(x, "hidden-dropout", "embedding", text)
         for i in range(flags["num-layers"]):
-            for half, work in (("input_norm", self._attention), ("mlp_norm", self._mlp)):
-                position = flags.get("norm-position", "input")
-                normed = x if position == "output" else self._norm(w, f"layers.{i}.{half}", x)
-                out = work(w, i, normed.to(w["head.weight"].dtype), text)
-                kind = "attention" if half == "input_norm" else "mlp"
-                if position != "input":
-                    out = self._norm(w, f"layers.{i}.{kind}_out_norm", out)
-                out, place = out.to(x.dtype) * flags.get("residual-multiplier", 1.0), f"{kind} out {i}"
-                residual = normed if flags["apply-residual-connection-post-layernorm"] else x
-                x = residual + self._dropped(out, "hidden-dropout", place, text)
-        normed = self._norm(w, "final_norm", x).to(w["head.weight"].dtype)
-        logits = F.linear(normed, w["head.weight"])
-        wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-        wide = _bounded(wide * flags.get("logits-multiplier", 1.0), flags.get("final-logit-softcapping"))
-        losses = F.cross_entropy(wide.flatten(0, 1), text.labels.flatten(), reduction="none")
-        return losses.view_as(text.tokens)
+            x = self.layer(w, i, x, text)
+        return self._norm(w, "final_norm", x).to(w["head.weight"].dtype)
+
+    def layer(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
+        """Layer i."""
+        flags = self.flags
+        for half, work in (("input_norm", self._attention), ("mlp_norm", self._mlp)):
+            position = flags.get("norm-position", "input")
+            normed = x if position == "output" else self._norm(w, f"layers.{i}.{half}", x)
+            out = work(w, i, normed.to(w["head.weight"].dtype), text)
+            kind = "attention" if half == "input_norm" else "mlp"
+            if position != "input":
+                out = self._norm(w, f"layers.{i}.{kind}_out_norm", out)
+            out, place = out.to(x.dtype) * flags.get("residual-multiplier", 1.0), f"{kind} out {i}"
+            residual = normed if flags["apply-residual-connection-post-layernorm"] else x
+            x = residual + self._dropped(out, "hidden-dropout", place, text)
+        return x
 
     def _attention(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
         """A group's rows of the weight are its queries, its key and its value."""

@@ -56,7 +56,7 @@ class AttentionConfig(RotaryConfig):
         "bound c of attention's scores, which become c tanh(score / c) before anything is masked (Gemma 2)",
     )
     qk_layernorm: bool = option(
-        False, "normalize queries and keys, by the kind of `--normalization`, before they are rotated"
+        False, "normalize queries and keys before they are rotated, or latent attention's small vectors"
     )
     qk_layernorm_scope: Literal["head", "projection"] = option(
         "head",
@@ -80,7 +80,8 @@ class AttentionConfig(RotaryConfig):
         return None if (left, right) == (-1, -1) else (left, right)
 
     def window_at(self, layer: int) -> Window | None:
-        """The window of one layer (from 0); None if it has none."""
+        """The window of one layer (from 0); None if it has none. Layers behind the last are like it."""
+        layer = min(layer, self.num_layers - 1)
         pattern = self.window_attn_skip_freq
         if pattern is None:
             return self.window

@@ -125,11 +125,6 @@ class TransformerConfig(Section):
         return data
 
     @property
-    def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    @property
     def kv_heads(self) -> int:
         """Number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads

@@ -248,7 +248,7 @@ def chosen(
         dropout=call.dropout is not None,
         lse=lse,
         bias=_bias_kind(call.bias),
-        heads=_head_kind(q.shape[-1], v.shape[-1]),
+        heads=head_kind(q.shape[-1], v.shape[-1]),
         capped=call.softcap is not None,
     )
     implementation = ATTENTION.choose(facts)
@@ -279,7 +279,8 @@ def _bias_kind(bias: Tensor | Slopes | None) -> BiasKind:
     return BiasKind.SLOPES if isinstance(bias, Slopes) else BiasKind.TENSOR
 
 
-def _head_kind(size: int, values: int) -> HeadKind:
+def head_kind(size: int, values: int) -> HeadKind:
+    """The kind of heads of so many channels, and so many of their values."""
     if values != size:
         return HeadKind.UNLIKE
     return HeadKind.WIDE if size > MOST_SIZE else HeadKind.ALIKE

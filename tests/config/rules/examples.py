@@ -80,6 +80,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model.rotary_scaling_factor": 3.0,
         "model.yarn_original_max_position_embeddings": 8,
     },
+    "latent_heads_have_own_keys": {
+        "model.multi_latent_attention": True,
+        "model.position_embedding_type": "rope",
+        "model.num_query_groups": 2,
+    },
     "window_pattern_is_whole": {"model.window_size": (8, 0), "model.window_attn_skip_freq": (1,) * 9},
     "window_of_the_past": {"model.window_size": (8, 8)},
     "window_within_positions": {"model.window_size": (32, 0)},
