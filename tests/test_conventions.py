@@ -60,7 +60,7 @@ LARGE_CONSTRUCTORS = {
     "megazero.env.facts.Versions": 12,
     "megazero.kernels.on_cpu.KernelCounts": 16,
     "megazero.layers.linear.ColumnParallelLinear": 8,
-    "megazero.models.batch.Batch": 10,
+    "megazero.models.batch.Batch": 11,
     "megazero.models.bert_batch.BertBatch": 14,
     "megazero.models.classifier_batch.LabelledBatch": 11,
     "megazero.mpu.param_spec.ParamSpec": 10,

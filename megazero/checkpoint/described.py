@@ -65,8 +65,9 @@ def check_described(
     Raises:
         CheckpointError: it names more layers, a size that no tensor has room for, or more weights.
     """
-    if model.num_layers > layers:
-        raise _refusal(where, f"`num_layers` is {model.num_layers}, and they are of at most {layers}")
+    if model.further_layers.stop > layers:
+        number = model.further_layers.stop  # those that predict further tokens among them
+        raise _refusal(where, f"`num_layers` makes {number}, and they are of at most {layers}")
     pattern = model.moe_layer_freq or (1,)
     if not is_frequency(pattern) and len(pattern) != model.num_layers:
         raise _refusal(
@@ -112,12 +113,15 @@ def _least_elements(model: ModelConfig, vocab_size: int) -> int:
     rows = vocab_size * (2 if headed else 1)
     rows += (model.positions if learned else 0) + (model.num_classes or 0)
     attention = 2 * model.head_dim * (model.num_attention_heads + model.kv_heads)
+    if model.multi_latent_attention:  # those that a hidden state goes through
+        queries = model.q_lora_rank or model.num_attention_heads * model.head_dim
+        attention = queries + model.kv_lora_rank + model.num_attention_heads * model.v_head_dim
     counts = [experts_of(model, layer) for layer in range(model.num_layers)] if model.num_experts else []
     placed = sum(count > 0 for count in counts)
     beside = placed if model.mlp_type == "residual" else 0  # MLPs of an expert's width
     widths = (model.num_layers - placed) * model.ffn_size + (sum(counts) + beside) * model.expert_ffn_size
     widths += placed * (model.moe_shared_expert_intermediate_size or 0)
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = 3 if model.gated else 2
     return hidden * (rows + matrices * widths + model.num_layers * attention)
 
 

@@ -105,8 +105,9 @@ def experts_of(model: ModelConfig, layer: int) -> int:
 
 
 def moe_layers(model: ModelConfig) -> tuple[int, ...]:
-    """The layers that have experts, by number from 0, in order."""
-    return tuple(layer for layer, count in enumerate(model.experts_by_layer) if count)
+    """The layers that have experts, by number from 0, in order; those that predict further tokens too."""
+    layers = (*range(model.num_layers), *model.further_layers) if model.num_experts else ()
+    return tuple(layer for layer in layers if model.experts_at(layer))
 
 
 def balanced_by_micro_batch(model: ModelConfig) -> bool:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megazero.config.tree.model import ModelConfig
+from megazero.layers.computed_again import computed_again
 from megazero.layers.cores import core_of
 from megazero.layers.inputs import Attends, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megazero.layers.norm import Norm
 from megazero.layers.patterns import OwnSlopes, pattern_of
 from megazero.layers.placement import Placement
+from megazero.layers.rotary import rotary_tables_at
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.ops.chunks import compute_dtype
 from megazero.ops.rotary import apply_rotary
 
 
@@ -23,6 +27,7 @@ class SelfAttention(nn.Module):
 
     Queries, keys and values come from one weight of logical shape [groups, queries per group + 2, d, h]:
     a group's query heads, then its key, then its value, so that slicing over groups keeps each group whole.
+    With an output gate there is a gate for each query head, behind the group's query heads.
 
     Args:
         causal: whether a position attends only to itself and earlier ones.
@@ -35,21 +40,26 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         pattern = pattern_of(config, layer, placement.tp, causal)
-        self.attends = Attends(layer, causal, config.attention_dropout, pattern)
+        scale, cap = config.softmax_scale, config.attn_logit_softcapping
+        self.attends = Attends(layer, causal, config.attention_dropout, pattern, scale, cap)
         self.core = core_of(placement, layer)
         self.slopes = OwnSlopes.of(config, placement)
         self.softmax_type = config.softmax_type
         self.softmax_offset = self._offset_of(layer, config, placement)
+        self.rotary = rotary_tables_at(config, layer)
         self.recompute = recompute
-        self.queries_per_group = config.num_attention_heads // config.kv_heads
+        queries = config.num_attention_heads // config.kv_heads
+        self.heads = (queries, queries, 1, 1) if config.attention_output_gate else (queries, 1, 1)
+        self.q_norm = self._norm_of("q_norm", config.num_attention_heads, layer, config, placement)
+        self.k_norm = self._norm_of("k_norm", config.kv_heads, layer, config, placement)
         self.qkv = ColumnParallelLinear(
             f"layers.{layer}.attention.qkv",
             config.hidden_size,
-            (config.kv_heads, self.queries_per_group + 2, config.head_dim),
+            (config.kv_heads, sum(self.heads), config.head_dim),
             placement,
             bias=config.qkv_bias,
             std=config.init_method_std,
-            matrices=Matrices(parts=(self.queries_per_group, 1, 1), dim=1),
+            matrices=Matrices(parts=self.heads, dim=1),
         )
         self.out = RowParallelLinear(
             f"layers.{layer}.attention.out",
@@ -72,27 +82,36 @@ class SelfAttention(nn.Module):
         )
         return placement.parameter(spec)
 
+    @staticmethod
+    def _norm_of(name: str, heads: int, layer: int, config: ModelConfig, placement: Placement) -> Norm | None:
+        if not config.qk_layernorm:
+            return None
+        scope, decayed = config.qk_layernorm_scope, config.apply_wd_to_qk_layernorm
+        features = config.head_dim * (heads if scope == "projection" else 1)
+        name = f"layers.{layer}.attention.{name}"
+        return Norm(name, config, placement, features, scope=scope, decayed=decayed)
+
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         qkv = self.qkv(x, inputs.deferred)
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, *self.qkv.local_shape)  # [s, b, g/tp, q + 2, d]
         # One split, because its backward is one concatenation, while each slice would add a tensor of zeros.
-        query, key, value = qkv.split((self.queries_per_group, 1, 1), dim=3)
+        query, *gate, key, value = qkv.split(self.heads, dim=3)
         query = query.reshape(s, b, -1, qkv.shape[-1])  # [s, b, n/tp, d]
         key, value = key.squeeze(3), value.squeeze(3)  # [s, b, g/tp, d]
-        if self.recompute:
-            context = checkpoint(
-                self._attend, query, key, value, inputs, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            context = self._attend(query, key, value, inputs)
+        context = computed_again(self.recompute, self._attend, query, key, value, inputs)
+        if gate:
+            shares = torch.sigmoid(inputs.narrow(gate[0].reshape(s, b, -1)).to(compute_dtype(x.dtype)))
+            context = (context * shares).to(context.dtype)
         result: tuple[Tensor, Tensor | None] = self.out(context, inputs.deferred)
         return result
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
-        rotary = inputs.rows.rotary
-        if rotary is not None:
-            query, key = apply_rotary(query, *rotary), apply_rotary(key, *rotary)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm.of_heads(query), self.k_norm.of_heads(key)
+        if inputs.rows.rotary is not None:
+            tables = inputs.rows.rotary[self.rotary]
+            query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
         core = self.core if inputs.core is None else inputs.core
         offset: Tensor | None = self.softmax_offset
         if self.softmax_type == "off-by-one":

@@ -19,6 +19,7 @@ from megazero.errors import ConfigError
 from megazero.layers.fp8 import Fp8Scaling
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
+from megazero.layers.norm import Norm
 from megazero.layers.sums import Sums
 from megazero.layers.transformer import Forward, TransformerLayer, use_forward
 
@@ -43,8 +44,9 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
         _check_tools(layers[0].placement.device)
     for layer in layers:
         linears = [m for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
+        sliced = [m for m in layer.modules() if isinstance(m, Norm) and m.slices is not None]
         if layer.placement.tp.size > 1:
-            apart: Sequence[nn.Module] = linears
+            apart: Sequence[nn.Module] = [*linears, *sliced]
             for module in apart:
                 module.forward = torch.compiler.disable(module.forward)
         compiled = torch.compile(layer.forward, dynamic=False, backend=backend)

@@ -6,7 +6,6 @@ bring another one, as generation does. Where keys lie on several ranks, a core i
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,7 +65,9 @@ class LocalCore(AttentionCore):
         else:
             pattern = pattern.causally(attends.causal)
         dropout = inputs.attention_dropout(attends, self.heads.rank * q.shape[2])
-        call = AttentionCall(1 / math.sqrt(q.shape[-1]), mask, documents, bias, dropout, pattern)
+        call = AttentionCall(
+            attends.scale_of(q), mask, documents, bias, dropout, pattern, softcap=attends.softcap
+        )
         return attend(inputs.narrow(q), k, v, call, offset)
 
 
@@ -92,7 +93,7 @@ class CachedCore(AttentionCore):
         bias: Tensor | Slopes | None,
         offset: Tensor | None = None,
     ) -> Tensor:
-        k, v = self.store.extend(attends, k, v)
+        k, v = attends.keys_and_values(*self.store.extend(attends, k, v))
         return self.core(q, k, v, inputs, attends, bias, offset)
 
 

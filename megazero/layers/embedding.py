@@ -63,8 +63,7 @@ class Embedding(nn.Module):
         self.position = self._table("position", config.positions) if learned else None
         self.norm: Norm | None = None
         if config.embed_layernorm:
-            kind, epsilon = config.normalization, config.norm_epsilon
-            self.norm = Norm("embedding.norm", config.hidden_size, kind, epsilon, placement)
+            self.norm = Norm("embedding.norm", config, placement)
         self.token_type = self._table("token_type", token_types) if token_types else None
 
     def _table(self, name: str, rows: int) -> nn.Parameter:
@@ -82,7 +81,9 @@ class Embedding(nn.Module):
     ) -> Tensor:
         """tokens [b, s], positions [b, s] or [s], and token_types [b, s] where there is a table; int64."""
         spread = inputs.rows.spread
-        x = self._words(tokens.t())  # [s, b, h]
+        x = words_of(tokens.t(), self.word, self.vocab_size, self.placement)  # [s, b, h]
+        if self.config.embedding_multiplier != 1.0:
+            x = x * self.config.embedding_multiplier
         if self.norm is not None:
             x = self.norm(x)
         if self.position is not None:
@@ -98,28 +99,35 @@ class Embedding(nn.Module):
             return x
         return x * dropout_mask_hidden(drop, *x.shape) / (1.0 - drop.p)
 
-    def _words(self, tokens: Tensor) -> Tensor:
-        tp = self.placement.tp
-        x = self._look_up(tokens, tp.rank * len(self.word))
-        if tp.size == 1:
-            return x
-        if self.placement.sequence_parallel:
-            return reduce_scatter_sequence(x, tp)
-        return reduce_from_slices(x, tp, given_away=True)
 
-    def _look_up(self, tokens: Tensor, first: int) -> Tensor:
-        """Look tokens up without a check of the ids, which would wait for the device.
+def words_of(tokens: Tensor, word: Tensor, vocab_size: int, placement: Placement) -> Tensor:
+    """The rows of a vocabulary's weight [v/tp, h] for tokens [s, b]: [s, b, h], or this rank's s/tp rows.
 
-        `data.check_token_ids` has checked them where the batch was made.
-        """
-        try:
-            return embedding(tokens, self.word, first, self.vocab_size)
-        except IndexError as error:
-            foreign = int(((tokens < 0) | (tokens >= self.vocab_size)).sum())
-            raise DataError(
-                f"`tokens` must lie in [0, {self.vocab_size}), but {foreign} do not; "
-                "was the data made with another tokenizer?"
-            ) from error
+    Args:
+        vocab_size: entries that tokens may name.
+    """
+    tp = placement.tp
+    x = _look_up(tokens, word, tp.rank * len(word), vocab_size)
+    if tp.size == 1:
+        return x
+    if placement.sequence_parallel:
+        return reduce_scatter_sequence(x, tp)
+    return reduce_from_slices(x, tp, given_away=True)
+
+
+def _look_up(tokens: Tensor, word: Tensor, first: int, vocab_size: int) -> Tensor:
+    """Look tokens up without a check of the ids, which would wait for the device.
+
+    `data.check_token_ids` has checked them where the batch was made.
+    """
+    try:
+        return embedding(tokens, word, first, vocab_size)
+    except IndexError as error:
+        foreign = int(((tokens < 0) | (tokens >= vocab_size)).sum())
+        raise DataError(
+            f"`tokens` must lie in [0, {vocab_size}), but {foreign} do not; "
+            "was the data made with another tokenizer?"
+        ) from error
 
 
 def _every_row(numbers: Tensor, table: Tensor) -> Tensor:

@@ -80,8 +80,7 @@ class _Tensors:
     def of(cls, inputs: LayerInputs) -> _Tensors:
         tensors = {f"key {place}": key for place, key in (inputs.site_keys or {}).items()}
         rows = inputs.rows
-        if rows.rotary is not None:
-            tensors["cos"], tensors["sin"] = rows.rotary
+        tensors |= {f"rotary {place}": table for place, table in enumerate(rows.rotary or ())}
         if isinstance(rows.positions, Tensor):
             tensors["positions"] = rows.positions
         rows = replace(rows, positions=range(rows.whole_length), rotary=None, keys=None)
@@ -92,7 +91,7 @@ class _Tensors:
         """The layer's inputs with `values` as their tensors."""
         tensors = dict(zip(self.names, values, strict=True))
         keys = {name.removeprefix("key "): x for name, x in tensors.items() if name.startswith("key ")}
-        rotary = (tensors["cos"], tensors["sin"]) if "cos" in tensors else None
+        rotary = tuple(x for name, x in tensors.items() if name.startswith("rotary ")) or None
         positions = tensors.get("positions", self.rest.rows.positions)
         any_key = next(iter(keys.values()), None)
         rows = replace(self.rest.rows, positions=positions, rotary=rotary, keys=any_key)

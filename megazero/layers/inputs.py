@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -19,6 +20,9 @@ from megazero.ops.dropout import AttentionDropout, Dropout
 Deferred = list[Callable[[], nn.Parameter]]
 
 
+Unpacked = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Keys [t, b, g, d] and values [t, b, g, e] of two parts that were kept of the same positions."""
+
 PLACES = ("attention", "attention_out", "mlp_out")
 """The places where a layer draws random numbers: attention probabilities, and the outputs of its halves."""
 
@@ -32,12 +36,27 @@ class Attends:
         causal: whether a position attends only to itself and earlier ones.
         dropout: the share of probabilities that is dropped.
         pattern: which keys a position attends to by its place, besides causality.
+        scale: the factor of the products of queries and keys; None: 1 / sqrt(d).
+        softcap: the bound of the scores; None: they have none.
+        unpacked: makes keys and values of what a layer keeps of earlier positions between generation steps,
+            given [t, b, ...] of both parts; None: it keeps keys and values.
     """
 
     layer: int
     causal: bool
     dropout: float = 0.0
     pattern: Pattern = ALL
+    scale: float | None = None
+    softcap: float | None = None
+    unpacked: Unpacked | None = None
+
+    def scale_of(self, q: Tensor) -> float:
+        """The factor of the products of queries [..., d] and keys."""
+        return 1 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
+
+    def keys_and_values(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of what was kept."""
+        return (first, second) if self.unpacked is None else self.unpacked(first, second)
 
 
 class AttentionCore(Protocol):

@@ -331,7 +331,8 @@ class RowParallelLinear(nn.Module):
 class ReplicatedLinear(nn.Module):
     """[..., h] -> [..., n], the same on every tensor-parallel rank.
 
-    Each rank computes all of it from whole inputs, so gradients are whole on each.
+    Each rank computes all of it from whole inputs, so gradients are whole on each. Between hidden states a
+    rank computes the rows that it has, and under sequence parallelism its gradients are those of these rows.
 
     Args:
         name: global name of the layer.
@@ -339,13 +340,22 @@ class ReplicatedLinear(nn.Module):
         width: output width n.
         placement: ranks, dtype and device.
         std: standard deviation of the initial weight.
+        between: whether it lies between hidden states, where it has no bias.
     """
 
-    def __init__(self, name: str, features: int, width: int, placement: Placement, std: float):
+    def __init__(
+        self, name: str, features: int, width: int, placement: Placement, std: float, *, between: bool = False
+    ):
         super().__init__()
-        normal, zeros = InitialValues("normal", std), InitialValues("zeros")
-        self.weight = placement.parameter(ParamSpec(f"{name}.weight", (width, features), normal))
-        self.bias = placement.parameter(ParamSpec(f"{name}.bias", (width,), zeros, weight_decay=False))
+        normal, partial = InitialValues("normal", std), between and placement.sequence_parallel
+        matrices = ONE_MATRIX if between else None
+        self.weight = placement.parameter(
+            ParamSpec(f"{name}.weight", (width, features), normal, partial_grad=partial, matrices=matrices)
+        )
+        self.bias = None
+        if not between:
+            zeros = InitialValues("zeros")
+            self.bias = placement.parameter(ParamSpec(f"{name}.bias", (width,), zeros, weight_decay=False))
 
     def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
         """The product plus the bias; `deferred` is as in `column_linear`."""

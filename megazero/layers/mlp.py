@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.transformer import TransformerConfig
 from megazero.layers.inputs import Deferred, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
@@ -12,6 +13,7 @@ from megazero.layers.sums import Sums
 from megazero.layers.tiled import tile_size, tiled
 from megazero.mpu.matrices import Matrices
 from megazero.ops.bias_gelu import bias_gelu
+from megazero.ops.gated import GatedUnit, gated
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 
@@ -19,10 +21,15 @@ MLPResult = tuple[Tensor, Tensor | None, Sums]
 """Hidden states, a bias still to be added to them, and the contributions to the step's sums."""
 
 
-def activated(inner: Tensor, activation: str) -> Tensor:
-    """The nonlinearity `activation` of inner [..., f], or with SwiGLU of [..., 2 f]: [..., f]."""
-    if activation == "swiglu":
-        return swiglu(inner.unflatten(-1, (2, inner.shape[-1] // 2)))
+def activated(inner: Tensor, config: TransformerConfig) -> Tensor:
+    """The model's nonlinearity of inner [..., f], or with gates of [..., 2 f]: [..., f]."""
+    activation, offset = config.activation, config.glu_linear_offset
+    clamp = config.activation_func_clamp_value
+    if activation in ("swiglu", "geglu", "quick_geglu"):
+        halves = inner.unflatten(-1, (2, inner.shape[-1] // 2))
+        if activation == "swiglu" and not offset and clamp is None:
+            return swiglu(halves)
+        return gated(halves, GatedUnit(activation, offset, clamp))
     if activation == "squared_relu":
         return squared_relu(inner)
     return bias_gelu(inner, None, exact=activation == "gelu_exact")
@@ -31,7 +38,8 @@ def activated(inner: Tensor, activation: str) -> Tensor:
 class MLP(nn.Module):
     """[s, b, h] -> ([s, b, h], bias still to be added, no sums), through an inner width f, sliced over tp.
 
-    With SwiGLU the up weight has logical shape [2, f, h] (gate, then value) and is sliced along f.
+    With gates, as in SwiGLU, the up weight has logical shape [2, f, h] (gate, then value) and is sliced
+    along f.
 
     Args:
         layer: number of the layer.
@@ -58,17 +66,16 @@ class MLP(nn.Module):
         super().__init__()
         self.tiles = tiles
         name, width = name or f"layers.{layer}.mlp", width or config.ffn_size
-        self.activation = config.activation
-        gated = config.activation == "swiglu"
+        self.config = config
         self.up = ColumnParallelLinear(
             f"{name}.up",
             config.hidden_size,
-            (2, width) if gated else (width,),
+            (2, width) if config.gated else (width,),
             placement,
-            shard_dim=1 if gated else 0,
+            shard_dim=1 if config.gated else 0,
             bias=config.add_bias_linear,
             std=config.init_method_std,
-            matrices=Matrices(stacked=1 if gated else 0),
+            matrices=Matrices(stacked=1 if config.gated else 0),
         )
         self.down = RowParallelLinear(
             f"{name}.down",
@@ -90,6 +97,6 @@ class MLP(nn.Module):
         return tiled(lambda rows: self._of_rows(rows)[0], x, size, tuple(used)), left, Sums()
 
     def _of_rows(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
-        inner = activated(self.up(x, deferred), self.activation)
+        inner = activated(self.up(x, deferred), self.config)
         out: tuple[Tensor, Tensor | None] = self.down(inner, deferred)
         return out

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor, nn
 
+from megazero.config.tree.transformer import TransformerConfig
+from megazero.layers.collectives import reduce_from_slices, share_for_parts
 from megazero.layers.placement import Placement
-from megazero.mpu.param_spec import InitialValues, ParamSpec
+from megazero.mpu.group import Group
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.ops.chunks import compute_dtype
 from megazero.ops.layer_norm import add_layer_norm, layer_norm
 from megazero.ops.rms_norm import add_rms_norm, rms_norm
 
 
 class Norm(nn.Module):
-    """[..., h] -> [..., h]. `kind` is ``LayerNorm`` (weight and bias) or ``RMSNorm`` (weight only)."""
+    """[..., h] -> [..., h], by layer norm (weight and bias) or RMSNorm (weight only).
 
-    def __init__(self, name: str, features: int, kind: str, eps: float, placement: Placement):
+    Args:
+        name: global name.
+        config: the model, which says which kind.
+        placement: ranks, dtype and device.
+        features: h; by default the width of hidden states.
+        scope: for queries and keys, of which each tensor-parallel rank has some heads. ``head``: h are the
+            channels of one head, and all heads share the weights. ``projection``: h are those of all heads,
+            and a rank has its part of them.
+        decayed: whether the weight decays.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: TransformerConfig,
+        placement: Placement,
+        features: int | None = None,
+        *,
+        scope: str | None = None,
+        decayed: bool = False,
+    ):
         super().__init__()
-        self.eps = eps
+        self.eps, self.centred = config.norm_epsilon, config.apply_layernorm_1p
+        self.scope = scope
+        self.slices: Group | None = placement.tp if scope == "projection" and placement.tp.size > 1 else None
+        cuts = (Cut(0, "tp"),) if scope == "projection" else ()
+        partial = placement.tp.size > 1 if scope == "head" else placement.sequence_parallel and not cuts
+        shape = (features or config.hidden_size,)
 
-        def vector(suffix: str, init: Literal["zeros", "ones"]) -> nn.Parameter:
-            spec = ParamSpec(
-                f"{name}.{suffix}",
-                (features,),
-                InitialValues(init),
-                weight_decay=False,
-                partial_grad=placement.sequence_parallel,
-            )
+        def vector(suffix: str, init: InitialValues) -> nn.Parameter:
+            decays = decayed and suffix == "weight"
+            spec = ParamSpec(f"{name}.{suffix}", shape, init, cuts, decays, partial_grad=partial)
             return placement.parameter(spec)
 
-        self.weight = vector("weight", "ones")
-        self.bias = vector("bias", "zeros") if kind == "LayerNorm" else None
+        zeros = InitialValues("zeros")
+        self.weight = vector("weight", zeros if self.centred else InitialValues("ones"))
+        self.bias = vector("bias", zeros) if config.normalization == "LayerNorm" else None
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, both: bool = False
@@ -39,10 +62,35 @@ class Norm(nn.Module):
 
         With `both` and no residual the pair is the norm of x and x, for what comes after to use.
         """
+        weight: Tensor = self.weight
+        if self.centred:
+            weight = weight.to(compute_dtype(weight.dtype)) + 1
+        if self.slices is not None:
+            return self._over(self.slices, x, weight)
         if both or residual is not None:
             if self.bias is None:
-                return add_rms_norm(x, residual, self.weight, self.eps)
-            return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
+                return add_rms_norm(x, residual, weight, self.eps)
+            return add_layer_norm(x, residual, weight, self.bias, self.eps)
         if self.bias is None:
-            return rms_norm(x, self.weight, self.eps)
-        return layer_norm(x, self.weight, self.bias, self.eps)
+            return rms_norm(x, weight, self.eps)
+        return layer_norm(x, weight, self.bias, self.eps)
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """The norm of x [s, b, n, d], of each head or of all heads together, as the scope says."""
+        together = self.scope == "projection"
+        normed = self(x.flatten(2) if together else x)
+        result: Tensor = normed.view(x.shape) if together else normed
+        return result
+
+    def _over(self, slices: Group, x: Tensor, weight: Tensor) -> Tensor:
+        """The norm of x [..., h/tp], of which the other ranks have the other channels."""
+
+        def mean(y: Tensor) -> Tensor:
+            total = reduce_from_slices(y.mean(-1, keepdim=True) / slices.size, slices)
+            return share_for_parts(total, slices)
+
+        wide = x.to(compute_dtype(x.dtype))
+        if self.bias is not None:
+            wide = wide - mean(wide)
+        y = wide * (mean(wide.square()) + self.eps).rsqrt() * weight
+        return (y if self.bias is None else y + self.bias).to(x.dtype)

@@ -24,7 +24,7 @@ MOST_POSITIONS_IN_FP32 = 131_072
 
 def rotary_scaling(config: ModelConfig) -> RotaryScaling:
     """How a model slows its channels down."""
-    if config.position_embedding_type == "yarn":
+    if config.scales_by_yarn:
         factor = config.rotary_scaling_factor
         return YarnScaling(
             factor,
@@ -43,17 +43,28 @@ def rotary_scaling(config: ModelConfig) -> RotaryScaling:
     return UNSCALED if divisor is None else LinearScaling(divisor)
 
 
-def rotary_of(config: ModelConfig, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-    """cos and sin of the angles at `positions`, int64 [s] or [s, b]; None if the model rotates nothing."""
+def rotary_of(config: ModelConfig, positions: Tensor) -> tuple[Tensor, ...] | None:
+    """cos and sin of the angles at `positions`, int64 [s] or [s, b]; None if the model rotates nothing.
+
+    Where layers with a window have a base of their own, their cos and sin follow.
+    """
     if not config.rotates:
         return None
-    return rotary_table(
-        positions,
-        config.rotary_dim,
-        config.rotary_base,
-        scaling=rotary_scaling(config),
-        exact=config.positions > MOST_POSITIONS_IN_FP32,
+    kinds = [(config.rotary_base, rotary_scaling(config))]
+    if config.window_rotary_base is not None:
+        kinds.append((config.window_rotary_base, UNSCALED))
+    exact = config.positions > MOST_POSITIONS_IN_FP32
+    tables = (
+        rotary_table(positions, config.rotary_dim, base, scaling=scaling, exact=exact)
+        for base, scaling in kinds
     )
+    return tuple(table for pair in tables for table in pair)
+
+
+def rotary_tables_at(config: ModelConfig, layer: int) -> slice:
+    """The place of a layer's cos and sin in what `rotary_of` gives."""
+    own = config.window_rotary_base is not None and config.window_at(layer) is not None
+    return slice(2, 4) if own else slice(0, 2)
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ class RotaryOfColumns:
     positions: Tensor
     spread: Spread
 
-    def __call__(self, columns: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+    def __call__(self, columns: Tensor | None = None) -> tuple[Tensor, ...] | None:
         """cos and sin, None if the model rotates nothing.
 
         Args:

@@ -123,7 +123,8 @@ class Rows:
             such limit.
         keys: int64 [b], the key of each sample's random streams, or [s, b] where samples share a column of
             rows; None turns dropout off.
-        rotary: (cos, sin) tables of this rank's columns, or None with learned positions.
+        rotary: cos and sin of this rank's columns, for each kind of layer of the model (`rotary_of`); None
+            if the model rotates nothing.
         rotary_at: makes those of other columns, int64 [r, b] of whole sequences, where ranks share them.
         spread: how they lie on ranks.
     """
@@ -131,9 +132,9 @@ class Rows:
     positions: Positions
     documents: Documents | None = None
     keys: Tensor | None = None
-    rotary: tuple[Tensor, Tensor] | None = None
+    rotary: tuple[Tensor, ...] | None = None
     spread: Spread = ALONE
-    rotary_at: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None = None
+    rotary_at: Callable[[Tensor], tuple[Tensor, ...] | None] | None = None
 
     @property
     def whole_length(self) -> int:
@@ -154,8 +155,7 @@ class Rows:
             rotary = self.rotary_at(columns)
         elif rotary is not None:
             sample = torch.arange(columns.shape[1], device=columns.device)
-            cos, sin = (t[columns, sample if t.shape[1] > 1 else 0] for t in rotary)
-            rotary = cos, sin
+            rotary = tuple(t[columns, sample if t.shape[1] > 1 else 0] for t in rotary)
         return replace(
             self,
             positions=self.positions_at(columns),

@@ -1,12 +1,16 @@
-"""One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+"""One transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), or with norms of what is added."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
+from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers.computed_again import computed_again, saved_as
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
@@ -27,40 +31,90 @@ class TransformerLayer(nn.Module):
     Args:
         attention: (normed [s, b, h], inputs) -> ([s, b, h], bias still to be added or None).
         mlp: the same, and its sums.
+        recompute: which of its parts backward computes again; attention sees to its core, and experts to
+            theirs.
     """
 
     def __init__(
-        self, layer: int, config: ModelConfig, placement: Placement, attention: nn.Module, mlp: nn.Module
+        self,
+        layer: int,
+        config: ModelConfig,
+        placement: Placement,
+        attention: nn.Module,
+        mlp: nn.Module,
+        recompute: RecomputeConfig = RecomputeConfig(),
     ):
         super().__init__()
+        self.norms_again = recompute.again("layernorm") and config.norm_position != "output"
+        self.mlp_again = recompute.again("moe" if experts_of(config, layer) else "mlp")
         self.layer = layer
         self.placement = placement
         self.dropout = config.hidden_dropout
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
-        norm = (config.hidden_size, config.normalization, config.norm_epsilon, placement)
-        self.input_norm = Norm(f"layers.{layer}.input_norm", *norm)
+        self.branch_scale = config.residual_multiplier
+
+        def norm(name: str, position: str) -> Norm | None:
+            if config.norm_position not in (position, "both"):
+                return None
+            return Norm(f"layers.{layer}.{name}", config, placement)
+
+        self.input_norm = norm("input_norm", "input")
         self.attention = attention
-        self.mlp_norm = Norm(f"layers.{layer}.mlp_norm", *norm)
+        self.attention_out_norm = norm("attention_out_norm", "output")
+        self.mlp_norm = norm("mlp_norm", "input")
         self.mlp = mlp
+        self.mlp_out_norm = norm("mlp_out_norm", "output")
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
-        normed, x = self.input_norm(x, both=True)
-        out, bias = self.attention(normed.to(self.placement.dtype), inputs)
+        normed, x = _normed(self.input_norm, x)
+        out, bias = self._half(self.attention, self.input_norm, (normed, x), inputs)
         residual = inputs.narrow(normed if self.residual_after_norm else x)
         inputs = inputs.narrowed()
-        out, bias = _scaled(out, bias, inputs.branch_scale)
+        out, bias = self._added(self.attention_out_norm, out, bias, inputs)
         dropout = self._dropout(inputs, "attention_out")
-        if bias is None and dropout is None:
+        if bias is None and dropout is None and self.mlp_norm is not None:
             normed, x = self.mlp_norm(out.to(residual.dtype), residual)
         else:
             x = bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)
-            normed, x = self.mlp_norm(x, both=True)
+            normed, x = _normed(self.mlp_norm, x)
         del out  # it has been added to x, and need not be there while the MLP runs
-        out, bias, sums = self.mlp(normed.to(self.placement.dtype), inputs)
-        out, bias = _scaled(out, bias, inputs.branch_scale)
+        out, bias, sums = self._half(self.mlp, self.mlp_norm, (normed, x), inputs, again=self.mlp_again)
+        out, bias = self._added(self.mlp_out_norm, out, bias, inputs)
         residual = normed if self.residual_after_norm else x
         dropout = self._dropout(inputs, "mlp_out")
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
+
+    def _half(
+        self,
+        half: nn.Module,
+        norm: Norm | None,
+        rows: tuple[Tensor, Tensor],
+        inputs: LayerInputs,
+        *,
+        again: bool = False,
+    ) -> Any:
+        """The result of a half for (its normed input, that before the norm); `again` if backward repeats it."""
+        (normed, x), dtype = rows, self.placement.dtype
+        if norm is None or not self.norms_again:
+            return computed_again(again, half, normed.to(dtype), inputs)
+
+        def renormed() -> Tensor:
+            result: Tensor = norm(x).to(dtype)
+            return result
+
+        if again:
+            return computed_again(again, lambda: half(renormed(), inputs))
+        normed = normed.to(dtype)
+        with saved_as(True, normed, renormed):
+            return half(normed, inputs)
+
+    def _added(
+        self, norm: Norm | None, out: Tensor, bias: Tensor | None, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """A half's contribution to the hidden states, and a bias that is still to be added to it."""
+        if norm is not None:
+            out, bias = norm(out if bias is None else out + bias), None
+        return _scaled(out, bias, self.branch_scale * inputs.branch_scale)
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
         return inputs.layer_dropout(self.dropout, self.layer, site)
@@ -69,6 +123,14 @@ class TransformerLayer(nn.Module):
 def use_forward(layer: nn.Module, forward: Forward) -> None:
     """Let `forward` compute the layer from now on; the layer's hooks stay."""
     layer.forward = forward
+
+
+def _normed(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of x, or x itself without one; and x."""
+    if norm is None:
+        return x, x
+    normed, x = norm(x, both=True)
+    return normed, x
 
 
 def _scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import ClassVar, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from megazero.data.token_ids import check_token_ids
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.layers.placement import SequenceCut
 from megazero.layers.rows import columns_of
+from megazero.models.multi_token.ahead import Ahead
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 from megazero.ops.attention import Documents, Runs
@@ -87,11 +88,13 @@ class Batch(MicroBatch):
         labels: int64 [b, s], the token that follows each position; None when generating.
         loss_mask: float32 [b, s], weight of each position in the loss; None counts every position.
         counted: the mask's sum, known on the host; given if and only if there is a mask.
+        ahead: the same of 1, 2, ... positions further on, for models that learn to predict these too.
     """
 
     labels: Tensor | None = None
     loss_mask: Tensor | None = None
     counted: float | None = None
+    ahead: tuple[Ahead, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.loss_mask is None) == (self.counted is None), "a mask goes with what it counts"
@@ -133,6 +136,7 @@ class Batch(MicroBatch):
             "tokens": tokens,
             "sequences": float(len(self.tokens)),
             "micro_batches": 1.0,
+            **{f"mtp_{depth}": ahead.counted for depth, ahead in enumerate(self.ahead, 1)},
         }
 
 
@@ -181,6 +185,7 @@ class TextCollate:
         with_positions: whether to keep the positions, because they do not count from 0.
         seed: seed of the dropout streams; None for evaluation, which drops nothing.
         columns: the columns of this rank.
+        depths: how many tokens beyond the next one are predicted.
     """
 
     vocab_size: int
@@ -188,12 +193,13 @@ class TextCollate:
     with_positions: bool = False
     seed: int | None = None
     columns: Columns = ALL_COLUMNS
+    depths: int = 0
 
     @classmethod
     def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> TextCollate:
         """The collate function for a run's configuration."""
-        columns = Columns.of(config, context)
-        return cls(vocab_size, context.device, config.data.reset_position_ids, seed, columns)
+        columns, depths = Columns.of(config, context), config.model.mtp_num_layers or 0
+        return cls(vocab_size, context.device, config.data.reset_position_ids, seed, columns, depths)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> Batch:
         """Make a batch; `samples` are the places of the sequences in the training order, one per row.
@@ -206,7 +212,9 @@ class TextCollate:
         if self.seed is not None:
             kept["sample_keys"] = sample_keys(self.seed, samples)
         kept |= {name: self.columns.own(kept[name]) for name in _BY_COLUMN if name in kept}
-        return Batch.from_arrays(kept, self.device, self.vocab_size)
+        batch = Batch.from_arrays(kept, self.device, self.vocab_size)
+        ahead = Ahead.of_arrays(arrays, self.depths, self.columns.own, self.device)
+        return replace(batch, ahead=ahead) if ahead else batch
 
 
 def column_multiple(config: Config) -> int:

@@ -52,10 +52,9 @@ class BertHead(nn.Module):
         self.placement = whole = placement.without_sequence_parallelism()
         self.exact = config.bert_head_activation == "gelu_exact"
         size, std = config.hidden_size, config.init_method_std
-        norm = (size, config.normalization, config.norm_epsilon, whole)
-        self.norm = Norm("final_norm", *norm)
+        self.norm = Norm("final_norm", config, whole)
         self.dense = ReplicatedLinear("head.dense", size, size, whole, std)
-        self.dense_norm = Norm("head.norm", *norm)
+        self.dense_norm = Norm("head.norm", config, whole)
         self.weight = output_weight(config, vocab, whole) if tied is None else tied
         cut = Cut(0, "tp", vocab[1])
         bias = ParamSpec("head.bias", (vocab[0],), InitialValues("zeros"), (cut,), weight_decay=False)

@@ -48,7 +48,7 @@ class ClassifierHead(nn.Module):
         self.placement = whole = placement.without_sequence_parallelism()
         self.dropout = config.hidden_dropout
         size, std = config.hidden_size, config.init_method_std
-        self.norm = Norm("final_norm", size, config.normalization, config.norm_epsilon, whole)
+        self.norm = Norm("final_norm", config, whole)
         self.pooler = ReplicatedLinear("pooler", size, size, whole, std) if pooler else None
         self.classifier = ReplicatedLinear("classifier", size, config.num_classes, whole, std)
 

@@ -17,12 +17,22 @@ def attention_flops(model: ModelConfig, layer: int, *, causal: bool, queried: fl
     With hidden size h, q = heads x head width, k = key/value heads x head width and t keys that a row attends
     to on average: 2 h (q + 2 k) + 2 q h for the projections, and 2 t q each for the scores and for their
     product with the values. Only the share `queried` of the rows goes on from its query.
+
+    Latent attention, with r channels of a small vector, c of the rotated key, and values of v channels in
+    all, makes 2 h (r + c) + 2 r (q - n c + v) of keys and values, and v takes the place of q where it counts.
     """
-    query = model.num_attention_heads * model.head_dim
+    query, value = (model.num_attention_heads * width for width in (model.head_dim, model.value_dim))
     key = model.kv_heads * model.head_dim
-    projected = 2 * model.hidden_size * (query + 2 * key)
+    gated = 1 + model.attention_output_gate
+    projected: float = 2 * model.hidden_size * (query * gated + 2 * key)
+    if model.multi_latent_attention:
+        rank, turned = model.kv_lora_rank, model.qk_pos_emb_head_dim
+        projected = 2 * model.hidden_size * (rank + turned)
+        projected += 2 * rank * (query - model.num_attention_heads * turned + value)
+        narrow = model.q_lora_rank
+        projected += 2 * query * (narrow or model.hidden_size) + 2 * model.hidden_size * (narrow or 0)
     attended = attended_keys(model, layer, causal=causal)
-    return projected + queried * (2 * query * model.hidden_size + 2 * (2 * attended * query))
+    return projected + queried * (2 * value * model.hidden_size + 2 * attended * (query + value))
 
 
 def attended_keys(model: ModelConfig, layer: int, *, causal: bool) -> float:
@@ -45,8 +55,8 @@ def attended_keys(model: ModelConfig, layer: int, *, causal: bool) -> float:
 
 
 def mlp_flops(model: ModelConfig) -> float:
-    """FLOPs of one layer's MLP of inner width f: two matrices of size h f, or three with SwiGLU."""
-    matrices = 3 if model.activation == "swiglu" else 2
+    """FLOPs of one layer's MLP of inner width f: two matrices of size h f, or three with a gate."""
+    matrices = 3 if model.gated else 2
     return matrices * 2 * model.hidden_size * model.ffn_size
 
 

@@ -22,10 +22,12 @@ from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
-from megazero.models.chunk import HEAD, Block
-from megazero.models.flops import attention_flops, layer_mlp_flops, logits_flops
+from megazero.models.chunk import HEAD, Block, Slice, Tie
+from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
 from megazero.models.language_model import LanguageModel
-from megazero.models.trunk import trunk_blocks
+from megazero.models.multi_token.block import further_terms, further_tokens, term_of
+from megazero.models.trunk import WORD, WORD_TIE, routers_of, trunk_blocks
+from megazero.moe.router import Router
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
 from megazero.pipeline.chunk import ChunkResult
@@ -49,17 +51,38 @@ class Head(nn.Module):
         super().__init__()
         self.tiles = tiles
         self.placement, self.vocab_size = placement, vocab[0]
-        self.norm = Norm(
-            "final_norm", config.hidden_size, config.normalization, config.norm_epsilon, placement
-        )
+        self.factor, self.bound = config.logits_multiplier, config.final_logit_softcapping
+        self.norm = Norm("final_norm", config, placement)
         self.weight = output_weight(config, vocab, placement) if tied is None else tied
 
-    def forward(self, x: Tensor, deferred: Deferred | None = None, labels: Tensor | None = None) -> Tensor:
-        """The logits; or, with labels [b, s], each position's cross-entropy, float32 [s, b], without them."""
-        x = self.norm(x).to(self.placement.dtype)
+    def forward(
+        self,
+        x: Tensor,
+        deferred: Deferred | None = None,
+        labels: Tensor | None = None,
+        *,
+        normed: bool = False,
+        both: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The logits; or, with labels [b, s], each position's cross-entropy, float32 [s, b], without them.
+
+        Args:
+            x: hidden states [s, b, h].
+            deferred: as in `column_linear`.
+            labels: the tokens that follow.
+            normed: whether x has its norm behind it already.
+            both: whether the normed x is a second result, for the prediction of further tokens.
+        """
+        x = x if normed else self.norm(x).to(self.placement.dtype)
+        result = self._of_normed(x, deferred, labels)
+        return (result, x) if both else result
+
+    def _of_normed(self, x: Tensor, deferred: Deferred | None, labels: Tensor | None) -> Tensor:
+        x = x if self.factor == 1.0 else x * self.factor
         tp, sequence_parallel = self.placement.tp, self.placement.sequence_parallel
         if labels is None:
-            return column_linear(x, self.weight, None, tp, sequence_parallel, deferred)
+            logits = column_linear(x, self.weight, None, tp, sequence_parallel, deferred)
+            return logits if self.bound is None else torch.tanh(logits / self.bound) * self.bound
         # The weight's gradient is never deferred: that would keep the logits' gradient until then.
         # The loss makes a gradient of its own, for this sum alone.
         whole = gather_for_parts(x, tp) if sequence_parallel else share_for_parts(x, tp, given_away=True)
@@ -72,11 +95,14 @@ class Head(nn.Module):
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a GPT of this shape consists of: embedding, layers, head."""
     model = config.model
-    layers = (
-        attention_flops(model, number, causal=True) + layer_mlp_flops(model, number)
-        for number in range(model.num_layers)
-    )
-    return trunk_blocks(layers, Block(HEAD, Head.__name__, logits_flops(model, padded_vocab)))
+
+    def layer(number: int) -> float:
+        return attention_flops(model, number, causal=True) + layer_mlp_flops(model, number)
+
+    logits = logits_flops(model, padded_vocab)
+    # A further token has a layer of its own, behind two square ones that join words and hidden states.
+    further = sum(layer(number) + 2 * dense_flops(model) + logits for number in model.further_layers)
+    return trunk_blocks(map(layer, range(model.num_layers)), Block(HEAD, Head.__name__, logits + further))
 
 
 class GPT(LanguageModel):
@@ -86,13 +112,39 @@ class GPT(LanguageModel):
     """
 
     causal = True
-    own_terms = (LossTerm("lm"),)
     head: Head | None
+
+    def __init__(self, held: Slice):
+        super().__init__(held)
+        self.further = nn.ModuleList()
+        if self.head is not None:
+            word = held.tied.get(WORD) if self.embedding is None else self.embedding.word
+            if not held.config.untie_embeddings_and_output_weights:
+                word = self.head.weight
+            self.further = further_tokens(held, word)
+
+    @classmethod
+    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+        """The embedding's weight, if the head shares it or further tokens are predicted there."""
+        return super().ties(config) or (WORD_TIE,) * bool(config.mtp_num_layers)
+
+    @property
+    def own_terms(self) -> tuple[LossTerm, ...]:
+        """The loss of the next token, then those of further ones."""
+        return (LossTerm("lm"), *further_terms(self.config))
 
     def build_head(self, tied: nn.Parameter | None) -> Head:
         """The norm and the projection."""
-        tiles = self.recompute.logits_tiles
-        return Head(self.config, self.held.vocab, self.placement, tied, tiles=tiles)
+        own, tiles = self.config.untie_embeddings_and_output_weights, self.recompute.logits_tiles
+        return Head(self.config, self.held.vocab, self.placement, None if own else tied, tiles=tiles)
+
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of this chunk, in order; those of further tokens follow the head."""
+        return [*super().blocks(), *self.further]
+
+    def routers(self) -> list[Router]:
+        """The routers of the chunk's layers, in order."""
+        return [*super().routers(), *routers_of(block.get_submodule("layer") for block in self.further)]
 
     def forward(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -110,11 +162,28 @@ class GPT(LanguageModel):
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
             return ChunkResult(hidden, sums.terms, sums.tallies)
+        losses, hidden = self._read(hidden, batch.labels, deferred)
+        terms = {"lm": batch.total(losses)}
+        if self.further:
+            inputs, _ = self.inputs_of(batch, deferred=deferred)
+        for depth, (block, ahead) in enumerate(zip(self.further, batch.ahead, strict=True), 1):
+            hidden, more = block(hidden, ahead.tokens, inputs)
+            losses, hidden = self._read(hidden, ahead.labels, deferred, normed=True)
+            terms[term_of(depth)] = ahead.total(losses)
+            sums = sums.plus(more)
+        return ChunkResult(None, {**sums.terms, **terms}, sums.tallies)
+
+    def _read(
+        self, hidden: Tensor, labels: Tensor | None, deferred: Deferred | None, *, normed: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The cross-entropy of each position, float32 [s, b], and the hidden states behind the norm."""
+        assert self.head is not None, "only a chunk with the head has losses"
+        assert labels is not None, "a batch to learn from has labels"
         if self.recompute.logits:
-            losses = {"lm": batch.total(self.head(hidden, labels=batch.labels))}
-        else:
-            losses = self.losses(self.head(hidden, deferred), batch, overwrite=True)
-        return ChunkResult(None, {**sums.terms, **losses}, sums.tallies)
+            result: tuple[Tensor, Tensor] = self.head(hidden, labels=labels, normed=normed, both=True)
+            return result
+        logits, hidden = self.head(hidden, deferred, normed=normed, both=True)
+        return self.token_losses(logits, labels, overwrite=True), hidden
 
     def losses(self, logits: Tensor, batch: Batch, *, overwrite: bool = False) -> dict[str, Tensor]:
         """The sums that the head adds to the loss terms, from its logits [s, b, v/tp].

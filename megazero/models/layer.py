@@ -6,6 +6,7 @@ from torch import nn
 
 from megazero.config.derive import experts_of
 from megazero.layers.attention import SelfAttention
+from megazero.layers.latent import LatentAttention
 from megazero.layers.mlp import MLP
 from megazero.layers.transformer import TransformerLayer
 from megazero.models.chunk import Slice
@@ -14,17 +15,20 @@ from megazero.moe.mlp import MoEMLP
 
 def attention_of(number: int, held: Slice, *, causal: bool) -> nn.Module:
     """The attention of a layer."""
-    selective = held.recompute.granularity == "selective"
-    return SelfAttention(number, held.config, held.placement, causal=causal, recompute=selective)
+    again = held.recompute.again("core_attn")
+    kind = LatentAttention if held.config.multi_latent_attention else SelfAttention
+    return kind(number, held.config, held.placement, causal=causal, recompute=again)
 
 
 def mlp_of(number: int, held: Slice) -> nn.Module:
     """The MLP of a layer, or its experts."""
-    kind = MoEMLP if experts_of(held.config, number) else MLP
-    return kind(number, held.config, held.placement, tiles=held.recompute.mlp_tiles)
+    place = (number, held.config, held.placement)
+    if experts_of(held.config, number):
+        return MoEMLP(*place, recompute=held.recompute)
+    return MLP(*place, tiles=held.recompute.mlp_tiles)
 
 
 def layer_of(number: int, held: Slice, *, causal: bool) -> TransformerLayer:
     """A layer with both."""
     attention, mlp = attention_of(number, held, causal=causal), mlp_of(number, held)
-    return TransformerLayer(number, held.config, held.placement, attention, mlp)
+    return TransformerLayer(number, held.config, held.placement, attention, mlp, held.recompute)

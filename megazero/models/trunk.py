@@ -33,6 +33,8 @@ from megazero.pipeline.chunk import Boundary
 WORD = "embedding.word.weight"
 """The global name of the weight that a tied head shares."""
 
+WORD_TIE = Tie(WORD, (EMBEDDING, HEAD))
+
 _Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 
 
@@ -79,7 +81,7 @@ class Trunk(ModelChunk[M_contra]):
     @classmethod
     def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
         """The weights that several blocks use: the embedding's, if the head shares it."""
-        return () if config.untie_embeddings_and_output_weights else (Tie(WORD, (EMBEDDING, HEAD)),)
+        return () if config.untie_embeddings_and_output_weights else (WORD_TIE,)
 
     @abstractmethod
     def build_head(self, tied: nn.Parameter | None) -> nn.Module:
@@ -92,7 +94,7 @@ class Trunk(ModelChunk[M_contra]):
 
     def routers(self) -> list[Router]:
         """The routers of the chunk's layers, in order."""
-        return [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MoEMLP)]
+        return routers_of(self.layers)
 
     @property
     def terms(self) -> tuple[LossTerm, ...]:
@@ -143,6 +145,22 @@ class Trunk(ModelChunk[M_contra]):
             wanted: int64 [r, b], the rows that the head reads. If the last layer is here, and sees whole
                 sequences, it computes no others, and the result is [r, b, h]. None for all.
         """
+        inputs, embedded = self.inputs_of(batch, core, deferred)
+        spread = inputs.rows.spread
+        if self.embedding is not None:
+            hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
+        assert hidden is not None, "a chunk without an embedding starts from hidden states"
+        if spread.parts.size > 1 or self.config.num_experts:
+            # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
+            wanted = None
+        return run_layers(
+            list(self.layers), hidden, inputs, self.units, self.keeping, wanted, self._per_token
+        )
+
+    def inputs_of(
+        self, batch: M_contra, core: AttentionCore | None = None, deferred: Deferred | None = None
+    ) -> tuple[LayerInputs, Tensor]:
+        """The inputs that a micro-batch gives to every layer, and the positions to embed, [b, s] or [s]."""
         spread = self.placement.spread
         length = batch.tokens.shape[1] * spread.cp.size
         positions = range(length) if batch.positions is None else batch.positions
@@ -158,16 +176,7 @@ class Trunk(ModelChunk[M_contra]):
             spread,
             rotary if self.config.rotates and spread.cp.size > 1 else None,
         )
-        inputs = LayerInputs(rows, core, deferred, skipping=batch.skipping)
-        if self.embedding is not None:
-            hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
-        assert hidden is not None, "a chunk without an embedding starts from hidden states"
-        if spread.parts.size > 1 or self.config.num_experts:
-            # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
-            wanted = None
-        return run_layers(
-            list(self.layers), hidden, inputs, self.units, self.keeping, wanted, self._per_token
-        )
+        return LayerInputs(rows, core, deferred, skipping=batch.skipping), embedded
 
     @cached_property
     def _per_token(self) -> frozenset[str]:
@@ -178,6 +187,11 @@ class Trunk(ModelChunk[M_contra]):
 def _rows_first(values: _Columns) -> _Columns:
     """[b, s] -> [s, b]; what has one dim, ranges and None stay as they are."""
     return values.t() if isinstance(values, Tensor) and values.dim() == 2 else values
+
+
+def routers_of(layers: Iterable[nn.Module]) -> list[Router]:
+    """The routers of those layers that have experts."""
+    return [layer.mlp.router for layer in layers if isinstance(layer.mlp, MoEMLP)]
 
 
 def trunk_blocks(layers: Iterable[float], head: Block) -> tuple[Block, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from megazero.config.tree.experts import ExpertsConfig
+from megazero.layers.computed_again import saved_as
 from megazero.layers.inputs import Deferred
 from megazero.layers.linear import residual_std
 from megazero.layers.mlp import activated
@@ -92,21 +93,25 @@ def _linear(
 class Experts(nn.Module):
     """The experts of one layer that are on this rank, E/ep of them, each with 1/etp of its inner width f.
 
-    Weights are stacked: up [E, f, h], or [E, 2, f, h] (gate, then value) with SwiGLU, and down [E, h, f].
+    Weights are stacked: up [E, f, h], or [E, 2, f, h] (gate, then value) with gates, and down [E, h, f].
 
     Args:
         layer: number of the layer.
         experts: E.
         config: shape of the model.
         placement: ranks, dtype and device.
+        again: whether backward computes their activations again.
     """
 
-    def __init__(self, layer: int, experts: int, config: ExpertsConfig, placement: Placement):
+    def __init__(
+        self, layer: int, experts: int, config: ExpertsConfig, placement: Placement, *, again: bool = False
+    ):
         super().__init__()
-        self.activation = config.activation
+        self.again = again
+        self.config = config
         self.first_slice = placement.place.index("etp") == 0
         width, hidden, name = config.expert_ffn_size, config.hidden_size, f"layers.{layer}.mlp.experts"
-        inner = (2, width) if config.activation == "swiglu" else (width,)
+        inner = (2, width) if config.gated else (width,)
         ep, zeros = Cut(0, "ep"), InitialValues("zeros")
         cuts = (ep, Cut(len(inner), "etp"))
         std = InitialValues("normal", config.init_method_std)
@@ -148,8 +153,9 @@ class Experts(nn.Module):
             deferred: where backward leaves the gradients of the weights; None if it computes them.
         """
         inner = _linear(rows, self.up, self.up_bias, groups, deferred)
-        inner = activated(inner, self.activation)
-        return _linear(inner, self.down, self._bias_once(), groups, deferred)
+        active = activated(inner, self.config)
+        with saved_as(self.again, active, lambda: activated(inner, self.config)):
+            return _linear(active, self.down, self._bias_once(), groups, deferred)
 
     def _bias_once(self) -> Tensor | None:
         """The second bias on the first slice, and on the others zeros with the same gradient.

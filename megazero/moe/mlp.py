@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from megazero.config.derive import experts_of, moe_layers
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.recompute import RecomputeConfig
 from megazero.config.tree.routing import RoutingConfig
+from megazero.layers.computed_again import computed_again
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.mlp import MLP, MLPResult
 from megazero.layers.placement import Placement
@@ -36,11 +38,20 @@ class MoEMLP(nn.Module):
         layer: number of the layer.
         config: shape of the model.
         placement: ranks, dtype and device.
-        tiles: those of the MLP that all tokens go through; experts are not cut.
+        recompute: what backward computes again; its tiles are those of the MLP that all tokens go through,
+            as experts are not cut.
     """
 
-    def __init__(self, layer: int, config: ModelConfig, placement: Placement, *, tiles: int = 1):
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        placement: Placement,
+        *,
+        recompute: RecomputeConfig = RecomputeConfig(),
+    ):
         super().__init__()
+        tiles, self.shared_again = recompute.mlp_tiles, recompute.again("shared_experts")
         self.layer, self.config, self.placement = layer, config, placement
         self.total = experts_of(config, layer)
         self.routers = len(moe_layers(config))
@@ -48,7 +59,7 @@ class MoEMLP(nn.Module):
             all_to_all_dispatch if placement.token_dispatcher == "alltoall" else all_gather_dispatch
         )
         self.router = Router(layer, router_weight(layer, self.total, config, placement), config)
-        self.experts = Experts(layer, self.total, config, placement)
+        self.experts = Experts(layer, self.total, config, placement, again=recompute.again("moe_act"))
         self.shared: MLP | None = None
         self.shared_gate: _TokenLinear | None = None
         self.dense: MLP | None = None
@@ -103,7 +114,7 @@ class MoEMLP(nn.Module):
     def _with_dense(self, out: Tensor, x: Tensor, inputs: LayerInputs) -> Tensor:
         """The experts' result together with that of the MLP that all tokens go through."""
         if self.shared is not None:
-            shared = _biased(self.shared(x, inputs))
+            shared = _biased(computed_again(self.shared_again, self.shared, x, inputs))
             if self.shared_gate is not None:
                 shared = shared * self.shared_gate(x).sigmoid().to(shared.dtype)
             return out + shared

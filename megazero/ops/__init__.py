@@ -21,6 +21,7 @@ from megazero.ops.cross_entropy import CROSS_ENTROPY
 from megazero.ops.dispatch import Operator
 from megazero.ops.embedding import EMBEDDING
 from megazero.ops.gate import GATE
+from megazero.ops.gated import GATED
 from megazero.ops.gathered_sum import GATHERED_SUM
 from megazero.ops.gradient_sum import GRADIENT_SUM
 from megazero.ops.grouped_linear import GROUPED_LINEAR, GROUPED_OUTER
@@ -58,6 +59,7 @@ def operators() -> tuple[Operator[Any], ...]:
         DEQUANTIZE,
         EMBEDDING,
         GATE,
+        GATED,
         GATHERED_SUM,
         GRADIENT_SUM,
         GROUPED_LINEAR,

@@ -260,6 +260,7 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
         "seq_length": 8 * tp,
         "max_position_embeddings": None,
         **_windows(model),
+        **_latent(model),
         "vocab_size": 61,
         "make_vocab_size_divisible_by": 4,
         "init_method_std": 0.1,
@@ -287,6 +288,16 @@ def _blocks(config: Config) -> dict[str, Any]:
         "sparse_global_block_end_indices": (2,) if model.sparse_global_block_end_indices else (),
         "sparse_num_sliding_window_blocks": min(3, sliding),
     }
+
+
+def _latent(model: ModelConfig) -> dict[str, Any]:
+    """Few channels, of other numbers each, and at most two further tokens."""
+    few = {} if model.mtp_num_layers is None else {"mtp_num_layers": min(2, model.mtp_num_layers)}
+    if not model.multi_latent_attention:
+        return few
+    narrow = None if model.q_lora_rank is None else 7
+    widths = {"kv_lora_rank": 6, "qk_head_dim": 3, "qk_pos_emb_head_dim": 4, "v_head_dim": 5}
+    return few | {"q_lora_rank": narrow, **widths}
 
 
 def _windows(model: ModelConfig) -> dict[str, Any]:

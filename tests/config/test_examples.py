@@ -23,6 +23,12 @@ MOE = ("dense", "fine-grained-shared", "moe-top1", "moe-top2", "pr-moe", "pyrami
         ("llama_1b_tp2_sp", 8, []),
         ("gpt_pipeline_zero_cpu", 4, []),
         ("gpt3_175b_3d", 1024, []),
+        ("deepseek_v3_tiny_cpu", 1, []),
+        (
+            "deepseek_v3_tiny_cpu",
+            4,
+            ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+        ),
         ("bert_tiny_cpu", 4, []),
         ("bert_345m", 8, []),
         ("bert_3.9b_tp8_pp2", 64, []),

@@ -74,6 +74,23 @@ def test_the_ranks_that_share_sequences_change(tmp_path):
     assert check(circle, tmp_path).wrong == ()
 
 
+DEEPSEEK = Layout(shape="deepseek", untied=True, experts="biased", layers=4, samples=4)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_deepseek_moves_between_layouts(count, tmp_path):
+    """Small vectors, routers of further tokens, and the copy of the embedding on the last stage."""
+    changes = (
+        {"tp": 2, "pp": 2, "sequence_parallel": True},
+        {"dp": 2, "zero": 3, "ep": 2},
+        {"pp": 2, "schedule": "zb-h1", "zero": 1},
+        {"pp": 2, "schedule": "zb-v", "recompute": "full", "tp": 2, "ep": 2, "etp": 1},
+    )
+    circle = [Case(replace(DEEPSEEK, **change)) for change in changes[:count]]
+    assert not any(case.layout.broken_rules() for case in circle)
+    assert check(circle, tmp_path).wrong == ()
+
+
 def test_experts_change_their_ranks_with_every_other_setting():
     chosen = pairs(expert_circles())
     assert len(chosen) >= 20

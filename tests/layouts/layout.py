@@ -24,6 +24,7 @@ from megazero.config.tree.skipping import SkippingConfig
 from megazero.config.tree.training import BatchConfig, TrainingConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.mpu.grid import ProcessGrid
+from tests.layouts.variants import VARIANTS
 
 GLOBAL_BATCH = 8
 SEQUENCE = 16
@@ -32,7 +33,7 @@ VOCABULARY = 61  # a prime, so that it must be padded on every layout
 _Settings = Mapping[str, Any]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 Stage = Literal[0, 1, 2, 3]
-Recompute = Literal["none", "full", "selective"]
+Recompute = Literal["none", "full", "selective", "parts"]
 Dispatcher = Literal["alltoall", "allgather"]
 
 _ENCODER: _Settings = MappingProxyType(
@@ -61,6 +62,38 @@ SHAPES: Mapping[str, _Settings] = MappingProxyType(
             "position_embedding_type": "rope",
             "add_bias_linear": False,
         },
+        "deepseek": {
+            "num_attention_heads": 8,
+            "multi_latent_attention": True,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_head_dim": 6,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 5,
+            "qk_layernorm": True,
+            "normalization": "RMSNorm",
+            "activation": "swiglu",
+            "position_embedding_type": "rope",
+            "rotary_scaling_factor": 4.0,
+            "yarn_original_max_position_embeddings": 8,
+            "mscale_all_dim": 1.0,
+            "add_bias_linear": False,
+            "mtp_num_layers": 2,
+            "mtp_loss_scaling_factor": 0.3,
+        },
+        "deepseek-lite": {
+            "num_attention_heads": 8,
+            "multi_latent_attention": True,
+            "kv_lora_rank": 10,
+            "qk_head_dim": 4,
+            "qk_pos_emb_head_dim": 4,
+            "v_head_dim": 8,
+            "normalization": "LayerNorm",
+            "activation": "gelu",
+            "position_embedding_type": "rope",
+            "rope_type": "rope",
+            "add_bias_linear": True,
+        },
         "bert": {**_ENCODER, "activation": "gelu"},
         "bert-original": {
             **_ENCODER,
@@ -77,6 +110,7 @@ FP8: Mapping[str, _Settings] = MappingProxyType(
     }
 )
 DECODERS, ENCODERS = ("gpt2", "llama"), ("bert", "bert-original")
+LATENT = ("deepseek", "deepseek-lite")
 
 _EVEN: _Settings = MappingProxyType(
     {"moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.02,)}
@@ -205,10 +239,6 @@ ATTENDS: Mapping[str, _Settings] = MappingProxyType(
 """Kinds of attention by name, as settings of the model; the empty name has nothing special."""
 
 
-def _without(settings: _Settings, others: _Settings) -> _Settings:
-    return {name: value for name, value in settings.items() if name not in others}
-
-
 @dataclass(frozen=True)
 class Layout:
     """One way to train one small model.
@@ -218,7 +248,7 @@ class Layout:
         schedule: kind of the pipeline schedule.
         virtual: chunks per stage.
         zero: ZeRO stage.
-        sequence_parallel, recompute: as in the configuration.
+        sequence_parallel, recompute: as in the configuration; ``parts`` recomputes all parts that there are.
         micro_batch: sequences in a micro-batch.
         samples: sequences in the global batch, so that samples / (dp x micro_batch) micro-batches are
             accumulated.
@@ -238,6 +268,7 @@ class Layout:
         comm: what their attention sends; ``mixed`` is another thing in each layer.
         sequence: the length of sequences.
         attends: what attention sees and how it weighs it, a name in `ATTENDS`.
+        variant: what its layers are like, a name in `VARIANTS`.
         documents: whether a decoder's samples hold several documents, which do not see each other.
     """
 
@@ -277,6 +308,7 @@ class Layout:
     sequence: int = SEQUENCE
     documents: bool = False
     attends: str = ""
+    variant: str = ""
 
     @property
     def world_size(self) -> int:
@@ -324,6 +356,7 @@ class Layout:
             sequence=self.sequence,
             documents=self.documents,
             attends=self.attends,
+            variant=self.variant,
         )
 
     @property
@@ -343,6 +376,7 @@ class Layout:
         parts += [f"C{self.cp}", self.comm] if self.cp > 1 else []
         parts += [f"s{self.sequence}"] if self.sequence != SEQUENCE else []
         parts += [self.attends] if self.attends else []
+        parts += [self.variant] if self.variant else []
         parts += ["documents"] if self.documents else []
         parts += ["SP"] if self.sequence_parallel else []
         parts += ["untied"] if self.untied else []
@@ -380,9 +414,12 @@ class Layout:
                 untie_embeddings_and_output_weights=self.untied,
                 init_method_std=0.1,
                 bert_binary_head=self.binary_head,
-                **_without(SHAPES[self.shape], ATTENDS[self.attends]),
-                **EXPERTS[self.experts],
-                **ATTENDS[self.attends],
+                **{
+                    **SHAPES[self.shape],
+                    **EXPERTS[self.experts],
+                    **ATTENDS[self.attends],
+                    **VARIANTS[self.variant],
+                },
             ),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tp,
@@ -426,7 +463,7 @@ class Layout:
                 adam_eps=1e-4,
                 **own,
             ),
-            recompute=RecomputeConfig(granularity=self.recompute),
+            recompute=self._recompute(),
             acceleration=AccelerationConfig(
                 compile=bool(self.compiled), compile_backend=self.compiled or "inductor"
             ),
@@ -434,6 +471,13 @@ class Layout:
             training=TrainingConfig(train_iters=steps, seed=7, eval_iters=0),
             **METHODS[self.method],
         )
+
+    def _recompute(self) -> RecomputeConfig:
+        if self.recompute != "parts":
+            return RecomputeConfig(granularity=self.recompute)
+        modules: list[Any] = ["core_attn"] + ["layernorm"] * (self.variant != "olmo")
+        modules += ["moe_act"] * bool(self.experts) + ["shared_experts"] * (self.experts == "shared")
+        return RecomputeConfig(granularity="selective", modules=(*modules, "mlp"))
 
     def _offload(self) -> OffloadConfig:
         settings: dict[str, Any] = {"path": tempfile.gettempdir(), **STORES[self.store]}

@@ -15,6 +15,7 @@ from tests.layouts.layout import (
     ENCODERS,
     EXPERTS,
     GLOBAL_BATCH,
+    LATENT,
     METHODS,
     STORES,
     Dispatcher,
@@ -23,6 +24,7 @@ from tests.layouts.layout import (
     Schedule,
     Stage,
 )
+from tests.layouts.variants import VARIANTS
 
 _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("gpipe", 1),
@@ -194,6 +196,84 @@ def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> lis
         needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
         quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
         if layout.world_size <= most_ranks and quick:
+            drawn[layout] = None
+    return list(drawn)
+
+
+def variant_layouts(most_ranks: int = 8, count: int = 2400, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts whose layers are of a variant, allowed or not."""
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
+        pp = dice.choice((1, 1, 2, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        shape, cp = dice.choice((*DECODERS, *DECODERS, *ENCODERS)), dice.choice((1, 1, 2))
+        experts = dice.choice(("", "", "top2", "shared"))
+        layout = Layout(
+            tp=dice.choice((1, 2, 4)),
+            pp=pp,
+            dp=dice.choice((1, 2)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(_STAGES),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice((*_RECOMPUTES, "parts")),
+            micro_batch=dice.choice((1, 2)),
+            shape=shape,
+            untied=dice.choice((False, True)),
+            layers=max(2, chunks),
+            dropout=dice.choice((0.0, 0.1)),
+            documents=shape in DECODERS and dice.choice((False, True)),
+            experts=experts,
+            ep=dice.choice((1, 2)) if experts else 1,
+            cp=cp,
+            comm=dice.choice(_COMMS) if cp > 1 else "p2p",
+            variant=dice.choice(tuple(VARIANTS)[1:]),
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
+        if layout.world_size <= most_ranks:
+            drawn[layout] = None
+    return list(drawn)
+
+
+def latent_layouts(most_ranks: int = 8, count: int = 1600, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts with latent attention, and further tokens or not, allowed or not."""
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
+        pp = dice.choice((1, 1, 2, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        experts = dice.choice(("", "", "biased", "shared", "first-come"))
+        cp = dice.choice((1, 1, 1, 2))
+        layout = Layout(
+            tp=dice.choice((1, 1, 2, 4)),
+            pp=pp,
+            dp=dice.choice((1, 2)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(_STAGES),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice(_RECOMPUTES),
+            micro_batch=dice.choice((1, 2)),
+            shape=dice.choice(LATENT),
+            untied=dice.choice((False, True)),
+            layers=max(2, chunks),
+            dropout=dice.choice((0.0, 0.1)),
+            documents=dice.choice((False, True)),
+            experts=experts,
+            ep=dice.choice((1, 2)) if experts else 1,
+            cp=cp,
+            comm="p2p" if cp == 1 else dice.choice(_COMMS),
+            attends=dice.choice(("", "", "window")),
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
+        if layout.world_size <= most_ranks:
             drawn[layout] = None
     return list(drawn)
 

@@ -105,6 +105,45 @@ def test_equals_what_torch_counts_in_the_products(fields):
     assert counter.get_total_flops() == length * trained(shape, vocab, causal=False)
 
 
+@pytest.mark.parametrize("narrow", [None, 24])
+def test_latent_attention_equals_what_torch_counts_in_the_products(narrow):
+    """Forward and backward, counted by torch; of a head's key 8 channels are not made of the small vector."""
+    widths = {"kv_lora_rank": 20, "qk_head_dim": 12, "qk_pos_emb_head_dim": 8, "v_head_dim": 10}
+    shape = model(
+        **{"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32},
+        **{
+            "multi_latent_attention": True,
+            "position_embedding_type": "rope",
+            "q_lora_rank": narrow,
+            **widths,
+        },
+    )
+    length, heads = 32, 4
+
+    def weight(*size):
+        return torch.ones(*size, requires_grad=True)
+
+    x = weight(length, 64)
+    with FlopCounterMode(display=False) as counter:
+        small = x if narrow is None else x @ weight(64, narrow)
+        q = (small @ weight(narrow or 64, heads * 20)).view(length, heads, 20).transpose(0, 1)
+        down = x @ weight(64, 28)
+        up = (down[:, :20] @ weight(20, heads * 22)).view(length, heads, 22).transpose(0, 1)
+        key = torch.cat((up[..., :12], down[:, 20:].expand(heads, length, 8)), -1)
+        context = (q @ key.transpose(1, 2)) @ up[..., 12:]
+        (context.transpose(0, 1).reshape(length, heads * 10) @ weight(heads * 10, 64)).sum().backward()
+    assert counter.get_total_flops() == length * 3 * attention_flops(shape, 0, causal=False)
+
+
+def test_a_further_token_has_a_layer_a_join_and_the_head():
+    config = make_config().model_copy(update={"model": model(num_layers=2)})
+    *_, layer, head = gpt_blocks(config, 8192)
+    deeper = config.model_copy(update={"model": model(num_layers=2, mtp_num_layers=3)})
+    *_, same, more = gpt_blocks(deeper, 8192)
+    assert same == layer
+    assert more.flops - head.flops == 3 * (layer.flops + 2 * 2 * 512 * 512 + head.flops)
+
+
 @pytest.mark.parametrize(
     ("settings", "channels", "gates"),
     [

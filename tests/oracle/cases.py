@@ -13,8 +13,11 @@ from types import MappingProxyType
 
 from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELDS
+from megazero.config.tree.heads import MultiTokenConfig
+from megazero.config.tree.latent import LatentConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from tests.oracle.text import VOCABULARY
+from tests.oracle.variants import ACTIVATIONS, NEVER, TWO_BASES, VARIANTS
 
 STEPS = 20
 BERT_STEPS = 8  # the ramp takes two of its sizes
@@ -46,6 +49,7 @@ MODEL = {
             **{"mscale": 0.8, "mscale-all-dim": 0.3, "no-yarn-correction-range-round-to-int": True},
         },
         "alibi": {"position-embedding-type": "alibi"},
+        "two-bases": TWO_BASES,
     },
     "window": {
         "none": {},
@@ -56,7 +60,10 @@ MODEL = {
     "softmax": {each: {"softmax-type": each} for each in ("vanilla", "off-by-one", "learnable")},
     "normalization": {"layer": {"normalization": "LayerNorm"}, "rms": {"normalization": "RMSNorm"}},
     "epsilon": {"small": {"norm-epsilon": 1e-5}, "large": {"norm-epsilon": 0.05}},
-    "activation": {each: {"activation": each} for each in ("gelu", "gelu_exact", "swiglu", "squared_relu")},
+    "activation": {
+        **{each: {"activation": each} for each in ("gelu", "gelu_exact", "swiglu", "squared_relu")},
+        **ACTIVATIONS,
+    },
     "bias": {"bias": {}, "no-bias": {"disable-bias-linear": True}},
     "heads": {
         "each": {"num-attention-heads": 4, **_GROUPED, "num-query-groups": 4},
@@ -71,6 +78,7 @@ MODEL = {
     "attention-dropout": {"0": {"attention-dropout": 0.0}, "0.15": {"attention-dropout": 0.15}},
     "spread": {"0.1": {"init-method-std": 0.1}, "0.25": {"init-method-std": 0.25}},
     "ffn": {"four": {"ffn-hidden-size": 128}, "odd": {"ffn-hidden-size": 20}},
+    **VARIANTS,
 }
 
 DATA = {
@@ -158,6 +166,14 @@ OPTIMIZER = {
     },
 }
 
+DEEPSEEK_FIELDS = tuple(
+    name
+    for kind in (LatentConfig, MultiTokenConfig)
+    for name in vars(kind)["__annotations__"]
+    if name in kind.model_fields
+)
+"""The settings of latent attention and of further tokens."""
+
 _SIGNS = "rounding turns signs around, and each moves by the learning rate: tests/optim/test_conformance.py"
 # Settings of these sections that no case states, and why.
 SECTIONS = ("model", "data", "batch", "optimizer", "precision")
@@ -165,6 +181,10 @@ NOT_STATED = MappingProxyType(
     {
         "model.add_qkv_bias": "for models of transformers: tests/models/test_hf_parity.py",
         "model.bert_token_types": "for models of transformers: tests/checkpoint/hf/test_encoder.py",
+        **dict.fromkeys(
+            (f"model.{name}" for name in DEEPSEEK_FIELDS),
+            "DeepSeek's shapes have cases of their own: tests/oracle/test_deepseek.py",
+        ),
         **dict.fromkeys(
             (f"model.{name}" for name in EXPERT_FIELDS),
             "experts have cases of their own: tests/oracle/test_experts.py",
@@ -229,6 +249,7 @@ LAYOUT = {
         "none": {},
         "selective": {"recompute-granularity": "selective"},
         "full": {"recompute-granularity": "full"},
+        "parts": {"recompute-granularity": "selective", "recompute-modules": ("layernorm", "mlp")},
         "logits": {"recompute-logits": True},
     },
 }
@@ -304,6 +325,7 @@ _NEVER = (
     frozenset({("batch", "whole"), ("layout", "D2")}),
     # Linear biases hide what a window would not.
     frozenset({("positions", "alibi"), ("window", "with-first")}),
+    *NEVER,
     # One layer is one stage.
     frozenset({("layers", "1"), ("layout", "P2")}),
 )
@@ -382,7 +404,8 @@ _COMMON = {
 SWITCHES = (
     "disable-bias-linear", "untie-embeddings-and-output-weights", "apply-residual-connection-post-layernorm",
     "embed-layernorm", "reset-position-ids", "reset-attention-mask", "eod-mask-loss", "lamb-adapt-all",
-    "fp32-residual-connection",
+    "fp32-residual-connection", "qk-layernorm", "apply-wd-to-qk-layernorm", "apply-layernorm-1p",
+    "attention-output-gate",
 )  # fmt: skip
 
 

@@ -45,7 +45,9 @@ class Terms:
 
 
 def has_experts(flags: Flags, layer: int) -> bool:
-    """Whether a layer, from 0, has experts: one in so many, the first or the last of them."""
+    """Whether a layer, from 0, has experts: one in so many, the first or the last of them, or as listed."""
+    if isinstance(flags.get("moe-layer-freq"), tuple):
+        return flags["moe-layer-freq"][layer] == 1
     if "expert-interval" in flags:
         return (layer + 1) % flags["expert-interval"] == 0
     return layer % flags.get("moe-layer-freq", 1) == 0
@@ -53,8 +55,10 @@ def has_experts(flags: Flags, layer: int) -> bool:
 
 def expert_layers(flags: Flags) -> dict[int, int]:
     """Layer -> its number of experts."""
+    given = flags.get("num-experts")
+    if given is None:
+        return {}
     layers = [layer for layer in range(flags["num-layers"]) if has_experts(flags, layer)]
-    given = flags["num-experts"]
     return dict(zip(layers, given * len(layers) if len(given) == 1 else given, strict=True))
 
 
@@ -68,6 +72,7 @@ class ExpertModel(Model):
             for layer, e in expert_layers(flags).items()
         }
         self.terms = Terms()
+        self.further: dict[str, float] = {}  # the coefficients of more terms, by name
 
     def _mlp(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
         """x [b, s, h]."""
@@ -205,7 +210,12 @@ def _parts(w: Weights, name: str) -> list[str]:
 
 
 def train_experts(
-    flags: Flags, datasets: Sequence[Documents], initial: Weights, kept: Kept, steps: int
+    flags: Flags,
+    datasets: Sequence[Documents],
+    initial: Weights,
+    kept: Kept,
+    steps: int,
+    kind: type[ExpertModel] = ExpertModel,
 ) -> tuple[Training, list[dict[str, float]], ExpertModel, float]:
     """Train in float64 as the flags say.
 
@@ -213,13 +223,14 @@ def train_experts(
         The training, each step's further terms, the model with what its routers remember, and the closest
         decision of any router: what a routing in fp32 may get wrong by.
     """
-    model, told, margins = ExpertModel(flags, kept), [], []
+    model, told, margins = kind(flags, kept), [], []
     rows = training_samples(flags, datasets, total_samples(flags, steps))
     coefficients = dict(
-        zip(flags["moe-router-load-balancing-type"], flags["moe-aux-loss-coeff"], strict=True)
+        zip(flags.get("moe-router-load-balancing-type", ()), flags.get("moe-aux-loss-coeff", ()), strict=True)
     )
     trained = {BALANCES[kind]: value for kind, value in coefficients.items() if kind != "none"}
     trained |= {"z": flags["moe-z-loss-coeff"]} if flags.get("moe-z-loss-coeff") else {}
+    trained |= model.further
 
     def of_step(master: Weights, done: int, size: int, scale: float) -> tuple[float, Weights]:
         text = text_of(flags, range(done, done + size), rows[done : done + size])

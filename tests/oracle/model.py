@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -19,6 +20,16 @@ Flags = Mapping[str, object]
 Weights = dict[str, Tensor]
 # (place in the model, numbers of the samples, share to drop, shape) -> bool: which elements are kept
 Kept = Callable[[str, Sequence[int], float, tuple[int, ...]], Tensor]
+
+
+_SCORES = "attn-logit-softcapping"
+GATES = MappingProxyType(
+    {
+        "swiglu": F.silu,
+        "geglu": lambda x: F.gelu(x, approximate="tanh"),
+        "quick_geglu": lambda x: x / (1 + (-1.702 * x).exp()),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +71,20 @@ class Model:
 
     def losses(self, w: Weights, text: Text) -> Tensor:
         """Cross-entropy of each position, [b, s]."""
+        return self.cross_entropy(w, self.hidden(w, text), text.labels)
+
+    def cross_entropy(self, w: Weights, normed: Tensor, labels: Tensor) -> Tensor:
+        """That of the head's logits, [b, s]."""
+        flags, logits = self.flags, F.linear(normed, w["head.weight"])
+        wide = logits.double() if logits.dtype == torch.float64 else logits.float()
+        wide = _bounded(wide * flags.get("logits-multiplier", 1.0), flags.get("final-logit-softcapping"))
+        losses = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="none")
+        return losses.view_as(labels)
+
+    def hidden(self, w: Weights, text: Text) -> Tensor:
+        """What the head reads, [b, s, h]."""
         flags = self.flags
-        x = F.embedding(text.tokens, w["embedding.word.weight"])
+        x = F.embedding(text.tokens, w["embedding.word.weight"]) * flags.get("embedding-multiplier", 1.0)
         if flags["embed-layernorm"]:
             x = self._norm(w, "embedding.norm", x)
         if flags["position-embedding-type"] == "learned_absolute":
@@ -70,34 +93,52 @@ class Model:
             x = x.float()
         x = self._dropped(x, "hidden-dropout", "embedding", text)
         for i in range(flags["num-layers"]):
-            for half, work in (("input_norm", self._attention), ("mlp_norm", self._mlp)):
-                normed = self._norm(w, f"layers.{i}.{half}", x)
-                out = work(w, i, normed.to(w["head.weight"].dtype), text).to(x.dtype)
-                place = f"{'attention' if half == 'input_norm' else 'mlp'} out {i}"
-                residual = normed if flags["apply-residual-connection-post-layernorm"] else x
-                x = residual + self._dropped(out, "hidden-dropout", place, text)
-        normed = self._norm(w, "final_norm", x).to(w["head.weight"].dtype)
-        logits = F.linear(normed, w["head.weight"])
-        wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-        losses = F.cross_entropy(wide.flatten(0, 1), text.labels.flatten(), reduction="none")
-        return losses.view_as(text.tokens)
+            x = self.layer(w, i, x, text)
+        return self._norm(w, "final_norm", x).to(w["head.weight"].dtype)
+
+    def layer(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
+        """Layer i."""
+        flags = self.flags
+        for half, work in (("input_norm", self._attention), ("mlp_norm", self._mlp)):
+            position = flags.get("norm-position", "input")
+            normed = x if position == "output" else self._norm(w, f"layers.{i}.{half}", x)
+            out = work(w, i, normed.to(w["head.weight"].dtype), text)
+            kind = "attention" if half == "input_norm" else "mlp"
+            if position != "input":
+                out = self._norm(w, f"layers.{i}.{kind}_out_norm", out)
+            out, place = out.to(x.dtype) * flags.get("residual-multiplier", 1.0), f"{kind} out {i}"
+            residual = normed if flags["apply-residual-connection-post-layernorm"] else x
+            x = residual + self._dropped(out, "hidden-dropout", place, text)
+        return x
 
     def _attention(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
         """A group's rows of the weight are its queries, its key and its value."""
         heads, groups = self.flags["num-attention-heads"], self.flags["num-query-groups"]
         name = f"layers.{i}.attention"
-        qkv = _linear(w, f"{name}.qkv", x).unflatten(-1, (groups, heads // groups + 2, -1))
-        q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]  # [b, s, heads, d]
+        together, gated = heads // groups, self.flags.get("attention-output-gate", False)
+        qkv = _linear(w, f"{name}.qkv", x).unflatten(-1, (groups, together * (1 + gated) + 2, -1))
+        q, k, v = qkv[..., :together, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]  # [b, s, heads, d]
+        gate = qkv[..., together:-2, :].flatten(2)
+        if self.flags.get("qk-layernorm"):
+            q, k = self._of_heads(w, f"{name}.q_norm", q), self._of_heads(w, f"{name}.k_norm", k)
         if self.flags["position-embedding-type"] in ("rope", "yarn"):
-            q, k = self._rotated(q, text.positions), self._rotated(k, text.positions)
+            q, k = self._rotated(q, text.positions, i), self._rotated(k, text.positions, i)
         q, k, v = (each.repeat_interleave(heads // each.shape[2], 2).transpose(1, 2) for each in (q, k, v))
-        scores = (q @ k.transpose(2, 3) / math.sqrt(q.shape[-1])).to(_wide(x))
+        scale = self.flags.get("softmax-scale", 1 / math.sqrt(q.shape[-1]))
+        scores = _bounded((q @ k.transpose(2, 3) * scale).to(_wide(x)), self.flags.get(_SCORES))
         if self.flags["position-embedding-type"] == "alibi":
             scores = scores + torch.tensor(alibi_slopes(heads))[:, None, None] * -_distances(x.shape[1])
         scores = scores.masked_fill(~self._seen(i, text)[:, None], -math.inf)
         probs = self._softmax(w, f"{name}.softmax_offset", scores)
         probs = self._dropped(probs, "attention-dropout", f"attention {i}", text).to(x.dtype)
-        return _linear(w, f"{name}.out", (probs @ v).transpose(1, 2).flatten(2))
+        context = (probs @ v).transpose(1, 2).flatten(2)
+        return _linear(w, f"{name}.out", context * gate.sigmoid() if gated else context)
+
+    def _of_heads(self, w: Weights, name: str, x: Tensor) -> Tensor:
+        """The norm of x [b, s, heads, d]: of each head, or of all in a row."""
+        if self.flags.get("qk-layernorm-scope", "head") == "head":
+            return self._norm(w, name, x)
+        return self._norm(w, name, x.flatten(2)).view(x.shape)
 
     def _seen(self, i: int, text: Text) -> Tensor:
         """bool [b, s, s]: which tokens a token sees in layer i."""
@@ -120,10 +161,13 @@ class Model:
         column = logits.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
         return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
-    def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+    def _rotated(self, x: Tensor, positions: Tensor, i: int) -> Tensor:
         """The first channels of each head, in pairs (i, i + half), turned by position x speed."""
         half = int(x.shape[-1] * self.flags["rotary-percent"]) // 2
-        speeds, size = rotary_speeds(self.flags, half)
+        flags = self.flags
+        if flags.get("window-rotary-base") and has_window(flags, i):
+            flags = {"position-embedding-type": "rope", "rotary-base": flags["window-rotary-base"]}
+        speeds, size = rotary_speeds(flags, half)
         angles = (positions[..., None] * speeds)[:, :, None]
         sin, cos = (size * angles.sin()).to(_wide(x)), (size * angles.cos()).to(_wide(x))
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -136,9 +180,11 @@ class Model:
         """The MLP of this name."""
         inner = _linear(w, f"{name}.up", x)
         kind = self.flags["activation"]
-        if kind == "swiglu":
+        if kind in GATES:
             gate, value = inner.chunk(2, -1)
-            inner = F.silu(gate) * value
+            bound = self.flags.get("activation-func-clamp-value", math.inf)
+            gate, value = gate.clamp(max=bound), value.clamp(-bound, bound)
+            inner = GATES[kind](gate) * (value + self.flags.get("glu-linear-offset", 0.0))
         elif kind == "squared_relu":
             inner = inner.relu() ** 2
         else:
@@ -146,7 +192,8 @@ class Model:
         return _linear(w, f"{name}.down", inner)
 
     def _norm(self, w: Weights, name: str, x: Tensor) -> Tensor:
-        wide, weight = x.to(_wide(x)), w[f"{name}.weight"].to(_wide(x))
+        wide = x.to(_wide(x))
+        weight = w[f"{name}.weight"].to(_wide(x)) + self.flags.get("apply-layernorm-1p", False)
         epsilon = self.flags["norm-epsilon"]
         if self.flags["normalization"] == "RMSNorm":
             return (wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight).to(x.dtype)
@@ -159,6 +206,10 @@ class Model:
         if share == 0:
             return x
         return x * self.kept(place, text.samples, share, tuple(x.shape)) / (1 - share)
+
+
+def _bounded(x: Tensor, bound: float | None) -> Tensor:
+    return x if bound is None else bound * (x / bound).tanh()
 
 
 def _linear(w: Weights, name: str, x: Tensor) -> Tensor:
@@ -198,7 +249,7 @@ def initial_spread(flags: Flags, name: str) -> float | str:
     if name.endswith("bias"):
         return "zeros"
     if "norm" in name:
-        return "ones"
+        return "zeros" if flags.get("apply-layernorm-1p") else "ones"
     into_residual = name.endswith(("attention.out.weight", ".down.weight"))
     return flags["init-method-std"] / (math.sqrt(2 * flags["num-layers"]) if into_residual else 1.0)
 

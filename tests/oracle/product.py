@@ -93,7 +93,7 @@ def kept(seed: int, place: str, samples: Sequence[int], share: float, shape: tup
         rows = range(shape[2])
         dropout = AttentionDropout(share, derive(site_key("attention", int(rest[0])), keys), rows, rows)
         return dropout_mask_attention(dropout, *shape)
-    site = ("embedding",) if kind == "embedding" else (int(rest[1]), f"{kind}_out")
+    site = ("embedding", *map(int, rest)) if kind == "embedding" else (int(rest[1]), f"{kind}_out")
     b, s, h = shape
     dropout = Dropout(share, derive(site_key("hidden", *site), keys), range(s))
     return dropout_mask_hidden(dropout, s, b, h).transpose(0, 1)

@@ -214,6 +214,8 @@ def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Tra
         clip = min(1.0, flags["clip-grad"] / (norm + 1e-6)) if flags["clip-grad"] else 1.0
         for name, each in master.items():
             decays = each.dim() > 1 and not name.endswith("bias")  # as in GPT-2: neither norms nor biases
+            if flags.get("apply-wd-to-qk-layernorm"):
+                decays |= name.endswith(("q_norm.weight", "k_norm.weight"))
             state = run.state.setdefault(name, {})
             facts = {"lr": lr, "decay": decay if decays else 0.0, "exempt": not decays}
             update(flags, each, grads[name] * clip, state, updates, **facts)

@@ -62,6 +62,7 @@ _FREE = frozenset(
         "vocab_size",
         "make_vocab_size_divisible_by",
         "fp32_residual_connection",
+        "mtp_loss_scaling_factor",
     }
 )
 
@@ -304,7 +305,9 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         for setting in architecture.settings
         if setting.words
     ]
-    allowed.append(("sparse_attention", ["dense"]))  # none of theirs has such layouts
+    # None of theirs has such layouts, and those with latent attention or further tokens are not among these.
+    allowed += [("sparse_attention", ["dense"]), ("multi_latent_attention", [False])]
+    allowed.append(("mtp_num_layers", [None]))
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed

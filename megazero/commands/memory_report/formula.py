@@ -76,7 +76,7 @@ class Widths:
         return cls(
             model.hidden_size,
             model.ffn_size,
-            2 if model.activation == "swiglu" else 1,
+            2 if model.gated else 1,
             Heads.of(model),
             (vocab, model.positions if learned else 0),
             4 if config.precision.dtype == "fp32" else 2,
@@ -126,6 +126,8 @@ class ActivationBytes:
 def stated(config: Config) -> bool:
     """Whether the formula speaks of such a training: a dense GPT that is not sliced, without dropout.
 
+    Latent attention and further tokens are left out too.
+
     Context parallelism may cut its sequences; what it sends between ranks comes on top.
     """
     model, parallel = config.model, config.parallel
@@ -139,6 +141,7 @@ def stated(config: Config) -> bool:
     plain = decodes and not model.num_experts and config.precision.fp8_format == "none"
     selective = config.recompute.granularity == "selective"
     learns = not config.distillation.kd
+    plain = plain and not model.multi_latent_attention and model.mtp_num_layers is None
     return plain and learns and not (sliced or special or drops or skips or built or selective)
 
 

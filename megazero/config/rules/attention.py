@@ -32,6 +32,16 @@ def _only_past(model: ModelConfig) -> bool:
 
 ATTENTION_RULES: tuple[Rule, ...] = (
     Rule(
+        "latent_heads_have_own_keys",
+        ("model.num_query_groups", "model.multi_latent_attention"),
+        "`num_query_groups` must be left out with `multi_latent_attention`, where each head has its own keys",
+        "leave one of the two out",
+        lambda c: (
+            not c.config.model.multi_latent_attention
+            or c.config.model.kv_heads == c.config.model.num_attention_heads
+        ),
+    ),
+    Rule(
         "window_pattern_is_whole",
         (_SKIPPED, _DEPTH),
         "`window_attn_skip_freq` must be one number above 1, or a 0 or 1 for each layer",

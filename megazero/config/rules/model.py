@@ -19,6 +19,13 @@ def _scaling_reaches(case: Case) -> bool:
     return model.scaled_to is None or model.scaled_to >= model.seq_length
 
 
+def _scalings(case: Case) -> int:
+    model = case.config.model
+    divided = model.rotary_seq_len_interpolation_factor is not None
+    latent = model.multi_latent_attention and model.scales_by_yarn
+    return divided + model.use_rope_scaling + latent
+
+
 def _rotary_dim_is_even(case: Case) -> bool:
     model = case.config.model
     return not model.rotates or (model.rotary_dim >= 2 and model.rotary_dim % 2 == 0)
@@ -32,6 +39,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         "change one of the two or set `--kv-channels`",
         lambda c: (
             c.config.model.kv_channels is not None
+            or c.config.model.multi_latent_attention
             or c.config.model.hidden_size % c.config.model.num_attention_heads == 0
         ),
     ),
@@ -44,20 +52,25 @@ MODEL_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "rotary_dim_even",
-        ("model.position_embedding_type", "model.rotary_percent", *_HEAD_SHAPE),
+        (
+            *("model.position_embedding_type", "model.rotary_percent", "model.qk_pos_emb_head_dim"),
+            *_HEAD_SHAPE,
+        ),
         "the rotated part of a head must have an even number of channels, at least 2",
-        "change the head width or `--rotary-percent`",
+        "change the head width, `--rotary-percent`, or `--qk-pos-emb-head-dim` of latent attention",
         _rotary_dim_is_even,
         lambda c: f"{c.config.model.rotary_dim} of each head are rotated",
     ),
     Rule(
         "one_rotary_scaling",
-        ("model.use_rope_scaling", "model.rotary_seq_len_interpolation_factor"),
-        "rotary positions must be scaled in one way",
-        "leave out `--use-rope-scaling` or `--rotary-seq-len-interpolation-factor`",
-        lambda c: (
-            not (c.config.model.use_rope_scaling and c.config.model.rotary_seq_len_interpolation_factor)
+        (
+            *("model.use_rope_scaling", "model.rotary_seq_len_interpolation_factor"),
+            *("model.rope_type", "model.multi_latent_attention"),
         ),
+        "rotary positions must be scaled in one way",
+        "leave out `--use-rope-scaling` or `--rotary-seq-len-interpolation-factor`; beside either, latent "
+        "attention needs `--rope-type rope`",
+        lambda c: _scalings(c) <= 1,
     ),
     Rule(
         "rotary_limits_in_order",

@@ -6,11 +6,13 @@ from megazero.config.numbers import LARGEST
 from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.steps import UNITS
 from megazero.config.training_plan import Evaluations, Limits, LrLengths
+from megazero.config.tree.model import ModelConfig
 
 _LENGTHS = tuple(f"training.train_{unit}" for unit in UNITS)
 _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
 _LR_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in UNITS)
+_SHARED = "model.moe_shared_expert_intermediate_size"
 _WEIGHT_DECAY_RANGE = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
 
 
@@ -42,6 +44,13 @@ def _decay_has_a_unit(case: Case) -> bool:
 def _weight_decay_grows(case: Case) -> bool:
     start, end = case.config.optimizer.start_weight_decay, case.config.optimizer.end_weight_decay
     return start is None or end is None or start <= end
+
+
+def _absent_modules(model: ModelConfig) -> set[str]:
+    """The parts that the model's layers do not have, of those that backward can compute again."""
+    absent = {"mla_up_proj"} | (set() if model.num_experts else {"moe", "moe_act", "shared_experts"})
+    absent |= set() if model.moe_shared_expert_intermediate_size else {"shared_experts"}
+    return absent | ({"layernorm"} if model.norm_position == "output" else set())
 
 
 def _lr(case: Case) -> LrLengths | None:
@@ -171,5 +180,14 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "`recompute.num_layers` must be at most the number of layers",
         "lower `--recompute-num-layers`",
         lambda c: c.config.recompute.num_layers <= c.config.model.num_layers,
+    ),
+    Rule(
+        "recompute_modules_are_there",
+        ("recompute.modules", "model.num_experts", _SHARED, "model.norm_position"),
+        "`recompute.modules` must be parts of the model: moe and moe_act of one with experts, shared_experts "
+        "of one that has them, layernorm of one that normalizes the inputs of attention and MLP; no model here "
+        "has multi-latent attention's mla_up_proj",
+        "leave out of `--recompute-modules` what the model does not have",
+        lambda c: not set(c.config.recompute.modules) & _absent_modules(c.config.model),
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat
 
 from megazero.config.tree.option import listed, option
 from megazero.config.tree.rotary import RotaryConfig
@@ -48,6 +48,28 @@ class AttentionConfig(RotaryConfig):
         "off-by-one: the denominator of attention's softmax has a 1 more, so that a head can attend to "
         "nothing; learnable: the exponential of a number that each head learns",
     )
+    softmax_scale: PositiveFloat | None = option(
+        None, "factor of the products of queries and keys; default: 1 / sqrt(width of a head)"
+    )
+    attn_logit_softcapping: PositiveFloat | None = option(
+        None,
+        "bound c of attention's scores, which become c tanh(score / c) before anything is masked (Gemma 2)",
+    )
+    qk_layernorm: bool = option(
+        False, "normalize queries and keys before they are rotated, or latent attention's small vectors"
+    )
+    qk_layernorm_scope: Literal["head", "projection"] = option(
+        "head",
+        "head: each head alone, all with the same weights (Qwen3, Gemma 3); projection: all heads together "
+        "(OLMo-2, OLMoE)",
+        needs="qk_layernorm",
+    )
+    apply_wd_to_qk_layernorm: bool = option(
+        False, "decay the weights of these norms too (Qwen3-Next)", needs="qk_layernorm"
+    )
+    attention_output_gate: bool = option(
+        False, "multiply what attention gives by the sigmoid of a projection of its input (Qwen3-Next)"
+    )
 
     @property
     def window(self) -> Window | None:
@@ -58,7 +80,8 @@ class AttentionConfig(RotaryConfig):
         return None if (left, right) == (-1, -1) else (left, right)
 
     def window_at(self, layer: int) -> Window | None:
-        """The window of one layer (from 0); None if it has none."""
+        """The window of one layer (from 0); None if it has none. Layers behind the last are like it."""
+        layer = min(layer, self.num_layers - 1)
         pattern = self.window_attn_skip_freq
         if pattern is None:
             return self.window

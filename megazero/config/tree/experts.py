@@ -99,7 +99,8 @@ class ExpertsConfig(TransformerConfig):
         return tuple(map(self.experts_at, range(self.num_layers)))
 
     def experts_at(self, layer: int) -> int:
-        """Number of experts of one layer (from 0); 0 for a dense one."""
+        """Number of experts of one layer (from 0); 0 for a dense one. Layers behind the last are like it."""
+        layer = min(layer, self.num_layers - 1)
         place = self.expert_place(layer) if self.num_experts else None
         if place is None:
             return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 
 from megazero.config.tree.attention import AttentionConfig
 from megazero.config.tree.option import option
@@ -29,6 +29,31 @@ class BertConfig(AttentionConfig):
     def has_token_types(self) -> bool:
         """Whether a BERT has vectors for the segments of its samples."""
         return self.bert_binary_head or self.bert_token_types
+
+
+class MultiTokenConfig(AttentionConfig):
+    """The prediction of further tokens, in training alone (DeepSeek-V3)"""
+
+    mtp_num_layers: PositiveInt | None = option(
+        None,
+        "how many tokens beyond the next one each position learns to predict, each by one more layer behind "
+        "the last; default: none",
+        needs=(
+            "family=gpt",
+            "position_embedding_type=rope,yarn,alibi,none: further layers read the words alone",
+            "embed_layernorm=False: further layers read the words alone",
+            "distillation.kd=False",
+            "finetune.task=None",
+        ),
+    )
+    mtp_loss_scaling_factor: NonNegativeFloat = option(
+        0.1, "weight of the mean of these predictions' losses", needs="mtp_num_layers"
+    )
+
+    @property
+    def further_layers(self) -> range:
+        """The numbers of the layers that predict further tokens, which follow those of the others."""
+        return range(self.num_layers, self.num_layers + (self.mtp_num_layers or 0))
 
 
 class ClassifierConfig(AttentionConfig):

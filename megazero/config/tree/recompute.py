@@ -9,6 +9,10 @@ from pydantic import NonNegativeInt, PositiveInt
 from megazero.config.tree.option import Section, option
 
 
+Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
+"""A part of a layer that backward may compute again by itself."""
+
+
 class RecomputeConfig(Section):
     """Activation recompute"""
 
@@ -21,6 +25,21 @@ class RecomputeConfig(Section):
             "--checkpoint-activations": "full",
             "--deepspeed-activation-checkpointing": "full",
         },
+    )
+    modules: tuple[Module, ...] = option(
+        ("core_attn",),
+        "selective: the parts of a layer that backward computes again: the core of attention, norms of the "
+        "inputs of attention and MLP, dense MLPs, all of a layer's experts, their activations, shared experts, projections up from "
+        "latent vectors",
+        flag="--recompute-modules",
+        switches={"--moe-layer-recompute": ("core_attn", "moe")},
+        implies={"--moe-layer-recompute": ("granularity", "selective")},
+        refused={"mhc": "belongs to hyper-connections, which are not built"},
+        needs=(
+            "granularity=selective",
+            "acceleration.compile=False: a compiled layer saves what its compiler chooses",
+            "acceleration.cuda_graph=False: a graph keeps the memory of its layer anyway",
+        ),
     )
     method: Literal["uniform", "block", "every"] = option(
         "uniform",
@@ -84,3 +103,7 @@ class RecomputeConfig(Section):
             "acceleration.cuda_graph=False: a graph keeps buffers of whole sequences",
         ),
     )
+
+    def again(self, module: Module) -> bool:
+        """Whether backward computes this part of a layer again by itself."""
+        return self.granularity == "selective" and module in self.modules

@@ -6,14 +6,14 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from megazero.config.tree.latent import LatentConfig
 from megazero.config.tree.option import option
-from megazero.config.tree.transformer import TransformerConfig
 
 _LLAMA3 = "use_rope_scaling"
-_YARN = "position_embedding_type=yarn"
+_YARN = "position_embedding_type=yarn or multi_latent_attention"
 
 
-class RotaryConfig(TransformerConfig):
+class RotaryConfig(LatentConfig):
     """Rotary positions, and their scaling to sequences longer than those of the first training"""
 
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(
@@ -23,7 +23,13 @@ class RotaryConfig(TransformerConfig):
         10000.0,
         "base of the rotary frequencies",
         aliases=("--rotary-position-embeddings-theta",),
-        needs="position_embedding_type=rope,yarn",
+        needs="position_embedding_type=rope,yarn or multi_latent_attention",
+    )
+    window_rotary_base: PositiveFloat | None = option(
+        None,
+        "base in the layers with a window, whose positions are then not scaled (Gemma 3); default: as in "
+        "the others",
+        needs=("position_embedding_type=rope,yarn", "window_size"),
     )
     rotary_seq_len_interpolation_factor: PositiveFloat | None = option(
         None,
@@ -53,13 +59,23 @@ class RotaryConfig(TransformerConfig):
         1.0, "YaRN: factor between the longest sequence and that of the first training", needs=_YARN
     )
     yarn_original_max_position_embeddings: PositiveInt = option(
-        4096, "YaRN: the sequence length of the first training", unit="tokens", needs=_YARN
+        4096,
+        "YaRN: the sequence length of the first training",
+        unit="tokens",
+        aliases=("--original-max-position-embeddings",),
+        needs=_YARN,
     )
     yarn_beta_fast: PositiveFloat = option(
-        32.0, "YaRN: channels that turn more times than this in that length stay as they are", needs=_YARN
+        32.0,
+        "YaRN: channels that turn more times than this in that length stay as they are",
+        aliases=("--beta-fast",),
+        needs=_YARN,
     )
     yarn_beta_slow: PositiveFloat = option(
-        1.0, "YaRN: channels that turn fewer times than this slow down by the whole factor", needs=_YARN
+        1.0,
+        "YaRN: channels that turn fewer times than this slow down by the whole factor",
+        aliases=("--beta-slow",),
+        needs=_YARN,
     )
     yarn_correction_range_round_to_int: bool = option(
         True,
@@ -74,23 +90,28 @@ class RotaryConfig(TransformerConfig):
         needs=_YARN,
     )
     mscale_all_dim: NonNegativeFloat = option(
-        0.0, "YaRN: divides that by 0.1 x this x ln(factor) + 1", needs=_YARN
+        0.0,
+        "YaRN: divides that by 0.1 x this x ln(factor) + 1; latent attention multiplies its scores by the "
+        "square of it",
+        needs=_YARN,
     )
 
     @property
     def rotates(self) -> bool:
         """Whether queries and keys are rotated by their positions."""
-        return self.position_embedding_type in ("rope", "yarn")
+        return self.multi_latent_attention or self.position_embedding_type in ("rope", "yarn")
 
     @property
     def rotary_dim(self) -> int:
         """Channels of a head that are rotated."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property
     def scaled_from(self) -> int | None:
         """The sequence length of the first training, where positions are scaled by it (YaRN, Llama 3)."""
-        if self.position_embedding_type == "yarn":
+        if self.scales_by_yarn:
             return self.yarn_original_max_position_embeddings
         return self.rope_original_max_position_embeddings if self.use_rope_scaling else None
 

@@ -8,6 +8,9 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megazero.config.tree.option import Probability, Section, option
 
+Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "squared_relu"]
+_LOGITS = "family=gpt: the heads of other families have no such factor"
+
 
 class TransformerConfig(Section):
     """The shape of a transformer with dense layers"""
@@ -44,12 +47,24 @@ class TransformerConfig(Section):
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
     norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
-    activation: Literal["gelu", "gelu_exact", "swiglu", "squared_relu"] = option(
+    apply_layernorm_1p: bool = option(
+        False, "store the weights of norms less 1, so that they begin at 0 and are rounded less (Gemma)"
+    )
+    norm_position: Literal["input", "output", "both"] = option(
+        "input",
+        "where attention and MLP are normalized: their inputs, their outputs before they are added to the "
+        "residual (OLMo-2), or both (the sandwich of Gemma 2, Gemma 3 and GLM-4)",
+        needs="output => apply_residual_connection_post_layernorm=False: no input is normalized there",
+    )
+    activation: Activation = option(
         "gelu",
         "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form, and the default where "
-        "linear layers have no biases",
+        "linear layers have no biases; in swiglu, geglu (tanh form) and quick_geglu (x sigmoid(1.702 x)) "
+        "half of the inner values gate the other half",
         switches={
             "--swiglu": "swiglu",
+            "--gated-linear-unit": "geglu",
+            "--quick-geglu": "quick_geglu",
             "--squared-relu": "squared_relu",
             "--openai-gelu": "gelu",
             # Megatron's fused bias+GELU is the tanh form; unfused it takes torch's exact GELU.
@@ -57,6 +72,16 @@ class TransformerConfig(Section):
         },
         yielding=("--no-bias-gelu-fusion",),
         implies={"--openai-gelu": ("bert_head_activation", "gelu")},
+    )
+    glu_linear_offset: float = option(
+        0.0,
+        "added to the values that are gated; gpt-oss has 1",
+        needs="activation=swiglu,geglu,quick_geglu",
+    )
+    activation_func_clamp_value: PositiveFloat | None = option(
+        None,
+        "bounds the gates from above, and the gated values from both sides; gpt-oss has 7",
+        needs="activation=swiglu,geglu,quick_geglu",
     )
     add_bias_linear: bool = option(
         True, "leave the biases out of linear layers", flag="--disable-bias-linear"
@@ -78,6 +103,18 @@ class TransformerConfig(Section):
     apply_residual_connection_post_layernorm: bool = option(
         False, "take the residual after the normalization instead of before"
     )
+    embedding_multiplier: PositiveFloat = option(
+        1.0, "factor of the words' embeddings, where they enter the layers; Gemma has sqrt(hidden size)"
+    )
+    residual_multiplier: PositiveFloat = option(
+        1.0, "factor of what attention and MLP add to the residual (Granite)"
+    )
+    logits_multiplier: PositiveFloat = option(1.0, "factor of the logits (Granite, Cohere)", needs=_LOGITS)
+    final_logit_softcapping: PositiveFloat | None = option(
+        None,
+        "bound c of the logits, which become c tanh(logit / c) (Gemma 2)",
+        needs=(_LOGITS, "recompute.logits=False: the loss by blocks of the vocabulary has no such bound"),
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -86,11 +123,6 @@ class TransformerConfig(Section):
         if isinstance(data, dict) and data.get("add_bias_linear") is False:
             return {"activation": "gelu_exact", **data}
         return data
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def kv_heads(self) -> int:
@@ -103,8 +135,13 @@ class TransformerConfig(Section):
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
+    def gated(self) -> bool:
+        """Whether half of an MLP's inner values gate the other half."""
+        return self.activation in ("swiglu", "geglu", "quick_geglu")
+
+    @property
     def ffn_size(self) -> int:
-        """Inner width of the MLP (of each of the two halves with SwiGLU)."""
+        """Inner width of the MLP (of each of the two halves, if one gates the other)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if self.activation == "swiglu":

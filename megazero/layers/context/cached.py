@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
@@ -76,16 +75,19 @@ class SharedCacheCore(AttentionCore):
     ) -> Tensor:
         start, runs = self.store.extend(attends, k, v)
         (s, b, n, _), wide = q.shape, compute_dtype(q.dtype)
-        out = torch.zeros(s, b, n, v.shape[-1], dtype=wide, device=q.device)
+        width = attends.keys_and_values(k[:1], v[:1])[1].shape[-1]
+        out = torch.zeros(s, b, n, width, dtype=wide, device=q.device)
         lse = torch.full((b, n, s), -torch.inf, dtype=wide, device=q.device)
         for run in runs:
             call = AttentionCall(
-                1 / math.sqrt(q.shape[-1]),
+                attends.scale_of(q),
                 bias=bias,
                 pattern=attends.pattern.causally(attends.causal),
                 part=Part(start, run.start),
+                softcap=attends.softcap,
             )
-            merge_part(out, lse, *forward_of_part(q, run.keys, run.values, call))
+            keys, values = attends.keys_and_values(run.keys, run.values)
+            merge_part(out, lse, *forward_of_part(q, keys, values, call))
         parts = (gather_rows(x.unsqueeze(0), self.sharers) for x in (out, lse))
         first, *others = zip(*(x.unbind() for x in parts), strict=True)
         out, lse = (x.clone() for x in first)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -128,7 +127,7 @@ def masks_of(
     """The masks of a layer for the heads of q [s, b, n, d], which are those of a rank of `heads`."""
     assert bias is None or isinstance(bias, Slopes), "a bias of all pairs is on no rank whole"
     dropout = inputs.attention_dropout(attends, heads.rank * q.shape[2])
-    return PairMasks(attends, 1 / math.sqrt(q.shape[-1]), bias, inputs.rows.documents, dropout)
+    return PairMasks(attends, attends.scale_of(q), bias, inputs.rows.documents, dropout)
 
 
 def _turns(q: Tensor, groups: int) -> int:

@@ -23,6 +23,7 @@ from megazero.ops.attention.table import (
     MaskKind,
     check,
     chosen,
+    head_kind,
     holds_all_pairs,
 )
 from megazero.ops.dropout import AttentionDropout
@@ -47,6 +48,7 @@ __all__ = [
     "attention_with_lse",
     "backward_of_part",
     "forward_of_part",
+    "head_kind",
     "holds_all_pairs",
     "merge_part",
     "varying_shapes",

@@ -56,6 +56,8 @@ class AttentionCall:
         pattern: which keys a query may attend to by its place; causality is a part of it.
         part: where queries and keys lie in their sequence; None: the keys are the sequence from its
             beginning, and the last query has the last key.
+        softcap: the bound c of the scaled scores, which become c tanh(score / c) before a bias is added and
+            anything is masked (Gemma 2, 2024); None: they have none.
     """
 
     scale: float
@@ -65,6 +67,7 @@ class AttentionCall:
     dropout: AttentionDropout | None = None
     pattern: Pattern = ALL
     part: Part | None = None
+    softcap: float | None = None
 
     @property
     def causal(self) -> bool:

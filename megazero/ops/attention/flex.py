@@ -119,13 +119,17 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return tiles.sum(-1).to(torch.int32).unsqueeze(0), order.to(torch.int32).unsqueeze(0)
 
 
-def _biased(by_head: Tensor, shift: int) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The scores with linear biases by distance, as FlexAttention asks for them."""
+def _modified(call: AttentionCall, shift: int) -> Callable[..., Tensor] | None:
+    """The scores within their bound and with linear biases by distance, as FlexAttention asks for them."""
+    cap, by_head = call.softcap, call.bias.by_head if isinstance(call.bias, Slopes) else None
+    if cap is None and by_head is None:
+        return None
 
-    def biased(score: Tensor, _: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + by_head[h] * (j - i - shift)
+    def modified(score: Tensor, _: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        score = score if cap is None else cap * torch.tanh(score / cap)
+        return score if by_head is None else score + by_head[h] * (j - i - shift)
 
-    return biased
+    return modified
 
 
 _FLEX = _Flex()
@@ -140,7 +144,7 @@ def attention_flex(
     mask = _FLEX.block_mask(call, s, t, q.device)
     out: Tensor = (attend or _FLEX.compiled)(
         *heads,
-        score_mod=_biased(call.bias.by_head, call.shift(s, t)) if isinstance(call.bias, Slopes) else None,
+        score_mod=_modified(call, call.shift(s, t)),
         block_mask=mask,
         scale=call.scale,
         enable_gqa=k.shape[2] != n,

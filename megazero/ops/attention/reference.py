@@ -61,7 +61,8 @@ class _Reference(AttentionKernel):
         wide, repeats = compute_dtype(q.dtype), q.shape[2] // k.shape[2]
         q, k, v, out, grad = (x.to(wide) for x in (q, k, v, results.out, results.grad))
         keys, values = (x.repeat_interleave(repeats, 2) for x in (k, v))
-        scores, scale = _biased(torch.einsum("sbnd,tbnd->bnst", q, keys), given)
+        products = torch.einsum("sbnd,tbnd->bnst", q, keys)
+        scores, scale = _biased(products, given)
         scores, nothing = masked_scores(
             scores, scale, given.causal_alone(len(q), len(k)), given.allowed(q, k)
         )
@@ -74,6 +75,8 @@ class _Reference(AttentionKernel):
         delta = torch.linalg.vecdot(grad, out).permute(1, 2, 0)
         delta = delta if results.grad_lse is None else delta - results.grad_lse
         grad_scores = probs * (grad_probs - delta.unsqueeze(-1)) * given.scale
+        if given.softcap is not None:
+            grad_scores *= 1 - torch.tanh(products * (given.scale / given.softcap)).square()
         grad_q = torch.einsum("bnst,tbnd->sbnd", grad_scores, keys)
         grad_k = torch.einsum("bnst,sbnd->tbnd", grad_scores, q)
         grad_v = torch.einsum("bnst,sbne->tbne", kept, grad)
@@ -128,11 +131,14 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall)
 
 
 def _biased(scores: Tensor, call: AttentionCall) -> tuple[Tensor, float]:
-    """Scores with the bias, and the scale that is still to be applied."""
+    """Scores within their bound and with the bias, and the scale that is still to be applied."""
     biases = call.biases(*scores.shape[-2:])
-    if biases is None:
+    if biases is None and call.softcap is None:
         return scores, call.scale
-    return scores * call.scale + biases.to(scores.dtype), 1.0
+    scores = scores * call.scale
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
+    return scores if biases is None else scores + biases.to(scores.dtype), 1.0
 
 
 def _heads_second(x: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ class AttentionFacts(CallFacts):
         lse: whether the log-sum-exp is needed too.
         bias: the biases that are added to the scores.
         heads: the widths of queries, keys and values.
+        capped: whether the scores are bounded.
     """
 
     mask: MaskKind
@@ -88,6 +89,7 @@ class AttentionFacts(CallFacts):
     lse: bool
     bias: BiasKind = BiasKind.NONE
     heads: HeadKind = HeadKind.ALIKE
+    capped: bool = False
 
 
 def _flash_pays(facts: AttentionFacts) -> bool:
@@ -116,14 +118,14 @@ _RESTRICTED = "pays with sinks, a prefix, blocks or places of parts only"
 
 
 def _flex_pays(facts: AttentionFacts) -> bool:
-    return facts.mask is MaskKind.PATTERN or facts.bias is BiasKind.SLOPES
+    return facts.mask is MaskKind.PATTERN or facts.bias is BiasKind.SLOPES or facts.capped
 
 
 def _flex_serves(facts: AttentionFacts) -> bool:
     return flex_compiles()
 
 
-_FLEX_PAYS = "pays with sinks, a prefix, blocks or biases by distance only"
+_FLEX_PAYS = "pays with sinks, a prefix, blocks, biases by distance or bounded scores only"
 _FLEX_SERVES = "needs triton, which is not installed"
 
 
@@ -159,12 +161,12 @@ ATTENTION: Operator[_Attend] = Operator(
         Implementation(
             "native_cpu",
             attention_native_cpu,
-            on_native_cpu().needing(_no_tensor, _NO_TENSOR).needing(_one_width, _ONE_WIDTH),
+            on_native_cpu(capped=False).needing(_no_tensor, _NO_TENSOR).needing(_one_width, _ONE_WIDTH),
         ),
         Implementation(
             "flash_cpu",
             attention_flash_cpu,
-            where(CPU, _FLASH_DTYPES, bias=BiasKind.NONE)
+            where(CPU, _FLASH_DTYPES, bias=BiasKind.NONE, capped=False)
             .needing(_one_width, _ONE_WIDTH)
             .needing(_flash_pays, _FLASH_PAYS),
         ),
@@ -179,13 +181,14 @@ ATTENTION: Operator[_Attend] = Operator(
                 lse=False,
                 bias=BiasKind.NONE,
                 heads=HeadKind.ALIKE,
+                capped=False,
             ).needing(_varlen_serves, _VARLEN_SERVES),
             traceable=True,
         ),
         Implementation(
             "cuda",
             attention_cuda,
-            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE)
+            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE, capped=False)
             .needing(_cuda_pays, _CUDA_PAYS)
             .needing(_in_order, _IN_ORDER),
         ),
@@ -200,12 +203,16 @@ ATTENTION: Operator[_Attend] = Operator(
         Implementation(
             "cuda_by_mask",
             attention_cuda_by_mask,
-            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE).needing(_restricted, _RESTRICTED),
+            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE, capped=False).needing(
+                _restricted, _RESTRICTED
+            ),
         ),
         # On a GPU torch's kernels take heads of other widths, and hold as much.
-        Implementation("planned", attention_planned, where(META, CUDA_DTYPES, bias=BiasKind.NONE)),
-        Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False), traceable=True),
-        Implementation("composed", attention_with_dropout, where(dropout=True, lse=False)),
+        Implementation(
+            "planned", attention_planned, where(META, CUDA_DTYPES, bias=BiasKind.NONE, capped=False)
+        ),
+        Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False, capped=False), traceable=True),
+        Implementation("composed", attention_with_dropout, where(lse=False)),
         Implementation("reference", attention_reference),
     ),
     (
@@ -218,6 +225,7 @@ ATTENTION: Operator[_Attend] = Operator(
             lse=(False, True),
             bias=tuple(BiasKind),
             heads=tuple(HeadKind),
+            capped=(False, True),
         )[1:],
     ),
     examples=attention_examples,
@@ -240,7 +248,8 @@ def chosen(
         dropout=call.dropout is not None,
         lse=lse,
         bias=_bias_kind(call.bias),
-        heads=_head_kind(q.shape[-1], v.shape[-1]),
+        heads=head_kind(q.shape[-1], v.shape[-1]),
+        capped=call.softcap is not None,
     )
     implementation = ATTENTION.choose(facts)
     if holds_all_pairs(implementation.name, facts) and not torch.compiler.is_compiling():
@@ -270,7 +279,8 @@ def _bias_kind(bias: Tensor | Slopes | None) -> BiasKind:
     return BiasKind.SLOPES if isinstance(bias, Slopes) else BiasKind.TENSOR
 
 
-def _head_kind(size: int, values: int) -> HeadKind:
+def head_kind(size: int, values: int) -> HeadKind:
+    """The kind of heads of so many channels, and so many of their values."""
     if values != size:
         return HeadKind.UNLIKE
     return HeadKind.WIDE if size > MOST_SIZE else HeadKind.ALIKE

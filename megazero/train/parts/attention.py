@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.config.tree.config import Config
-from megazero.ops.attention import ATTENTION, AttentionFacts, BiasKind, HeadKind, MaskKind, holds_all_pairs
-from megazero.ops.attention.cuda import MOST_SIZE
+from megazero.ops.attention import ATTENTION, AttentionFacts, BiasKind, MaskKind, head_kind, holds_all_pairs
 from megazero.ops.attention.varlen import varlen_knows
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import family_of
@@ -45,7 +44,8 @@ def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
         dropout=model.attention_dropout > 0,
         lse=model.softmax_type != "vanilla",
         bias=BiasKind.SLOPES if model.position_embedding_type == "alibi" else BiasKind.NONE,
-        heads=HeadKind.WIDE if model.head_dim > MOST_SIZE else HeadKind.ALIKE,
+        heads=head_kind(model.head_dim, model.value_dim),
+        capped=model.attn_logit_softcapping is not None,
     )
 
 

@@ -12,12 +12,12 @@ from megazero.checkpoint.upcycling import dense_model
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.rules.table import check
 from megazero.config.tree.config import Config
+from megazero.config.tree.latent import LatentConfig
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.rotary import RotaryConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
-from megazero.config.tree.transformer import TransformerConfig
 from megazero.data.blended import SampleDataset
 from megazero.data.sources import contents
 from megazero.errors import CheckpointError, ConfigError, DataError
@@ -53,12 +53,13 @@ FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | frozenset(
         "init_method_std",
         "vocab_size",  # checked separately, as the vocabulary's size
         "make_vocab_size_divisible_by",
+        "mtp_loss_scaling_factor",
     }
 )
 # Settings that may change besides with --extend-context: how fast the channels of a head turn, and how far.
-_ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(TransformerConfig.model_fields) - {
+_ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.model_fields) - {
     "rotary_percent"
-} | {"position_embedding_type", "max_position_embeddings"}
+} | {"position_embedding_type", "rope_type", "max_position_embeddings"}
 # Changes in these sections do not affect the training, so they are not reported.
 _SILENT_SECTIONS = ("checkpoint", "logging", "profiling")
 _SHOWN = 10
@@ -151,7 +152,7 @@ def free_fields(config: Config, model: ModelConfig, saved: SavedModel, folder: P
         return FREE_MODEL_FIELDS  # the kind of positions is then a difference that is refused
     lengths = (before.seq_length, before.positions) if before.scaled_from is None else (before.scaled_from,)
     if model.scaled_from is not None and model.scaled_from not in lengths:
-        name = "yarn" if model.position_embedding_type == "yarn" else "rope"
+        name = "yarn" if model.scales_by_yarn else "rope"
         raise CheckpointError(
             f"`{name}_original_max_position_embeddings` must be the sequence length of the first training of "
             f"`{folder}` ({lengths[0]}), but is {model.scaled_from}; set it to that"

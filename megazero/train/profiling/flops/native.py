@@ -14,6 +14,7 @@ from torch import nn
 from megazero.config.tree.config import Config
 from megazero.layers.attention import SelfAttention
 from megazero.layers.inputs import NOTHING_SKIPPED, LayerInputs
+from megazero.layers.latent import LatentAttention
 from megazero.layers.linear import ColumnParallelLinear
 from megazero.models.distilled import DistilledChunk
 from megazero.models.trunk import Trunk
@@ -266,15 +267,21 @@ class AttentionShapes:
         """Take note of the shapes of an attention, whose projection has the rows it sees: [s, b, ...]."""
         if isinstance(module, ColumnParallelLinear):
             self._rows[module] = output.shape[:2]
-        if not self.counts or not isinstance(module, SelfAttention):
+        if not self.counts or not isinstance(module, (SelfAttention, LatentAttention)):
             return
-        inputs, (rows, samples) = args[1], self._rows[module.qkv]
+        if isinstance(module, SelfAttention):
+            projection = module.qkv
+            groups, per_group, width = projection.local_shape
+            channels = groups * (per_group - 2) * 2 * width
+        else:
+            projection = module.query
+            heads, width = projection.local_shape
+            channels = heads * (width + module.config.v_head_dim)
+        inputs, (rows, samples) = args[1], self._rows[projection]
         assert isinstance(inputs, LayerInputs), "a layer passes its inputs on"
-        groups, per_group, width = module.qkv.local_shape
         queries = rows if inputs.wanted is None else inputs.wanted.shape[0]
         pairs = queries * rows * self.sharers * samples
-        heads = groups * (per_group - 2)
-        self._macs[module] = self._macs.get(module, 0) + 2 * pairs * heads * width
+        self._macs[module] = self._macs.get(module, 0) + pairs * channels
 
     def stop(self) -> None:
         """Count no further step."""

@@ -1,0 +1,71 @@
+"""The tokens and labels of positions further on in the same text, which multi-token prediction reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """The words and labels so many positions further on.
+
+    Attributes:
+        tokens, labels: int64 [b, s]; 0 where the text ends before.
+        weights: float32 [b, s], weight of each position in the loss: that of the position whose label it is.
+        counted: the sum of the weights, known on the host.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    weights: Tensor
+    counted: float
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of values [s, b] over the positions, each times its weight in the loss."""
+        return (values * self.weights.t()).sum()
+
+    @classmethod
+    def of_arrays(
+        cls,
+        arrays: Mapping[str, np.ndarray],
+        depths: int,
+        own: Callable[[np.ndarray], np.ndarray],
+        device: torch.device,
+    ) -> tuple[Ahead, ...]:
+        """The arrays of a batch of whole sequences, 1 to `depths` positions on.
+
+        Args:
+            arrays: a dataset's, [b, s] each: tokens, labels, and if there are any loss_mask and document_ids.
+            depths: the number of further tokens.
+            own: takes this rank's columns of an array [b, s].
+            device: the device of the tensors.
+        """
+        made = []
+        for shifted in _shifted(arrays, depths):
+            tokens, labels, weights = (np.ascontiguousarray(own(array)) for array in shifted)
+            counted = float(weights.sum(dtype="float64"))
+            first, second, third = (
+                torch.from_numpy(x).to(device, non_blocking=True) for x in (tokens, labels, weights)
+            )
+            made.append(cls(first, second, third, counted))
+        return tuple(made)
+
+
+def _shifted(
+    arrays: Mapping[str, np.ndarray], depths: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Tokens, labels and weights of each depth: shifted within the sequence, and within its documents."""
+    tokens, labels, documents = arrays["tokens"], arrays["labels"], arrays.get("document_ids")
+    weights = arrays.get("loss_mask", np.ones(tokens.shape, dtype=np.float32))
+    for depth in range(1, depths + 1):
+        inside = np.zeros(tokens.shape, dtype=bool)
+        inside[:, :-depth] = True if documents is None else documents[:, depth:] == documents[:, :-depth]
+        yield tuple(  # type: ignore[misc]
+            np.where(inside, np.roll(array, -depth, axis=1), 0).astype(array.dtype)
+            for array in (tokens, labels, weights)
+        )

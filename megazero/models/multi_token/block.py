@@ -1,0 +1,95 @@
+"""The block that predicts one token further on (multi-token prediction, DeepSeek-V3, 2024, arXiv:2412.19437).
+
+It joins what the block before it knows of a position with the word further on, which it may see as that is
+not what it predicts. Weights and order are those of Megatron-LM and transformers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.embedding import vocabulary_spec, words_of
+from megazero.layers.inputs import NOTHING_SKIPPED, LayerInputs
+from megazero.layers.linear import ReplicatedLinear
+from megazero.layers.norm import Norm
+from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
+from megazero.layers.sums import Sums
+from megazero.loss import LossTerm
+from megazero.models.chunk import Slice
+from megazero.models.layer import layer_of
+from megazero.ops.dropout import dropout_mask_hidden
+
+
+class FurtherToken(nn.Module):
+    """([s, b, h], the words [b, s] further on, inputs) -> ([s, b, h], sums), of s/tp rows where ranks share.
+
+    Both are hidden states with a norm behind them, as the head reads them, which is the model's own.
+
+    Args:
+        depth: how many tokens beyond the next one, from 1.
+        held: the part of the model that is here.
+        word: the weight of the embedding, or this stage's copy of it.
+    """
+
+    def __init__(self, depth: int, held: Slice, word: nn.Parameter):
+        super().__init__()
+        config, placement, number = held.config, held.placement, held.config.further_layers[depth - 1]
+        self.config, self.placement, self.vocab_size = config, placement, held.vocab[0]
+        self.depth, self.word = depth, word
+        name, width = f"layers.{number}", config.hidden_size
+        self.word_norm = Norm(f"{name}.word_norm", config, placement)
+        self.hidden_norm = Norm(f"{name}.hidden_norm", config, placement)
+        self.join = ReplicatedLinear(
+            f"{name}.join", 2 * width, width, placement, config.init_method_std, between=True
+        )
+        self.layer = layer_of(number, held, causal=True)
+        self.norm = Norm(f"{name}.final_norm", config, placement)
+        self.units = recompute_units(1, held.recompute)
+        self.keeping = InputKeeping.of(held.recompute, placement)
+
+    def forward(self, hidden: Tensor, tokens: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
+        dtype = self.placement.dtype
+        inputs = replace(inputs, skipping=NOTHING_SKIPPED)
+        words = words_of(tokens.t(), self.word, self.vocab_size, self.placement)
+        if self.config.embedding_multiplier != 1.0:
+            words = words * self.config.embedding_multiplier
+        drop = inputs.dropout(self.config.hidden_dropout, "hidden", "embedding", self.depth)
+        if drop is not None:
+            words = words * dropout_mask_hidden(drop, *words.shape) / (1.0 - drop.p)
+        both = torch.cat((self.word_norm(words), self.hidden_norm(hidden)), -1)
+        x = self.join(both.to(dtype), inputs.deferred)
+        if self.config.fp32_residual_connection:
+            x = x.float()
+        x, sums = run_layers([self.layer], x, inputs, self.units, self.keeping)
+        return self.norm(x).to(dtype), sums
+
+
+def further_tokens(held: Slice, word: nn.Parameter | None) -> nn.ModuleList:
+    """The blocks of all further tokens.
+
+    Args:
+        held: the part of the model that is here, which has its head.
+        word: the weight of the embedding; None if it is on another stage: a copy of it is made.
+    """
+    depths = held.config.mtp_num_layers or 0
+    if depths and word is None:
+        spec = vocabulary_spec("further.word.weight", *held.vocab, held.config)
+        word = held.placement.parameter(replace(spec, tied_with="embedding.word.weight", shared=True))
+    return nn.ModuleList(FurtherToken(d, held, word) for d in range(1, depths + 1) if word is not None)
+
+
+def term_of(depth: int) -> str:
+    """The name of the loss term of a further token, as Megatron-LM reports it."""
+    return f"mtp_{depth}"
+
+
+def further_terms(config: ModelConfig) -> tuple[LossTerm, ...]:
+    """The loss terms of all further tokens: their weights together are `mtp_loss_scaling_factor`."""
+    depths = config.mtp_num_layers or 0
+    return tuple(
+        LossTerm(term_of(depth), config.mtp_loss_scaling_factor / depths) for depth in range(1, depths + 1)
+    )

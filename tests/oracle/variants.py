@@ -1,0 +1,67 @@
+"""Variants of the layers: factors of the oracle's cases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+VARIANTS: Mapping[str, Mapping[str, Mapping[str, object]]] = MappingProxyType(
+    {
+        "query-norm": {
+            "none": {},
+            "head": {"qk-layernorm": True, "apply-wd-to-qk-layernorm": True},
+            "all": {"qk-layernorm": True, "qk-layernorm-scope": "projection"},
+        },
+        "norms": {
+            "input": {},
+            "output": {"norm-position": "output"},
+            "both": {"norm-position": "both"},
+        },
+        "gains": {"of-1": {}, "of-0": {"apply-layernorm-1p": True}},
+        "bounds": {
+            "none": {},
+            "scores": {"attn-logit-softcapping": 0.7},
+            "logits": {"final-logit-softcapping": 1.5},
+            "both": {"attn-logit-softcapping": 2.0, "final-logit-softcapping": 4.0},
+        },
+        "output-gate": {"no": {}, "yes": {"attention-output-gate": True}},
+        "factors": {
+            "none": {},
+            "gemma": {"embedding-multiplier": 32**0.5, "softmax-scale": 0.2},
+            "granite": {
+                **{"embedding-multiplier": 3.0, "residual-multiplier": 0.4, "logits-multiplier": 0.7},
+                "softmax-scale": 0.6,
+            },
+        },
+    }
+)
+ACTIVATIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "geglu": {"activation": "geglu"},
+        "gpt-oss": {
+            **{"activation": "quick_geglu", "glu-linear-offset": 1.0},
+            "activation-func-clamp-value": 0.6,
+        },
+        "swiglu-bounded": {"activation": "swiglu", "activation-func-clamp-value": 0.9},
+    }
+)
+TWO_BASES: Mapping[str, object] = MappingProxyType(
+    {
+        **{"position-embedding-type": "rope", "rotary-base": 400.0, "window-rotary-base": 20.0},
+        "rotary-seq-len-interpolation-factor": 3.0,
+    }
+)
+NEVER = (
+    # A window's base needs a window.
+    frozenset({("positions", "two-bases"), ("window", "none")}),
+    # There is no norm before the residual is taken.
+    frozenset({("norms", "output"), ("residual", "after-norm")}),
+    frozenset({("norms", "output"), ("recompute", "parts")}),
+    # Rounding carries a value over a bound, where its gradient ends, and LAMB makes more of rounding.
+    *(
+        frozenset({("activation", unit), ("optimizer", name)})
+        for unit in ("gpt-oss", "swiglu-bounded")
+        for name in ("lamb", "lamb-bounded")
+    ),
+    *(frozenset({("bounds", name), ("recompute", "logits")}) for name in ("logits", "both")),
+)
