@@ -16,7 +16,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.layers.collectives import gather_for_parts, share_for_parts
 from megazero.layers.computed_again import computed_again
 from megazero.layers.cores import core_of
-from megazero.layers.inputs import Attends, LayerInputs
+from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, residual_std
 from megazero.layers.norm import Norm
 from megazero.layers.patterns import pattern_of
@@ -116,12 +116,30 @@ class LatentAttention(nn.Module):
         latent = _normed(self.latent_norm, latent)
         key = apply_rotary(halves(self._shared(key)).unsqueeze(2), *tables)  # [s, b, 1, c]
         if inputs.core is not None:
-            attends = replace(self.attends, unpacked=self._keys_and_values)
-            context = inputs.core(q, latent.unsqueeze(2), key, inputs, attends, None)
-            return self._result(context, inputs)
+            return self._result(self._generated(q, latent.unsqueeze(2), key, inputs, inputs.core), inputs)
         k, v = self._keys_and_values(latent.unsqueeze(2), key, inputs)
         context = computed_again(self.recompute, self._attend, q, k, v, inputs)
         return self._result(context, inputs)
+
+    def _generated(
+        self, q: Tensor, latent: Tensor, key: Tensor, inputs: LayerInputs, core: AttentionCore
+    ) -> Tensor:
+        """The context [s, b, n e] of rows that go on where earlier ones ended.
+
+        For few rows the small vectors are keys and values themselves, and the products that would make heads
+        of all of them are applied to queries and to the context: n (2 r + c) products for each pair instead
+        of n (d + c + e), and n r (d + e) for each row instead of for each that is kept.
+        """
+        rank, own, value = self.config.kv_lora_rank, self.config.qk_head_dim, self.config.v_head_dim
+        if len(q) * (2 * rank - own - value) >= rank * (own + value):
+            attends = replace(self.attends, unpacked=self._keys_and_values)
+            return core(q, latent, key, inputs, attends, None)
+        to_keys, to_values = self.latent_up.weight.split((own, value), 1)  # [n/tp, d or e, r]
+        plain, turned = q.split((own, q.shape[-1] - own), -1)
+        q = torch.cat((torch.einsum("sbnd,ndr->sbnr", plain, to_keys), turned), -1)
+        attends = replace(self.attends, unpacked=lambda latent, key: (torch.cat((latent, key), -1), latent))
+        context = core(q, latent, key, inputs, attends, None).unflatten(-1, (-1, rank))
+        return torch.einsum("sbnr,ner->sbne", context, to_values).flatten(2)
 
     def _shared(self, key: Tensor) -> Tensor:
         """The key [s, b, c] of all rows, for the heads of each rank."""

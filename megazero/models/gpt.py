@@ -116,8 +116,8 @@ class GPT(LanguageModel):
 
     def __init__(self, held: Slice):
         super().__init__(held)
-        self.further = nn.ModuleList()
-        if self.head is not None:
+        self.further: nn.ModuleList | tuple[()] = ()
+        if self.head is not None and held.config.mtp_num_layers:
             word = held.tied.get(WORD) if self.embedding is None else self.embedding.word
             if not held.config.untie_embeddings_and_output_weights:
                 word = self.head.weight

@@ -203,10 +203,13 @@ def test_yarn_sharpens_the_scores():
     assert latent_scale(yarn) == pytest.approx(10**-0.5 * 1.2608042**2)
 
 
-@pytest.mark.parametrize("first", [1, 4])
-def test_generation_keeps_the_small_vectors_alone(first):
-    """r + c numbers of a token and layer, of however many heads; the results are those of the whole text."""
-    config = model(rope_type=None, **YARN)
+@pytest.mark.parametrize(("first", "rank"), [(1, 10), (4, 10), (8, 40), (8, 4)])
+def test_generation_keeps_the_small_vectors_alone(first, rank):
+    """r + c numbers of a token and layer, of however many heads; the results are those of the whole text.
+
+    Of a wide small vector, keys and values are made for many rows at once, and none for few.
+    """
+    config = model(rope_type=None, kv_lora_rank=rank, **YARN)
     context = thread_context(ThreadWorld(1), ProcessGrid(), 0)
     built = _filled(config, context)
     x = torch.randn(S, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -216,11 +219,11 @@ def test_generation_keeps_the_small_vectors_alone(first):
     with torch.inference_mode():
         parts = [built(x[:first], inputs_of(config, 0, first, core))[0]]
         parts += [built(x[i : i + 1], inputs_of(config, i, i + 1, core))[0] for i in range(first, S)]
-    torch.testing.assert_close(torch.cat(parts), whole)
-    of_a_token = config.kv_lora_rank + config.qk_pos_emb_head_dim
-    assert cache.elements * x.element_size() == 16 * B * of_a_token * 8 == 3584
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-6)
+    of_a_token = rank + config.qk_pos_emb_head_dim
+    assert cache.elements * x.element_size() == 16 * B * of_a_token * 8
     heads = config.num_attention_heads * (config.head_dim + config.v_head_dim)
-    assert (of_a_token, heads) == (14, 60)  # a cache of keys and values would hold 60 of a token
+    assert heads == 60  # a cache of keys and values would hold so many numbers of a token
 
 
 def test_ranks_may_share_the_cache():

@@ -55,10 +55,10 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
 
 @cache
 def selection() -> list[Layout]:
-    """84 layouts of up to four ranks: decoders, experts, shared sequences, encoders, latent attention."""
+    """80 layouts of up to four ranks: decoders, experts, shared sequences, encoders, latent attention."""
     kinds = (
         *((candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)),
-        (latent_layouts(4), 8),
+        (latent_layouts(4), 4),
     )
     return [layout for drawn, count in kinds for layout in covering(drawn, count, allowed=allowed)[:count]]
 

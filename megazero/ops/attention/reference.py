@@ -98,16 +98,21 @@ def attention_sdpa(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tupl
         allowed = may_attend(s, k.shape[0], q.device) if causal else mask
         bias, causal = biases.to(q.dtype), False
         mask = bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+    queries, groups = _heads_second(q), k.shape[2]
+    # Where all queries see all keys, those of a group are rows of one head: SDPA would repeat keys for them.
+    alike = mask is None and not causal and groups != n
+    if alike:
+        queries = queries.reshape(b, groups, -1, queries.shape[-1])
     out = F.scaled_dot_product_attention(
-        _heads_second(q),
+        queries,
         _heads_second(k),
         _heads_second(v),
         attn_mask=mask,
         is_causal=causal,
         scale=call.scale,
-        enable_gqa=k.shape[2] != n,
+        enable_gqa=groups != n and not alike,
     )
-    return out.permute(2, 0, 1, 3).reshape(s, b, -1), None
+    return out.reshape(b, n, s, -1).permute(2, 0, 1, 3).reshape(s, b, -1), None
 
 
 def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> tuple[Tensor, None]:

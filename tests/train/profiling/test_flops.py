@@ -132,6 +132,25 @@ def test_what_all_ranks_count_is_the_formula(capsys, axes: dict[str, int], flags
     assert lines[-2] == "* attention counted from its shapes, in full: the counter does not see its kernel"
 
 
+LATENT = (
+    "--multi-latent-attention --position-embedding-type rope --kv-lora-rank 12 --qk-head-dim 6 "
+    "--qk-pos-emb-head-dim 4 --v-head-dim 5 --q-lora-rank 10"
+)
+
+
+@pytest.mark.parametrize(("axes", "slices"), [({}, 1), ({"tp": 2}, 2), ({"pp": 2}, 1)])
+def test_latent_attention_and_further_tokens_are_counted(capsys, axes: dict[str, int], slices: int) -> None:
+    """Each rank makes small vectors and joins of its own, and the vocabulary is padded to 128 on each."""
+    train(f"--flops-profiler {LATENT} --mtp-num-layers 1", **axes)
+    lines = lines_of(capsys)
+    small = TOKENS * (32 * 10 + 32 * 16)
+    layer = TOKENS * (10 * 40 + 12 * 44 + 20 * 32 + 2 * 32 * 128) + 8 * 16 * 16 * 4 * (10 + 5)
+    further = slices * TOKENS * 64 * 32 + slices * HEAD
+    flops = 2 * (3 * (layer + slices * small) + further + slices * HEAD)
+    assert summary(lines, "fwd flops of model") == f"{flops / 1e6:.2f} M"
+    assert "warning" not in "".join(lines)
+
+
 def test_a_kernel_that_nobody_counts_is_warned_of(capsys, monkeypatch) -> None:
     monkeypatch.setattr(AttentionShapes, "complete", lambda self, model, profiles: set())
     train("--flops-profiler")
