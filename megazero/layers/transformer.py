@@ -42,9 +42,10 @@ class TransformerLayer(nn.Module):
         placement: Placement,
         attention: nn.Module,
         mlp: nn.Module,
-        recompute: RecomputeConfig = RecomputeConfig(),
+        recompute: RecomputeConfig | None = None,
     ):
         super().__init__()
+        recompute = recompute or RecomputeConfig()
         self.norms_again = recompute.again("layernorm") and config.norm_position != "output"
         self.mlp_again = recompute.again("moe" if experts_of(config, layer) else "mlp")
         self.layer = layer
@@ -93,7 +94,10 @@ class TransformerLayer(nn.Module):
         *,
         again: bool = False,
     ) -> Any:
-        """The result of a half for (its normed input, that before the norm); `again` if backward repeats it."""
+        """The result of a half for its normed input and that before the norm.
+
+        again: whether backward computes the half again.
+        """
         (normed, x), dtype = rows, self.placement.dtype
         if norm is None or not self.norms_again:
             return computed_again(again, half, normed.to(dtype), inputs)

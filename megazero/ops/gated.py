@@ -1,4 +1,4 @@
-"""Gated linear units: half of the inner values, through a nonlinearity, gate the other half (Shazeer 2020)."""
+"""Gated linear units: half of the inner values, made nonlinear, gate the other half (Shazeer 2020)."""
 
 from __future__ import annotations
 

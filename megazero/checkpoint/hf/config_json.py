@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.checkpoint.hf.architecture import NEVER, Architecture, FieldPair, Json, TensorLike
+from megazero.checkpoint.hf.architecture import NEVER, VARIANTS, Architecture, FieldPair, Json, TensorLike
 from megazero.checkpoint.hf.bert import (
     BERT_CLASSIFICATION,
     BERT_MASKED_LM,
@@ -304,6 +304,7 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         for setting in architecture.settings
         if setting.words
     ]
+    allowed += [(field, [value]) for field, value in VARIANTS.items() if field not in architecture.named]
     allowed.append(("sparse_attention", ["dense"]))  # none of theirs has such layouts
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"

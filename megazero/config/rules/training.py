@@ -185,8 +185,8 @@ PRECISION_RULES: tuple[Rule, ...] = (
         "recompute_modules_are_there",
         ("recompute.modules", "model.num_experts", _SHARED, "model.norm_position"),
         "`recompute.modules` must be parts of the model: moe and moe_act of one with experts, shared_experts "
-        "of one that has them, layernorm of one that normalizes the inputs of attention and MLP; no model here "
-        "has multi-latent attention's mla_up_proj",
+        "of one that has them, layernorm of one that normalizes the inputs of attention and MLP; no "
+        "model here has multi-latent attention's mla_up_proj",
         "leave out of `--recompute-modules` what the model does not have",
         lambda c: not set(c.config.recompute.modules) & _absent_modules(c.config.model),
     ),
