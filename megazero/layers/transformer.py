@@ -98,19 +98,12 @@ class TransformerLayer(nn.Module):
 
         again: whether backward computes the half again.
         """
-        (normed, x), dtype = rows, self.placement.dtype
-        if norm is None or not self.norms_again:
-            return computed_again(again, half, normed.to(dtype), inputs)
-
-        def renormed() -> Tensor:
-            result: Tensor = norm(x).to(dtype)
-            return result
-
-        if again:
-            return computed_again(again, lambda: half(renormed(), inputs))
-        normed = normed.to(dtype)
-        with saved_as(True, normed, renormed):
-            return half(normed, inputs)
+        normed, x = rows[0].to(self.placement.dtype), rows[1]
+        renorm = norm is not None and self.norms_again
+        if renorm and again:
+            return computed_again(True, lambda: half(_normed(norm, x)[0].to(normed.dtype), inputs))
+        with saved_as(renorm, normed, lambda: _normed(norm, x)[0].to(normed.dtype)):
+            return computed_again(again, half, normed, inputs)
 
     def _added(
         self, norm: Norm | None, out: Tensor, bias: Tensor | None, inputs: LayerInputs
