@@ -98,11 +98,12 @@ class TransformerLayer(nn.Module):
 
         again: whether backward computes the half again.
         """
-        normed, x = rows[0].to(self.placement.dtype), rows[1]
+        dtype, x = self.placement.dtype, rows[1]
         renorm = norm is not None and self.norms_again
         if renorm and again:
-            return computed_again(True, lambda: half(_normed(norm, x)[0].to(normed.dtype), inputs))
-        with saved_as(renorm, normed, lambda: _normed(norm, x)[0].to(normed.dtype)):
+            return computed_again(True, lambda: half(_normed(norm, x)[0].to(dtype), inputs))
+        normed = rows[0].to(dtype)
+        with saved_as(renorm, normed, lambda: _normed(norm, x)[0].to(dtype)):
             return computed_again(again, half, normed, inputs)
 
     def _added(
