@@ -16,6 +16,7 @@ from megazero.layers.placement import Placement
 from megazero.layers.rotary import rotary_tables_at
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.ops.attention import Softcap
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.rotary import apply_rotary
 
@@ -40,10 +41,11 @@ class SelfAttention(nn.Module):
     ):
         super().__init__()
         pattern = pattern_of(config, layer, placement.tp, causal)
-        scale, cap = config.softmax_scale, config.attn_logit_softcapping
-        self.attends = Attends(layer, causal, config.attention_dropout, pattern, scale, cap)
+        self.attends = Attends(layer, causal, config.attention_dropout, pattern, config.softmax_scale)
         self.core = core_of(placement, layer)
         self.slopes = OwnSlopes.of(config, placement)
+        cap = config.attn_logit_softcapping
+        self.softcap = None if cap is None else Softcap(cap)
         self.softmax_type = config.softmax_type
         self.softmax_offset = self._offset_of(layer, config, placement)
         self.rotary = rotary_tables_at(config, layer)
@@ -116,5 +118,5 @@ class SelfAttention(nn.Module):
         offset: Tensor | None = self.softmax_offset
         if self.softmax_type == "off-by-one":
             offset = query.new_zeros(query.shape[2])
-        bias = None if self.slopes is None else self.slopes.on(query.device)
+        bias = self.softcap if self.slopes is None else self.slopes.on(query.device)
         return core(query, key, value, inputs, self.attends, bias, offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -31,13 +32,20 @@ def saved_as(wanted: bool, x: Tensor, again: Callable[[], Tensor]) -> AbstractCo
     Args:
         wanted: whether to.
         x: contiguous.
-        again: computes x from what is kept anyway.
+        again: computes x from what is kept anyway, and does not hold it.
     """
     if not (wanted and torch.is_grad_enabled()):
         return nullcontext()
 
+    forgotten = weakref.ref(x)  # autograd keeps both functions until backward
+
     def packed(saved: Tensor) -> Any:
-        if saved is x or (saved._base is x and saved.is_contiguous() and saved.numel() == x.numel()):
+        x, base = forgotten(), saved._base
+        if (
+            x is not None
+            and (saved is x or (base is x and saved.is_contiguous()))
+            and saved.numel() == x.numel()
+        ):
             return again, saved.shape
         return saved
 

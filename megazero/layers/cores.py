@@ -18,7 +18,7 @@ from megazero.layers.placement import Placement
 from megazero.layers.rows import Rows
 from megazero.mpu.group import Group
 from megazero.mpu.solo_group import SoloGroup
-from megazero.ops.attention import ALL, AttentionCall, Slopes, attend
+from megazero.ops.attention import ALL, AttentionCall, Bias, Slopes, attend
 from megazero.ops.positions import Positions, position_tensor
 
 
@@ -49,7 +49,7 @@ class LocalCore(AttentionCore):
         v: Tensor,
         inputs: LayerInputs,
         attends: Attends,
-        bias: Tensor | Slopes | None,
+        bias: Bias | None,
         offset: Tensor | None = None,
     ) -> Tensor:
         rows, wanted, pattern = inputs.rows, inputs.wanted, attends.pattern
@@ -65,9 +65,7 @@ class LocalCore(AttentionCore):
         else:
             pattern = pattern.causally(attends.causal)
         dropout = inputs.attention_dropout(attends, self.heads.rank * q.shape[2])
-        call = AttentionCall(
-            attends.scale_of(q), mask, documents, bias, dropout, pattern, softcap=attends.softcap
-        )
+        call = AttentionCall(attends.scale_of(q), mask, documents, bias, dropout, pattern)
         return attend(inputs.narrow(q), k, v, call, offset)
 
 
@@ -90,7 +88,7 @@ class CachedCore(AttentionCore):
         v: Tensor,
         inputs: LayerInputs,
         attends: Attends,
-        bias: Tensor | Slopes | None,
+        bias: Bias | None,
         offset: Tensor | None = None,
     ) -> Tensor:
         k, v = attends.keys_and_values(*self.store.extend(attends, k, v))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megazero.layers.rows import Rows, keys_at
 from megazero.mpu.rng import site_key
-from megazero.ops.attention import ALL, Pattern, Slopes
+from megazero.ops.attention import ALL, Bias, Pattern
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout
 
@@ -37,7 +37,6 @@ class Attends:
         dropout: the share of probabilities that is dropped.
         pattern: which keys a position attends to by its place, besides causality.
         scale: the factor of the products of queries and keys; None: 1 / sqrt(d).
-        softcap: the bound of the scores; None: they have none.
         unpacked: makes keys and values of what a layer keeps of earlier positions between generation steps,
             given [t, b, ...] of both parts; None: it keeps keys and values.
     """
@@ -47,7 +46,6 @@ class Attends:
     dropout: float = 0.0
     pattern: Pattern = ALL
     scale: float | None = None
-    softcap: float | None = None
     unpacked: Unpacked | None = None
 
     def scale_of(self, q: Tensor) -> float:
@@ -69,7 +67,7 @@ class AttentionCore(Protocol):
         v: Tensor,
         inputs: LayerInputs,
         attends: Attends,
-        bias: Tensor | Slopes | None,
+        bias: Bias | None,
         offset: Tensor | None = None,
     ) -> Tensor:
         """Compute the context [s or r, b, n e] of a layer's rows.
@@ -80,7 +78,7 @@ class AttentionCore(Protocol):
             inputs: the layer's inputs, which say what rows these are.
             attends: the layer's settings.
             bias: added to the scaled scores, broadcastable to [b, n, r, s]; or the slopes of these heads; or
-                None.
+                a bound of the scores; or None.
             offset: [n], the logits whose exponentials the softmax's denominators have more (see
                 `with_softmax_offset`); None: they have no more.
         """

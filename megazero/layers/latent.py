@@ -22,6 +22,7 @@ from megazero.layers.norm import Norm
 from megazero.layers.patterns import pattern_of
 from megazero.layers.placement import Placement
 from megazero.layers.rotary import rotary_tables_at
+from megazero.ops.attention import Softcap
 from megazero.ops.rotary import apply_rotary
 
 
@@ -49,19 +50,29 @@ class LatentAttention(nn.Module):
     Args:
         causal: whether a position attends only to itself and earlier ones.
         recompute: whether to drop the attention core's activations and compute them again in backward.
+        made_again: whether to drop keys and values too, and make them again.
     """
 
     def __init__(
-        self, layer: int, config: ModelConfig, placement: Placement, *, causal: bool, recompute: bool = False
+        self,
+        layer: int,
+        config: ModelConfig,
+        placement: Placement,
+        *,
+        causal: bool,
+        recompute: bool = False,
+        made_again: bool = False,
     ):
         super().__init__()
         pattern = pattern_of(config, layer, placement.tp, causal)
         scale = latent_scale(config)
+        self.attends = Attends(layer, causal, config.attention_dropout, pattern, scale)
         cap = config.attn_logit_softcapping
-        self.attends = Attends(layer, causal, config.attention_dropout, pattern, scale, cap)
+        self.softcap = None if cap is None else Softcap(cap)
         self.rotary = rotary_tables_at(config, layer)
         self.core = core_of(placement, layer)
-        self.config, self.placement, self.recompute = config, placement, recompute
+        self.config, self.placement = config, placement
+        self.recompute, self.made_again = recompute, made_again
         self.name = f"layers.{layer}.attention"
         heads, turned = config.num_attention_heads, config.qk_pos_emb_head_dim
         narrow, width = config.q_lora_rank, config.hidden_size
@@ -117,6 +128,9 @@ class LatentAttention(nn.Module):
         key = apply_rotary(halves(self._shared(key)).unsqueeze(2), *tables)  # [s, b, 1, c]
         if inputs.core is not None:
             return self._result(self._generated(q, latent.unsqueeze(2), key, inputs, inputs.core), inputs)
+        if self.made_again:
+            context = computed_again(True, self._attend_made, q, latent.unsqueeze(2), key, inputs)
+            return self._result(context, inputs)
         k, v = self._keys_and_values(latent.unsqueeze(2), key, inputs)
         context = computed_again(self.recompute, self._attend, q, k, v, inputs)
         return self._result(context, inputs)
@@ -133,12 +147,12 @@ class LatentAttention(nn.Module):
         rank, own, value = self.config.kv_lora_rank, self.config.qk_head_dim, self.config.v_head_dim
         if len(q) * (2 * rank - own - value) >= rank * (own + value):
             attends = replace(self.attends, unpacked=self._keys_and_values)
-            return core(q, latent, key, inputs, attends, None)
+            return core(q, latent, key, inputs, attends, self.softcap)
         to_keys, to_values = self.latent_up.weight.split((own, value), 1)  # [n/tp, d or e, r]
         plain, turned = q.split((own, q.shape[-1] - own), -1)
         q = torch.cat((torch.einsum("sbnd,ndr->sbnr", plain, to_keys), turned), -1)
         attends = replace(self.attends, unpacked=lambda latent, key: (torch.cat((latent, key), -1), latent))
-        context = core(q, latent, key, inputs, attends, None).unflatten(-1, (-1, rank))
+        context = core(q, latent, key, inputs, attends, self.softcap).unflatten(-1, (-1, rank))
         return torch.einsum("sbnr,ner->sbne", context, to_values).flatten(2)
 
     def _shared(self, key: Tensor) -> Tensor:
@@ -158,7 +172,11 @@ class LatentAttention(nn.Module):
         return torch.cat((own, key.expand(-1, -1, own.shape[2], -1)), -1), value
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs) -> Tensor:
-        return self.core(q, k, v, inputs, self.attends, None)
+        return self.core(q, k, v, inputs, self.attends, self.softcap)
+
+    def _attend_made(self, q: Tensor, latent: Tensor, key: Tensor, inputs: LayerInputs) -> Tensor:
+        k, v = self._keys_and_values(latent, key, inputs)
+        return self._attend(q, k, v, inputs)
 
     def _result(self, context: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         result: tuple[Tensor, Tensor | None] = self.out(context, inputs.deferred)

@@ -42,9 +42,10 @@ class TransformerLayer(nn.Module):
         placement: Placement,
         attention: nn.Module,
         mlp: nn.Module,
-        recompute: RecomputeConfig = RecomputeConfig(),
+        recompute: RecomputeConfig | None = None,
     ):
         super().__init__()
+        recompute = recompute or RecomputeConfig()
         self.norms_again = recompute.again("layernorm") and config.norm_position != "output"
         self.mlp_again = recompute.again("moe" if experts_of(config, layer) else "mlp")
         self.layer = layer
@@ -93,20 +94,17 @@ class TransformerLayer(nn.Module):
         *,
         again: bool = False,
     ) -> Any:
-        """The result of a half for (its normed input, that before the norm); `again` if backward repeats it."""
-        (normed, x), dtype = rows, self.placement.dtype
-        if norm is None or not self.norms_again:
-            return computed_again(again, half, normed.to(dtype), inputs)
+        """The result of a half for its normed input and that before the norm.
 
-        def renormed() -> Tensor:
-            result: Tensor = norm(x).to(dtype)
-            return result
-
-        if again:
-            return computed_again(again, lambda: half(renormed(), inputs))
-        normed = normed.to(dtype)
-        with saved_as(True, normed, renormed):
-            return half(normed, inputs)
+        again: whether backward computes the half again.
+        """
+        dtype, x = self.placement.dtype, rows[1]
+        renorm = norm is not None and self.norms_again
+        if renorm and again:
+            return computed_again(True, lambda: half(_normed(norm, x)[0].to(dtype), inputs))
+        normed = rows[0].to(dtype)
+        with saved_as(renorm, normed, lambda: _normed(norm, x)[0].to(dtype)):
+            return computed_again(again, half, normed, inputs)
 
     def _added(
         self, norm: Norm | None, out: Tensor, bias: Tensor | None, inputs: LayerInputs

@@ -15,9 +15,11 @@ from megazero.moe.mlp import MoEMLP
 
 def attention_of(number: int, held: Slice, *, causal: bool) -> nn.Module:
     """The attention of a layer."""
-    again = held.recompute.again("core_attn")
-    kind = LatentAttention if held.config.multi_latent_attention else SelfAttention
-    return kind(number, held.config, held.placement, causal=causal, recompute=again)
+    again, place = held.recompute.again("core_attn"), (number, held.config, held.placement)
+    if held.config.multi_latent_attention:
+        made_again = held.recompute.again("mla_up_proj")
+        return LatentAttention(*place, causal=causal, recompute=again, made_again=made_again)
+    return SelfAttention(*place, causal=causal, recompute=again)
 
 
 def mlp_of(number: int, held: Slice) -> nn.Module:

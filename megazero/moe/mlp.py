@@ -48,9 +48,10 @@ class MoEMLP(nn.Module):
         config: ModelConfig,
         placement: Placement,
         *,
-        recompute: RecomputeConfig = RecomputeConfig(),
+        recompute: RecomputeConfig | None = None,
     ):
         super().__init__()
+        recompute = recompute or RecomputeConfig()
         tiles, self.shared_again = recompute.mlp_tiles, recompute.again("shared_experts")
         self.layer, self.config, self.placement = layer, config, placement
         self.total = experts_of(config, layer)

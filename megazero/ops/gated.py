@@ -1,4 +1,4 @@
-"""Gated linear units: half of the inner values, through a nonlinearity, gate the other half (Shazeer 2020)."""
+"""Gated linear units: half of the inner values, made nonlinear, gate the other half (Shazeer 2020)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class GatedUnit:
     clamp: float | None = None
 
 
-def gated_reference(gate_up: Tensor, unit: GatedUnit) -> Tensor:
-    """nonlinearity(gate) * (up + offset) for gate_up [..., 2, f], in fp32 for narrower types."""
+def _formula(gate_up: Tensor, unit: GatedUnit) -> Tensor:
     gate, up = gate_up.to(compute_dtype(gate_up.dtype)).unbind(-2)
     if unit.clamp is not None:
         gate, up = gate.clamp(max=unit.clamp), up.clamp(-unit.clamp, unit.clamp)
@@ -43,16 +42,21 @@ def gated_reference(gate_up: Tensor, unit: GatedUnit) -> Tensor:
     return (gate * (up + unit.offset)).to(gate_up.dtype)
 
 
+def gated_reference(gate_up: Tensor, unit: GatedUnit) -> Tensor:
+    """nonlinearity(gate) * (up + offset) for gate_up [..., 2, f], in fp32 for narrower types."""
+    return _formula(gate_up, unit)
+
+
 def gated_saving(gate_up: Tensor, unit: GatedUnit) -> Tensor:
     """The same, of which backward keeps gate_up alone and computes the rest again."""
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
-        return gated_reference(x, unit), x
+        return _formula(x, unit), x
 
     def backward(x: Tensor, grad: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            return torch.autograd.grad(gated_reference(x, unit), x, grad)[0]
+            return torch.autograd.grad(_formula(x, unit), x, grad)[0]
 
     return apply(Activation, gate_up, ActivationKernel(forward, backward))
 

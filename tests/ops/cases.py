@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops import operators
-from megazero.ops.attention import ATTENTION, MaskKind
+from megazero.ops.attention import ATTENTION, BiasKind, MaskKind, Softcap
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.pattern import ALL
 from megazero.ops.dispatch import CallFacts, Operator
@@ -83,19 +83,23 @@ def attention_examples() -> Iterator[Example]:
                 shapes, scales = ((s, b, n, d), (t, b, g, d), (t, b, g, d)), (scale, 1.0, 1.0)
                 for p in (0.0, 0.2):
                     yield _attention(f"{label} {p=}", shapes, scales, mask, causal, p)
+                if s < 7:
+                    yield _attention(f"{label} capped", shapes, scales, mask, causal, 0.0, Softcap(0.8))
 
 
-def _attention(label, shapes, scales, mask, causal, p) -> Example:
+def _attention(label, shapes, scales, mask, causal, p, bias=None) -> Example:
     (s, b, _, d), t = shapes[0], shapes[1][0]
 
     def call(f, q, k, v) -> Tensor:
         keys, where = torch.arange(b, device=q.device) + 11, None if mask is None else mask.to(q.device)
         dropout = AttentionDropout(p, keys, range(s), range(t), head_offset=4) if p else None
-        return f(q, k, v, AttentionCall(d**-0.5, where, dropout=dropout, pattern=ALL.causally(causal)))[0]
+        pattern = ALL.causally(causal)
+        return f(q, k, v, AttentionCall(d**-0.5, where, bias=bias, dropout=dropout, pattern=pattern))[0]
 
     dense = mask is not None or (causal and s != t)
     kind = MaskKind.DENSE if dense else MaskKind.CAUSAL if causal else MaskKind.NONE
     own = {"mask": kind, "dropout": p > 0, "lse": False}
+    own |= {"bias": BiasKind.SOFTCAP} if bias is not None else {}
     slack = (8.0 if scales[0] > 1 else 1.0) * (2.0 if p else 1.0)
     return Example(label, shapes, call, 1.0 if scales[0] == 1.0 else scales, own, slack)
 

@@ -18,6 +18,7 @@ from megazero.ops.attention import (
     Part,
     Pattern,
     Slopes,
+    Softcap,
     table,
 )
 from megazero.ops.attention.call import AttentionCall
@@ -99,10 +100,9 @@ def test_tiles_hold_all_that_is_allowed_and_full_ones_nothing_else(name):
 
 
 @each_pattern
-@pytest.mark.parametrize("biased", [False, True])
-def test_forward_is_the_references(name, biased):
+@pytest.mark.parametrize("bias", [None, Slopes(torch.tensor([0.5, 0.01])), Softcap(0.7)], ids=str)
+def test_forward_is_the_references(name, bias):
     for _, _, call, q, k, v in cases(name):
-        bias = Slopes(torch.tensor([0.5, 0.01])) if biased else None
         given = (q, k[:, :, :1], v[:, :, :1], replace(call, bias=bias))
         ours, _ = attention_flex(*given, attend=flex_attention)
         torch.testing.assert_close(ours, attention_reference(*given)[0], rtol=1e-4, atol=1e-5)
@@ -130,5 +130,6 @@ def test_the_table_takes_it_where_our_kernels_know_too_little(monkeypatch):
         monkeypatch.setattr(table, "flex_compiles", lambda: compiles)  # noqa: B023
         assert rows["flex"].serves(facts(MaskKind.PATTERN)) == compiles
         assert rows["flex"].serves(facts(MaskKind.CAUSAL, bias=BiasKind.SLOPES)) == compiles
+        assert rows["flex"].serves(facts(MaskKind.CAUSAL, bias=BiasKind.SOFTCAP)) == compiles
     assert rows["flex"].unmet(facts(MaskKind.PATTERN, lse=True)) == "serves lse=False only"
     assert rows["flex"].unmet(facts(MaskKind.WINDOW)).startswith("pays with sinks")

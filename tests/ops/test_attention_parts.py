@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megazero.ops import native
-from megazero.ops.attention import Part, Pattern, backward_of_part, forward_of_part, parts
+from megazero.ops.attention import Part, Pattern, Softcap, backward_of_part, forward_of_part, parts
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.cuda import _CudaByMask
 from megazero.ops.attention.flash_cpu import attention_flash_cpu
@@ -111,6 +111,16 @@ def test_parts_merge_to_the_whole(kernel_of, dropped, size, use):
     agree(ours, true, 1e-5)
     assert not ours[0][5, 0].any()
     assert not ours[2][5, 0].any()
+
+
+def test_parts_of_bounded_scores_merge_to_the_whole():
+    """By the formula, whose backward pass is its own here; gradients are those that autograd finds."""
+    given = inputs()
+    true = whole(AttentionCall(0.9, bias=Softcap(0.6)), *given)
+    ours = by_parts(lambda cut: AttentionCall(0.9, bias=Softcap(0.6)), 1 + S // 3, *given)
+    agree(ours, true, 1e-5)
+    plain = whole(AttentionCall(0.9), *given)
+    assert all((one - other).abs().max() > 0.01 for one, other in zip(ours, plain, strict=True))
 
 
 @each_kernel

@@ -27,6 +27,7 @@ from tests.layouts.selection import (
     encoder_layouts,
     expert_layouts,
     latent_layouts,
+    variant_layouts,
 )
 from tests.plan.unnoticed import unnoticed
 
@@ -55,10 +56,10 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
 
 @cache
 def selection() -> list[Layout]:
-    """80 layouts of up to four ranks: decoders, experts, shared sequences, encoders, latent attention."""
+    """90 layouts of up to four ranks: decoders, experts, shared sequences, encoders, variants of layers."""
     kinds = (
         *((candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)),
-        (latent_layouts(4), 4),
+        *((variant_layouts(4), 10), (latent_layouts(4), 4)),
     )
     return [layout for drawn, count in kinds for layout in covering(drawn, count, allowed=allowed)[:count]]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -99,6 +100,27 @@ COMMON_LIMITS = (
 )
 DENSE_LIMITS = (*COMMON_LIMITS, Limit(lambda m: not m.num_experts, "there must be no experts"))
 
+VARIANTS = MappingProxyType(
+    {
+        "apply_layernorm_1p": False,
+        "norm_position": "input",
+        "glu_linear_offset": 0.0,
+        "activation_func_clamp_value": None,
+        "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0,
+        "logits_multiplier": 1.0,
+        "final_logit_softcapping": None,
+        "window_rotary_base": None,
+        "softmax_scale": None,
+        "attn_logit_softcapping": None,
+        "qk_layernorm": False,
+        "attention_output_gate": False,
+        "multi_latent_attention": False,
+        "mtp_num_layers": None,
+    }
+)
+"""The variants of layers, and the values that an architecture has if its tables do not name them."""
+
 # Fields that change what a model computes in ways that nothing here supports, unless null, false or empty.
 NEVER = (
     "quantization_config",
@@ -163,6 +185,12 @@ class Architecture:
     renamed: tuple[tuple[str, str], ...] = ()
     classifies: bool = False
     seen: Callable[[ModelConfig, Mapping[str, TensorLike]], ModelConfig] = as_told
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Our fields that its tables name."""
+        pairs = (*self.ours_fixed, *self.implied)
+        return frozenset([*(field for field, _ in pairs), *(setting.ours for setting in self.settings)])
 
     def rules_for(self, names: Iterable[str]) -> tuple[TensorRule, ...]:
         """The rules for a file that holds tensors of these names."""

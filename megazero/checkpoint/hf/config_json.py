@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.checkpoint.hf.architecture import NEVER, Architecture, FieldPair, Json, TensorLike
+from megazero.checkpoint.hf.architecture import NEVER, VARIANTS, Architecture, FieldPair, Json, TensorLike
 from megazero.checkpoint.hf.bert import (
     BERT_CLASSIFICATION,
     BERT_MASKED_LM,
@@ -305,9 +305,8 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         for setting in architecture.settings
         if setting.words
     ]
-    # None of theirs has such layouts, and those with latent attention or further tokens are not among these.
-    allowed += [("sparse_attention", ["dense"]), ("multi_latent_attention", [False])]
-    allowed.append(("mtp_num_layers", [None]))
+    allowed += [(field, [value]) for field, value in VARIANTS.items() if field not in architecture.named]
+    allowed.append(("sparse_attention", ["dense"]))  # none of theirs has such layouts
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed

@@ -12,7 +12,7 @@ _LENGTHS = tuple(f"training.train_{unit}" for unit in UNITS)
 _LR_DECAY = tuple(f"optimizer.lr_decay_{unit}" for unit in UNITS)
 _LR_WARMUP = tuple(f"optimizer.lr_warmup_{unit}" for unit in UNITS)
 _LR_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in UNITS)
-_SHARED = "model.moe_shared_expert_intermediate_size"
+_MODULES = ("recompute.modules", "model.num_experts", "model.moe_shared_expert_intermediate_size")
 _WEIGHT_DECAY_RANGE = ("optimizer.start_weight_decay", "optimizer.end_weight_decay")
 
 
@@ -48,7 +48,8 @@ def _weight_decay_grows(case: Case) -> bool:
 
 def _absent_modules(model: ModelConfig) -> set[str]:
     """The parts that the model's layers do not have, of those that backward can compute again."""
-    absent = {"mla_up_proj"} | (set() if model.num_experts else {"moe", "moe_act", "shared_experts"})
+    absent = set() if model.num_experts else {"moe", "moe_act", "shared_experts"}
+    absent |= set() if model.multi_latent_attention else {"mla_up_proj"}
     absent |= set() if model.moe_shared_expert_intermediate_size else {"shared_experts"}
     return absent | ({"layernorm"} if model.norm_position == "output" else set())
 
@@ -183,10 +184,10 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "recompute_modules_are_there",
-        ("recompute.modules", "model.num_experts", _SHARED, "model.norm_position"),
+        (*_MODULES, "model.multi_latent_attention", "model.norm_position"),
         "`recompute.modules` must be parts of the model: moe and moe_act of one with experts, shared_experts "
-        "of one that has them, layernorm of one that normalizes the inputs of attention and MLP; no model here "
-        "has multi-latent attention's mla_up_proj",
+        "of one that has them, layernorm of one that normalizes the inputs of attention and MLP, mla_up_proj "
+        "of one with latent attention",
         "leave out of `--recompute-modules` what the model does not have",
         lambda c: not set(c.config.recompute.modules) & _absent_modules(c.config.model),
     ),

@@ -54,6 +54,7 @@ class AttentionConfig(RotaryConfig):
     attn_logit_softcapping: PositiveFloat | None = option(
         None,
         "bound c of attention's scores, which become c tanh(score / c) before anything is masked (Gemma 2)",
+        needs="position_embedding_type=learned_absolute,rope,yarn,none: linear biases have no bound",
     )
     qk_layernorm: bool = option(
         False, "normalize queries and keys before they are rotated, or latent attention's small vectors"

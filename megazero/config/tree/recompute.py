@@ -8,7 +8,6 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from megazero.config.tree.option import Section, option
 
-
 Module = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj"]
 """A part of a layer that backward may compute again by itself."""
 
@@ -28,9 +27,9 @@ class RecomputeConfig(Section):
     )
     modules: tuple[Module, ...] = option(
         ("core_attn",),
-        "selective: the parts of a layer that backward computes again: the core of attention, norms of the "
-        "inputs of attention and MLP, dense MLPs, all of a layer's experts, their activations, shared experts, projections up from "
-        "latent vectors",
+        "selective: the parts of a layer that backward computes again: the core of attention, the norms "
+        "before attention and MLP, dense MLPs, routers with all experts, activations of experts, shared "
+        "experts, projections up from latent vectors",
         flag="--recompute-modules",
         switches={"--moe-layer-recompute": ("core_attn", "moe")},
         implies={"--moe-layer-recompute": ("granularity", "selective")},

@@ -14,8 +14,8 @@ from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.mpu.group import Group
 from megazero.ops.attention import (
     AttentionCall,
+    Bias,
     Part,
-    Slopes,
     forward_of_part,
     merge_part,
     with_softmax_offset,
@@ -70,7 +70,7 @@ class SharedCacheCore(AttentionCore):
         v: Tensor,
         inputs: LayerInputs,
         attends: Attends,
-        bias: Tensor | Slopes | None,
+        bias: Bias | None,
         offset: Tensor | None = None,
     ) -> Tensor:
         start, runs = self.store.extend(attends, k, v)
@@ -84,7 +84,6 @@ class SharedCacheCore(AttentionCore):
                 bias=bias,
                 pattern=attends.pattern.causally(attends.causal),
                 part=Part(start, run.start),
-                softcap=attends.softcap,
             )
             keys, values = attends.keys_and_values(run.keys, run.values)
             merge_part(out, lse, *forward_of_part(q, keys, values, call))

@@ -13,7 +13,7 @@ from megazero.layers.context.masks import PairMasks
 from megazero.layers.context.ring import Ring, ring_attention
 from megazero.layers.inputs import Attends, AttentionCore, LayerInputs
 from megazero.mpu.group import Group
-from megazero.ops.attention import Slopes, attend, with_softmax_offset
+from megazero.ops.attention import Bias, attend, with_softmax_offset
 
 MOST_AT_ONCE = 1 << 30
 """Bytes of fp32 results that a ring keeps at a time, if it may do with fewer heads."""
@@ -45,7 +45,7 @@ class ExchangingCore(AttentionCore):
         v: Tensor,
         inputs: LayerInputs,
         attends: Attends,
-        bias: Tensor | Slopes | None,
+        bias: Bias | None,
         offset: Tensor | None = None,
     ) -> Tensor:
         plan = HeadPlan(q.shape[2], k.shape[2], self.inner.size, self.inner.rank)
@@ -106,7 +106,7 @@ class GatheringCore(AttentionCore):
         v: Tensor,
         inputs: LayerInputs,
         attends: Attends,
-        bias: Tensor | Slopes | None,
+        bias: Bias | None,
         offset: Tensor | None = None,
     ) -> Tensor:
         masks, rows = masks_of(q, inputs, attends, bias, self.heads), inputs.rows
@@ -121,11 +121,9 @@ class GatheringCore(AttentionCore):
         return torch.cat(outs)
 
 
-def masks_of(
-    q: Tensor, inputs: LayerInputs, attends: Attends, bias: Tensor | Slopes | None, heads: Group
-) -> PairMasks:
+def masks_of(q: Tensor, inputs: LayerInputs, attends: Attends, bias: Bias | None, heads: Group) -> PairMasks:
     """The masks of a layer for the heads of q [s, b, n, d], which are those of a rank of `heads`."""
-    assert bias is None or isinstance(bias, Slopes), "a bias of all pairs is on no rank whole"
+    assert bias is None or not isinstance(bias, Tensor), "a bias of all pairs is on no rank whole"
     dropout = inputs.attention_dropout(attends, heads.rank * q.shape[2])
     return PairMasks(attends, attends.scale_of(q), bias, inputs.rows.documents, dropout)
 

@@ -9,16 +9,7 @@ import torch
 
 from megazero.layers.inputs import Attends
 from megazero.layers.rows import chosen_runs
-from megazero.ops.attention import (
-    ALL,
-    CAUSAL,
-    AttentionCall,
-    BlockLayout,
-    Documents,
-    Part,
-    Pattern,
-    Slopes,
-)
+from megazero.ops.attention import ALL, CAUSAL, AttentionCall, BlockLayout, Documents, Part, Slopes, Softcap
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.positions import Positions, position_tensor
 
@@ -41,14 +32,14 @@ class PairMasks:
     Attributes:
         attends: the layer's settings.
         scale: the factor of the products of queries and keys.
-        bias: linear biases by distance; None without.
+        bias: linear biases by distance, or a bound of the scores; None without.
         documents: of [b, s]; None without.
         dropout: over all rows; None without.
     """
 
     attends: Attends
     scale: float
-    bias: Slopes | None = None
+    bias: Slopes | Softcap | None = None
     documents: Documents | None = None
     dropout: AttentionDropout | None = None
 
@@ -59,7 +50,7 @@ class PairMasks:
         if layout is not None and len(layout.blocks) > 1:
             layout = BlockLayout(layout.blocks[heads.start : heads.stop], layout.size)
             attends = replace(attends, pattern=replace(attends.pattern, layout=layout))
-        if bias is not None:
+        if isinstance(bias, Slopes):
             bias = Slopes(bias.by_head[heads.start : heads.stop])
         if dropout is not None:
             dropout = replace(dropout, head_offset=dropout.head_offset + heads.start)
@@ -124,14 +115,14 @@ class PairMasks:
         """One call for all pairs, where causality alone decides and leaves a rectangle, or the own square."""
         if not self.attends.causal or mine == theirs:
             pattern = CAUSAL if self.attends.causal else ALL
-            call = self._call(dropout=self._dropout_of(mine, theirs), pattern=pattern)
+            call = AttentionCall(self.scale, dropout=self._dropout_of(mine, theirs), pattern=pattern)
             return Pair(_all(mine), _all(theirs), call)
         queries = [q for q in mine if any(self.seen(q, k) for k in theirs)]
         keys = [k for k in theirs if any(self.seen(q, k) for q in mine)]
         if not all(k.stop <= q.start for q in queries for k in keys):
             return None
         first_q, first_k = (runs.index(some[0]) for runs, some in ((mine, queries), (theirs, keys)))
-        call = self._call(dropout=self._dropout_of(tuple(queries), tuple(keys)))
+        call = AttentionCall(self.scale, dropout=self._dropout_of(tuple(queries), tuple(keys)))
         return Pair(_run(mine, first_q, queries), _run(theirs, first_k, keys), call)
 
     def call(self, queries: range, keys: range) -> AttentionCall:
@@ -147,18 +138,9 @@ class PairMasks:
                 place = replace(place, begins=documents.bounds[0][:, keys.start : keys.stop])
             documents = documents.part(keys)
         dropout, pattern = self._dropout_of((queries,), (keys,)), pattern.causally(self.attends.causal)
-        return self._call(documents, self.bias, dropout, pattern, place)
-
-    def _call(
-        self,
-        documents: Documents | None = None,
-        bias: Slopes | None = None,
-        dropout: AttentionDropout | None = None,
-        pattern: Pattern = ALL,
-        part: Part | None = None,
-    ) -> AttentionCall:
-        cap = self.attends.softcap
-        return AttentionCall(self.scale, None, documents, bias, dropout, pattern, part, cap)
+        return AttentionCall(
+            self.scale, documents=documents, bias=self.bias, dropout=dropout, pattern=pattern, part=place
+        )
 
     def _dropout_of(self, queries: tuple[range, ...], keys: tuple[range, ...]) -> AttentionDropout | None:
         dropout = self.dropout

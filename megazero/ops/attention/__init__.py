@@ -10,7 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megazero.ops.attention.call import AttentionCall, Part, Slopes, attention_by_document
+from megazero.ops.attention.call import (
+    AttentionCall,
+    Bias,
+    Part,
+    Slopes,
+    Softcap,
+    attention_by_document,
+)
 from megazero.ops.attention.documents import Documents, Runs
 from megazero.ops.attention.parts import backward_of_part, forward_of_part, merge_part
 from megazero.ops.attention.pattern import ALL, CAUSAL, BlockLayout, Pattern
@@ -34,6 +41,7 @@ __all__ = [
     "CAUSAL",
     "AttentionCall",
     "AttentionFacts",
+    "Bias",
     "BiasKind",
     "BlockLayout",
     "Documents",
@@ -43,6 +51,7 @@ __all__ = [
     "Pattern",
     "Runs",
     "Slopes",
+    "Softcap",
     "attend",
     "attention",
     "attention_with_lse",
@@ -64,7 +73,7 @@ def attention(
     causal: bool,
     mask: Tensor | None = None,
     document_ids: Tensor | Documents | None = None,
-    bias: Tensor | Slopes | None = None,
+    bias: Bias | None = None,
     dropout: AttentionDropout | None = None,
     scale: float | None = None,
     pattern: Pattern = ALL,
@@ -79,7 +88,8 @@ def attention(
     mask: bool, broadcastable to [b, n, s, t]; True means that the query may attend to the key.
     document_ids: int [b, t]; a query attends only to keys of its own document. As `Documents`, what kernels
         need to know of them is found once for all calls that are given the value.
-    bias: broadcastable to [b, n, s, t]; gradients flow through it. Or `Slopes` by the distance of a key.
+    bias: broadcastable to [b, n, s, t]; gradients flow through it. Or `Slopes` by the distance of a key,
+        or a `Softcap` of the scores.
     dropout: counter-based dropout of the probabilities, so every layout drops the same ones.
     scale: 1 / sqrt(d) by default.
     pattern: which keys a query may attend to by its place: windows, sinks, a prefix, blocks.
@@ -117,7 +127,7 @@ def attention_with_lse(
     causal: bool,
     mask: Tensor | None = None,
     document_ids: Tensor | Documents | None = None,
-    bias: Tensor | Slopes | None = None,
+    bias: Bias | None = None,
     dropout: AttentionDropout | None = None,
     scale: float | None = None,
     pattern: Pattern = ALL,

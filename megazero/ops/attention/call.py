@@ -27,6 +27,17 @@ class Slopes:
     by_head: Tensor
 
 
+@dataclass(frozen=True)
+class Softcap:
+    """A bound c of the scaled scores, which become c tanh(score / c) (Gemma 2, 2024)."""
+
+    bound: float
+
+
+Bias = Tensor | Slopes | Softcap
+"""What is done to the scaled scores of a call before anything is masked."""
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Where the queries and keys of a call lie in their sequence, if the call has parts of it.
@@ -51,23 +62,21 @@ class AttentionCall:
         scale: the factor of the products of queries and keys.
         mask: bool, broadcastable to [b, n, s, t], True where the query may attend to the key; None: all.
         documents: of the keys, [b, t]; a query attends only to keys of its own; None: to all.
-        bias: broadcastable to [b, n, s, t], added to the scaled scores; it may have a gradient. Or `Slopes`.
+        bias: broadcastable to [b, n, s, t], added to the scaled scores; it may have a gradient. Or `Slopes`,
+            or a `Softcap` of the scores instead.
         dropout: the dropout of the probabilities.
         pattern: which keys a query may attend to by its place; causality is a part of it.
         part: where queries and keys lie in their sequence; None: the keys are the sequence from its
             beginning, and the last query has the last key.
-        softcap: the bound c of the scaled scores, which become c tanh(score / c) before a bias is added and
-            anything is masked (Gemma 2, 2024); None: they have none.
     """
 
     scale: float
     mask: Tensor | None = None
     documents: Documents | None = None
-    bias: Tensor | Slopes | None = None
+    bias: Bias | None = None
     dropout: AttentionDropout | None = None
     pattern: Pattern = ALL
     part: Part | None = None
-    softcap: float | None = None
 
     @property
     def causal(self) -> bool:
@@ -99,7 +108,7 @@ class AttentionCall:
 
     def masked(self, q: Tensor, k: Tensor) -> AttentionCall:
         """The call with all its restrictions in its mask, and biases that are a tensor."""
-        biases = self.biases(q.shape[0], k.shape[0])
+        biases = self.bias if isinstance(self.bias, Softcap) else self.biases(q.shape[0], k.shape[0])
         if self.causal_alone(q.shape[0], k.shape[0]):
             return replace(self, bias=biases, part=None)
         mask = self.allowed(q, k)
@@ -147,10 +156,15 @@ class AttentionCall:
         """The most keys before and after its own that a query attends to; -1 for no limit."""
         return self.pattern.sides()
 
+    @property
+    def softcap(self) -> float | None:
+        """The bound of the scaled scores; None: they have none."""
+        return self.bias.bound if isinstance(self.bias, Softcap) else None
+
     def biases(self, s: int, t: int) -> Tensor | None:
         """All that is added to the scaled scores, broadcastable to [b, n, s, t]."""
         if not isinstance(self.bias, Slopes):
-            return self.bias
+            return None if isinstance(self.bias, Softcap) else self.bias
         by_head = self.bias.by_head
         q, k = (torch.arange(x.start, x.stop, device=by_head.device) for x in self.places(s, t))
         return by_head.view(-1, 1, 1) * (k - q.unsqueeze(1))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.ops.attention.call import AttentionCall, Slopes
+from megazero.ops.attention.call import AttentionCall, Bias, Slopes, Softcap
 from megazero.ops.attention.cuda import (
     MOST_SIZE,
     attention_cuda,
@@ -56,11 +56,12 @@ class MaskKind(enum.Enum):
 
 
 class BiasKind(enum.Enum):
-    """The biases that are added to the scores of a call."""
+    """What is done to the scores of a call."""
 
     NONE = "none"
     SLOPES = "slopes"  # by distance
     TENSOR = "tensor"
+    SOFTCAP = "softcap"  # a bound of the scores instead
 
 
 class HeadKind(enum.Enum):
@@ -79,9 +80,8 @@ class AttentionFacts(CallFacts):
         mask: the restriction of the keys that a query may attend to.
         dropout: whether probabilities are dropped.
         lse: whether the log-sum-exp is needed too.
-        bias: the biases that are added to the scores.
+        bias: what is done to the scores.
         heads: the widths of queries, keys and values.
-        capped: whether the scores are bounded.
     """
 
     mask: MaskKind
@@ -89,7 +89,6 @@ class AttentionFacts(CallFacts):
     lse: bool
     bias: BiasKind = BiasKind.NONE
     heads: HeadKind = HeadKind.ALIKE
-    capped: bool = False
 
 
 def _flash_pays(facts: AttentionFacts) -> bool:
@@ -118,14 +117,14 @@ _RESTRICTED = "pays with sinks, a prefix, blocks or places of parts only"
 
 
 def _flex_pays(facts: AttentionFacts) -> bool:
-    return facts.mask is MaskKind.PATTERN or facts.bias is BiasKind.SLOPES or facts.capped
+    return facts.mask is MaskKind.PATTERN or facts.bias in (BiasKind.SLOPES, BiasKind.SOFTCAP)
 
 
 def _flex_serves(facts: AttentionFacts) -> bool:
     return flex_compiles()
 
 
-_FLEX_PAYS = "pays with sinks, a prefix, blocks, biases by distance or bounded scores only"
+_FLEX_PAYS = "pays with sinks, a prefix, blocks, biases by distance or a softcap only"
 _FLEX_SERVES = "needs triton, which is not installed"
 
 
@@ -141,7 +140,12 @@ def _no_tensor(facts: AttentionFacts) -> bool:
     return facts.bias is not BiasKind.TENSOR
 
 
+def _no_softcap(facts: AttentionFacts) -> bool:
+    return facts.bias is not BiasKind.SOFTCAP
+
+
 _NO_TENSOR = "adds no biases but those by distance"
+_NO_SOFTCAP = "does not bound scores"
 _ONE_WIDTH = "serves values as wide as keys only"
 _CUDA_PAYS = "pays with dropout, lse or a mask only"
 
@@ -161,12 +165,15 @@ ATTENTION: Operator[_Attend] = Operator(
         Implementation(
             "native_cpu",
             attention_native_cpu,
-            on_native_cpu(capped=False).needing(_no_tensor, _NO_TENSOR).needing(_one_width, _ONE_WIDTH),
+            on_native_cpu()
+            .needing(_no_tensor, _NO_TENSOR)
+            .needing(_no_softcap, _NO_SOFTCAP)
+            .needing(_one_width, _ONE_WIDTH),
         ),
         Implementation(
             "flash_cpu",
             attention_flash_cpu,
-            where(CPU, _FLASH_DTYPES, bias=BiasKind.NONE, capped=False)
+            where(CPU, _FLASH_DTYPES, bias=BiasKind.NONE)
             .needing(_one_width, _ONE_WIDTH)
             .needing(_flash_pays, _FLASH_PAYS),
         ),
@@ -181,14 +188,13 @@ ATTENTION: Operator[_Attend] = Operator(
                 lse=False,
                 bias=BiasKind.NONE,
                 heads=HeadKind.ALIKE,
-                capped=False,
             ).needing(_varlen_serves, _VARLEN_SERVES),
             traceable=True,
         ),
         Implementation(
             "cuda",
             attention_cuda,
-            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE, capped=False)
+            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE)
             .needing(_cuda_pays, _CUDA_PAYS)
             .needing(_in_order, _IN_ORDER),
         ),
@@ -203,15 +209,16 @@ ATTENTION: Operator[_Attend] = Operator(
         Implementation(
             "cuda_by_mask",
             attention_cuda_by_mask,
-            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE, capped=False).needing(
-                _restricted, _RESTRICTED
-            ),
+            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE).needing(_restricted, _RESTRICTED),
         ),
         # On a GPU torch's kernels take heads of other widths, and hold as much.
+        Implementation("planned", attention_planned, where(META, CUDA_DTYPES, bias=BiasKind.NONE)),
         Implementation(
-            "planned", attention_planned, where(META, CUDA_DTYPES, bias=BiasKind.NONE, capped=False)
+            "sdpa",
+            attention_sdpa,
+            where(dropout=False, lse=False).needing(_no_softcap, _NO_SOFTCAP),
+            traceable=True,
         ),
-        Implementation("sdpa", attention_sdpa, where(dropout=False, lse=False, capped=False), traceable=True),
         Implementation("composed", attention_with_dropout, where(lse=False)),
         Implementation("reference", attention_reference),
     ),
@@ -225,7 +232,6 @@ ATTENTION: Operator[_Attend] = Operator(
             lse=(False, True),
             bias=tuple(BiasKind),
             heads=tuple(HeadKind),
-            capped=(False, True),
         )[1:],
     ),
     examples=attention_examples,
@@ -249,7 +255,6 @@ def chosen(
         lse=lse,
         bias=_bias_kind(call.bias),
         heads=head_kind(q.shape[-1], v.shape[-1]),
-        capped=call.softcap is not None,
     )
     implementation = ATTENTION.choose(facts)
     if holds_all_pairs(implementation.name, facts) and not torch.compiler.is_compiling():
@@ -273,9 +278,11 @@ def _warn_of_all_pairs(name: str, facts: AttentionFacts) -> None:
     )
 
 
-def _bias_kind(bias: Tensor | Slopes | None) -> BiasKind:
+def _bias_kind(bias: Bias | None) -> BiasKind:
     if bias is None:
         return BiasKind.NONE
+    if isinstance(bias, Softcap):
+        return BiasKind.SOFTCAP
     return BiasKind.SLOPES if isinstance(bias, Slopes) else BiasKind.TENSOR
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
 from megazero.ops.attention import ATTENTION, AttentionFacts, BiasKind, MaskKind, head_kind, holds_all_pairs
 from megazero.ops.attention.varlen import varlen_knows
 from megazero.train.parts.chunks import DTYPES
@@ -43,10 +44,15 @@ def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
         mask,
         dropout=model.attention_dropout > 0,
         lse=model.softmax_type != "vanilla",
-        bias=BiasKind.SLOPES if model.position_embedding_type == "alibi" else BiasKind.NONE,
+        bias=_bias(model),
         heads=head_kind(model.head_dim, model.value_dim),
-        capped=model.attn_logit_softcapping is not None,
     )
+
+
+def _bias(model: ModelConfig) -> BiasKind:
+    if model.attn_logit_softcapping is not None:
+        return BiasKind.SOFTCAP
+    return BiasKind.SLOPES if model.position_embedding_type == "alibi" else BiasKind.NONE
 
 
 def attention_remark(config: Config, device: torch.device) -> str:
