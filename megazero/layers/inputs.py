@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -42,6 +42,11 @@ class Attends:
 
 class AttentionCore(Protocol):
     """Attention proper, between the projections of a layer (see `cores`)."""
+
+    @property
+    def states(self) -> MutableMapping[int, tuple[Tensor, ...]]:
+        """The memories of layers that keep no keys, by number; such a layer reads and replaces its own."""
+        raise NotImplementedError("only cores that know earlier rows have states")
 
     def __call__(
         self,

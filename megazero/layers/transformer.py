@@ -48,7 +48,7 @@ class TransformerLayer(nn.Module):
         out, bias = self.attention(normed.to(self.placement.dtype), inputs)
         residual = inputs.narrow(normed if self.residual_after_norm else x)
         inputs = inputs.narrowed()
-        out, bias = _scaled(out, bias, inputs.branch_scale)
+        out, bias = scaled(out, bias, inputs.branch_scale)
         dropout = self._dropout(inputs, "attention_out")
         if bias is None and dropout is None:
             normed, x = self.mlp_norm(out.to(residual.dtype), residual)
@@ -57,7 +57,7 @@ class TransformerLayer(nn.Module):
             normed, x = self.mlp_norm(x, both=True)
         del out  # it has been added to x, and need not be there while the MLP runs
         out, bias, sums = self.mlp(normed.to(self.placement.dtype), inputs)
-        out, bias = _scaled(out, bias, inputs.branch_scale)
+        out, bias = scaled(out, bias, inputs.branch_scale)
         residual = normed if self.residual_after_norm else x
         dropout = self._dropout(inputs, "mlp_out")
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
@@ -71,7 +71,7 @@ def use_forward(layer: nn.Module, forward: Forward) -> None:
     layer.forward = forward
 
 
-def _scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+def scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
     """A half's contribution to the hidden states, and its bias, times `scale`."""
     if scale == 1.0:
         return out, bias

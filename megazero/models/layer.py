@@ -5,8 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from megazero.config.derive import experts_of
+from megazero.config.tree.hybrid import EXPERTS, MAMBA, MLP as DENSE
 from megazero.layers.attention import SelfAttention
 from megazero.layers.mlp import MLP
+from megazero.layers.state_space.layer import SingleLayer
+from megazero.layers.state_space.mixer import Mamba2
 from megazero.layers.transformer import TransformerLayer
 from megazero.models.chunk import Slice
 from megazero.moe.mlp import MoEMLP
@@ -25,6 +28,17 @@ def mlp_of(number: int, held: Slice) -> nn.Module:
 
 
 def layer_of(number: int, held: Slice, *, causal: bool) -> TransformerLayer:
-    """A layer with both."""
-    attention, mlp = attention_of(number, held, causal=causal), mlp_of(number, held)
-    return TransformerLayer(number, held.config, held.placement, attention, mlp)
+    """A layer with both; in a hybrid model, with the one that the pattern names."""
+    kinds = held.config.layer_kinds
+    if kinds is None:
+        attention, mlp = attention_of(number, held, causal=causal), mlp_of(number, held)
+        return TransformerLayer(number, held.config, held.placement, attention, mlp)
+    if kinds[number] in (DENSE, EXPERTS):
+        return SingleLayer(number, held.config, held.placement, mlp=mlp_of(number, held))
+    selective = held.recompute.granularity == "selective"
+    mixer = (
+        Mamba2(number, held.config, held.placement, recompute=selective)
+        if kinds[number] == MAMBA
+        else attention_of(number, held, causal=causal)
+    )
+    return SingleLayer(number, held.config, held.placement, mixer=mixer)
