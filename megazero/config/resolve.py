@@ -249,7 +249,10 @@ def _build_section(
                 problems.append(_problem(spec, settings.get(spec.path), detail))
             broken.add(spec.path)
             given.pop(spec.name, None)
-    return model.model_construct(**given)
+    built = model.model_construct(**given)
+    # What a broken field would have implied is as little known as the field.
+    broken |= {spec.path for spec in FIELDS if spec.section == section and not hasattr(built, spec.name)}
+    return built
 
 
 def _problem(spec: FieldSpec, setting: Setting | None, detail: Any) -> str:

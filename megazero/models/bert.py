@@ -97,12 +97,10 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
 
     def layer(number: int) -> float:
         share = wanted if number == model.num_layers - 1 else 1.0
-        return attention_flops(model, number, causal=False, queried=share) + share * layer_mlp_flops(
-            model, number
-        )
+        return layer_flops(model, number, causal=False, queried=share)
 
     head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
-    return trunk_blocks(map(layer, range(model.num_layers)), Block(HEAD, BertHead.__name__, head))
+    return trunk_blocks(model, map(layer, range(model.num_layers)), Block(HEAD, BertHead.__name__, head))
 
 
 class BERT(MaskedLanguageModel):

@@ -23,7 +23,7 @@ from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.chunk import HEAD, Block
-from megazero.models.flops import attention_flops, layer_mlp_flops, logits_flops
+from megazero.models.flops import layer_flops, logits_flops
 from megazero.models.language_model import LanguageModel
 from megazero.models.trunk import trunk_blocks
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -72,11 +72,8 @@ class Head(nn.Module):
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a GPT of this shape consists of: embedding, layers, head."""
     model = config.model
-    layers = (
-        attention_flops(model, number, causal=True) + layer_mlp_flops(model, number)
-        for number in range(model.num_layers)
-    )
-    return trunk_blocks(layers, Block(HEAD, Head.__name__, logits_flops(model, padded_vocab)))
+    layers = (layer_flops(model, number, causal=True) for number in range(model.num_layers))
+    return trunk_blocks(model, layers, Block(HEAD, Head.__name__, logits_flops(model, padded_vocab)))
 
 
 class GPT(LanguageModel):

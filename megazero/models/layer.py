@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from torch import nn
 
 from megazero.config.derive import experts_of
-from megazero.config.tree.hybrid import EXPERTS, MAMBA, MLP as DENSE
+from megazero.config.tree.hybrid import ATTENTION, DENSE, EXPERTS, MAMBA
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.attention import SelfAttention
 from megazero.layers.mlp import MLP
 from megazero.layers.state_space.layer import SingleLayer
@@ -27,18 +30,28 @@ def mlp_of(number: int, held: Slice) -> nn.Module:
     return kind(number, held.config, held.placement, tiles=held.recompute.mlp_tiles)
 
 
+_KINDS: MappingProxyType[str, type[nn.Module]] = MappingProxyType(
+    {MAMBA: Mamba2, ATTENTION: SelfAttention, DENSE: MLP, EXPERTS: MoEMLP}
+)
+"""The part that each letter of a hybrid model's pattern stands for."""
+
+
+def kind_of(model: ModelConfig, number: int) -> str:
+    """The name of a layer's type: that of its one part in a hybrid model."""
+    kinds = model.layer_kinds
+    return TransformerLayer.__name__ if kinds is None else _KINDS[kinds[number]].__name__
+
+
 def layer_of(number: int, held: Slice, *, causal: bool) -> TransformerLayer:
     """A layer with both; in a hybrid model, with the one that the pattern names."""
-    kinds = held.config.layer_kinds
-    if kinds is None:
-        attention, mlp = attention_of(number, held, causal=causal), mlp_of(number, held)
-        return TransformerLayer(number, held.config, held.placement, attention, mlp)
-    if kinds[number] in (DENSE, EXPERTS):
-        return SingleLayer(number, held.config, held.placement, mlp=mlp_of(number, held))
-    selective = held.recompute.granularity == "selective"
-    mixer = (
-        Mamba2(number, held.config, held.placement, recompute=selective)
-        if kinds[number] == MAMBA
-        else attention_of(number, held, causal=causal)
-    )
-    return SingleLayer(number, held.config, held.placement, mixer=mixer)
+    config, placement = held.config, held.placement
+    kind = None if config.layer_kinds is None else config.layer_kinds[number]
+    if kind == MAMBA:
+        selective = held.recompute.granularity == "selective"
+        return SingleLayer(number, config, placement, mixer=Mamba2(number, config, placement, recompute=selective))
+    if kind == ATTENTION:
+        return SingleLayer(number, config, placement, mixer=attention_of(number, held, causal=causal))
+    if kind is not None:
+        return SingleLayer(number, config, placement, mlp=mlp_of(number, held))
+    attention, mlp = attention_of(number, held, causal=causal), mlp_of(number, held)
+    return TransformerLayer(number, config, placement, attention, mlp)

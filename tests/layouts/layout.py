@@ -239,6 +239,7 @@ class Layout:
         sequence: the length of sequences.
         attends: what attention sees and how it weighs it, a name in `ATTENDS`.
         documents: whether a decoder's samples hold several documents, which do not see each other.
+        letters: those of a hybrid model's layers, which repeat; empty for a model of transformer layers.
     """
 
     tp: int = 1
@@ -277,6 +278,7 @@ class Layout:
     sequence: int = SEQUENCE
     documents: bool = False
     attends: str = ""
+    letters: str = ""
 
     @property
     def world_size(self) -> int:
@@ -324,6 +326,7 @@ class Layout:
             sequence=self.sequence,
             documents=self.documents,
             attends=self.attends,
+            letters=self.letters,
         )
 
     @property
@@ -343,6 +346,7 @@ class Layout:
         parts += [f"C{self.cp}", self.comm] if self.cp > 1 else []
         parts += [f"s{self.sequence}"] if self.sequence != SEQUENCE else []
         parts += [self.attends] if self.attends else []
+        parts += [self.letters] if self.letters else []
         parts += ["documents"] if self.documents else []
         parts += ["SP"] if self.sequence_parallel else []
         parts += ["untied"] if self.untied else []
@@ -383,6 +387,7 @@ class Layout:
                 **_without(SHAPES[self.shape], ATTENDS[self.attends]),
                 **EXPERTS[self.experts],
                 **ATTENDS[self.attends],
+                **self._hybrid,
             ),
             parallel=ParallelConfig(
                 tensor_model_parallel_size=self.tp,
@@ -434,6 +439,14 @@ class Layout:
             training=TrainingConfig(train_iters=steps, seed=7, eval_iters=0),
             **METHODS[self.method],
         )
+
+    @property
+    def _hybrid(self) -> _Settings:
+        if not self.letters:
+            return {}
+        pattern = (self.letters * self.layers)[: self.layers]
+        sizes = {"mamba_state_dim": 5, "mamba_head_dim": 4, "mamba_num_groups": 4, "mamba_num_heads": 8}
+        return {"hybrid_layer_pattern": pattern, **(sizes if "M" in pattern else {})}
 
     def _offload(self) -> OffloadConfig:
         settings: dict[str, Any] = {"path": tempfile.gettempdir(), **STORES[self.store]}

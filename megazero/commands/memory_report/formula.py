@@ -136,7 +136,7 @@ def stated(config: Config) -> bool:
     built = config.acceleration.compile or config.acceleration.cuda_graph
     made = family_of(model).chunk
     decodes = isinstance(made, type) and issubclass(made, LanguageModel) and config.finetune.task is None
-    plain = decodes and not model.num_experts and config.precision.fp8_format == "none"
+    plain = decodes and not (model.num_experts or model.is_hybrid_model) and config.precision.fp8_format == "none"
     selective = config.recompute.granularity == "selective"
     learns = not config.distillation.kd
     return plain and learns and not (sliced or special or drops or skips or built or selective)

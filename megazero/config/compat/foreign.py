@@ -32,6 +32,7 @@ class Foreign:
         where: conditions on the tree once everything is resolved, of which one must hold.
         feature: the feature that it asks for where it is refused, if that feature does not exist here.
         silent: whether a run says nothing about it, because the setting in `where` has its effect.
+        always: those of its values that are accepted whatever the conditions.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Foreign:
     where: tuple[Condition, ...] = ()
     feature: str | None = None
     silent: bool = False
+    always: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,15 @@ class Ignored:
     name: str
     reason: str
     foreign: Foreign
+    values: tuple[str, ...] = ()
 
 
 def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | None:
     """The reason for refusing a flag after all, now that fields have values; None if it is not refused."""
     foreign = ignored.foreign
-    if not foreign.where or any(condition.holds(value_of(condition.path)) for condition in foreign.where):
+    if not foreign.where or (ignored.values and set(ignored.values) <= set(foreign.always)):
+        return None
+    if any(condition.holds(value_of(condition.path)) for condition in foreign.where):
         return None
     return f"`{foreign.name}` is not accepted: {foreign.refused}."
 
@@ -71,7 +76,7 @@ def verdict(foreign: Foreign, values: Sequence[str]) -> Ignored | str:
         return f"`{foreign.name}` must be followed by a value."
     if foreign.values and not (values and all(value.lower() in foreign.values for value in values)):
         return f"`{given}` is not accepted: {foreign.refused}."
-    return Ignored(foreign.name, foreign.accepted, foreign)
+    return Ignored(foreign.name, foreign.accepted, foreign, tuple(values))
 
 
 def _arity(marked: str) -> tuple[str, int, int]:
@@ -105,6 +110,7 @@ def _foreign_flags() -> Iterator[Foreign]:
             tuple(map(Condition.read, filter(None, row["where"].split(" or ")))),
             row["feature"] or None,
             silent=bool(row["silent"]),
+            always=tuple((row["always"] or "").split()),
         )
 
 

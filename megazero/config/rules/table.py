@@ -12,6 +12,7 @@ from megazero.config.rules.data import DATA_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
 from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.finetuning import FINETUNING_RULES
+from megazero.config.rules.hybrid import HYBRID_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
 from megazero.config.rules.needs import unmet_needs
 from megazero.config.rules.optimizers import OPTIMIZER_RULES
@@ -34,6 +35,7 @@ from megazero.config.tree.option import Section
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *ATTENTION_RULES,
+    *HYBRID_RULES,
     *PARALLEL_RULES,
     *CONTEXT_RULES,
     *EXPERT_RULES,

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, PositiveInt, model_validator
 from megazero.config.tree.option import option
 from megazero.config.tree.transformer import TransformerConfig
 
-MAMBA, ATTENTION, MLP, EXPERTS = "M*-E"
+MAMBA, ATTENTION, DENSE, EXPERTS = "M*-E"
 _ELSEWHERE = (
     ("/", "layers after `/` predict several tokens at once, which hybrid models do not here"),
     ("|", "stages are cut by `--pipeline-partition` with numbers of layers, such as 5,6,6,5"),
@@ -100,7 +100,7 @@ class HybridConfig(TransformerConfig):
         among_all = _spread(others / (attention + 1))
         among_others = _spread((others - mlps) / mlps if mlps else float("inf"))
         return "".join(
-            ATTENTION if next(among_all) else MLP if next(among_others) else MAMBA
+            ATTENTION if next(among_all) else DENSE if next(among_others) else MAMBA
             for _ in range(self.num_layers)
         )
 
