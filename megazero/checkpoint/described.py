@@ -119,12 +119,13 @@ def _least_elements(model: ModelConfig, vocab_size: int) -> int:
     counts = [experts_of(model, layer) for layer in range(model.num_layers)] if model.num_experts else []
     placed = sum(count > 0 for count in counts)
     beside = placed if model.mlp_type == "residual" else 0  # MLPs of an expert's width
-    widths = (model.layers_of("-E") - placed) * model.ffn_size + (sum(counts) + beside) * model.expert_ffn_size
+    widths = (model.layers_of("-E") - placed) * model.ffn_size
+    widths += (sum(counts) + beside) * model.expert_ffn_size
     widths += placed * (model.moe_shared_expert_intermediate_size or 0)
     matrices = 3 if model.activation == "swiglu" else 2
-    mamba = 3 * (model.mamba_heads or 0) * model.mamba_head_dim + 2 * model.mamba_num_groups * model.mamba_state_dim
-    mamba *= model.layers_of("M") if model.is_hybrid_model else 0
-    return hidden * (rows + matrices * widths + model.layers_of("*") * attention + mamba)
+    mixers = model.layers_of("*") * attention
+    mixers += model.layers_of("M") * (model.mamba_rows + model.mamba_width) if model.is_hybrid_model else 0
+    return hidden * (rows + matrices * widths + mixers)
 
 
 def _refusal(where: object, what: str) -> CheckpointError:

@@ -32,8 +32,8 @@ _RESOLVED = MappingProxyType(
 
 _RESOLVED_WITH_EXPERTS = MappingProxyType({**_RESOLVED, "moe_ffn_hidden_size": "expert_ffn_size"})
 
-# Settings that together say which layers have how many experts, which window, or which mixer: they are compared
-# by what they say.
+# Settings that together say which layers have how many experts, which window, or which mixer: they are
+# compared by what they say.
 _PLACEMENT = (
     *("num_experts", "moe_layer_freq", "expert_interval", "window_size", "window_attn_skip_freq"),
     *("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"),

@@ -45,8 +45,11 @@ class AttentionCore(Protocol):
 
     @property
     def states(self) -> MutableMapping[int, tuple[Tensor, ...]]:
-        """The memories of layers that keep no keys, by number; such a layer reads and replaces its own."""
-        raise NotImplementedError("only cores that know earlier rows have states")
+        """The memories of layers that keep no keys, by number; such a layer reads and replaces its own.
+
+        A core that knows no earlier rows has none, and keeps none.
+        """
+        return {}
 
     def __call__(
         self,

@@ -22,7 +22,7 @@ from megazero.layers.placement import Placement
 from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import HEAD, Block
-from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
+from megazero.models.flops import dense_flops, layer_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks

@@ -19,7 +19,7 @@ from megazero.loss import LossTerm
 from megazero.models.bert import TOKEN_TYPES
 from megazero.models.chunk import HEAD, Block, Tie
 from megazero.models.classifier_batch import LabelledBatch
-from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops
+from megazero.models.flops import dense_flops, layer_flops
 from megazero.models.trunk import Trunk, trunk_blocks
 from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive

@@ -48,7 +48,8 @@ def layer_of(number: int, held: Slice, *, causal: bool) -> TransformerLayer:
     kind = None if config.layer_kinds is None else config.layer_kinds[number]
     if kind == MAMBA:
         selective = held.recompute.granularity == "selective"
-        return SingleLayer(number, config, placement, mixer=Mamba2(number, config, placement, recompute=selective))
+        mamba = Mamba2(number, config, placement, recompute=selective)
+        return SingleLayer(number, config, placement, mixer=mamba)
     if kind == ATTENTION:
         return SingleLayer(number, config, placement, mixer=attention_of(number, held, causal=causal))
     if kind is not None:

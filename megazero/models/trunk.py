@@ -91,7 +91,7 @@ class Trunk(ModelChunk[M_contra]):
 
     def routers(self) -> list[Router]:
         """The routers of the chunk's layers, in order."""
-        return [layer.mlp.router for layer in self.layers if isinstance(layer.mlp, MoEMLP)]
+        return [part.router for part in self.layers.modules() if isinstance(part, MoEMLP)]
 
     @property
     def terms(self) -> tuple[LossTerm, ...]:

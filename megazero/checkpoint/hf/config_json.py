@@ -304,7 +304,8 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         for setting in architecture.settings
         if setting.words
     ]
-    allowed.append(("sparse_attention", ["dense"]))  # none of theirs has such layouts
+    # None of theirs has such layouts, or such layers.
+    allowed += [("sparse_attention", ["dense"]), ("is_hybrid_model", [False])]
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed

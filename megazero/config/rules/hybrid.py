@@ -31,7 +31,9 @@ def _whole_heads(case: Case) -> bool:
 
 def _heads_in_groups(case: Case) -> bool:
     heads = case.config.model.mamba_heads
-    return not _whole_heads(case) or (heads is None or heads and heads % case.config.model.mamba_num_groups == 0)
+    return not _whole_heads(case) or (
+        heads is None or (heads and heads % case.config.model.mamba_num_groups == 0)
+    )
 
 
 def _groups_over_ranks(case: Case) -> bool:
@@ -50,8 +52,10 @@ HYBRID_RULES: tuple[Rule, ...] = (
         (_PATTERN, "model.num_layers"),
         "`hybrid_layer_pattern` must have a letter for each of `num_layers`",
         "change one of the two, or leave `--num-layers` out",
-        lambda c: len(c.config.model.hybrid_layer_pattern or "M" * c.config.model.num_layers)
-        == c.config.model.num_layers,
+        lambda c: (
+            len(c.config.model.hybrid_layer_pattern or "M" * c.config.model.num_layers)
+            == c.config.model.num_layers
+        ),
     ),
     Rule(
         "hybrid_ratios_sum",

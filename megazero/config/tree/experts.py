@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from megazero.config.tree.option import listed, option
 from megazero.config.tree.hybrid import EXPERTS, HybridConfig
+from megazero.config.tree.option import listed, option
 
 
 def _dense_is_empty(counts: tuple[int, ...]) -> tuple[int, ...]:

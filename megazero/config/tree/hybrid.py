@@ -40,7 +40,7 @@ class HybridConfig(TransformerConfig):
 
     is_hybrid_model: bool = option(
         False,
-        "make each layer one mixer or one MLP, as the pattern or the ratios say; without them, all are Mamba-2",
+        "make each layer one mixer or one MLP, by the pattern or the ratios; without them, all are Mamba-2",
         needs=(
             "family=gpt: a state-space layer sees earlier tokens alone",
             "parallel.context_parallel_size=1: a sequence's state passes through it in order",
@@ -67,18 +67,12 @@ class HybridConfig(TransformerConfig):
     @model_validator(mode="before")
     @classmethod
     def _implied(cls, data: Any) -> Any:
-        """A pattern has the model's depth, and it or a ratio makes a model hybrid."""
-        if not isinstance(data, dict):
-            return data
-        pattern = data.get("hybrid_layer_pattern")
-        if pattern or data.get("hybrid_attention_ratio") or data.get("hybrid_mlp_ratio"):
-            data = {"is_hybrid_model": True, **data}
-        return {"num_layers": len(pattern), **data} if isinstance(pattern, str) and pattern else data
+        return _with_implied(data) if isinstance(data, dict) else data
 
     @classmethod
     def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
         """A section of values that are not validated, with what they imply."""
-        return super().model_construct(_fields_set, **cls._implied(values))
+        return super().model_construct(_fields_set, **_with_implied(values))
 
     @property
     def layer_kinds(self) -> str | None:
@@ -117,9 +111,28 @@ class HybridConfig(TransformerConfig):
         return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
 
     @property
+    def mamba_width(self) -> int:
+        """Channels of all heads of a Mamba-2 layer."""
+        return (self.mamba_heads or 0) * self.mamba_head_dim
+
+    @property
+    def mamba_rows(self) -> int:
+        """Outputs of its first projection: gates, inputs, what groups write and read by, and steps."""
+        heads, written = self.mamba_heads or 0, self.mamba_num_groups * self.mamba_state_dim
+        return 2 * (self.mamba_width + written) + heads
+
+    @property
     def residual_writers(self) -> int:
         """The number of mixers and MLPs, which add to the residual stream."""
         return self.num_layers * (1 if self.is_hybrid_model else 2)
+
+
+def _with_implied(values: dict[str, Any]) -> dict[str, Any]:
+    """A pattern has the model's depth, and it or a ratio makes a model hybrid."""
+    pattern = values.get("hybrid_layer_pattern")
+    if pattern or values.get("hybrid_attention_ratio") or values.get("hybrid_mlp_ratio"):
+        values = {"is_hybrid_model": True, **values}
+    return {"num_layers": len(pattern), **values} if isinstance(pattern, str) and pattern else values
 
 
 def _spread(gap: float) -> Iterator[bool]:

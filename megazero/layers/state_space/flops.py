@@ -8,11 +8,8 @@ from megazero.config.tree.hybrid import HybridConfig
 def mamba_flops(model: HybridConfig) -> float:
     """FLOPs of one mixer, as Megatron-LM counts them.
 
-    With d = heads x head width, groups g, heads n and a state of size z: 2 h (2 d + 2 g z + n) and 2 d h for
-    the projections, and 7 d z for the scan.
+    With w channels in n heads, g groups and states of size z: 2 h (2 w + 2 g z + n) and 2 w h for the
+    projections, and 7 w z for the scan.
     """
-    heads, state = model.mamba_heads, model.mamba_state_dim
-    assert heads is not None, "the pattern has such a layer"
-    inner = heads * model.mamba_head_dim
-    projected = 2 * inner + 2 * model.mamba_num_groups * state + heads
-    return 2 * model.hidden_size * (projected + inner) + 7 * inner * state
+    width = model.mamba_width
+    return 2 * model.hidden_size * (model.mamba_rows + width) + 7 * width * model.mamba_state_dim

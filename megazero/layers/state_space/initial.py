@@ -18,7 +18,8 @@ _SLOWEST, _FASTEST = 1.0, 16.0
 
 
 def _uniform(x: Tensor, low: float, high: float) -> Tensor:
-    return low + (high - low) * torch.special.ndtr(x)
+    quantiles: Tensor = torch.special.ndtr(x)
+    return low + (high - low) * quantiles
 
 
 def taps(x: Tensor) -> Tensor:

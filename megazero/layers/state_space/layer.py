@@ -31,21 +31,25 @@ class SingleLayer(TransformerLayer):
         mlp: nn.Module | None = None,
     ):
         nn.Module.__init__(self)
-        assert (mixer is None) != (mlp is None), "a layer is one of the two"
         self.layer, self.placement, self.dropout = layer, placement, config.hidden_dropout
         norm = (config.hidden_size, config.normalization, config.norm_epsilon, placement)
         self.input_norm = Norm(f"layers.{layer}.input_norm", *norm)
-        self.mixer, self.mlp = mixer, mlp
+        self.place = "mlp_out" if mixer is None else "attention_out"
+        if mixer is not None:
+            self.mixer = mixer
+        else:
+            assert mlp is not None, "a layer is one of the two"
+            self.mlp = mlp
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
         normed, x = self.input_norm(x, both=True)
-        normed, x = normed.to(self.placement.dtype), inputs.narrow(x)
-        if self.mixer is not None:
-            (out, bias), sums = self.mixer(normed, inputs), Sums()
-            inputs = inputs.narrowed()
-        else:
+        normed, x, sums = normed.to(self.placement.dtype), inputs.narrow(x), Sums()
+        if self.place == "mlp_out":
             normed, inputs = inputs.narrow(normed), inputs.narrowed()
             out, bias, sums = self.mlp(normed, inputs)
+        else:
+            out, bias = self.mixer(normed, inputs)
+            inputs = inputs.narrowed()
         out, bias = scaled(out, bias, inputs.branch_scale)
-        dropout = self._dropout(inputs, "attention_out" if self.mlp is None else "mlp_out")
+        dropout = self._dropout(inputs, self.place)
         return bias_dropout_add(out.to(x.dtype), bias, x, dropout), sums

@@ -100,11 +100,12 @@ class Mamba2(nn.Module):
         memory[self.layer] = before, state
         y = (y + self.skip.to(wide).unsqueeze(-1) * x).flatten(-2)
         gated = inputs.narrow(y * F.silu(gate.to(wide)))
-        return (F.rms_norm(gated, gated.shape[-1:], eps=self.eps) * self.norm_weight).flatten(2).to(made.dtype)
+        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps) * self.norm_weight
+        return normed.flatten(2).to(made.dtype)
 
 
 def segments_of(documents: Documents | None) -> Tensor | None:
-    """int64 [b, s]: the number, in its row, of the run of equal ids that a position is in; None if all are."""
+    """int [b, s]: the number, in its row, of the run of equal ids that a position is in; None for one run."""
     if documents is None:
         return None
     ids = documents.ids
