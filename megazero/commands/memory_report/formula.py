@@ -124,7 +124,7 @@ class ActivationBytes:
 
 
 def stated(config: Config) -> bool:
-    """Whether the formula speaks of such a training: a dense GPT of transformer layers that is not sliced, without dropout.
+    """Whether the formula speaks of such a training: a dense, unsliced GPT of transformer layers, no dropout.
 
     Context parallelism may cut its sequences; what it sends between ranks comes on top.
     """

@@ -30,10 +30,8 @@ def _whole_heads(case: Case) -> bool:
 
 
 def _heads_in_groups(case: Case) -> bool:
-    heads = case.config.model.mamba_heads
-    return not _whole_heads(case) or (
-        heads is None or (heads and heads % case.config.model.mamba_num_groups == 0)
-    )
+    model = case.config.model
+    return not _whole_heads(case) or (model.mamba_heads or 0) % model.mamba_num_groups == 0
 
 
 def _groups_over_ranks(case: Case) -> bool:
