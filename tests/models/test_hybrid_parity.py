@@ -85,7 +85,7 @@ def theirs_of(config: ModelConfig) -> nn.Module:
         mamba_num_heads=config.mamba_heads,
         mamba_head_dim=config.mamba_head_dim,
         ssm_state_size=config.mamba_state_dim,
-        time_step_min=0.0,  # below which their scan of many rows raises steps, and that of one does not
+        time_step_min=1e-30,  # below which their scan of many rows raises steps, and that of one does not
         **common,
     )
     return transformers.NemotronHForCausalLM(shape).eval()
