@@ -238,7 +238,7 @@ def _build_section(
     section: str, settings: dict[str, Setting], broken: set[str], problems: list[str]
 ) -> Section:
     model = SECTIONS[section]
-    given = {s.spec.name: s.value for s in settings.values() if s.spec.section == section}
+    given = model.implied({s.spec.name: s.value for s in settings.values() if s.spec.section == section})
     try:
         return model.model_validate(given)
     except ValidationError as error:
@@ -249,10 +249,7 @@ def _build_section(
                 problems.append(_problem(spec, settings.get(spec.path), detail))
             broken.add(spec.path)
             given.pop(spec.name, None)
-    built = model.model_construct(**given)
-    # What a broken field would have implied is as little known as the field.
-    broken |= {spec.path for spec in FIELDS if spec.section == section and not hasattr(built, spec.name)}
-    return built
+    return model.model_construct(**given)
 
 
 def _problem(spec: FieldSpec, setting: Setting | None, detail: Any) -> str:

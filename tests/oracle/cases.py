@@ -13,7 +13,9 @@ from types import MappingProxyType
 
 from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELDS
+from megazero.config.tree.hybrid import HybridConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
+from megazero.config.tree.transformer import TransformerConfig
 from tests.oracle.text import VOCABULARY
 
 STEPS = 20
@@ -172,6 +174,10 @@ NOT_STATED = MappingProxyType(
         **dict.fromkeys(
             (f"model.{name}" for name in sorted(SPARSE_FIELDS)),
             "its oracle is dense attention with the same mask: tests/layers/test_patterns.py",
+        ),
+        **dict.fromkeys(
+            (f"model.{name}" for name in HybridConfig.model_fields if name not in TransformerConfig.model_fields),
+            "layers of one part have cases of their own: tests/oracle/test_hybrid.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "precision.tf32": "a CPU has no such products: tests/train/test_determinism.py",

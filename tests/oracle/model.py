@@ -70,10 +70,10 @@ class Model:
             x = x.float()
         x = self._dropped(x, "hidden-dropout", "embedding", text)
         for i in range(flags["num-layers"]):
-            for half, work in (("input_norm", self._attention), ("mlp_norm", self._mlp)):
-                normed = self._norm(w, f"layers.{i}.{half}", x)
+            for norm, kind, work in self._parts(i):
+                normed = self._norm(w, f"layers.{i}.{norm}", x)
                 out = work(w, i, normed.to(w["head.weight"].dtype), text).to(x.dtype)
-                place = f"{'attention' if half == 'input_norm' else 'mlp'} out {i}"
+                place = f"{kind} out {i}"
                 residual = normed if flags["apply-residual-connection-post-layernorm"] else x
                 x = residual + self._dropped(out, "hidden-dropout", place, text)
         normed = self._norm(w, "final_norm", x).to(w["head.weight"].dtype)
@@ -81,6 +81,10 @@ class Model:
         wide = logits.double() if logits.dtype == torch.float64 else logits.float()
         losses = F.cross_entropy(wide.flatten(0, 1), text.labels.flatten(), reduction="none")
         return losses.view_as(text.tokens)
+
+    def _parts(self, i: int) -> Sequence[tuple[str, str, Callable[[Weights, int, Tensor, Text], Tensor]]]:
+        """The parts of a layer: its norm's name, its kind, and its work."""
+        return ("input_norm", "attention", self._attention), ("mlp_norm", "mlp", self._mlp)
 
     def _attention(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
         """A group's rows of the weight are its queries, its key and its value."""

@@ -6,7 +6,7 @@ The names and the pattern's letters are Megatron-LM's (Waleffe et al. 2024); Mam
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
@@ -66,13 +66,16 @@ class HybridConfig(TransformerConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _implied(cls, data: Any) -> Any:
-        return _with_implied(data) if isinstance(data, dict) else data
+    def _complete(cls, data: Any) -> Any:
+        return cls.implied(data) if isinstance(data, dict) else data
 
     @classmethod
-    def model_construct(cls, _fields_set: set[str] | None = None, **values: Any) -> Self:
-        """A section of values that are not validated, with what they imply."""
-        return super().model_construct(_fields_set, **_with_implied(values))
+    def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A pattern has the model's depth, and it or a ratio makes a model hybrid."""
+        pattern = values.get("hybrid_layer_pattern")
+        if pattern or values.get("hybrid_attention_ratio") or values.get("hybrid_mlp_ratio"):
+            values = {"is_hybrid_model": True, **values}
+        return {"num_layers": len(pattern), **values} if isinstance(pattern, str) and pattern else values
 
     @property
     def layer_kinds(self) -> str | None:
@@ -125,14 +128,6 @@ class HybridConfig(TransformerConfig):
     def residual_writers(self) -> int:
         """The number of mixers and MLPs, which add to the residual stream."""
         return self.num_layers * (1 if self.is_hybrid_model else 2)
-
-
-def _with_implied(values: dict[str, Any]) -> dict[str, Any]:
-    """A pattern has the model's depth, and it or a ratio makes a model hybrid."""
-    pattern = values.get("hybrid_layer_pattern")
-    if pattern or values.get("hybrid_attention_ratio") or values.get("hybrid_mlp_ratio"):
-        values = {"is_hybrid_model": True, **values}
-    return {"num_layers": len(pattern), **values} if isinstance(pattern, str) and pattern else values
 
 
 def _spread(gap: float) -> Iterator[bool]:
