@@ -191,7 +191,7 @@ def _needs(section: str, model: type[Section], name: str) -> tuple[Need, ...]:
     declared: Any = model.model_fields[name].json_schema_extra
     home = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ()))
     assert issubclass(home, Section)
-    needs = home.needs if declared["needs"] is None else declared["needs"]
+    needs = vars(home).get("needs", ()) if declared["needs"] is None else declared["needs"]
     return tuple(Need.read(text, section) for text in ((needs,) if isinstance(needs, str) else needs))
 
 
