@@ -69,6 +69,7 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
 _RULES: Mapping[str, str] = MappingProxyType(
     {
         "interleaved_micro_batches": "micro-batch groups of other sizes",
+        "needs_of_is_hybrid_model": "context parallelism of state-space layers",
     }
 )
 _JSON_SECTIONS: Mapping[str, str] = MappingProxyType(
@@ -87,6 +88,8 @@ _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
         ("--moe-router-load-balancing-type", "sinkhorn"): "routing by assignment",
         ("--moe-token-dispatcher-type", "flex"): "dispatchers of other projects",
+        ("--hybrid-layer-pattern", "G-*-/-"): "multi-token prediction",
+        ("--hybrid-layer-pattern", "*-*E*E*E/*E"): "multi-token prediction",
     }
 )
 """Refusals that are not of foreign flags: the feature that they ask for."""
