@@ -11,10 +11,10 @@ from megazero.config.tree.model import ModelConfig
 from megazero.errors import ConfigError
 
 SHAPE = {"hidden_size": 1024, "num_attention_heads": 16, "seq_length": 4096}
-ARGV = (
-    "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr 1e-3 --train-iters 3 "
-    "--mock-data --vocab-size 61 --mamba-head-dim 16"
-).split()
+ARGV = [
+    *("--hidden-size", "64", "--num-attention-heads", "4", "--seq-length", "32", "--mamba-head-dim", "16"),
+    *("--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "3", "--mock-data", "--vocab-size", "61"),
+]
 SPEC = ("--spec", "megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec")
 
 

@@ -59,7 +59,16 @@ def test_the_selections_hold_every_pair_of_settings():
     assert pairs_met(few, expected, expected) == pairs_met(everything(), expected, expected, allowed)
 
 
-MIXER = ("input.weight", "conv.weight", "conv.bias", "dt_bias", "a_log", "skip", "norm.weight", "output.weight")
+MIXER = (
+    "input.weight",
+    "conv.weight",
+    "conv.bias",
+    "dt_bias",
+    "a_log",
+    "skip",
+    "norm.weight",
+    "output.weight",
+)
 
 
 def test_every_parameter_of_a_mixer_learns():

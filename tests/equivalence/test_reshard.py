@@ -30,6 +30,7 @@ from proofs.reshard_sweep import (
     difference,
     expert_circles,
     flat,
+    hybrid_circle,
     logical,
     pairs,
     run,
@@ -70,6 +71,12 @@ def test_the_ranks_that_share_sequences_change(tmp_path):
     assert len(changes) >= 20
     assert all(a != b for a, b in changes)
     assert {cp for change in changes for cp in change} == {1, 2, 3, 4}
+    assert not any(case.layout.broken_rules() for case in circle)
+    assert check(circle, tmp_path).wrong == ()
+
+
+def test_the_ranks_of_state_space_layers_change(tmp_path):
+    circle = hybrid_circle()
     assert not any(case.layout.broken_rules() for case in circle)
     assert check(circle, tmp_path).wrong == ()
 

@@ -125,7 +125,12 @@ def as_theirs(weights: Weights, config: ModelConfig) -> Weights:
             out[f"{layer}.mixer.conv1d.bias"] = by_kind(
                 weights[f"{ours}.mamba.conv.bias"], config, gated=False
             )
-            names = (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("D", "skip"), ("norm.weight", "norm.weight"))
+            names = (
+                ("dt_bias", "dt_bias"),
+                ("A_log", "a_log"),
+                ("D", "skip"),
+                ("norm.weight", "norm.weight"),
+            )
             for name, own in names:
                 out[f"{layer}.mixer.{name}"] = weights[f"{ours}.mamba.{own}"].flatten()
             out[f"{layer}.mixer.out_proj.weight"] = weights[f"{ours}.mamba.output.weight"]

@@ -176,7 +176,11 @@ NOT_STATED = MappingProxyType(
             "its oracle is dense attention with the same mask: tests/layers/test_patterns.py",
         ),
         **dict.fromkeys(
-            (f"model.{name}" for name in HybridConfig.model_fields if name not in TransformerConfig.model_fields),
+            (
+                f"model.{name}"
+                for name in HybridConfig.model_fields
+                if name not in TransformerConfig.model_fields
+            ),
             "layers of one part have cases of their own: tests/oracle/test_hybrid.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",

@@ -26,6 +26,7 @@ from tests.layouts.selection import (
     covering,
     encoder_layouts,
     expert_layouts,
+    hybrid_layouts,
 )
 from tests.plan.unnoticed import unnoticed
 
@@ -54,8 +55,11 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
 
 @cache
 def selection() -> list[Layout]:
-    """76 layouts of up to four ranks: decoders, experts, shared sequences, encoders."""
-    kinds = (candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)
+    """84 layouts of up to four ranks: decoders, experts, shared sequences, encoders, hybrids."""
+    kinds = (
+        *((candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12)),
+        *((encoder_layouts(4), 12), (hybrid_layouts(4), 8)),
+    )
     return [layout for drawn, count in kinds for layout in covering(drawn, count, allowed=allowed)[:count]]
 
 

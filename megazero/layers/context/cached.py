@@ -39,13 +39,7 @@ class KeptRun:
 
 
 class SharedStore(Protocol):
-    """Keys and values of earlier positions, of which each rank keeps some.
-
-    Attributes:
-        states: the memories of layers that keep no keys, by number, whole on each rank.
-    """
-
-    states: dict[int, tuple[Tensor, ...]]
+    """Keys and values of earlier positions, of which each rank keeps some."""
 
     @abstractmethod
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[int, list[KeptRun]]:
@@ -69,10 +63,6 @@ class SharedCacheCore(AttentionCore):
 
     store: SharedStore
     sharers: Group
-
-    @property
-    def states(self) -> dict[int, tuple[Tensor, ...]]:
-        return self.store.states
 
     def __call__(
         self,
