@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
+from megazero.config.hybrid.settings import HybridConfig
 from megazero.config.tree.config import Config
 from megazero.config.tree.experts import ExpertsConfig
-from megazero.config.tree.hybrid import HybridConfig
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.routing import BalanceConfig, CapacityConfig, RoutingConfig

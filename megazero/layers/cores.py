@@ -89,7 +89,7 @@ class CachedCore(AttentionCore):
     core: AttentionCore
 
     @property
-    def states(self) -> dict[int, tuple[Tensor, ...]]:
+    def mixer_states(self) -> dict[int, tuple[Tensor, ...]]:
         return self.store.states
 
     def __call__(

@@ -44,7 +44,7 @@ class AttentionCore(Protocol):
     """Attention proper, between the projections of a layer (see `cores`)."""
 
     @property
-    def states(self) -> MutableMapping[int, tuple[Tensor, ...]]:
+    def mixer_states(self) -> MutableMapping[int, tuple[Tensor, ...]]:
         """The memories of layers that keep no keys, by number; such a layer reads and replaces its own.
 
         A core that knows no earlier rows has none, and keeps none.

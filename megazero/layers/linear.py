@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megazero.config.tree.hybrid import HybridConfig
+from megazero.config.tree.experts import ExpertsConfig
 from megazero.layers.collectives import gather_rows, reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
@@ -353,6 +353,6 @@ class ReplicatedLinear(nn.Module):
         return column_linear(x, self.weight, self.bias, SoloGroup(), False, deferred)
 
 
-def residual_std(config: HybridConfig) -> float:
+def residual_std(config: ExpertsConfig) -> float:
     """Initial standard deviation of layers that write to the residual stream (GPT-2, Radford et al. 2019)."""
     return config.init_method_std / math.sqrt(config.residual_writers)

@@ -8,7 +8,7 @@ refinements); norms, activations and embedding lookups count as none.
 from __future__ import annotations
 
 from megazero.config.derive import experts_of
-from megazero.config.tree.hybrid import ATTENTION, MAMBA
+from megazero.config.hybrid.settings import ATTENTION, MAMBA
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.state_space.flops import mamba_flops
 

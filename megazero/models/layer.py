@@ -7,7 +7,7 @@ from types import MappingProxyType
 from torch import nn
 
 from megazero.config.derive import experts_of
-from megazero.config.tree.hybrid import ATTENTION, DENSE, EXPERTS, MAMBA
+from megazero.config.hybrid.settings import ATTENTION, DENSE, EXPERTS, MAMBA
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.attention import SelfAttention
 from megazero.layers.mlp import MLP

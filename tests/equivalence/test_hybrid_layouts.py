@@ -1,4 +1,4 @@
-"""Law 1 for hybrid models: mixers and MLPs of any pattern learn the same however they are sliced and dealt."""
+"""Law 1 for hybrid models: layers of any pattern learn the same, however they are sliced and dealt."""
 
 from __future__ import annotations
 
@@ -60,13 +60,7 @@ def test_the_selections_hold_every_pair_of_settings():
 
 
 MIXER = (
-    "input.weight",
-    "conv.weight",
-    "conv.bias",
-    "dt_bias",
-    "a_log",
-    "skip",
-    "norm.weight",
+    *("input.weight", "conv.weight", "conv.bias", "dt_bias", "a_log", "skip", "norm.weight"),
     "output.weight",
 )
 

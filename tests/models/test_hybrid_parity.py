@@ -1,4 +1,4 @@
-"""Hybrid models against transformers' Mamba-2 and Nemotron-H with the same weights: logits, gradients, text."""
+"""Hybrid models against transformers' Mamba-2 and Nemotron-H: logits, gradients and text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle's hybrid model: layers of one mixer or one MLP, and Mamba-2 as its recurrence reads, row by row."""
+"""The oracle's hybrid model: layers of one part each, and Mamba-2 as its recurrence reads, row by row."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_product_trains_hybrids_as_the_oracle(name, data, tmp_path):
 
 
 def check_initial(flags, initial):
-    """The spread of a residual's writers counts each layer once; a mixer's vectors have ranges of their own."""
+    """What writes to the residual stream counts once for each layer; vectors have ranges of their own."""
     own = {name: w for name, w in initial.items() if "mamba." in name}
     into = {name: w for name, w in initial.items() if name.endswith(("out.weight", "down.weight"))}
     check_spread(flags, {name: w for name, w in initial.items() if name not in own | into})
@@ -78,11 +78,11 @@ def check_initial(flags, initial):
         assert weight.std().item() == pytest.approx(spread, rel=5 / math.sqrt(2 * weight.numel())), name
     for name, weight in own.items():
         if name.endswith("a_log"):
-            assert 0 <= weight.min()
+            assert weight.min() >= 0
             assert weight.max() <= math.log(16)
         elif name.endswith("dt_bias"):
             steps = weight.double().exp().log1p()
-            assert 1e-3 * 0.999 <= steps.min()
+            assert steps.min() >= 1e-3 * 0.999
             assert steps.max() <= 0.1 * 1.001
         elif "conv" in name:
             assert weight.abs().max() <= 0.5

@@ -7,7 +7,7 @@ refused, with what to do instead, where the run would not be the one that was as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,12 +27,12 @@ class Foreign:
         accepted: why it needs no effect here; None if it is refused whatever its value.
         refused: what to do instead; None if it is accepted whatever its value.
         values: the values it is accepted with, compared in lower case; empty means any (none for a switch).
+            Those with a ! at their end need none of the conditions.
         least_values: how many values must follow it.
         most_values: how many of the arguments after it can be its values.
         where: conditions on the tree once everything is resolved, of which one must hold.
         feature: the feature that it asks for where it is refused, if that feature does not exist here.
         silent: whether a run says nothing about it, because the setting in `where` has its effect.
-        always: those of its values that are accepted whatever the conditions.
     """
 
     name: str
@@ -44,7 +44,6 @@ class Foreign:
     where: tuple[Condition, ...] = ()
     feature: str | None = None
     silent: bool = False
-    always: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,15 +53,12 @@ class Ignored:
     name: str
     reason: str
     foreign: Foreign
-    values: tuple[str, ...] = ()
 
 
 def contradiction(ignored: Ignored, value_of: Callable[[str], Any]) -> str | None:
     """The reason for refusing a flag after all, now that fields have values; None if it is not refused."""
     foreign = ignored.foreign
-    if not foreign.where or (ignored.values and set(ignored.values) <= set(foreign.always)):
-        return None
-    if any(condition.holds(value_of(condition.path)) for condition in foreign.where):
+    if not foreign.where or any(condition.holds(value_of(condition.path)) for condition in foreign.where):
         return None
     return f"`{foreign.name}` is not accepted: {foreign.refused}."
 
@@ -74,9 +70,12 @@ def verdict(foreign: Foreign, values: Sequence[str]) -> Ignored | str:
         return f"`{given}` is not accepted: {foreign.refused}."
     if len(values) < foreign.least_values:
         return f"`{foreign.name}` must be followed by a value."
-    if foreign.values and not (values and all(value.lower() in foreign.values for value in values)):
+    lower = {value.lower() for value in values}
+    if lower and all(f"{value}!" in foreign.values for value in lower):
+        return Ignored(foreign.name, foreign.accepted, replace(foreign, where=()))
+    if foreign.values and not (lower and lower <= {*foreign.values}):
         return f"`{given}` is not accepted: {foreign.refused}."
-    return Ignored(foreign.name, foreign.accepted, foreign, tuple(values))
+    return Ignored(foreign.name, foreign.accepted, foreign)
 
 
 def _arity(marked: str) -> tuple[str, int, int]:
@@ -110,7 +109,6 @@ def _foreign_flags() -> Iterator[Foreign]:
             tuple(map(Condition.read, filter(None, row["where"].split(" or ")))),
             row["feature"] or None,
             silent=bool(row["silent"]),
-            always=tuple((row["always"] or "").split()),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from megazero.config.fields import SECTIONS
+from megazero.config.hybrid.rules import HYBRID_RULES
 from megazero.config.rules.attention import ATTENTION_RULES
 from megazero.config.rules.context import CONTEXT_RULES
 from megazero.config.rules.curriculum import CURRICULUM_RULES
@@ -12,7 +13,6 @@ from megazero.config.rules.data import DATA_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
 from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.finetuning import FINETUNING_RULES
-from megazero.config.rules.hybrid import HYBRID_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
 from megazero.config.rules.needs import unmet_needs
 from megazero.config.rules.optimizers import OPTIMIZER_RULES

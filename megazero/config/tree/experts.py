@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
-from megazero.config.tree.hybrid import EXPERTS, HybridConfig
+from megazero.config.hybrid.settings import EXPERTS, HybridConfig
 from megazero.config.tree.option import listed, option
 
 

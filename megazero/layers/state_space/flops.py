@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megazero.config.tree.hybrid import HybridConfig
+from megazero.config.tree.model import ModelConfig
 
 
-def mamba_flops(model: HybridConfig) -> float:
+def mamba_flops(model: ModelConfig) -> float:
     """FLOPs of one mixer, as Megatron-LM counts them.
 
     With w channels in n heads, g groups and states of size z: 2 h (2 w + 2 g z + n) and 2 w h for the

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megazero.config.tree.hybrid import HybridConfig
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
@@ -35,7 +35,7 @@ class Mamba2(nn.Module):
         recompute: whether to drop what is between the projections and compute it again in backward.
     """
 
-    def __init__(self, layer: int, config: HybridConfig, placement: Placement, *, recompute: bool = False):
+    def __init__(self, layer: int, config: ModelConfig, placement: Placement, *, recompute: bool = False):
         super().__init__()
         assert config.mamba_heads is not None, "the pattern has such a layer"
         self.layer, self.recompute, self.eps = layer, recompute, config.norm_epsilon
@@ -87,7 +87,7 @@ class Mamba2(nn.Module):
     def _mix(self, made: Tensor, inputs: LayerInputs) -> Tensor:
         """From the projection to the context of the wanted rows, [s or r, b, g r p / tp]."""
         segments = segments_of(inputs.rows.documents)
-        memory = inputs.core.states if inputs.core is not None else {}
+        memory = inputs.core.mixer_states if inputs.core is not None else {}
         before, state = memory.get(self.layer, (None, None))
         gate, mixed, dt = made.split(self.parts, -1)
         wide = compute_dtype(made.dtype)

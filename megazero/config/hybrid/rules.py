@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from megazero.config.hybrid.settings import EXPERTS, MAMBA
 from megazero.config.rules.rule import Case, Rule
-from megazero.config.tree.hybrid import EXPERTS, MAMBA
 
 _PATTERN = "model.hybrid_layer_pattern"
 _RATIOS = ("model.hybrid_attention_ratio", "model.hybrid_mlp_ratio")
