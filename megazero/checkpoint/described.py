@@ -78,7 +78,7 @@ def check_described(
             where,
             f"`window_attn_skip_freq` is of {len(windowed)} layers, and there are {model.num_layers}",
         )
-    if len(model.layer_kinds or "M" * model.num_layers) != model.num_layers:
+    if model.layer_kinds is not None and len(model.layer_kinds) != model.num_layers:
         raise _refusal(where, f"`hybrid_layer_pattern` is of other than {model.num_layers} layers")
     if len(model.num_experts) not in (0, 1, model.expert_places):
         raise _refusal(

@@ -51,8 +51,8 @@ HYBRID_RULES: tuple[Rule, ...] = (
         "`hybrid_layer_pattern` must have a letter for each of `num_layers`",
         "change one of the two, or leave `--num-layers` out",
         lambda c: (
-            len(c.config.model.hybrid_layer_pattern or "M" * c.config.model.num_layers)
-            == c.config.model.num_layers
+            c.config.model.hybrid_layer_pattern is None
+            or len(c.config.model.hybrid_layer_pattern) == c.config.model.num_layers
         ),
     ),
     Rule(
