@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd import Function
+
+from megazero.ops.autograd import Gradients, apply
 
 WIDTH = 4
 """Rows that a result is made of, as in Megatron-LM."""
@@ -24,12 +29,41 @@ def causal_convolution(
     if before is None:
         before = x.new_zeros(WIDTH - 1, *x.shape[1:])
     rows, s = torch.cat((before, x)), len(x)
-    out = torch.addcmul(bias, x, weight[..., -1])
-    for back in range(1, WIDTH):
-        earlier = rows[WIDTH - 1 - back :][:s]
-        if segments is not None:
-            own = segments.t()
-            numbers = torch.cat((own[:1].expand(min(back, s), -1), own))[:s]
-            earlier = earlier * (own == numbers)[..., None, None]
-        out = torch.addcmul(out, earlier, weight[..., -1 - back])
-    return out, rows[s:]
+    seen: list[Tensor | None] = [None] * WIDTH
+    if segments is not None:
+        own = segments.t()
+        numbers = (torch.cat((own[:1].expand(min(back, s), -1), own))[:s] for back in range(1, WIDTH))
+        seen[1:] = [(own == earlier)[..., None, None].to(x.dtype) for earlier in numbers]
+    return apply(_Taps, rows, weight, bias, seen), rows[s:]
+
+
+class _Taps(Function):
+    """A sum of products of shifted rows and weights, each added in place: a tensor for each takes far longer."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, seen: list[Tensor | None]) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.seen = seen
+        s, taps = len(rows) - WIDTH + 1, weight.unbind(-1)
+        out, spare = torch.addcmul(bias, rows[WIDTH - 1 :], taps[-1]), torch.empty_like(rows[:s])
+        for back in range(1, WIDTH):
+            out.addcmul_(_masked(rows[WIDTH - 1 - back :][:s], seen[back], spare), taps[-1 - back])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        rows, weight = ctx.saved_tensors
+        s, taps = len(grad), weight.unbind(-1)
+        grad_rows, spare = torch.zeros_like(rows), torch.empty_like(grad)
+        grad_taps = []
+        for back in reversed(range(WIDTH)):
+            own = slice(WIDTH - 1 - back, WIDTH - 1 - back + s)
+            reached = _masked(grad, ctx.seen[back], spare)
+            grad_rows[own].addcmul_(reached, taps[-1 - back])
+            grad_taps.append(torch.mul(reached, rows[own], out=spare).sum((0, 1)))
+        return grad_rows, torch.stack(grad_taps, -1), grad.sum((0, 1)), None
+
+
+def _masked(x: Tensor, seen: Tensor | None, spare: Tensor) -> Tensor:
+    """x where it is seen, in the memory of `spare`; x itself if all is."""
+    return x if seen is None else torch.mul(x, seen, out=spare)

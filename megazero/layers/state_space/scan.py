@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megazero.ops.chunks import compute_dtype
 
-CHUNK = 128
-"""Rows of a chunk, as in Megatron-LM."""
+CHUNK = 64
+"""Rows of a chunk. Within one, each head holds a matrix of all pairs; between them, states follow each other."""
 
 
 def selective_scan(
