@@ -1,12 +1,13 @@
-"""A Mamba-2 mixer on the CPU: does the scan by matrix products leave anything for a kernel of its own to save?
+"""A Mamba-2 mixer on the CPU: does its scan by matrix products leave anything for a kernel to save?
 
     OMP_NUM_THREADS=1 python benchmarks/state_space.py
     OMP_NUM_THREADS=1 python benchmarks/state_space.py --hidden 2048 --length 4096
 
-Times a forward and a backward pass of the mixer's parts, for one sample: the scan by chunks of each size, the
-convolution, the two projections, and the whole mixer. `row by row` is the forward pass alone of the recurrence,
-a few operators of torch for each row. Contenders take turns in each round; times are medians over rounds of the
-process's processor time, and shares are medians of the rounds' ratios to the whole mixer. One JSON line each.
+Times a forward and a backward pass of the mixer's parts, for one sample: the scan by chunks of each size,
+the convolution, the two projections, and the whole mixer. `row by row` is the recurrence's forward pass
+alone, a few operators of torch for each row. Contenders take turns in each round; times are medians over
+rounds of the process's processor time, and shares are medians of the rounds' ratios to the whole mixer. One
+JSON line for each.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def causal_convolution(
 
 
 class _Taps(Function):
-    """A sum of products of shifted rows and weights, each added in place: a tensor for each takes far longer."""
+    """Products of shifted rows and weights, added in place: a tensor for each takes far longer."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor, seen: list[Tensor | None]) -> Tensor:

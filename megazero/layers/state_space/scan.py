@@ -14,7 +14,7 @@ from torch import Tensor
 from megazero.ops.chunks import compute_dtype
 
 CHUNK = 64
-"""Rows of a chunk. Within one, each head holds a matrix of all pairs; between them, states follow each other."""
+"""Rows of a chunk, of which each head holds a matrix of all pairs (Megatron-LM has 128)."""
 
 
 def selective_scan(
