@@ -13,7 +13,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, resi
 from megazero.layers.placement import Placement
 from megazero.layers.state_space.convolution import WIDTH, causal_convolution
 from megazero.layers.state_space.initial import LOG_RATES, STEPS, TAPS
-from megazero.layers.state_space.scan import selective_scan
+from megazero.layers.state_space.library import scan_of
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.attention import Documents
 from megazero.ops.chunks import compute_dtype
@@ -96,7 +96,7 @@ class Mamba2(nn.Module):
         x, b, c = F.silu(mixed).split(self.mixed, -1)
         x = x.unflatten(-1, (-1, self.head_dim))
         dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
-        y, state = selective_scan(x, dt, -self.a_log.to(wide).exp(), b, c, state, segments)
+        y, state = scan_of(x.device)(x, dt, -self.a_log.to(wide).exp(), b, c, state, segments)
         memory[self.layer] = before, state
         y = (y + self.skip.to(wide).unsqueeze(-1) * x).flatten(-2)
         gated = inputs.narrow(y * F.silu(gate.to(wide)))
