@@ -378,6 +378,21 @@ CONTEXT_CIRCLE = (
 )
 
 
+HYBRID = replace(SMALL, letters="M*M-", shape="llama")
+HYBRID_CIRCLE = (
+    HYBRID,
+    replace(HYBRID, tp=2, zero=1, sequence_parallel=True),
+    replace(HYBRID, pp=4, schedule="zb-h1"),
+    replace(HYBRID, dp=2, zero=3),
+    replace(HYBRID, tp=2, pp=2, schedule="zb-v", zero=2),
+)
+
+
+def hybrid_circle() -> list[Case]:
+    """Cases of one model with state-space layers."""
+    return [Case(layout) for layout in HYBRID_CIRCLE]
+
+
 def context_circle() -> list[Case]:
     """Cases of one model whose sequences 1 to 4 ranks share, each with another number than the one before."""
     return [Case(layout) for layout in CONTEXT_CIRCLE]
@@ -403,7 +418,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     failed = 0
-    chosen = pairs([*circles(args.pairs, args.ranks), *expert_circles()])
+    chosen = pairs([*circles(args.pairs, args.ranks), *expert_circles(), hybrid_circle()])
     for number, (first, second) in enumerate(chosen, 1):
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:

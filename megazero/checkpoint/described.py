@@ -79,6 +79,8 @@ def check_described(
             where,
             f"`window_attn_skip_freq` is of {len(windowed)} layers, and there are {model.num_layers}",
         )
+    if model.layer_kinds is not None and len(model.layer_kinds) != model.num_layers:
+        raise _refusal(where, f"`hybrid_layer_pattern` is of other than {model.num_layers} layers")
     if len(model.num_experts) not in (0, 1, model.expert_places):
         raise _refusal(
             where,
@@ -100,9 +102,11 @@ def check_described(
 
 def _unused(model: ModelConfig) -> str:
     """Letters of the dims that no tensor of the model need have."""
-    dense = not model.num_experts or model.expert_places < model.num_layers
+    experts = model.expert_places if model.num_experts else 0
+    dense = model.layers_of("-E") > experts
     unused = "" if model.position_embedding_type == "learned_absolute" else "p"
     unused += "" if dense else "f"
+    unused += "" if model.layers_of("*") else "gda"
     return unused + ("" if model.num_experts else "m")
 
 
@@ -119,10 +123,13 @@ def _least_elements(model: ModelConfig, vocab_size: int) -> int:
     counts = [experts_of(model, layer) for layer in range(model.num_layers)] if model.num_experts else []
     placed = sum(count > 0 for count in counts)
     beside = placed if model.mlp_type == "residual" else 0  # MLPs of an expert's width
-    widths = (model.num_layers - placed) * model.ffn_size + (sum(counts) + beside) * model.expert_ffn_size
+    widths = (model.layers_of("-E") - placed) * model.ffn_size
+    widths += (sum(counts) + beside) * model.expert_ffn_size
     widths += placed * (model.moe_shared_expert_intermediate_size or 0)
     matrices = 3 if model.gated else 2
-    return hidden * (rows + matrices * widths + model.num_layers * attention)
+    mixers = model.layers_of("*") * attention
+    mixers += model.layers_of("M") * (model.mamba_rows + model.mamba_width) if model.is_hybrid_model else 0
+    return hidden * (rows + matrices * widths + mixers)
 
 
 def _refusal(where: object, what: str) -> CheckpointError:

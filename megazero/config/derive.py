@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
+from megazero.config.hybrid.settings import HybridConfig
 from megazero.config.tree.config import Config
 from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.routing import BalanceConfig, CapacityConfig, RoutingConfig
-from megazero.config.tree.transformer import TransformerConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 
@@ -25,14 +25,19 @@ _RESOLVED = MappingProxyType(
         "max_position_embeddings": "positions",
         "bert_token_types": "has_token_types",
         "add_qkv_bias": "qkv_bias",
+        "hybrid_layer_pattern": "layer_kinds",
+        "mamba_num_heads": "mamba_heads",
     }
 )
 
 _RESOLVED_WITH_EXPERTS = MappingProxyType({**_RESOLVED, "moe_ffn_hidden_size": "expert_ffn_size"})
 
-# Settings that together say which layers have how many experts, or which window: they are compared by what
-# they say.
-_PLACEMENT = ("num_experts", "moe_layer_freq", "expert_interval", "window_size", "window_attn_skip_freq")
+# Settings that together say which layers have how many experts, which window, or which mixer: they are
+# compared by what they say.
+_PLACEMENT = (
+    *("num_experts", "moe_layer_freq", "expert_interval", "window_size", "window_attn_skip_freq"),
+    *("is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio"),
+)
 
 
 def sequence_multiple(parallel: ParallelConfig) -> int:
@@ -52,7 +57,7 @@ def replicas_per_node(zero: ZeroConfig) -> int:
 
 
 _OF_EXPERTS = frozenset({**RoutingConfig.model_fields, **ExpertsConfig.model_fields}) - {
-    *TransformerConfig.model_fields
+    *HybridConfig.model_fields
 }
 EXPERT_FIELDS = tuple(name for name in ModelConfig.model_fields if name in _OF_EXPERTS)
 """The model's settings about experts; they say nothing about a model without any."""

@@ -248,7 +248,7 @@ def _build_section(
     section: str, settings: dict[str, Setting], broken: set[str], problems: list[str]
 ) -> Section:
     model = SECTIONS[section]
-    given = {s.spec.name: s.value for s in settings.values() if s.spec.section == section}
+    given = model.implied({s.spec.name: s.value for s in settings.values() if s.spec.section == section})
     try:
         return model.model_validate(given)
     except ValidationError as error:

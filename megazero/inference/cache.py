@@ -29,16 +29,18 @@ class KeyValueCache(KeyValueStore):
         self._buffers: dict[int, _Pair] = {}
         self._windows: dict[int, _Pair] = {}
         self._lengths: dict[int, int] = {}
+        self.states: dict[int, tuple[Tensor, ...]] = {}
 
     @property
     def length(self) -> int:
-        """Number of positions that every layer was given."""
+        """Number of positions that every layer with keys was given."""
         return min(self._lengths.values(), default=0)
 
     @property
     def elements(self) -> int:
         """Number of elements in memory."""
-        return sum(x.numel() for pair in (*self._buffers.values(), *self._windows.values()) for x in pair)
+        kept = (*self._buffers.values(), *self._windows.values(), *self.states.values())
+        return sum(x.numel() for tensors in kept for x in tensors)
 
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append [s, b, g/tp, d] for a layer and return all positions that it may attend to, [t, b, g/tp, d].

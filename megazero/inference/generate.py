@@ -121,13 +121,14 @@ class _Stepper:
     def __init__(self, model: StagedModel[Batch], max_length: int):
         self.model = model
         self.cache = model.new_cache(max_length)
+        self.fed = 0
 
     def __call__(self, tokens: list[list[int]]) -> Tensor:
         """tokens [b, s], which follow those already fed -> logits of the next token, float32 [b, v]."""
-        start = self.cache.length
+        start, self.fed = self.fed, self.fed + len(tokens[0])
         batch = Batch(
             tokens=torch.tensor(tokens, device=self.model.device),
-            positions=range(start, start + len(tokens[0])),
+            positions=range(start, self.fed),
         )
         return self.model.logits(batch, self.cache)
 

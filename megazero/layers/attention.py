@@ -69,7 +69,7 @@ class SelfAttention(nn.Module):
             config.hidden_size,
             placement,
             bias=config.add_bias_linear,
-            std=residual_std(config.init_method_std, config.num_layers),
+            std=residual_std(config),
         )
 
     def _offset_of(self, layer: int, config: ModelConfig, placement: Placement) -> nn.Parameter | None:

@@ -23,7 +23,13 @@ from megazero.ops.positions import Positions, position_tensor
 
 
 class KeyValueStore(Protocol):
-    """Keys and values of earlier positions, kept between generation steps."""
+    """Keys and values of earlier positions, kept between generation steps.
+
+    Attributes:
+        states: the memories of layers that keep no keys, by number.
+    """
+
+    states: dict[int, tuple[Tensor, ...]]
 
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append [s, b, g, d] of a layer; return them with all earlier ones that it still attends to.
@@ -80,6 +86,10 @@ class CachedCore(AttentionCore):
 
     store: KeyValueStore
     core: AttentionCore
+
+    @property
+    def mixer_states(self) -> dict[int, tuple[Tensor, ...]]:
+        return self.store.states
 
     def __call__(
         self,

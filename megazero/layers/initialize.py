@@ -47,7 +47,8 @@ def initialize_parameters(params: Iterable[nn.Parameter], seed: int, place: Plac
             spec.offset(place),
             present,
             spec.init.std,
-            parameter.dtype,
+            parameter.dtype if spec.init.made is None else torch.float32,
             parameter.device,
         )
+        block = block if spec.init.made is None else spec.init.made(block)
         parameter[tuple(slice(0, n) for n in present)] = block

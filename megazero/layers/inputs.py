@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -59,6 +59,14 @@ class Attends:
 
 class AttentionCore(Protocol):
     """Attention proper, between the projections of a layer (see `cores`)."""
+
+    @property
+    def mixer_states(self) -> MutableMapping[int, tuple[Tensor, ...]]:
+        """The memories of layers that keep no keys, by number; such a layer reads and replaces its own.
+
+        A core that knows no earlier rows has none, and keeps none.
+        """
+        return {}
 
     def __call__(
         self,

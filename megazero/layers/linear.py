@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megazero.config.tree.experts import ExpertsConfig
 from megazero.layers.collectives import gather_rows, reduce_from_slices, reduce_scatter_sequence
 from megazero.layers.inputs import Deferred
 from megazero.layers.placement import Placement
@@ -223,7 +224,7 @@ class ColumnParallelLinear(nn.Module):
         shape: logical shape of the outputs; its dim `shard_dim` is sliced.
         bias: whether the layer has a bias.
         std: standard deviation of the initial weight.
-        matrices: the matrices that the weight is made of; by default it is one.
+        matrices: the matrices that the weight is made of; by default it is one. None for what is none.
 
     Attributes:
         in_tiles: whether a call is for some of the rows, and others follow.
@@ -241,7 +242,7 @@ class ColumnParallelLinear(nn.Module):
         shard_dim: int = 0,
         bias: bool = True,
         std: float = 0.02,
-        matrices: Matrices = ONE_MATRIX,
+        matrices: Matrices | None = ONE_MATRIX,
     ):
         super().__init__()
         self.placement = placement
@@ -362,6 +363,6 @@ class ReplicatedLinear(nn.Module):
         return column_linear(x, self.weight, self.bias, SoloGroup(), False, deferred)
 
 
-def residual_std(std: float, num_layers: int) -> float:
+def residual_std(config: ExpertsConfig) -> float:
     """Initial standard deviation of layers that write to the residual stream (GPT-2, Radford et al. 2019)."""
-    return std / math.sqrt(2 * num_layers)
+    return config.init_method_std / math.sqrt(config.residual_writers)

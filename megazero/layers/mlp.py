@@ -83,7 +83,7 @@ class MLP(nn.Module):
             config.hidden_size,
             placement,
             bias=config.add_bias_linear,
-            std=residual_std(config.init_method_std, config.num_layers),
+            std=residual_std(config),
         )
 
         self.up.in_tiles = self.down.in_tiles = tiles != 1

@@ -112,7 +112,7 @@ class TransformerLayer(nn.Module):
         """A half's contribution to the hidden states, and a bias that is still to be added to it."""
         if norm is not None:
             out, bias = norm(out if bias is None else out + bias), None
-        return _scaled(out, bias, self.branch_scale * inputs.branch_scale)
+        return scaled(out, bias, self.branch_scale * inputs.branch_scale)
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
         return inputs.layer_dropout(self.dropout, self.layer, site)
@@ -131,7 +131,7 @@ def _normed(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor]:
     return normed, x
 
 
-def _scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+def scaled(out: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
     """A half's contribution to the hidden states, and its bias, times `scale`."""
     if scale == 1.0:
         return out, bias

@@ -22,7 +22,7 @@ from megazero.layers.placement import Placement
 from megazero.loss import PADDING, LossTerm
 from megazero.models.bert_batch import BertBatch
 from megazero.models.chunk import HEAD, Block
-from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
+from megazero.models.flops import dense_flops, layer_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks
@@ -96,12 +96,10 @@ def bert_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
 
     def layer(number: int) -> float:
         share = wanted if number == model.num_layers - 1 else 1.0
-        return attention_flops(model, number, causal=False, queried=share) + share * layer_mlp_flops(
-            model, number
-        )
+        return layer_flops(model, number, causal=False, queried=share)
 
     head = config.data.mask_prob * (dense_flops(model) + logits_flops(model, padded_vocab))
-    return trunk_blocks(map(layer, range(model.num_layers)), Block(HEAD, BertHead.__name__, head))
+    return trunk_blocks(model, map(layer, range(model.num_layers)), Block(HEAD, BertHead.__name__, head))
 
 
 class BERT(MaskedLanguageModel):

@@ -19,7 +19,7 @@ from megazero.loss import LossTerm
 from megazero.models.bert import TOKEN_TYPES
 from megazero.models.chunk import HEAD, Block, Tie
 from megazero.models.classifier_batch import LabelledBatch
-from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops
+from megazero.models.flops import dense_flops, layer_flops
 from megazero.models.trunk import Trunk, trunk_blocks
 from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive
@@ -93,13 +93,10 @@ class Classifier(Trunk[LabelledBatch]):
     def blocks_of(cls, config: Config, padded_vocab: int) -> tuple[Block, ...]:
         """The blocks that such a classifier consists of; one token of each row reaches the head."""
         model = config.model
-        layers = (
-            attention_flops(model, number, causal=cls.causal) + layer_mlp_flops(model, number)
-            for number in range(model.num_layers)
-        )
+        layers = (layer_flops(model, number, causal=cls.causal) for number in range(model.num_layers))
         assert model.num_classes is not None, "a classifier has classes"
         head = 2 * model.hidden_size * model.num_classes + (dense_flops(model) if cls.pooler else 0.0)
-        return trunk_blocks(layers, Block(HEAD, ClassifierHead.__name__, head / model.seq_length))
+        return trunk_blocks(model, layers, Block(HEAD, ClassifierHead.__name__, head / model.seq_length))
 
     def forward(
         self, batch: LabelledBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None

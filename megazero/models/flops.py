@@ -8,7 +8,19 @@ refinements); norms, activations and embedding lookups count as none.
 from __future__ import annotations
 
 from megazero.config.derive import experts_of
+from megazero.config.hybrid.settings import ATTENTION, MAMBA
 from megazero.config.tree.model import ModelConfig
+from megazero.layers.state_space.flops import mamba_flops
+
+
+def layer_flops(model: ModelConfig, layer: int, *, causal: bool, queried: float = 1.0) -> float:
+    """FLOPs of one layer, of which only the share `queried` of the rows goes on from its query."""
+    kind = None if model.layer_kinds is None else model.layer_kinds[layer]
+    if kind == MAMBA:
+        return mamba_flops(model)
+    attention = attention_flops(model, layer, causal=causal, queried=queried)
+    mlp = queried * layer_mlp_flops(model, layer)
+    return attention + mlp if kind is None else attention if kind == ATTENTION else mlp
 
 
 def attention_flops(model: ModelConfig, layer: int, *, causal: bool, queried: float = 1.0) -> float:

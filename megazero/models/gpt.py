@@ -23,7 +23,7 @@ from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.models.chunk import HEAD, Block, Slice, Tie
-from megazero.models.flops import attention_flops, dense_flops, layer_mlp_flops, logits_flops
+from megazero.models.flops import dense_flops, layer_flops, logits_flops
 from megazero.models.language_model import LanguageModel
 from megazero.models.multi_token.block import further_terms, further_tokens, term_of
 from megazero.models.trunk import WORD, WORD_TIE, routers_of, trunk_blocks
@@ -95,14 +95,14 @@ class Head(nn.Module):
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     """The blocks that a GPT of this shape consists of: embedding, layers, head."""
     model = config.model
-
-    def layer(number: int) -> float:
-        return attention_flops(model, number, causal=True) + layer_mlp_flops(model, number)
-
+    layers = (layer_flops(model, number, causal=True) for number in range(model.num_layers))
     logits = logits_flops(model, padded_vocab)
     # A further token has a layer of its own, behind two square ones that join words and hidden states.
-    further = sum(layer(number) + 2 * dense_flops(model) + logits for number in model.further_layers)
-    return trunk_blocks(map(layer, range(model.num_layers)), Block(HEAD, Head.__name__, logits + further))
+    further = sum(
+        layer_flops(model, number, causal=True) + 2 * dense_flops(model) + logits
+        for number in model.further_layers
+    )
+    return trunk_blocks(model, layers, Block(HEAD, Head.__name__, logits + further))
 
 
 class GPT(LanguageModel):
@@ -144,7 +144,7 @@ class GPT(LanguageModel):
 
     def routers(self) -> list[Router]:
         """The routers of the chunk's layers, in order."""
-        return [*super().routers(), *routers_of(block.get_submodule("layer") for block in self.further)]
+        return [*super().routers(), *routers_of(self.further)]
 
     def forward(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from torch import nn
 
 from megazero.config.derive import experts_of
+from megazero.config.hybrid.settings import ATTENTION, DENSE, EXPERTS, MAMBA
+from megazero.config.tree.model import ModelConfig
 from megazero.layers.attention import SelfAttention
 from megazero.layers.latent import LatentAttention
 from megazero.layers.mlp import MLP
+from megazero.layers.state_space.layer import SingleLayer
+from megazero.layers.state_space.mixer import Mamba2
 from megazero.layers.transformer import TransformerLayer
 from megazero.models.chunk import Slice
 from megazero.moe.mlp import MoEMLP
@@ -30,7 +36,28 @@ def mlp_of(number: int, held: Slice) -> nn.Module:
     return MLP(*place, tiles=held.recompute.mlp_tiles)
 
 
+_KINDS: MappingProxyType[str, type[nn.Module]] = MappingProxyType(
+    {MAMBA: Mamba2, ATTENTION: SelfAttention, DENSE: MLP, EXPERTS: MoEMLP}
+)
+"""The part that each letter of a hybrid model's pattern stands for."""
+
+
+def kind_of(model: ModelConfig, number: int) -> str:
+    """The name of a layer's type: that of its one part in a hybrid model."""
+    kinds = model.layer_kinds
+    return TransformerLayer.__name__ if kinds is None else _KINDS[kinds[number]].__name__
+
+
 def layer_of(number: int, held: Slice, *, causal: bool) -> TransformerLayer:
-    """A layer with both."""
+    """A layer with both; in a hybrid model, with the one that the pattern names."""
+    config, placement = held.config, held.placement
+    kind = None if config.layer_kinds is None else config.layer_kinds[number]
+    if kind == MAMBA:
+        mamba = Mamba2(number, config, placement, recompute=held.recompute.again("core_attn"))
+        return SingleLayer(number, config, placement, mixer=mamba)
+    if kind == ATTENTION:
+        return SingleLayer(number, config, placement, mixer=attention_of(number, held, causal=causal))
+    if kind is not None:
+        return SingleLayer(number, config, placement, mlp=mlp_of(number, held))
     attention, mlp = attention_of(number, held, causal=causal), mlp_of(number, held)
-    return TransformerLayer(number, held.config, held.placement, attention, mlp, held.recompute)
+    return TransformerLayer(number, config, placement, attention, mlp, held.recompute)

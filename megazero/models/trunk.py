@@ -18,11 +18,10 @@ from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
 from megazero.layers.rotary import RotaryOfColumns
 from megazero.layers.rows import Rows
 from megazero.layers.sums import Sums
-from megazero.layers.transformer import TransformerLayer
 from megazero.loss import LossTerm
 from megazero.models.batch import M_contra
 from megazero.models.chunk import EMBEDDING, HEAD, Block, ModelChunk, Slice, Tie
-from megazero.models.layer import layer_of
+from megazero.models.layer import kind_of, layer_of
 from megazero.moe.losses import terms_of
 from megazero.moe.mlp import MoEMLP
 from megazero.moe.router import Router
@@ -189,13 +188,12 @@ def _rows_first(values: _Columns) -> _Columns:
     return values.t() if isinstance(values, Tensor) and values.dim() == 2 else values
 
 
-def routers_of(layers: Iterable[nn.Module]) -> list[Router]:
+def routers_of(layers: nn.ModuleList) -> list[Router]:
     """The routers of those layers that have experts."""
-    return [layer.mlp.router for layer in layers if isinstance(layer.mlp, MoEMLP)]
+    return [part.router for part in layers.modules() if isinstance(part, MoEMLP)]
 
 
-def trunk_blocks(layers: Iterable[float], head: Block) -> tuple[Block, ...]:
+def trunk_blocks(model: ModelConfig, layers: Iterable[float], head: Block) -> tuple[Block, ...]:
     """The blocks of a model of embedding, layers and head, by the FLOPs of each layer."""
-    kind = TransformerLayer.__name__
-    stack = (Block(number, kind, flops) for number, flops in enumerate(layers))
+    stack = (Block(number, kind_of(model, number), flops) for number, flops in enumerate(layers))
     return (Block(EMBEDDING, Embedding.__name__, 0.0), *stack, head)

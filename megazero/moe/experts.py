@@ -115,7 +115,7 @@ class Experts(nn.Module):
         ep, zeros = Cut(0, "ep"), InitialValues("zeros")
         cuts = (ep, Cut(len(inner), "etp"))
         std = InitialValues("normal", config.init_method_std)
-        out_std = InitialValues("normal", residual_std(config.init_method_std, config.num_layers))
+        out_std = InitialValues("normal", residual_std(config))
 
         def parameter(
             which: str, shape: tuple[int, ...], init: InitialValues, cuts: tuple[Cut, ...]

@@ -7,7 +7,7 @@ the parameter counts in sums all follow from that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,10 +21,17 @@ from megazero.mpu.matrices import Matrices
 
 @dataclass(frozen=True)
 class InitialValues:
-    """Initial values of the given `kind`; `std` is the standard deviation if they are normal."""
+    """Initial values of the given `kind`.
+
+    Attributes:
+        kind: how they are drawn.
+        std: the standard deviation if they are normal.
+        made: makes the values of float32 numbers that are; None for these themselves.
+    """
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
+    made: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
+from megazero.layers.state_space.library import scan_remarks
 from megazero.mpu.agreement import agree
 from megazero.mpu.context import ParallelContext
 from megazero.train.build import build_model
@@ -144,7 +145,8 @@ def assemble(
     meters = Meters(config, plan, engine, flops, rate, monitor.message, profiler)
     run = Run(resumed, feeds, meters, monitor)
     try:
-        for remark in (attention_remark(config, context.device), *task.remarks(run)):
+        chosen = (attention_remark(config, context.device), *scan_remarks(config.model, context.device))
+        for remark in (*chosen, *task.remarks(run)):
             monitor.message(remark)
         if config.checkpoint.save and not config.training.skip_train:
             seed = resumed.stream_seed

@@ -250,8 +250,11 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
     model = config.model
     grouped = model.kv_heads < model.num_attention_heads
     heads = 2 * tp if grouped else tp * (1 if tp > 1 else 2)
+    kinds = "".join(dict.fromkeys(model.layer_kinds or ""))
+    layers = max(2, pp * chunks_per_stage(config), len(kinds))
     return {
-        "num_layers": max(2, pp * chunks_per_stage(config)),
+        "num_layers": layers,
+        **_letters(kinds, layers, tp),
         "num_attention_heads": heads,
         "num_query_groups": tp if grouped else None,
         "kv_channels": None,
@@ -265,6 +268,21 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
         "make_vocab_size_divisible_by": 4,
         "init_method_std": 0.1,
         **_blocks(config),
+    }
+
+
+def _letters(kinds: str, layers: int, tp: int) -> dict[str, Any]:
+    """Layers of each kind that a hybrid model has, in turn, with few heads and small states."""
+    if not kinds:
+        return {}
+    return {
+        "hybrid_layer_pattern": (kinds * layers)[:layers],
+        "hybrid_attention_ratio": 0.0,
+        "hybrid_mlp_ratio": 0.0,
+        "mamba_state_dim": 4,
+        "mamba_head_dim": 4,
+        "mamba_num_groups": tp,
+        "mamba_num_heads": 2 * tp,
     }
 
 

@@ -30,6 +30,7 @@ from proofs.reshard_sweep import (
     difference,
     expert_circles,
     flat,
+    hybrid_circle,
     logical,
     pairs,
     run,
@@ -88,6 +89,12 @@ def test_a_deepseek_moves_between_layouts(count, tmp_path):
     )
     model = replace(DEEPSEEK, layers=count)
     circle = [Case(replace(model, **change)) for change in changes[:count]]
+    assert not any(case.layout.broken_rules() for case in circle)
+    assert check(circle, tmp_path).wrong == ()
+
+
+def test_the_ranks_of_state_space_layers_change(tmp_path):
+    circle = hybrid_circle()
     assert not any(case.layout.broken_rules() for case in circle)
     assert check(circle, tmp_path).wrong == ()
 

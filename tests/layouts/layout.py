@@ -270,6 +270,7 @@ class Layout:
         attends: what attention sees and how it weighs it, a name in `ATTENDS`.
         variant: what its layers are like, a name in `VARIANTS`.
         documents: whether a decoder's samples hold several documents, which do not see each other.
+        letters: those of a hybrid model's layers, which repeat; empty for a model of transformer layers.
     """
 
     tp: int = 1
@@ -309,6 +310,7 @@ class Layout:
     documents: bool = False
     attends: str = ""
     variant: str = ""
+    letters: str = ""
 
     @property
     def world_size(self) -> int:
@@ -357,6 +359,7 @@ class Layout:
             documents=self.documents,
             attends=self.attends,
             variant=self.variant,
+            letters=self.letters,
         )
 
     @property
@@ -377,6 +380,7 @@ class Layout:
         parts += [f"s{self.sequence}"] if self.sequence != SEQUENCE else []
         parts += [self.attends] if self.attends else []
         parts += [self.variant] if self.variant else []
+        parts += [self.letters] if self.letters else []
         parts += ["documents"] if self.documents else []
         parts += ["SP"] if self.sequence_parallel else []
         parts += ["untied"] if self.untied else []
@@ -419,6 +423,7 @@ class Layout:
                     **EXPERTS[self.experts],
                     **ATTENDS[self.attends],
                     **VARIANTS[self.variant],
+                    **self._hybrid,
                 },
             ),
             parallel=ParallelConfig(
@@ -476,8 +481,17 @@ class Layout:
         if self.recompute != "parts":
             return RecomputeConfig(granularity=self.recompute)
         modules: list[Any] = ["core_attn"] + ["layernorm"] * (self.variant != "olmo")
+        modules += ["mla_up_proj"] * (self.shape in LATENT)
         modules += ["moe_act"] * bool(self.experts) + ["shared_experts"] * (self.experts == "shared")
         return RecomputeConfig(granularity="selective", modules=(*modules, "mlp"))
+
+    @property
+    def _hybrid(self) -> _Settings:
+        if not self.letters:
+            return {}
+        pattern = (self.letters * self.layers)[: self.layers]
+        sizes = {"mamba_state_dim": 5, "mamba_head_dim": 4, "mamba_num_groups": 4, "mamba_num_heads": 8}
+        return {"hybrid_layer_pattern": pattern, **(sizes if "M" in pattern else {})}
 
     def _offload(self) -> OffloadConfig:
         settings: dict[str, Any] = {"path": tempfile.gettempdir(), **STORES[self.store]}

@@ -278,6 +278,44 @@ def latent_layouts(most_ranks: int = 8, count: int = 1600, seed: int = 1) -> lis
     return list(drawn)
 
 
+def hybrid_layouts(most_ranks: int = 4, count: int = 1200, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts of hybrid models on at most `most_ranks` ranks, allowed or not."""
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
+        pp = dice.choice((1, 1, 2, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        letters = dice.choice(("M", "M-", "-M*", "MM*-", "ME*"))
+        experts = dice.choice(("top2", "shared")) if "E" in letters else ""
+        layout = Layout(
+            tp=dice.choice((1, 2, 4)),
+            pp=pp,
+            dp=dice.choice((1, 2)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(_STAGES),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice(_RECOMPUTES),
+            micro_batch=2,
+            shape=dice.choice(DECODERS),
+            layers=max(len(letters), chunks),
+            dropout=dice.choice((0.0, 0.1)),
+            documents=dice.choice((False, True)),
+            letters=letters,
+            experts=experts,
+            ep=dice.choice((1, 2)) if experts else 1,
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
+        if layout.tp * layout.dp % (layout.ep * layout.tp):
+            continue
+        if layout.world_size <= most_ranks:
+            drawn[layout] = None
+    return list(drawn)
+
+
 def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
     """The layouts; one in `every` also trains by a method, of those that the rules allow it the one that has
     met the fewest of its settings so far.

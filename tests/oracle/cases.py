@@ -13,9 +13,11 @@ from types import MappingProxyType
 
 from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELDS
+from megazero.config.hybrid.settings import HybridConfig
 from megazero.config.tree.heads import MultiTokenConfig
 from megazero.config.tree.latent import LatentConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
+from megazero.config.tree.transformer import TransformerConfig
 from tests.oracle.text import VOCABULARY
 from tests.oracle.variants import ACTIVATIONS, NEVER, TWO_BASES, VARIANTS
 
@@ -192,6 +194,14 @@ NOT_STATED = MappingProxyType(
         **dict.fromkeys(
             (f"model.{name}" for name in sorted(SPARSE_FIELDS)),
             "its oracle is dense attention with the same mask: tests/layers/test_patterns.py",
+        ),
+        **dict.fromkeys(
+            (
+                f"model.{name}"
+                for name in HybridConfig.model_fields
+                if name not in TransformerConfig.model_fields
+            ),
+            "layers of one part have cases of their own: tests/oracle/test_hybrid.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "precision.tf32": "a CPU has no such products: tests/train/test_determinism.py",

@@ -99,17 +99,24 @@ class Model:
     def layer(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
         """Layer i."""
         flags = self.flags
-        for half, work in (("input_norm", self._attention), ("mlp_norm", self._mlp)):
+        for norm, kind, work in self._parts(i):
             position = flags.get("norm-position", "input")
-            normed = x if position == "output" else self._norm(w, f"layers.{i}.{half}", x)
+            normed = x if position == "output" else self._norm(w, f"layers.{i}.{norm}", x)
             out = work(w, i, normed.to(w["head.weight"].dtype), text)
-            kind = "attention" if half == "input_norm" else "mlp"
             if position != "input":
                 out = self._norm(w, f"layers.{i}.{kind}_out_norm", out)
             out, place = out.to(x.dtype) * flags.get("residual-multiplier", 1.0), f"{kind} out {i}"
             residual = normed if flags["apply-residual-connection-post-layernorm"] else x
             x = residual + self._dropped(out, "hidden-dropout", place, text)
         return x
+
+    def _parts(self, i: int) -> Sequence[tuple[str, str, Callable[[Weights, int, Tensor, Text], Tensor]]]:
+        """The parts of a layer: its norm's name, its kind, and its work."""
+        return ("input_norm", "attention", self._attention), ("mlp_norm", "mlp", self._mlp)
+
+    def _parts(self, i: int) -> Sequence[tuple[str, str, Callable[[Weights, int, Tensor, Text], Tensor]]]:
+        """The parts of a layer: its norm's name, its kind, and its work."""
+        return ("input_norm", "attention", self._attention), ("mlp_norm", "mlp", self._mlp)
 
     def _attention(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
         """A group's rows of the weight are its queries, its key and its value."""

@@ -167,9 +167,16 @@ def lamb_change(
     return lr * min(max(length / reach, flags["lamb-min-coeff"]), flags["lamb-max-coeff"]) * change
 
 
-def train(flags: Flags, datasets: Sequence[Documents], initial: Weights, kept: Kept, steps: int) -> Training:
+def train(
+    flags: Flags,
+    datasets: Sequence[Documents],
+    initial: Weights,
+    kept: Kept,
+    steps: int,
+    kind: type[Model] = Model,
+) -> Training:
     """Train as the flags say on `datasets` (documents of tokens), from the `initial` weights."""
-    model, exact = Model(flags, kept), flags["params-dtype"] == "fp32"
+    model, exact = kind(flags, kept), flags["params-dtype"] == "fp32"
     rows = training_samples(flags, datasets, total_samples(flags, steps))
 
     def of_step(master: Weights, done: int, size: int, scale: float) -> tuple[float, Weights]:
@@ -213,7 +220,9 @@ def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Tra
         updates += 1
         clip = min(1.0, flags["clip-grad"] / (norm + 1e-6)) if flags["clip-grad"] else 1.0
         for name, each in master.items():
-            decays = each.dim() > 1 and not name.endswith("bias")  # as in GPT-2: neither norms nor biases
+            # As in GPT-2: neither norms nor biases; nor the numbers of a state-space layer's heads.
+            vectors = ("bias", "mamba.a_log", "mamba.skip", "mamba.norm.weight")
+            decays = each.dim() > 1 and not name.endswith(vectors)
             if flags.get("apply-wd-to-qk-layernorm"):
                 decays |= name.endswith(("q_norm.weight", "k_norm.weight"))
             state = run.state.setdefault(name, {})

@@ -26,6 +26,7 @@ from tests.layouts.selection import (
     covering,
     encoder_layouts,
     expert_layouts,
+    hybrid_layouts,
     latent_layouts,
     variant_layouts,
 )
@@ -56,10 +57,10 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
 
 @cache
 def selection() -> list[Layout]:
-    """90 layouts of up to four ranks: decoders, experts, shared sequences, encoders, variants of layers."""
+    """98 layouts of up to four ranks: decoders, experts, shared sequences, encoders, variants, hybrids."""
     kinds = (
         *((candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)),
-        *((variant_layouts(4), 10), (latent_layouts(4), 4)),
+        *((variant_layouts(4), 10), (latent_layouts(4), 4), (hybrid_layouts(4), 8)),
     )
     return [layout for drawn, count in kinds for layout in covering(drawn, count, allowed=allowed)[:count]]
 

@@ -117,6 +117,7 @@ VARIANTS = MappingProxyType(
         "attention_output_gate": False,
         "multi_latent_attention": False,
         "mtp_num_layers": None,
+        "is_hybrid_model": False,
     }
 )
 """The variants of layers, and the values that an architecture has if its tables do not name them."""

@@ -124,7 +124,7 @@ class ActivationBytes:
 
 
 def stated(config: Config) -> bool:
-    """Whether the formula speaks of such a training: a dense GPT that is not sliced, without dropout.
+    """Whether the formula speaks of such a training: a dense, unsliced GPT of transformer layers, no dropout.
 
     Latent attention and further tokens are left out too.
 
@@ -138,7 +138,8 @@ def stated(config: Config) -> bool:
     built = config.acceleration.compile or config.acceleration.cuda_graph
     made = family_of(model).chunk
     decodes = isinstance(made, type) and issubclass(made, LanguageModel) and config.finetune.task is None
-    plain = decodes and not model.num_experts and config.precision.fp8_format == "none"
+    alike = not (model.num_experts or model.is_hybrid_model)
+    plain = decodes and alike and config.precision.fp8_format == "none"
     selective = config.recompute.granularity == "selective"
     learns = not config.distillation.kd
     plain = plain and not model.multi_latent_attention and model.mtp_num_layers is None

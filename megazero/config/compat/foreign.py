@@ -7,7 +7,7 @@ refused, with what to do instead, where the run would not be the one that was as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +27,7 @@ class Foreign:
         accepted: why it needs no effect here; None if it is refused whatever its value.
         refused: what to do instead; None if it is accepted whatever its value.
         values: the values it is accepted with, compared in lower case; empty means any (none for a switch).
+            Those with a ! at their end need none of the conditions.
         least_values: how many values must follow it.
         most_values: how many of the arguments after it can be its values.
         where: conditions on the tree once everything is resolved, of which one must hold.
@@ -69,7 +70,10 @@ def verdict(foreign: Foreign, values: Sequence[str]) -> Ignored | str:
         return f"`{given}` is not accepted: {foreign.refused}."
     if len(values) < foreign.least_values:
         return f"`{foreign.name}` must be followed by a value."
-    if foreign.values and not (values and all(value.lower() in foreign.values for value in values)):
+    lower = {value.lower() for value in values}
+    if lower and all(f"{value}!" in foreign.values for value in lower):
+        return Ignored(foreign.name, foreign.accepted, replace(foreign, where=()))
+    if foreign.values and not (lower and lower <= {*foreign.values}):
         return f"`{given}` is not accepted: {foreign.refused}."
     return Ignored(foreign.name, foreign.accepted, foreign)
 

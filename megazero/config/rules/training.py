@@ -50,6 +50,7 @@ def _absent_modules(model: ModelConfig) -> set[str]:
     """The parts that the model's layers do not have, of those that backward can compute again."""
     absent = set() if model.num_experts else {"moe", "moe_act", "shared_experts"}
     absent |= set() if model.multi_latent_attention else {"mla_up_proj"}
+    absent |= {"layernorm", "mlp", "moe"} if model.is_hybrid_model else set()
     absent |= set() if model.moe_shared_expert_intermediate_size else {"shared_experts"}
     return absent | ({"layernorm"} if model.norm_position == "output" else set())
 
@@ -184,10 +185,10 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "recompute_modules_are_there",
-        (*_MODULES, "model.multi_latent_attention", "model.norm_position"),
+        (*_MODULES, "model.multi_latent_attention", "model.is_hybrid_model", "model.norm_position"),
         "`recompute.modules` must be parts of the model: moe and moe_act of one with experts, shared_experts "
         "of one that has them, layernorm of one that normalizes the inputs of attention and MLP, mla_up_proj "
-        "of one with latent attention",
+        "of one with latent attention, and in a hybrid model no whole halves and norms",
         "leave out of `--recompute-modules` what the model does not have",
         lambda c: not set(c.config.recompute.modules) & _absent_modules(c.config.model),
     ),

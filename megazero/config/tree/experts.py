@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveInt
 
+from megazero.config.hybrid.settings import EXPERTS, HybridConfig
 from megazero.config.tree.option import listed, option
-from megazero.config.tree.transformer import TransformerConfig
 
 
 def _dense_is_empty(counts: tuple[int, ...]) -> tuple[int, ...]:
@@ -26,7 +26,7 @@ Pattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(listed), Field(m
 """The interval between layers with experts, as one number, or a 0 or 1 for each layer."""
 
 
-class ExpertsConfig(TransformerConfig):
+class ExpertsConfig(HybridConfig):
     """The layers that have experts, and what these are"""
 
     num_experts: Counts = option(
@@ -73,6 +73,8 @@ class ExpertsConfig(TransformerConfig):
     @property
     def expert_places(self) -> int:
         """Number of layers that experts are placed in, or would be if the model had some."""
+        if (kinds := self.layer_kinds) is not None:
+            return kinds.count(EXPERTS)
         if self.expert_interval is not None:
             return self.num_layers // self.expert_interval
         pattern = self.moe_layer_freq or (1,)
@@ -82,6 +84,8 @@ class ExpertsConfig(TransformerConfig):
 
     def expert_place(self, layer: int) -> int | None:
         """The number of `layer` among the layers for experts, from 0; None if it is not one of them."""
+        if (kinds := self.layer_kinds) is not None:
+            return kinds[:layer].count(EXPERTS) if kinds[layer : layer + 1] == EXPERTS else None
         if self.expert_interval is not None:
             number, rest = divmod(layer + 1, self.expert_interval)
             return None if rest else number - 1

@@ -112,3 +112,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), allow_inf_nan=False, defer_build=True
     )
+
+    @classmethod
+    def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """The values, and those of other fields that they imply."""
+        return values

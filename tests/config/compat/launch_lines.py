@@ -24,9 +24,15 @@ from megazero.errors import ConfigError
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = Path(__file__).parents[3] / "docs" / "launch_lines.md"
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"pretrain_gpt.py": (), "pretrain_bert.py": ("--model-family", "bert")}
+    {
+        "pretrain_gpt.py": (),
+        "pretrain_bert.py": ("--model-family", "bert"),
+        "pretrain_hybrid.py": ("--is-hybrid-model",),
+        "pretrain_mamba.py": ("--is-hybrid-model",),
+    }
 )
-"""The programs that exist here: what each puts before its arguments."""
+"""The programs that exist here, and those whose models pretrain_gpt.py trains: what each puts before its
+arguments."""
 JSON_NAME = "ds_config.json"
 
 TITLES: Mapping[str, str] = MappingProxyType(
@@ -48,9 +54,7 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
         "finetune_llama.py": "fine-tuning on conversations",
         "gpt_dynamic_inference.py": "text generation",
         "gpt_static_inference.py": "text generation",
-        "pretrain_hybrid.py": "state-space models",
         "pretrain_ict.py": "retrieval",
-        "pretrain_mamba.py": "state-space models",
         "pretrain_retro.py": "retrieval",
         "pretrain_t5.py": "encoder-decoder models",
         "tasks/main.py": "tasks",
@@ -65,6 +69,7 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
 _RULES: Mapping[str, str] = MappingProxyType(
     {
         "interleaved_micro_batches": "micro-batch groups of other sizes",
+        "needs_of_is_hybrid_model": "context parallelism of state-space layers",
     }
 )
 _JSON_SECTIONS: Mapping[str, str] = MappingProxyType(
@@ -83,6 +88,8 @@ _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
         ("--moe-router-load-balancing-type", "sinkhorn"): "routing by assignment",
         ("--moe-token-dispatcher-type", "flex"): "dispatchers of other projects",
+        ("--hybrid-layer-pattern", "G-*-/-"): "multi-token prediction",
+        ("--hybrid-layer-pattern", "*-*E*E*E/*E"): "multi-token prediction",
     }
 )
 """Refusals that are not of foreign flags: the feature that they ask for."""

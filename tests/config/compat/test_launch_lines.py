@@ -35,6 +35,7 @@ OTHERS = {
     "--fp8-recipe mxfp8": "scales of blocks of 32 elements",
     "--fp8-recipe blockwise": "scales of blocks",
     "flags contradict the JSON": "two types in one script",
+    "hybrid_pattern_length": "a pattern of 13 letters for 12 layers, which Megatron-LM refuses too",
 }
 """Other reasons for a refusal, with what the script does."""
 

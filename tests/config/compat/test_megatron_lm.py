@@ -91,7 +91,7 @@ def test_what_is_absent_is_named() -> None:
         ("--moe-upcycling-granularity 2", "each expert is a copy of the whole MLP; leave it out"),
         ("--moe-dispatch-fwd-dtype mxfp8", "rows are sent to experts in the model's type"),
         ("--fp4-format e2m1", "fp4, weights kept in fp8 and recipes of other projects are not offered"),
-        ("--hybrid-layer-pattern M*", "state-space and hybrid models are not built"),
+        ("--mamba-training-ssm-states-dtype bf16", "the states of state-space layers are always fp32"),
         ("--heterogeneous-layers-config-path f", "layers that differ from each other are not built"),
         ("--mtp-detach-heads", "further tokens are predicted by a layer each, on the last stage"),
         ("--perform-rl-step", "reinforcement learning is not offered"),

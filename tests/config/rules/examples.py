@@ -57,6 +57,7 @@ UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": 
 SPARSE = {"model.sparse_block": 4}  # 8 blocks
 FIXED = {**SPARSE, "model.sparse_attention": "fixed"}
 BIGBIRD = {**SPARSE, "model.sparse_attention": "bigbird"}
+HYBRID = {"model.hybrid_layer_pattern": "M*-M", "model.mamba_head_dim": 16, "model.mamba_num_groups": 4}
 EXTENDED = {
     "checkpoint.extend_context": True,
     "checkpoint.load": "short",
@@ -89,6 +90,17 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "window_of_the_past": {"model.window_size": (8, 8)},
     "window_within_positions": {"model.window_size": (32, 0)},
     "some_layer_has_a_window": {"model.window_size": (-1, 0)},
+    "hybrid_pattern_length": {**HYBRID, "model.hybrid_layer_pattern": "MM*"},
+    "hybrid_ratios_sum": {"model.hybrid_attention_ratio": 0.75, "model.hybrid_mlp_ratio": 0.5},
+    "hybrid_pattern_keeps_ratios": {**HYBRID, "model.hybrid_mlp_ratio": 0.5},
+    "hybrid_experts": {**HYBRID, "model.hybrid_layer_pattern": "M*-E"},
+    "mamba_whole_heads": {**HYBRID, "model.mamba_head_dim": 48},
+    "mamba_heads_in_groups": {**HYBRID, "model.mamba_num_groups": 3},
+    "mamba_groups_over_tensor_ranks": {
+        **HYBRID,
+        "model.mamba_num_groups": 2,
+        "parallel.tensor_model_parallel_size": 4,
+    },
     "world_size_factors": {"parallel.tensor_model_parallel_size": 8, "model.num_attention_heads": 8},
     "heads_over_tensor_ranks": {"parallel.tensor_model_parallel_size": 4, "model.num_attention_heads": 2},
     "query_groups_over_tensor_ranks": {

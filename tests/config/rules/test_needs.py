@@ -26,7 +26,7 @@ _VALUES: Mapping[Kind, tuple[Any, ...]] = MappingProxyType(
         Kind.BOOL: (True, False),
         Kind.INT: (2, 1, 0, None),
         Kind.FLOAT: (0.25, 2.0, 1.0, None),
-        Kind.TEXT: ("a", None),
+        Kind.TEXT: ("a", "M", None),
         Kind.TEXTS: (("a",), ()),
         Kind.INTS: ((8,), (8, 8, 100), (), None, (8, 0)),
         Kind.METRICS: (({"name": "rarity", "schedule_type": "fixed_discrete"},),),

@@ -1,0 +1,141 @@
+"""A part of the section of the tree about the model: layers of one mixer or one MLP, in a pattern of letters.
+
+The names and the pattern's letters are Megatron-LM's (Waleffe et al. 2024); Mamba-2 is Dao & Gu 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
+
+from megazero.config.tree.option import option
+from megazero.config.tree.transformer import TransformerConfig
+
+MAMBA, ATTENTION, DENSE, EXPERTS = "M*-E"
+_ELSEWHERE = (
+    ("/", "layers after `/` predict several tokens at once, which hybrid models do not here"),
+    ("|", "stages are cut by `--pipeline-partition` with numbers of layers, such as 5,6,6,5"),
+)
+
+
+def _letters(pattern: str) -> str:
+    for mark, why in _ELSEWHERE:
+        if mark in pattern:
+            raise ValueError(f"must be a letter for each layer ({why})")
+    if not pattern or set(pattern) - set("M*-E"):
+        raise ValueError("must be made of M (Mamba-2), * (attention), - (MLP) and E (experts)")
+    return pattern
+
+
+Letters = Annotated[str, AfterValidator(_letters)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+
+
+class HybridConfig(TransformerConfig):
+    """Layers that are one mixer or one MLP each, state-space ones among them"""
+
+    needs = "is_hybrid_model"
+
+    is_hybrid_model: bool = option(
+        False,
+        "make each layer one mixer or one MLP, by the pattern or the ratios; without them, all are Mamba-2",
+        needs=(
+            "family=gpt: a state-space layer sees earlier tokens alone",
+            "parallel.context_parallel_size=1: a sequence's state passes through it in order",
+            "moe_layer_freq=None: the pattern says which layers have experts",
+            "expert_interval=None: the pattern says which layers have experts",
+            "apply_residual_connection_post_layernorm=False: such layers take the residual before the norm",
+            "norm_position=input: such layers have one norm",
+            "mtp_num_layers=None: the pattern has no letter for further tokens",
+            "distillation.kd=False: the pattern is of the student's depth",
+        ),
+    )
+    hybrid_layer_pattern: Letters | None = option(
+        None,
+        "a letter for each layer: M Mamba-2, * attention, - MLP, E experts; `--num-layers` may be left out",
+        aliases=("--hybrid-override-pattern",),
+    )
+    hybrid_attention_ratio: Ratio = option(0.0, "share of the layers that are attention, evenly spread")
+    hybrid_mlp_ratio: Ratio = option(0.0, "share of the layers that are MLPs, evenly spread")
+    mamba_state_dim: PositiveInt = option(128, "numbers in the state of each channel of a Mamba-2 layer")
+    mamba_head_dim: PositiveInt = option(64, "channels of a head of a Mamba-2 layer")
+    mamba_num_groups: PositiveInt = option(8, "groups of heads that share what is written and read")
+    mamba_num_heads: PositiveInt | None = option(
+        None, "heads of a Mamba-2 layer; default: 2 x hidden / --mamba-head-dim"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        return cls.implied(data) if isinstance(data, dict) else data
+
+    @classmethod
+    def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A pattern has the model's depth, and it or a ratio makes a model hybrid."""
+        pattern = values.get("hybrid_layer_pattern")
+        if pattern or values.get("hybrid_attention_ratio") or values.get("hybrid_mlp_ratio"):
+            values = {"is_hybrid_model": True, **values}
+        return {"num_layers": len(pattern), **values} if isinstance(pattern, str) and pattern else values
+
+    @property
+    def layer_kinds(self) -> str | None:
+        """The letter of each layer; None where every layer is attention and an MLP."""
+        if not self.is_hybrid_model:
+            return None
+        return self.hybrid_layer_pattern or self.letters_by_ratio
+
+    @property
+    def letters_by_ratio(self) -> str:
+        """The letters that the ratios ask for.
+
+        Attention lies between equally long runs of other layers; then MLPs, spread over these to the right.
+        """
+        attention, mlps = (
+            round(self.num_layers * ratio) for ratio in (self.hybrid_attention_ratio, self.hybrid_mlp_ratio)
+        )
+        others = self.num_layers - attention
+        among_all = _spread(others / (attention + 1))
+        among_others = _spread((others - mlps) / mlps if mlps else float("inf"))
+        return "".join(
+            ATTENTION if next(among_all) else DENSE if next(among_others) else MAMBA
+            for _ in range(self.num_layers)
+        )
+
+    def layers_of(self, letters: str) -> int:
+        """The number of layers of these letters; of all layers where each is attention and an MLP."""
+        kinds = self.layer_kinds
+        return self.num_layers if kinds is None else sum(kind in letters for kind in kinds)
+
+    @property
+    def mamba_heads(self) -> int | None:
+        """Heads of a Mamba-2 layer; None where there is none."""
+        if MAMBA not in (self.layer_kinds or ""):
+            return None
+        return self.mamba_num_heads or 2 * self.hidden_size // self.mamba_head_dim
+
+    @property
+    def mamba_width(self) -> int:
+        """Channels of all heads of a Mamba-2 layer."""
+        return (self.mamba_heads or 0) * self.mamba_head_dim
+
+    @property
+    def mamba_rows(self) -> int:
+        """Outputs of its first projection: gates, inputs, what groups write and read by, and steps."""
+        heads, written = self.mamba_heads or 0, self.mamba_num_groups * self.mamba_state_dim
+        return 2 * (self.mamba_width + written) + heads
+
+    @property
+    def residual_writers(self) -> int:
+        """The number of mixers and MLPs, which add to the residual stream."""
+        return self.num_layers * (1 if self.is_hybrid_model else 2)
+
+
+def _spread(gap: float) -> Iterator[bool]:
+    """Whether a place is taken, one after the other, of places taken after about `gap` others each."""
+    left = gap
+    while True:
+        taken = left < 0.5
+        left += gap if taken else -1
+        yield taken

@@ -1,0 +1,55 @@
+"""`SingleLayer`: a layer of a hybrid model, which is one mixer or one MLP: x + part(norm(x))."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.norm import Norm
+from megazero.layers.placement import Placement
+from megazero.layers.sums import Sums
+from megazero.layers.transformer import TransformerLayer, scaled
+from megazero.ops.bias_dropout_add import bias_dropout_add
+
+
+class SingleLayer(TransformerLayer):
+    """A layer with one half of a `TransformerLayer`, and that one's inputs and results.
+
+    Args:
+        mixer: attention, or what has its interface; None in a layer that is an MLP.
+        mlp: an MLP or experts; None in the others.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        placement: Placement,
+        *,
+        mixer: nn.Module | None = None,
+        mlp: nn.Module | None = None,
+    ):
+        nn.Module.__init__(self)
+        self.layer, self.placement, self.dropout = layer, placement, config.hidden_dropout
+        self.branch_scale = config.residual_multiplier
+        self.input_norm = Norm(f"layers.{layer}.input_norm", config, placement)
+        self.place = "mlp_out" if mixer is None else "attention_out"
+        if mixer is not None:
+            self.mixer = mixer
+        else:
+            assert mlp is not None, "a layer is one of the two"
+            self.mlp = mlp
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
+        normed, x = self.input_norm(x, both=True)
+        normed, x, sums = normed.to(self.placement.dtype), inputs.narrow(x), Sums()
+        if self.place == "mlp_out":
+            normed, inputs = inputs.narrow(normed), inputs.narrowed()
+            out, bias, sums = self.mlp(normed, inputs)
+        else:
+            out, bias = self.mixer(normed, inputs)
+            inputs = inputs.narrowed()
+        out, bias = scaled(out, bias, self.branch_scale * inputs.branch_scale)
+        dropout = self._dropout(inputs, self.place)
+        return bias_dropout_add(out.to(x.dtype), bias, x, dropout), sums

@@ -1,0 +1,59 @@
+"""The scan by mamba-ssm's kernels, where this package is installed and there is a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.state_space.scan import selective_scan
+
+_MODULE = "mamba_ssm.ops.triton.ssd_combined"
+_CHUNK = 128
+
+
+def scan_of(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The scan that computes on a device, with the arguments of `selective_scan`."""
+    installed = device.type == "cuda" and importlib.util.find_spec("mamba_ssm") is not None
+    return library_scan if installed else selective_scan
+
+
+def scan_remarks(model: ModelConfig, device: torch.device) -> Iterator[str]:
+    """A sentence that names the implementation of the scan, for a model that has one."""
+    if model.mamba_heads is not None:
+        name = "mamba-ssm" if scan_of(device) is library_scan else "products of matrices"
+        yield f"state-space scan: {name} on {device.type}"
+
+
+def library_scan(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    state: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `selective_scan`: samples come first in the library's tensors, and a group's heads side by side."""
+    scan = importlib.import_module(_MODULE).mamba_chunk_scan_combined
+    groups = x.shape[2:4]
+
+    def theirs(rows: Tensor) -> Tensor:
+        return rows.transpose(0, 1).contiguous()
+
+    y, last = scan(
+        theirs(x).flatten(2, 3),
+        theirs(dt).flatten(2, 3),
+        a.flatten(),
+        theirs(b),
+        theirs(c),
+        _CHUNK,
+        initial_states=None if state is None else state.flatten(1, 2),
+        seq_idx=None if segments is None else segments.to(torch.int32).contiguous(),
+        return_final_states=True,
+    )
+    return y.unflatten(2, groups).transpose(0, 1), last.unflatten(1, groups)

@@ -1,0 +1,112 @@
+"""`Mamba2`: the mixer of a state-space layer (Dao & Gu 2024), with its groups sliced over tensor ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megazero.layers.placement import Placement
+from megazero.layers.state_space.convolution import WIDTH, causal_convolution
+from megazero.layers.state_space.initial import LOG_RATES, STEPS, TAPS
+from megazero.layers.state_space.library import scan_of
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
+from megazero.ops.attention import Documents
+from megazero.ops.chunks import compute_dtype
+
+_ONES = InitialValues("ones")
+
+
+class Mamba2(nn.Module):
+    """[s, b, h] -> ([s, b, h], no bias); both hold s/tp rows under sequence parallelism.
+
+    If the inputs say which rows are wanted, the result is [r, b, h] and holds only these.
+
+    Heads come in g groups of r, of p channels each. One weight of logical shape [g, 2 r p + 2 n + r, h] makes
+    of a row, for each group: gates and inputs of its heads, the vectors of n by which they write and read,
+    and the lengths of their steps. So slicing over groups keeps each group whole, with its part of the
+    convolution and of the norm.
+
+    Args:
+        recompute: whether to drop what is between the projections and compute it again in backward.
+    """
+
+    def __init__(self, layer: int, config: ModelConfig, placement: Placement, *, recompute: bool = False):
+        super().__init__()
+        assert config.mamba_heads is not None, "the pattern has such a layer"
+        self.layer, self.recompute, self.eps = layer, recompute, config.norm_epsilon
+        name, groups, n = f"layers.{layer}.mamba", config.mamba_num_groups, config.mamba_state_dim
+        heads = config.mamba_heads // groups
+        width = heads * config.mamba_head_dim
+        self.head_dim, self.parts = config.mamba_head_dim, (width, width + 2 * n, heads)
+        self.mixed = (width, n, n)
+        self.input = ColumnParallelLinear(
+            f"{name}.input",
+            config.hidden_size,
+            (groups, sum(self.parts)),
+            placement,
+            bias=False,
+            std=config.init_method_std,
+            matrices=None,  # of unlike kinds, which Megatron-LM keeps from Muon too
+        )
+
+        def parameter(what: str, init: InitialValues, *shape: int) -> nn.Parameter:
+            decays = what == "conv.weight"
+            spec = ParamSpec(f"{name}.{what}", (groups, *shape), init, (Cut(0, "tp"),), weight_decay=decays)
+            return placement.parameter(spec)
+
+        self.conv_weight = parameter("conv.weight", TAPS, width + 2 * n, WIDTH)
+        self.conv_bias = parameter("conv.bias", TAPS, width + 2 * n)
+        self.dt_bias = parameter("dt_bias", STEPS, heads)
+        self.a_log = parameter("a_log", LOG_RATES, heads)
+        self.skip = parameter("skip", _ONES, heads)
+        self.norm_weight = parameter("norm.weight", _ONES, width)
+        self.output = RowParallelLinear(
+            f"{name}.output",
+            config.mamba_heads * config.mamba_head_dim,
+            config.hidden_size,
+            placement,
+            bias=False,
+            std=residual_std(config),
+        )
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+        made = self.input(x, inputs.deferred)
+        made = made.unflatten(-1, self.input.local_shape)  # [s, b, g/tp, 2 r p + 2 n + r]
+        if self.recompute and not inputs.generating:
+            mixed = checkpoint(self._mix, made, inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixed = self._mix(made, inputs)
+        result: tuple[Tensor, Tensor | None] = self.output(mixed, inputs.deferred)
+        return result
+
+    def _mix(self, made: Tensor, inputs: LayerInputs) -> Tensor:
+        """From the projection to the context of the wanted rows, [s or r, b, g r p / tp]."""
+        segments = segments_of(inputs.rows.documents)
+        memory = inputs.core.mixer_states if inputs.core is not None else {}
+        before, state = memory.get(self.layer, (None, None))
+        gate, mixed, dt = made.split(self.parts, -1)
+        wide = compute_dtype(made.dtype)
+        taps, bias = self.conv_weight.to(wide), self.conv_bias.to(wide)
+        mixed, before = causal_convolution(mixed.to(wide), taps, bias, before, segments)
+        x, b, c = F.silu(mixed).split(self.mixed, -1)
+        x = x.unflatten(-1, (-1, self.head_dim))
+        dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        y, state = scan_of(x.device)(x, dt, -self.a_log.to(wide).exp(), b, c, state, segments)
+        memory[self.layer] = before, state
+        y = (y + self.skip.to(wide).unsqueeze(-1) * x).flatten(-2)
+        gated = inputs.narrow(y * F.silu(gate.to(wide)))
+        normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps) * self.norm_weight
+        return normed.flatten(2).to(made.dtype)
+
+
+def segments_of(documents: Documents | None) -> Tensor | None:
+    """int [b, s]: the number, in its row, of the run of equal ids that a position is in; None for one run."""
+    if documents is None:
+        return None
+    ids = documents.ids
+    return torch.cat((torch.zeros_like(ids[:, :1]), (ids[:, 1:] != ids[:, :-1]).to(ids.dtype).cumsum(1)), 1)

@@ -1,0 +1,105 @@
+"""Law 1 for hybrid models: layers of any pattern learn the same, however they are sliced and dealt."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from megazero.verify.compare import compare
+from megazero.verify.run import run_in_threads, run_in_world
+from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
+from tests.layouts.layout import DECODERS, Layout
+from tests.layouts.selection import allowed, covering, hybrid_layouts, with_methods, with_stores
+
+FEW, MANY = 40, 200
+
+
+everything = cache(hybrid_layouts)
+
+
+@cache
+def chosen() -> list[Layout]:
+    return covering(everything(), MANY, few_ranks=2, allowed=allowed)
+
+
+@cache
+def selection(count: int) -> list[Layout]:
+    return in_order(with_stores(with_methods(chosen()[:count], every=2)))
+
+
+def pytest_generate_tests(metafunc):
+    parametrize(metafunc, everything, selection, (FEW, MANY), pytest.mark.fast)
+
+
+def test_layout_equals_one_process(selected):
+    check(run_in_threads(selected.config(), selected.grid), selected)
+
+
+def test_the_selections_hold_every_pair_of_settings():
+    few, many = selection(FEW), selection(MANY)
+    assert len(few) == len(set(few)) == FEW
+    assert set(few) < set(many)
+    assert len(many) == len(set(many)) == MANY >= 200
+    expected = {
+        "letters": {"M", "M-", "-M*", "MM*-", "ME*"},
+        "tp": {1, 2, 4},
+        "pp": {1, 2, 4},
+        "dp": {1, 2},
+        "schedule": {"gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"},
+        "zero": {0, 1, 2, 3},
+        "sequence_parallel": {False, True},
+        "recompute": {"none", "full", "selective"},
+        "documents": {False, True},
+        "dropout": {0.0, 0.1},
+        "shape": {*DECODERS},
+    }
+    for name, values in expected.items():
+        assert {getattr(layout, name) for layout in few} == values, name
+    assert pairs_met(few, expected, expected) == pairs_met(everything(), expected, expected, allowed)
+
+
+MIXER = (
+    *("input.weight", "conv.weight", "conv.bias", "dt_bias", "a_log", "skip", "norm.weight"),
+    "output.weight",
+)
+
+
+def test_every_parameter_of_a_mixer_learns():
+    """One that nothing depends on, or whose gradient got lost, would stay where it was."""
+    record = serial(Layout(letters="M-", documents=True).serial)
+    names = [f"layers.0.mamba.{name}" for name in MIXER]
+    assert set(names) == {name for name in record.weights[0] if "mamba" in name}
+    for name in names:
+        assert record.gradients[0][name].abs().max() > 0
+        assert not record.weights[0][name].equal(record.weights[-1][name])
+
+
+def test_documents_end_states():
+    layout = Layout(letters="M-").serial
+    apart = Layout(letters="M-", documents=True).serial
+    assert serial(layout).losses[0] != serial(apart).losses[0]
+
+
+@pytest.mark.parametrize("name", ["layers.0.mamba.a_log", "layers.0.mamba.conv.weight"])
+def test_a_difference_is_seen(name):
+    layout = Layout(letters="M-", tp=2, zero=1)
+    records = run_in_threads(layout.config(), layout.grid)
+    records[1].gradients[2][name].view(-1)[3] += 1e-3
+    bad = [d for d in compare(records, serial(layout.serial)) if d.share > 1]
+    assert [d.kind for d in bad] == ["gradients"]
+    assert name in bad[0].where
+
+
+@pytest.mark.parametrize("partition", ["cost", "measured", "type:Mamba"])
+def test_ways_to_deal_layers_to_stages(partition):
+    layout = Layout(pp=2, layers=4, letters="MM*-")
+    config = layout.config()
+    parallel = config.parallel.model_copy(update={"pipeline_partition": partition})
+    check(run_in_threads(config.model_copy(update={"parallel": parallel}), layout.grid), layout)
+
+
+@pytest.mark.gloo
+def test_processes_equal_one_process(pool):
+    layout = Layout(tp=2, zero=1, sequence_parallel=True, letters="M-*", layers=3, documents=True)
+    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
