@@ -117,7 +117,7 @@ def _least_elements(model: ModelConfig, vocab_size: int) -> int:
     beside = placed if model.mlp_type == "residual" else 0  # MLPs of an expert's width
     widths = (model.num_layers - placed) * model.ffn_size + (sum(counts) + beside) * model.expert_ffn_size
     widths += placed * (model.moe_shared_expert_intermediate_size or 0)
-    matrices = 3 if model.activation == "swiglu" else 2
+    matrices = 3 if model.gated else 2
     return hidden * (rows + matrices * widths + model.num_layers * attention)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megazero.config.tree.model import ModelConfig
@@ -20,9 +21,14 @@ MLPResult = tuple[Tensor, Tensor | None, Sums]
 
 
 def activated(inner: Tensor, activation: str) -> Tensor:
-    """The nonlinearity `activation` of inner [..., f], or with SwiGLU of [..., 2 f]: [..., f]."""
+    """The nonlinearity `activation` of inner [..., f], or of a gated one [..., 2 f]: [..., f]."""
     if activation == "swiglu":
         return swiglu(inner.unflatten(-1, (2, inner.shape[-1] // 2)))
+    if activation == "geglu":
+        gate, value = inner.chunk(2, -1)
+        return bias_gelu(gate.contiguous(), None, exact=False) * value
+    if activation == "relu":
+        return torch.relu(inner)
     if activation == "squared_relu":
         return squared_relu(inner)
     return bias_gelu(inner, None, exact=activation == "gelu_exact")
@@ -31,7 +37,7 @@ def activated(inner: Tensor, activation: str) -> Tensor:
 class MLP(nn.Module):
     """[s, b, h] -> ([s, b, h], bias still to be added, no sums), through an inner width f, sliced over tp.
 
-    With SwiGLU the up weight has logical shape [2, f, h] (gate, then value) and is sliced along f.
+    Where it is gated the up weight has logical shape [2, f, h] (gate, then value) and is sliced along f.
 
     Args:
         layer: number of the layer.
@@ -59,7 +65,7 @@ class MLP(nn.Module):
         self.tiles = tiles
         name, width = name or f"layers.{layer}.mlp", width or config.ffn_size
         self.activation = config.activation
-        gated = config.activation == "swiglu"
+        gated = config.gated
         self.up = ColumnParallelLinear(
             f"{name}.up",
             config.hidden_size,

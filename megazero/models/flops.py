@@ -45,8 +45,8 @@ def attended_keys(model: ModelConfig, layer: int, *, causal: bool) -> float:
 
 
 def mlp_flops(model: ModelConfig) -> float:
-    """FLOPs of one layer's MLP of inner width f: two matrices of size h f, or three with SwiGLU."""
-    matrices = 3 if model.activation == "swiglu" else 2
+    """FLOPs of one layer's MLP of inner width f: two matrices of size h f, or three where it is gated."""
+    matrices = 3 if model.gated else 2
     return matrices * 2 * model.hidden_size * model.ffn_size
 
 

@@ -106,7 +106,7 @@ class Experts(nn.Module):
         self.activation = config.activation
         self.first_slice = placement.place.index("etp") == 0
         width, hidden, name = config.expert_ffn_size, config.hidden_size, f"layers.{layer}.mlp.experts"
-        inner = (2, width) if config.activation == "swiglu" else (width,)
+        inner = (2, width) if config.gated else (width,)
         ep, zeros = Cut(0, "ep"), InitialValues("zeros")
         cuts = (ep, Cut(len(inner), "etp"))
         std = InitialValues("normal", config.init_method_std)

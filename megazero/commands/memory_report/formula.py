@@ -76,7 +76,7 @@ class Widths:
         return cls(
             model.hidden_size,
             model.ffn_size,
-            2 if model.activation == "swiglu" else 1,
+            2 if model.gated else 1,
             Heads.of(model),
             (vocab, model.positions if learned else 0),
             4 if config.precision.dtype == "fp32" else 2,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from megazero.config.tree.encoder_decoder import T5Config
 from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.heads import BertConfig, ClassifierConfig
 from megazero.config.tree.routing import RoutingConfig
 from megazero.config.tree.sparse import SparseAttentionConfig
 
 
-class ModelConfig(RoutingConfig, ExpertsConfig, SparseAttentionConfig, ClassifierConfig, BertConfig):
+class ModelConfig(RoutingConfig, ExpertsConfig, SparseAttentionConfig, ClassifierConfig, BertConfig, T5Config):
     """Model shape"""

@@ -12,13 +12,15 @@ from megazero.config.tree.option import Probability, Section, option
 class TransformerConfig(Section):
     """The shape of a transformer with dense layers"""
 
-    family: Literal["gpt", "bert"] = option(
+    family: Literal["gpt", "bert", "t5"] = option(
         "gpt", "kind of model; pretrain_bert.py sets bert", flag="--model-family"
     )
     num_layers: PositiveInt = option(..., "number of transformer layers")
     hidden_size: PositiveInt = option(..., "width of the residual stream")
     num_attention_heads: PositiveInt = option(..., "number of query heads")
-    seq_length: PositiveInt = option(..., "training sequence length", unit="tokens")
+    seq_length: PositiveInt = option(
+        ..., "training sequence length", unit="tokens", aliases=("--encoder-seq-length",)
+    )
     max_position_embeddings: PositiveInt | None = option(
         None, "rows of the position table and longest rotary range; default: the sequence length"
     )
@@ -32,22 +34,23 @@ class TransformerConfig(Section):
         aliases=("--num-key-value-heads",),
     )
     kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "alibi", "none"] = option(
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"] = option(
         "learned_absolute",
-        "how tokens learn their position; alibi: by biases of the attention scores, linear in the distance",
+        "how tokens learn their position; alibi: by biases of the attention scores, linear in the distance; "
+        "relative: by learned ones, of kinds of distance (T5)",
         switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
         yielding=("--no-position-embedding",),
-        needs="alibi => family=gpt: the biases are of earlier tokens",
+        needs=("alibi => family=gpt: the biases are of earlier tokens", "relative => family=t5"),
     )
     embed_layernorm: bool = option(
         False, "normalize the words' embeddings, before positions are added (BLOOM)"
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
     norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
-    activation: Literal["gelu", "gelu_exact", "swiglu", "squared_relu"] = option(
+    activation: Literal["gelu", "gelu_exact", "swiglu", "squared_relu", "relu", "geglu"] = option(
         "gelu",
         "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form, and the default where "
-        "linear layers have no biases",
+        "linear layers have no biases; geglu is gated by the tanh form (T5 1.1)",
         switches={
             "--swiglu": "swiglu",
             "--squared-relu": "squared_relu",
@@ -103,11 +106,16 @@ class TransformerConfig(Section):
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
+    def gated(self) -> bool:
+        """Whether one half of the MLP's inner activations is a gate for the other."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
     def ffn_size(self) -> int:
-        """Inner width of the MLP (of each of the two halves with SwiGLU)."""
+        """Inner width of the MLP (of each of the two halves of a gated one)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        if self.activation == "swiglu":
+        if self.gated:
             return max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
         return 4 * self.hidden_size
 

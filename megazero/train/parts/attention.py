@@ -19,7 +19,7 @@ def shapes_vary(config: Config) -> bool:
 
 
 def _causal(config: Config) -> bool:
-    return family_of(config.model).classifier.causal
+    return family_of(config.model).causal
 
 
 def _padded(config: Config) -> bool:
