@@ -30,7 +30,7 @@ def t5_shape(**changes) -> ModelConfig:
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": True,
         "t5_style": "google",
-        "init_method_std": 0.3,
+        "init_method_std": 0.15,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
@@ -56,12 +56,15 @@ def t5_model(model: ModelConfig) -> nn.Module:
         layer_norm_epsilon=model.norm_epsilon,
         feed_forward_proj={"geglu": "gated-gelu", "relu": "relu"}[model.activation],
         tie_word_embeddings=tied,
-        scale_decoder_outputs=tied,
         decoder_start_token_id=0,
         pad_token_id=0,
         eos_token_id=1,
     )
-    return T5ForConditionalGeneration(config).eval()
+    theirs = T5ForConditionalGeneration(config).eval()
+    assert theirs.config.scale_decoder_outputs == tied
+    if not tied:  # newer releases tie the two when a model is made, and part them where a file has both
+        theirs.lm_head.weight = nn.Parameter(theirs.lm_head.weight.detach().clone())
+    return theirs
 
 
 def to_theirs(ours: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
