@@ -18,7 +18,6 @@ from megazero.mpu.grid import SLICE_AXES, Place, numbering, slice_axes
 from megazero.mpu.group import Group
 from megazero.mpu.matrices import Matrices
 
-
 SHARERS = ("tied", "pp")
 """The communicators over pipeline stages that hold copies of one parameter: the two ends, and all stages."""
 

@@ -9,5 +9,7 @@ from megazero.config.tree.routing import RoutingConfig
 from megazero.config.tree.sparse import SparseAttentionConfig
 
 
-class ModelConfig(RoutingConfig, ExpertsConfig, SparseAttentionConfig, ClassifierConfig, BertConfig, T5Config):
+class ModelConfig(
+    RoutingConfig, ExpertsConfig, SparseAttentionConfig, ClassifierConfig, BertConfig, T5Config
+):
     """Model shape"""

@@ -64,7 +64,9 @@ class SpanVocabulary:
         Raises DataError if no id is left for words.
         """
         if size < 4:
-            raise DataError(f"`vocab_size` must be at least 4, for three special tokens and a word, but is {size}.")
+            raise DataError(
+                f"`vocab_size` must be at least 4, for three special tokens and a word, but is {size}."
+            )
         sentinels = min(_MOCK_SENTINELS, max(1, (size - 2) // 2))
         every = np.arange(size, dtype=np.int64)
         words = WordPieces(_NONE, _NONE, _NONE, 0, np.zeros(size, dtype=bool), every)

@@ -42,8 +42,8 @@ class LibraryTokenizer(Tokenizer):
         self.eod = eod
         self.special_ids = dict(special_ids)
         self.vocab_size = vocab_size
-        named = (backend.token_to_id(f"<extra_id_{i}>") for i in count())
-        self.extra_ids = tuple(takewhile(lambda i: i is not None, named))
+        named = takewhile(lambda i: i is not None, (backend.token_to_id(f"<extra_id_{i}>") for i in count()))
+        self.extra_ids = tuple(i for i in named if i is not None)
         self._backend = backend
         self._source = source
 

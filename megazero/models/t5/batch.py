@@ -27,6 +27,7 @@ class T5Batch(MicroBatch):
         counted: the mask's sum.
         mask: bool [b, 1, 1, s], False where the encoder's tokens are padding; None: there is none.
         read: the number of tokens of both texts, padding left out.
+        first: the place of the first of the decoder's tokens in their texts.
     """
 
     decoder_tokens: Tensor
@@ -35,6 +36,7 @@ class T5Batch(MicroBatch):
     counted: float
     mask: Tensor | None
     read: int
+    first: int = 0
 
     @property
     def counts(self) -> dict[str, float]:

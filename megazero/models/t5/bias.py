@@ -36,7 +36,7 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, furthe
 
 
 class RelativeBiases(nn.Module):
-    """The biases of a micro-batch's encoder and decoder, [1, n/tp, s, s] and [1, n/tp, t, t].
+    """The biases of a micro-batch's encoder and decoder, [1, n/tp, s, s] and [1, n/tp, t, k] over k earlier rows.
 
     Every stage of a pipeline has both tables, whichever layers it has.
 
@@ -48,7 +48,12 @@ class RelativeBiases(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, placement: Placement, copied: frozenset[str] = frozenset(), *, original: bool
+        self,
+        config: ModelConfig,
+        placement: Placement,
+        copied: frozenset[str] = frozenset(),
+        *,
+        original: bool,
     ):
         super().__init__()
         self.buckets, self.furthest = config.t5_relative_buckets, config.t5_relative_distance
@@ -67,15 +72,12 @@ class RelativeBiases(nn.Module):
 
         self.encoder, self.decoder = map(table, TABLES)
 
-    def forward(self, encoded: int, decoded: int) -> tuple[Tensor, Tensor]:
+    def forward(self, encoded: range, decoded: range) -> tuple[Tensor, Tensor]:
+        """The biases between the places of the encoder's rows, and from those of the decoder's to all before."""
         return (
-            self._of(self.encoder, range(encoded), range(encoded), both_ways=True),
-            self._of(self.decoder, range(decoded), range(decoded), both_ways=False),
+            self._of(self.encoder, encoded, encoded, both_ways=True),
+            self._of(self.decoder, decoded, range(decoded.stop), both_ways=False),
         )
-
-    def of_decoder(self, queries: range, keys: range) -> Tensor:
-        """The decoder's biases between places, [1, n/tp, q, k]."""
-        return self._of(self.decoder, queries, keys, both_ways=False)
 
     def _of(self, table: nn.Parameter, queries: range, keys: range, *, both_ways: bool) -> Tensor:
         q, k = (torch.arange(x.start, x.stop, device=table.device) for x in (queries, keys))

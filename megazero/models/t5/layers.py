@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -48,6 +48,7 @@ class T5Inputs(LayerInputs):
     store: T5Store | None = None
 
 
+@runtime_checkable
 class T5Store(KeyValueStore, Protocol):
     """Keys and values that a generation keeps: those of earlier tokens, and those of the encoder's rows."""
 
@@ -183,8 +184,10 @@ class DecoderLayer(TransformerLayer):
         self.cross = cross
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
-        x = self._added(x, *self.attention(self._normed(self.input_norm, x), inputs), inputs, "attention_out")
-        x = self._added(x, *self.cross(self._normed(self.cross_norm, x), inputs), inputs, "cross_out")
+        out, bias = self.attention(self._normed(self.input_norm, x), inputs)
+        x = self._added(x, out, bias, inputs, "attention_out")
+        out, bias = self.cross(self._normed(self.cross_norm, x), inputs)
+        x = self._added(x, out, bias, inputs, "cross_out")
         out, bias, sums = self.mlp(self._normed(self.mlp_norm, x), inputs)
         return self._added(x, out, bias, inputs, "mlp_out"), sums
 
@@ -192,14 +195,14 @@ class DecoderLayer(TransformerLayer):
         normed: Tensor = norm(x)
         return normed.to(self.placement.dtype)
 
-    def _added(
-        self, x: Tensor, out: Tensor, bias: Tensor | None, inputs: LayerInputs, site: str
-    ) -> Tensor:
+    def _added(self, x: Tensor, out: Tensor, bias: Tensor | None, inputs: LayerInputs, site: str) -> Tensor:
         dropout = inputs.dropout(self.dropout, "hidden", self.layer, site)
         return bias_dropout_add(out.to(x.dtype), bias, x, dropout)
 
 
-def layer_of(number: int, config: ModelConfig, placement: Placement, *, recompute: bool, tiles: int) -> TransformerLayer:
+def layer_of(
+    number: int, config: ModelConfig, placement: Placement, *, recompute: bool, tiles: int
+) -> TransformerLayer:
     """A layer of the model by its number: the encoder's come first.
 
     Args:

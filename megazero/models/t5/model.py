@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
+from megazero.layers.cores import CachedCore
 from megazero.layers.embedding import Embedding, output_weight
-from megazero.layers.inputs import Deferred
+from megazero.layers.inputs import AttentionCore, Deferred
 from megazero.layers.linear import column_linear
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
 from megazero.layers.rows import Rows
 from megazero.loss import LossTerm
-from megazero.models.chunk import EMBEDDING, HEAD, Block, ModelChunk, Slice, Tie
+from megazero.models.chunk import EMBEDDING, HEAD, Block, Slice, StagedChunk, Tie
 from megazero.models.flops import attention_flops, logits_flops, mlp_flops
 from megazero.models.t5.batch import T5Batch
 from megazero.models.t5.bias import TABLES, RelativeBiases
@@ -53,9 +54,9 @@ class PairEmbedding(nn.Module):
         return self.table.word
 
     def forward(self, batch: T5Batch, encoder: T5Inputs, decoder: T5Inputs) -> tuple[Tensor, Tensor]:
-        return self.embed(batch.tokens, encoder), self.embed(batch.decoder_tokens, decoder)
+        return self._embed(batch.tokens, encoder), self._embed(batch.decoder_tokens, decoder)
 
-    def embed(self, tokens: Tensor, inputs: T5Inputs) -> Tensor:
+    def _embed(self, tokens: Tensor, inputs: T5Inputs) -> Tensor:
         """One of them, of tokens [b, s] at the places of its rows."""
         embedded: Tensor = self.table(tokens, position_tensor(inputs.rows.positions, tokens.device), inputs)
         return embedded
@@ -101,7 +102,9 @@ def t5_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
     query, key = (n * model.head_dim for n in (model.num_attention_heads, model.kv_heads))
     share = model.decoder_length / model.seq_length
     short = model.model_copy(update={"seq_length": model.decoder_length})
-    crossed = 4 * model.hidden_size * key + share * (4 * model.hidden_size * query + 4 * model.seq_length * query)
+    crossed = 4 * model.hidden_size * key + share * (
+        4 * model.hidden_size * query + 4 * model.seq_length * query
+    )
 
     def layer(number: int) -> Block:
         if number < model.encoder_layers:
@@ -126,7 +129,7 @@ def _has_biases(model: ModelConfig) -> bool:
     return model.position_embedding_type == "relative"
 
 
-class T5(ModelChunk[T5Batch]):
+class T5(StagedChunk[T5Batch]):
     """An encoder and a decoder (Raffel et al. 2020), or a part of them.
 
     Args:
@@ -236,8 +239,25 @@ class T5(ModelChunk[T5Batch]):
         )
         return ChunkResult(None, {"lm": (losses * batch.loss_mask.t()).sum()})
 
+    def hidden(
+        self, batch: T5Batch, hidden: Tensor | None = None, *, core: AttentionCore | None = None
+    ) -> Tensor:
+        """Hidden states of both texts after this chunk's layers, [s + t, b, h]; without dropout.
+
+        Where the core keeps what it was given (`CachedCore`), the encoder's text is given once, and then one
+        without columns.
+        """
+        store = core.store if isinstance(core, CachedCore) else None
+        assert store is None or isinstance(store, T5Store), "a decoder attends to two texts"
+        return torch.cat(self.through(batch, hidden, store=store))
+
     def through(
-        self, batch: T5Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+        self,
+        batch: T5Batch,
+        hidden: Tensor | None = None,
+        *,
+        deferred: Deferred | None = None,
+        store: T5Store | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states of the encoder and of the decoder after this chunk's layers.
 
@@ -245,27 +265,36 @@ class T5(ModelChunk[T5Batch]):
             batch: the micro-batch.
             hidden: those of the previous chunk, [s + t, b, h]; None if this one has the embedding.
             deferred: collects the computation of weight gradients, which backward then leaves out.
+            store: keys and values of a generation.
         """
-        (s, t), keys = (batch.tokens.shape[1], batch.decoder_tokens.shape[1]), batch.sample_keys
-        encoder = T5Inputs(
-            Rows(range(s), keys=keys, spread=self.placement.spread), deferred=deferred, mask=batch.mask
-        )
-        own = None if keys is None else derive(site_key("decoder"), keys)
-        rows = Rows(range(t), keys=own, spread=self.placement.spread)
-        decoder = replace(encoder, rows=rows, encoded_positions=range(s))
-        if self.biases is not None and (self.encoder or self.decoder):
-            biases = self.biases(s, t)
-            encoder, decoder = (replace(x, bias=b) for x, b in zip((encoder, decoder), biases, strict=True))
+        encoder, decoder = self._inputs(batch, deferred, store)
         if self.embedding is not None:
             encoded, decoded = self.embedding(batch, encoder, decoder)
         else:
             assert hidden is not None, "a chunk without an embedding starts from hidden states"
             encoded, decoded = hidden.split(self._rows(batch))
-        encoded = self._stack(self.encoder, encoded, encoder)
-        if self.encoder_norm is not None:
-            encoded = self.encoder_norm(encoded)
+        if len(encoded):
+            encoded = self._stack(self.encoder, encoded, encoder)
+            if self.encoder_norm is not None:
+                encoded = self.encoder_norm(encoded)
         decoded = self._stack(self.decoder, decoded, replace(decoder, encoded=encoded))
         return encoded, decoded
+
+    def _inputs(
+        self, batch: T5Batch, deferred: Deferred | None, store: T5Store | None
+    ) -> tuple[T5Inputs, T5Inputs]:
+        """The inputs of the encoder's and of the decoder's layers."""
+        (s, t), keys = (batch.tokens.shape[1], batch.decoder_tokens.shape[1]), batch.sample_keys
+        spread, first = self.placement.spread, batch.first
+        rows = Rows(range(s), keys=keys, spread=spread)
+        encoder = T5Inputs(rows, deferred=deferred, mask=batch.mask)
+        own = None if keys is None else derive(site_key("decoder"), keys)
+        rows = Rows(range(first, first + t), keys=own, spread=spread)
+        decoder = replace(encoder, rows=rows, encoded_positions=range(s), store=store)
+        if self.biases is None or not (self.encoder or self.decoder):
+            return encoder, decoder
+        biases = self.biases(range(s), range(first, first + t))
+        return replace(encoder, bias=biases[0]), replace(decoder, bias=biases[1])
 
     def _stack(self, layers: nn.ModuleList, x: Tensor, inputs: T5Inputs) -> Tensor:
         units = recompute_units(len(layers), self.recompute)

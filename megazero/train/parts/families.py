@@ -57,6 +57,7 @@ class Family(Generic[M]):
         verb: the command of `megazero` that shows what a pretrained model has learnt.
         classifier: the class of the family's fine-tuned models; None if there is none.
         causal: whether a position attends only to itself and earlier ones, in all layers.
+        masks_keys: whether a mask of keys hides padding; otherwise it has a document of its own.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Family(Generic[M]):
     verb: str
     classifier: type[Classifier] | None
     causal: bool = False
+    masks_keys: bool = False
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
@@ -123,6 +125,7 @@ _ROWS: tuple[Family[Any], ...] = (
         architectures=(),
         verb="generate",
         classifier=None,
+        masks_keys=True,
     ),
 )
 

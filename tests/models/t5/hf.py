@@ -69,7 +69,10 @@ def t5_model(model: ModelConfig) -> nn.Module:
 
 def to_theirs(ours: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
     """Our weights under transformers' names; a row of ours may be several of theirs."""
-    theirs = {"shared.weight": ours["embedding.word.weight"], "decoder.final_layer_norm.weight": ours["final_norm.weight"]}
+    theirs = {
+        "shared.weight": ours["embedding.word.weight"],
+        "decoder.final_layer_norm.weight": ours["final_norm.weight"],
+    }
     theirs["encoder.embed_tokens.weight"] = theirs["decoder.embed_tokens.weight"] = theirs["shared.weight"]
     theirs["encoder.final_layer_norm.weight"] = ours["encoder_norm.weight"]
     theirs["lm_head.weight"] = ours.get("head.weight", theirs["shared.weight"])
