@@ -96,7 +96,7 @@ def answer_texts(
     sampling: Sampling,
     batch_size: int = 16,
 ) -> list[str]:
-    """`answer` for plain texts, `batch_size` of them at a time; only ids that the tokenizer knows are drawn."""
+    """`answer` for plain texts, `batch_size` at a time; only ids that the tokenizer knows are drawn."""
     if batch_size < 1:
         raise ConfigError(f"`batch_size` must be at least 1, but is {batch_size}; set a positive number")
     ids = SpanVocabulary.of(tokenizer)

@@ -26,6 +26,7 @@ from tests.layouts.selection import (
     covering,
     encoder_layouts,
     expert_layouts,
+    pair_layouts,
 )
 from tests.plan.unnoticed import unnoticed
 
@@ -54,8 +55,9 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
 
 @cache
 def selection() -> list[Layout]:
-    """76 layouts of up to four ranks: decoders, experts, shared sequences, encoders."""
+    """88 layouts of up to four ranks: decoders, experts, shared sequences, encoders, both of them."""
     kinds = (candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)
+    kinds = *kinds, (pair_layouts(4), 12)
     return [layout for drawn, count in kinds for layout in covering(drawn, count, allowed=allowed)[:count]]
 
 

@@ -96,8 +96,8 @@ class DataConfig(Section):
     )
     t5_columns: tuple[str, str] | None = option(
         None,
-        "T5: the data are files of pairs of texts, JSON objects or TSV, under these two names: what the encoder "
-        "is given and what the decoder is to answer",
+        "T5: the data are files of pairs of texts, JSON objects or TSV, under these two names: what the "
+        "encoder is given and what the decoder is to answer",
         flag="--text-to-text-columns",
         needs=("model.family=t5", "mock_data=False: random tokens are no texts"),
     )

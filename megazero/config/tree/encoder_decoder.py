@@ -44,9 +44,9 @@ class T5Config(AttentionConfig):
     )
     t5_style: Literal["megatron", "google"] = option(
         "megatron",
-        "T5: megatron divides scores by the root of the head's width and gives the output head a bias; google "
-        "does neither, and divides what a tied head is given by the root of the hidden size (Raffel et al. "
-        "2020, and transformers)",
+        "T5: megatron divides scores by the root of the head's width and gives the output head a bias; "
+        "google does neither, and divides what a tied head is given by the root of the hidden size (Raffel "
+        "et al. 2020, and transformers)",
     )
 
     @model_validator(mode="before")

@@ -8,6 +8,9 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megazero.config.tree.option import Probability, Section, option
 
+Positions = Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"]
+"""The ways in which tokens learn their position."""
+
 
 class TransformerConfig(Section):
     """The shape of a transformer with dense layers"""
@@ -34,15 +37,13 @@ class TransformerConfig(Section):
         aliases=("--num-key-value-heads",),
     )
     kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"] = (
-        option(
-            "learned_absolute",
-            "how tokens learn their position; alibi: by biases of the attention scores, linear in the distance; "
-            "relative: by learned ones, of kinds of distance (T5)",
-            switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
-            yielding=("--no-position-embedding",),
-            needs=("alibi => family=gpt: the biases are of earlier tokens", "relative => family=t5"),
-        )
+    position_embedding_type: Positions = option(
+        "learned_absolute",
+        "how tokens learn their position; alibi: by biases of the attention scores, linear in the distance; "
+        "relative: by learned biases of kinds of distance (T5)",
+        switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
+        yielding=("--no-position-embedding",),
+        needs=("alibi => family=gpt: the biases are of earlier tokens", "relative => family=t5"),
     )
     embed_layernorm: bool = option(
         False, "normalize the words' embeddings, before positions are added (BLOOM)"

@@ -1,4 +1,4 @@
-"""Pairs of texts from files as they are published: what the encoder is given, and what the decoder answers."""
+"""Pairs of texts from files as they are published: what the encoder is given, and the decoder's answer."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class SpanVocabulary:
 
     @staticmethod
     def numbered(size: int) -> SpanVocabulary:
-        """A vocabulary for runs without a tokenizer: 0 pads and starts, 1 ends, and the last ids are sentinels.
+        """A vocabulary for runs without a tokenizer: 0 pads and starts, 1 ends, the last ids are sentinels.
 
         Raises DataError if no id is left for words.
         """

@@ -108,7 +108,7 @@ class T5Collate:
 
 
 def random_pairs(rng: np.random.Generator, count: int, length: int, vocab_size: int) -> dict[str, np.ndarray]:
-    """Arrays of `count` random pairs of uneven lengths, as a `T5Dataset` gives them; the first is the longest.
+    """Arrays of `count` random pairs of uneven lengths, as a T5's dataset gives them; the first is longest.
 
     About 1 / (1 + i) of the decoder's positions of pair i count.
     """

@@ -36,7 +36,7 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, furthe
 
 
 class RelativeBiases(nn.Module):
-    """The biases of a micro-batch's encoder and decoder, [1, n/tp, s, s] and [1, n/tp, t, k] over k earlier rows.
+    """The biases of a micro-batch's encoder and decoder: [1, n/tp, s, s], and [1, n/tp, t, k] to k rows.
 
     Every stage of a pipeline has both tables, whichever layers it has.
 
@@ -73,7 +73,7 @@ class RelativeBiases(nn.Module):
         self.encoder, self.decoder = map(table, TABLES)
 
     def forward(self, encoded: range, decoded: range) -> tuple[Tensor, Tensor]:
-        """The biases between the places of the encoder's rows, and from those of the decoder's to all before."""
+        """The biases between the encoder's places, and from the decoder's to all of its up to the last."""
         return (
             self._of(self.encoder, encoded, encoded, both_ways=True),
             self._of(self.decoder, decoded, range(decoded.stop), both_ways=False),

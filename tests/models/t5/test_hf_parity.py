@@ -43,7 +43,8 @@ def test_logits_and_gradients_equal_transformers(kind):
     missing = theirs.load_state_dict(state, strict=True)
     assert not missing.missing_keys
     attends = None if batch.mask is None else batch.mask[:, 0, 0].long()
-    assert attends is not None and attends.sum(1).unique().numel() > 1
+    assert attends is not None
+    assert attends.sum(1).unique().numel() > 1
     logits = theirs(
         input_ids=batch.tokens, attention_mask=attends, decoder_input_ids=batch.decoder_tokens
     ).logits
