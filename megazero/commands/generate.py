@@ -15,7 +15,6 @@ from megazero.inference.text_to_text import answer_texts
 from megazero.models.batch import MicroBatch
 from megazero.models.chunk import ModelChunk, StagedChunk
 from megazero.models.language_model import LanguageModel
-from megazero.models.t5.model import T5
 from megazero.mpu.launch import Launch
 
 
@@ -69,7 +68,7 @@ def _run(flags: argparse.Namespace) -> None:
     with loaded_model(flags, Launch.from_environment(), "generate", _part) as (loaded, model):
         repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
         amounts = {"max_new_tokens": flags.max_new_tokens, "batch_size": flags.batch_size}
-        if isinstance(model.any_part, T5):
+        if not isinstance(model.any_part, LanguageModel):
             given = [""] * len(repeated)
             texts = answer_texts(model, loaded.tokenizer, repeated, sampling=sampling, **amounts)
         else:
@@ -82,7 +81,8 @@ def _run(flags: argparse.Namespace) -> None:
 
 def _part(chunk: ModelChunk[MicroBatch]) -> StagedChunk[Any]:
     """A chunk as one of a model that continues texts, or answers them."""
-    return chunk if isinstance(chunk, T5) else LanguageModel.of(chunk)
+    assert isinstance(chunk, StagedChunk), "this family's models make texts"
+    return chunk
 
 
 def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: int) -> str:

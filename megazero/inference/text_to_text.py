@@ -18,12 +18,12 @@ from megazero.errors import ConfigError, DataError
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.sampling import Sampling, choose_tokens
 from megazero.inference.staged import StagedModel
-from megazero.models.t5.batch import T5Batch
-from megazero.models.t5.layers import T5Store
+from megazero.models.pairs.batch import PairBatch
+from megazero.models.pairs.layers import PairStore
 from megazero.ops.attention import varying_shapes
 
 
-class PairCache(KeyValueCache, T5Store):
+class PairCache(KeyValueCache, PairStore):
     """Keys and values of drawn tokens, and of the encoder's rows."""
 
     def __init__(self, max_length: int):
@@ -31,16 +31,16 @@ class PairCache(KeyValueCache, T5Store):
         self._encoded: dict[int, tuple[Tensor, Tensor]] = {}
 
     def of_encoder(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """As `T5Store` says."""
+        """As `PairStore` says."""
         return self._encoded.get(layer)
 
     def keep_of_encoder(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """As `T5Store` says."""
+        """As `PairStore` says."""
         self._encoded[layer] = key, value
 
 
 def answer(
-    model: StagedModel[T5Batch],
+    model: StagedModel[PairBatch],
     sources: Sequence[Sequence[int]],
     *,
     start: int,
@@ -88,7 +88,7 @@ def answer(
 
 
 def answer_texts(
-    model: StagedModel[T5Batch],
+    model: StagedModel[PairBatch],
     tokenizer: Tokenizer,
     texts: Sequence[str],
     *,
@@ -116,14 +116,14 @@ def answer_texts(
     return [tokenizer.decode(ids) for ids in answers]
 
 
-def _first_batch(sources: Sequence[Sequence[int]], start: int, device: torch.device) -> T5Batch:
+def _first_batch(sources: Sequence[Sequence[int]], start: int, device: torch.device) -> PairBatch:
     lengths = torch.tensor([len(source) for source in sources])
     tokens = torch.zeros(len(sources), int(lengths.max()), dtype=torch.int64)
     for row, source in zip(tokens, sources, strict=True):
         row[: len(source)] = torch.tensor(source)
     real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
     given = torch.full((len(sources), 1), start, device=device)
-    return T5Batch(
+    return PairBatch(
         tokens.to(device),
         decoder_tokens=given,
         labels=given,
@@ -134,7 +134,7 @@ def _first_batch(sources: Sequence[Sequence[int]], start: int, device: torch.dev
     )
 
 
-def _check(model: StagedModel[T5Batch], sources: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def _check(model: StagedModel[PairBatch], sources: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     if max_new_tokens < 1:
         raise ConfigError(f"`max_new_tokens` must be at least 1, but is {max_new_tokens}; ask for a token")
     for i, source in enumerate(sources):

@@ -27,8 +27,8 @@ from megazero.models.chunk import Block, ModelChunk, Slice, Tie
 from megazero.models.classifier import Classifier, FirstTokenClassifier, LastTokenClassifier
 from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, random_labelled
 from megazero.models.gpt import GPT, gpt_blocks
-from megazero.models.t5.batch import T5Collate, random_pairs
-from megazero.models.t5.model import T5, t5_blocks
+from megazero.models.pairs.batch import PairCollate, random_pairs
+from megazero.models.pairs.t5 import T5, t5_blocks
 from megazero.mpu.context import ParallelContext
 from megazero.train.parts.vocabulary import Vocabulary
 
@@ -118,7 +118,7 @@ _ROWS: tuple[Family[Any], ...] = (
         blocks=t5_blocks,
         chunk=T5,
         ties=T5.ties,
-        collate=T5Collate.of,
+        collate=PairCollate.of,
         datasets=t5_datasets,
         objective=lambda config: {"mask_prob": config.data.mask_prob},
         random_arrays=random_pairs,

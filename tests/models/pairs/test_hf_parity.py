@@ -9,12 +9,12 @@ import torch
 from megazero.layers.initialize import initialize
 from megazero.layers.placement import Placement
 from megazero.models.chunk import Slice
-from megazero.models.t5.batch import T5Collate, random_pairs
-from megazero.models.t5.bias import relative_buckets
-from megazero.models.t5.model import T5
+from megazero.models.pairs.batch import PairCollate, random_pairs
+from megazero.models.pairs.bias import relative_buckets
+from megazero.models.pairs.t5 import T5
 from megazero.mpu.context import solo_context
 from tests.models.hf_weights import global_weights
-from tests.models.t5.hf import t5_model, t5_shape, to_theirs
+from tests.models.pairs.hf_t5 import t5_model, t5_shape, to_theirs
 
 KINDS = {
     "1.1": {},
@@ -32,7 +32,7 @@ def build(model, dtype=torch.float32):
 def batch_of(model, count=3):
     arrays = random_pairs(np.random.default_rng(1), count, model.seq_length, model.vocab_size)
     lengths = model.seq_length, model.decoder_length
-    return T5Collate(model.vocab_size, torch.device("cpu"), lengths, 8)(arrays, tuple(range(count)))
+    return PairCollate(model.vocab_size, torch.device("cpu"), lengths, 8)(arrays, tuple(range(count)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

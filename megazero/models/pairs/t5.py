@@ -25,9 +25,9 @@ from megazero.layers.rows import Rows
 from megazero.loss import LossTerm
 from megazero.models.chunk import EMBEDDING, HEAD, Block, Slice, StagedChunk, Tie
 from megazero.models.flops import attention_flops, logits_flops, mlp_flops
-from megazero.models.t5.batch import T5Batch
-from megazero.models.t5.bias import TABLES, RelativeBiases
-from megazero.models.t5.layers import DecoderLayer, T5Inputs, T5Store, layer_of
+from megazero.models.pairs.batch import PairBatch
+from megazero.models.pairs.bias import TABLES, RelativeBiases
+from megazero.models.pairs.layers import DecoderLayer, PairInputs, PairStore, layer_of
 from megazero.models.trunk import WORD
 from megazero.moe.router import Router
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
@@ -53,10 +53,10 @@ class PairEmbedding(nn.Module):
         """The table."""
         return self.table.word
 
-    def forward(self, batch: T5Batch, encoder: T5Inputs, decoder: T5Inputs) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: PairBatch, encoder: PairInputs, decoder: PairInputs) -> tuple[Tensor, Tensor]:
         return self._embed(batch.tokens, encoder), self._embed(batch.decoder_tokens, decoder)
 
-    def _embed(self, tokens: Tensor, inputs: T5Inputs) -> Tensor:
+    def _embed(self, tokens: Tensor, inputs: PairInputs) -> Tensor:
         """One of them, of tokens [b, s] at the places of its rows."""
         embedded: Tensor = self.table(tokens, position_tensor(inputs.rows.positions, tokens.device), inputs)
         return embedded
@@ -129,7 +129,7 @@ def _has_biases(model: ModelConfig) -> bool:
     return model.position_embedding_type == "relative"
 
 
-class T5(StagedChunk[T5Batch]):
+class T5(StagedChunk[PairBatch]):
     """An encoder and a decoder (Raffel et al. 2020), or a part of them.
 
     Args:
@@ -200,19 +200,19 @@ class T5(StagedChunk[T5Batch]):
         """The dtype of the hidden states between chunks."""
         return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
 
-    def takes(self, batch: T5Batch) -> Boundary:
+    def takes(self, batch: PairBatch) -> Boundary:
         """Hidden states of both texts between chunks, [s + t, b, h], or a tensor-parallel rank's rows."""
         rows = sum(self._rows(batch))
         return Boundary((rows, len(batch.tokens), self.config.hidden_size), self.hidden_dtype)
 
     gives = takes
 
-    def _rows(self, batch: T5Batch) -> tuple[int, int]:
+    def _rows(self, batch: PairBatch) -> tuple[int, int]:
         count = self.placement.spread.count
         return count(batch.tokens.shape[1]), count(batch.decoder_tokens.shape[1])
 
     def forward(
-        self, batch: T5Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+        self, batch: PairBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> Tensor:
         """Logits of the next token of the decoder, [t, b, v/tp], from the previous chunk's hidden states."""
         assert self.head is not None, "only a chunk with the head has logits"
@@ -220,7 +220,7 @@ class T5(StagedChunk[T5Batch]):
         return logits
 
     def run(
-        self, batch: T5Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+        self, batch: PairBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> ChunkResult:
         """The hidden states for the next chunk, and the sum for the loss (see `pipeline.chunk.Chunk`).
 
@@ -240,7 +240,7 @@ class T5(StagedChunk[T5Batch]):
         return ChunkResult(None, {"lm": (losses * batch.loss_mask.t()).sum()})
 
     def hidden(
-        self, batch: T5Batch, hidden: Tensor | None = None, *, core: AttentionCore | None = None
+        self, batch: PairBatch, hidden: Tensor | None = None, *, core: AttentionCore | None = None
     ) -> Tensor:
         """Hidden states of both texts after this chunk's layers, [s + t, b, h]; without dropout.
 
@@ -248,16 +248,16 @@ class T5(StagedChunk[T5Batch]):
         without columns.
         """
         store = core.store if isinstance(core, CachedCore) else None
-        assert store is None or isinstance(store, T5Store), "a decoder attends to two texts"
+        assert store is None or isinstance(store, PairStore), "a decoder attends to two texts"
         return torch.cat(self.through(batch, hidden, store=store))
 
     def through(
         self,
-        batch: T5Batch,
+        batch: PairBatch,
         hidden: Tensor | None = None,
         *,
         deferred: Deferred | None = None,
-        store: T5Store | None = None,
+        store: PairStore | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states of the encoder and of the decoder after this chunk's layers.
 
@@ -281,13 +281,13 @@ class T5(StagedChunk[T5Batch]):
         return encoded, decoded
 
     def _inputs(
-        self, batch: T5Batch, deferred: Deferred | None, store: T5Store | None
-    ) -> tuple[T5Inputs, T5Inputs]:
+        self, batch: PairBatch, deferred: Deferred | None, store: PairStore | None
+    ) -> tuple[PairInputs, PairInputs]:
         """The inputs of the encoder's and of the decoder's layers."""
         (s, t), keys = (batch.tokens.shape[1], batch.decoder_tokens.shape[1]), batch.sample_keys
         spread, first = self.placement.spread, batch.first
         rows = Rows(range(s), keys=keys, spread=spread)
-        encoder = T5Inputs(rows, deferred=deferred, mask=batch.mask)
+        encoder = PairInputs(rows, deferred=deferred, mask=batch.mask)
         own = None if keys is None else derive(site_key("decoder"), keys)
         rows = Rows(range(first, first + t), keys=own, spread=spread)
         decoder = replace(encoder, rows=rows, encoded_positions=range(s), store=store)
@@ -296,6 +296,6 @@ class T5(StagedChunk[T5Batch]):
         biases = self.biases(range(s), range(first, first + t))
         return replace(encoder, bias=biases[0]), replace(decoder, bias=biases[1])
 
-    def _stack(self, layers: nn.ModuleList, x: Tensor, inputs: T5Inputs) -> Tensor:
+    def _stack(self, layers: nn.ModuleList, x: Tensor, inputs: PairInputs) -> Tensor:
         units = recompute_units(len(layers), self.recompute)
         return run_layers(list(layers), x, inputs, units, self.keeping)[0] if layers else x

@@ -16,8 +16,8 @@ from megazero.train.parts.chunks import build_chunks, schedule_of
 from megazero.train.parts.vocabulary import Vocabulary
 from tests.layouts.layout import VOCABULARY, Layout
 from tests.models.hf_weights import global_weights
-from tests.models.t5.hf import t5_model, t5_shape, to_theirs
-from tests.models.t5.test_hf_parity import build
+from tests.models.pairs.hf_t5 import t5_model, t5_shape, to_theirs
+from tests.models.pairs.test_hf_parity import build
 
 SOURCES = [[7, 3, 9, 1], [5, 8, 30, 31, 2, 40, 1], [11, 1]]
 NEW = 12

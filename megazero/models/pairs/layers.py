@@ -29,7 +29,7 @@ from megazero.ops.positions import Positions
 
 
 @dataclass(frozen=True)
-class T5Inputs(LayerInputs):
+class PairInputs(LayerInputs):
     """The inputs of a layer of either stack besides its hidden states.
 
     Attributes:
@@ -45,11 +45,11 @@ class T5Inputs(LayerInputs):
     mask: Tensor | None = None
     encoded: Tensor | None = None
     encoded_positions: Positions = range(0)
-    store: T5Store | None = None
+    store: PairStore | None = None
 
 
 @runtime_checkable
-class T5Store(KeyValueStore, Protocol):
+class PairStore(KeyValueStore, Protocol):
     """Keys and values that a generation keeps: those of earlier tokens, and those of the encoder's rows."""
 
     def of_encoder(self, layer: int) -> tuple[Tensor, Tensor] | None:
@@ -63,7 +63,7 @@ def _scale(config: ModelConfig) -> float:
     return 1.0 if config.t5_style == "google" else 1 / math.sqrt(config.head_dim)
 
 
-class T5SelfAttention(SelfAttention):
+class StackAttention(SelfAttention):
     """Attention within a stack: the encoder's to all rows that are no padding, the decoder's to earlier ones.
 
     Padding comes last, so that no row of the decoder sees any.
@@ -77,7 +77,7 @@ class T5SelfAttention(SelfAttention):
         self.tp = placement.tp
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
-        assert isinstance(inputs, T5Inputs), "a stack's layers get its inputs"
+        assert isinstance(inputs, PairInputs), "a stack's layers get its inputs"
         if inputs.store is not None:
             key, value = inputs.store.extend(self.attends, key, value)
         causal = self.attends.causal
@@ -126,7 +126,7 @@ class CrossAttention(nn.Module):
             std=residual_std(config.init_method_std, config.num_layers),
         )
 
-    def forward(self, x: Tensor, inputs: T5Inputs) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, inputs: PairInputs) -> tuple[Tensor, Tensor | None]:
         query = self.query(x, inputs.deferred)
         query = query.view(*query.shape[:2], *self.query.local_shape)  # [t, b, n/tp, d]
         key, value = self._keys_and_values(x, inputs)
@@ -139,7 +139,7 @@ class CrossAttention(nn.Module):
         result: tuple[Tensor, Tensor | None] = self.out(context, inputs.deferred)
         return result
 
-    def _keys_and_values(self, x: Tensor, inputs: T5Inputs) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, x: Tensor, inputs: PairInputs) -> tuple[Tensor, Tensor]:
         """[s, b, g/tp, d] each; in a generation they are made once."""
         kept = None if inputs.store is None else inputs.store.of_encoder(self.attends.layer)
         if kept is not None:
@@ -151,7 +151,7 @@ class CrossAttention(nn.Module):
             inputs.store.keep_of_encoder(self.attends.layer, key, value)
         return key, value
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: T5Inputs) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: PairInputs) -> Tensor:
         rows, dropout = inputs.rows, None
         if rows.keys is not None and self.attends.dropout > 0.0:
             keys = derive(site_key("cross", self.attends.layer), rows.keys)
@@ -213,7 +213,7 @@ def layer_of(
         tiles: tiles of rows in which an MLP is computed, as `MLP` takes them.
     """
     decodes = number >= config.encoder_layers
-    attention = T5SelfAttention(number, config, placement, causal=decodes, recompute=recompute)
+    attention = StackAttention(number, config, placement, causal=decodes, recompute=recompute)
     mlp = MLP(number, config, placement, tiles=tiles)
     if not decodes:
         return TransformerLayer(number, config, placement, attention, mlp)

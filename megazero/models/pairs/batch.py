@@ -17,7 +17,7 @@ from megazero.mpu.rng import sample_keys
 
 
 @dataclass(frozen=True)
-class T5Batch(MicroBatch):
+class PairBatch(MicroBatch):
     """A micro-batch of `b` pairs; `tokens` [b, s] are the encoder's.
 
     Attributes:
@@ -46,8 +46,8 @@ class T5Batch(MicroBatch):
 
 
 @dataclass(frozen=True)
-class T5Collate:
-    """Turns a dataset's arrays into a `T5Batch`.
+class PairCollate:
+    """Turns a dataset's arrays into a `PairBatch`.
 
     Columns that hold nothing but padding are left out, up to a multiple of `multiple`.
 
@@ -66,12 +66,12 @@ class T5Collate:
     seed: int | None = None
 
     @classmethod
-    def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> T5Collate:
+    def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> PairCollate:
         """The collate function for a run's configuration."""
         lengths = config.model.seq_length, config.model.decoder_length
         return cls(vocab_size, context.device, lengths, column_multiple(config), seed)
 
-    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> T5Batch:
+    def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> PairBatch:
         """Make a batch; `samples` are the places of the pairs in the training order, one per row.
 
         Nothing waits for the device.
@@ -86,7 +86,7 @@ class T5Collate:
         real = np.arange(width) < encoded[:, None]
         loss_mask = arrays["loss_mask"][:, :depth] * (np.arange(depth) < decoded[:, None])
         keys = None if self.seed is None else sample_keys(self.seed, samples)
-        return T5Batch(
+        return PairBatch(
             self._tensor(arrays["tokens"][:, :width]),
             decoder_tokens=self._tensor(arrays["decoder_tokens"][:, :depth]),
             labels=self._tensor(arrays["labels"][:, :depth]),
