@@ -251,13 +251,14 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
     grouped = model.kv_heads < model.num_attention_heads
     heads = 2 * tp if grouped else tp * (1 if tp > 1 else 2)
     return {
-        "num_layers": max(2, pp * chunks_per_stage(config)),
+        **_layers(model, max(2, pp * chunks_per_stage(config))),
         "num_attention_heads": heads,
         "num_query_groups": tp if grouped else None,
         "kv_channels": None,
         "hidden_size": heads * _WIDTH_OF_HEAD,
         "ffn_hidden_size": 24 * tp,
         "seq_length": 8 * tp,
+        "t5_decoder_seq_length": None if model.t5_decoder_seq_length is None else 4 * tp,
         "max_position_embeddings": None,
         **_windows(model),
         "vocab_size": 61,
@@ -265,6 +266,14 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
         "init_method_std": 0.1,
         **_blocks(config),
     }
+
+
+def _layers(model: ModelConfig, count: int) -> dict[str, Any]:
+    """So many layers; half of them, and two at least, are of either stack where there are two."""
+    if model.t5_decoder_layers is None:
+        return {"num_layers": count}
+    count = max(4, count)
+    return {"num_layers": count, "t5_encoder_layers": count // 2, "t5_decoder_layers": count - count // 2}
 
 
 def _blocks(config: Config) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from megazero.mpu.context import solo_context
 from megazero.verify.compare import compare
 from megazero.verify.record import micro_batches
 from megazero.verify.run import run_in_threads, run_in_world
+from proofs.reshard_sweep import Case
+from proofs.reshard_sweep import check as resharded
 from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
 from tests.layouts.layout import PAIRS, Layout
 from tests.layouts.selection import allowed, covering, pair_layouts, with_stores
@@ -100,6 +102,18 @@ def test_a_copy_of_the_biases_that_differs_is_seen(stage):
     wrong.view(-1)[3] += 1e-3
     bad = [d for d in compare(records, serial(layout.serial)) if d.share > 1]
     assert [(d.kind, name in d.where) for d in bad] == [("weights", True), ("tied copies", True)]
+
+
+@pytest.mark.parametrize("shape", PAIRS)
+def test_a_checkpoint_of_one_layout_is_continued_on_others(tmp_path, shape):
+    plain = Layout(shape=shape)
+    around = (
+        plain,
+        Layout(shape=shape, pp=4, zero=1),
+        Layout(shape=shape, tp=2, pp=2, sequence_parallel=True, schedule="zb-v"),
+        Layout(shape=shape, dp=2, zero=3, micro_batch=2),
+    )
+    assert resharded([*map(Case, around)], tmp_path).wrong == ()
 
 
 @pytest.mark.gloo
