@@ -1,7 +1,7 @@
 """T5 as Raffel et al. 2020 describe it, pair by pair: no padding, no masks, no code of the package.
 
-Weights are by megazero's names, of their logical shapes. In Megatron-LM's form scores are scaled, and the head
-has a bias; norms, linear layers and positions may be a GPT's in either.
+Weights are by megazero's names, of their logical shapes. In Megatron-LM's form scores are scaled, and the
+head has a bias; norms, linear layers and positions may be a GPT's in either.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ class PlainT5:
     def within(self, w: Weights, i: int, x: Tensor, *, later: bool) -> Tensor:
         """Attention of a stack to itself; each head's rows are its query, its key and its value."""
         x, name, found = self.norm(w, f"layers.{i}.input_norm", x), f"layers.{i}.attention", []
+        places = range(len(x))
+        kinds = torch.tensor([[self.kind(key - query, later) for key in places] for query in places])
         for head in range(self.heads):
             q, k, v = (self.part(w, f"{name}.qkv", (head, part), x) for part in range(3))
             scores = q @ k.T * self.scale(q)
             if self.positions == "relative":
                 table = w[f"{'encoder' if later else 'decoder'}.relative_bias.weight"][:, head]
-                kinds = [[self.kind(key - query, later) for key in range(len(x))] for query in range(len(x))]
-                scores = scores + table[torch.tensor(kinds)]
+                scores = scores + table[kinds]
             if not later:
                 scores = scores + torch.full_like(scores, -math.inf).triu(1)
             found.append(scores.softmax(1) @ v)

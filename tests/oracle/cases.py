@@ -272,7 +272,7 @@ BERT_FLAGS = MappingProxyType(
     }
 )
 
-PAIR_STEPS = 6  # the ramp takes two of its sizes
+PAIR_STEPS = 4
 PAIR_FACTORS: Factors = MappingProxyType(
     {
         "positions": {

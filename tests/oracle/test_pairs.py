@@ -12,9 +12,16 @@ from tests.oracle.test_bert import data, name_of  # noqa: F401 - a fixture
 from tests.oracle.trainer import total_samples
 
 CASES = covering(PAIR_FACTORS)
+FEW = 8
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name_of(case), marks=[pytest.mark.slow] * (number >= FEW))
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_product_trains_a_t5_as_the_oracle(case, data, tmp_path):  # noqa: F811
     flags = {**pair_flags_of(case), "vocab-file": str(data / "vocab.txt")}
     initial = product.initial_weights(flags, data)
@@ -28,7 +35,7 @@ def test_product_trains_a_t5_as_the_oracle(case, data, tmp_path):  # noqa: F811
         assert found["learning_rate"] == pytest.approx(step["learning_rate"], rel=1e-12)
         assert found["consumed_samples"] == step["consumed_samples"]
     moved = {name: (weight - initial[name]).abs().max() for name, weight in wanted.weights.items()}
-    assert min(moved.values()) > 1e-4, "what does not move shows nothing"
+    assert min(moved.values()) > 5e-5, "what does not move shows nothing"
     for name, weight in wanted.weights.items():
         torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-5, atol=1e-5, msg=name)
 
