@@ -15,7 +15,7 @@ from typing import Any, Generic
 import numpy as np
 
 from megazero.checkpoint.hf.architecture import Architecture
-from megazero.checkpoint.hf.config_json import DECODERS, ENCODERS
+from megazero.checkpoint.hf.config_json import DECODERS, ENCODER_DECODERS, ENCODERS
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.data.build import Datasets, bert_datasets, gpt_datasets, t5_datasets
@@ -122,7 +122,7 @@ _ROWS: tuple[Family[Any], ...] = (
         datasets=t5_datasets,
         objective=lambda config: {"mask_prob": config.data.mask_prob},
         random_arrays=random_pairs,
-        architectures=(),
+        architectures=ENCODER_DECODERS,
         verb="generate",
         classifier=None,
         masks_keys=True,
