@@ -100,14 +100,7 @@ class ModelChunk(nn.Module, Chunk[B_contra]):
 
 
 class StagedChunk(ModelChunk[B_contra]):
-    """A chunk that inference can run: it has hidden states that a head answers.
-
-    Attributes:
-        config: shape of the whole model.
-        placement: ranks, dtype and device.
-        vocab_size: number of vocabulary entries, without padding.
-        head: the block that makes logits of hidden states; None if it is elsewhere.
-    """
+    """A chunk that inference can run, as `StagedModel` does; another one may have the head."""
 
     config: ModelConfig
     placement: Placement
@@ -118,10 +111,5 @@ class StagedChunk(ModelChunk[B_contra]):
     def hidden(
         self, batch: B_contra, hidden: Tensor | None = None, *, core: AttentionCore | None = None
     ) -> Tensor:
-        """Hidden states after this chunk's layers, from those of the previous chunk.
-
-        Args:
-            batch: the micro-batch.
-            hidden: hidden states of the previous chunk; None if this one has the embedding.
-            core: the attention core of this pass; None for the layers' own.
-        """
+        """Hidden states after this chunk's layers, from those of the previous chunk; `core` is the attention
+        core of this pass, None the layers' own."""

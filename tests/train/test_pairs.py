@@ -89,6 +89,11 @@ def test_fewer_sentinels_than_spans_are_refused_before_training(folder):
         ("--context-parallel-size 2", "`context_parallel_size` is 2"),
         ("--num-layers 7", "`num_layers` must be the layers of a T5's encoder and decoder together"),
         ("--position-embedding-type rope", "`position_embedding_type` is rope"),
+        ("--decoder-seq-length 25", "`t5_decoder_seq_length` must be at most `seq_length`"),
+        (
+            "--tensor-model-parallel-size 2 --sequence-parallel --decoder-seq-length 15",
+            "and divide over the ranks that share a sequence",
+        ),
     ],
 )
 def test_what_a_t5_cannot_have_is_refused_by_name(folder, flags, message):

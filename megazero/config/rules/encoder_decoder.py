@@ -34,25 +34,22 @@ _ALONE: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType(
 )
 
 
-def _others(case: Case) -> list[str]:
+def _others(case: Case) -> str:
     """The settings that are given, and may not be beside a T5."""
-    config = case.config
-    if config.model.family != "t5":
-        return []
-    return [
-        f"`{display_name(path)}` is {value_at(config, path)}"
-        for path, allowed in _ALONE.items()
-        if value_at(config, path) not in allowed
-    ]
+    given = {path: value_at(case.config, path) for path in _ALONE if case.config.model.family == "t5"}
+    return ", ".join(f"`{display_name(path)}` is {v}" for path, v in given.items() if v not in _ALONE[path])
 
 
 def _stacks_add_up(case: Case) -> bool:
     model = case.config.model
-    if model.family != "t5":
-        return True
-    return model.num_layers == model.encoder_layers + (model.t5_decoder_layers or 0) and bool(
-        model.t5_decoder_layers
-    )
+    both = model.encoder_layers + (model.t5_decoder_layers or 0)
+    return model.family != "t5" or model.encoder_layers < model.num_layers == both
+
+
+def _decoder_fits(case: Case) -> bool:
+    model, multiple = case.config.model, sequence_multiple(case.config.parallel)
+    length = model.decoder_length
+    return model.family != "t5" or (length <= model.seq_length and length % multiple == 0)
 
 
 ENCODER_DECODER_RULES: tuple[Rule, ...] = (
@@ -62,7 +59,7 @@ ENCODER_DECODER_RULES: tuple[Rule, ...] = (
         "a T5 must be trained without the settings of other models and methods",
         "leave them out",
         lambda c: not _others(c),
-        lambda c: ", ".join(_others(c)),
+        _others,
         in_detail=True,
     ),
     Rule(
@@ -73,20 +70,12 @@ ENCODER_DECODER_RULES: tuple[Rule, ...] = (
         _stacks_add_up,
     ),
     Rule(
-        "decoder_within_encoder",
-        ("model.family", *_LENGTHS),
-        "`t5_decoder_seq_length` must be at most `seq_length`",
-        "raise `--encoder-seq-length`: shorter texts take no more time, as padding is left out",
-        lambda c: c.config.model.family != "t5" or c.config.model.decoder_length <= c.config.model.seq_length,
-    ),
-    Rule(
-        "decoder_over_ranks",
+        "decoder_fits",
         ("model.family", *_LENGTHS, "parallel.tensor_model_parallel_size", "parallel.sequence_parallel"),
-        "`t5_decoder_seq_length` must divide evenly over the ranks that share a sequence",
-        "change the length or leave out `--sequence-parallel`",
-        lambda c: (
-            c.config.model.family != "t5"
-            or c.config.model.decoder_length % sequence_multiple(c.config.parallel) == 0
-        ),
+        "`t5_decoder_seq_length` must be at most `seq_length`, and divide over the ranks that share a "
+        "sequence",
+        "raise `--encoder-seq-length` (shorter texts take no more time, as padding is left out), or change "
+        "the decoder's",
+        _decoder_fits,
     ),
 )

@@ -65,7 +65,7 @@ class T5Config(AttentionConfig):
 
     @property
     def encoder_layers(self) -> int:
-        """Layers of the encoder, which come first; all of them in a model without a decoder of its own."""
+        """Layers of the encoder, which come first; all in a model of one stack."""
         return self.t5_encoder_layers or self.num_layers
 
     @property

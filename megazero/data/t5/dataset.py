@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from megazero.data.t5.spans import Arrays, PairShape, cut_spans
 from megazero.data.t5.vocabulary import SpanVocabulary
 from megazero.errors import DataError
 
+_MEASURED = 256  # samples; they are shuffled, so the first are random ones
 SPECIAL_TOKENS = 2  # as Megatron-Core counts: one that begins and one that ends a text
 
 
@@ -74,6 +76,14 @@ class T5Dataset(BERTDataset):
     """Samples of one split of one indexed dataset; arguments and errors are those of `BERTDataset`."""
 
     settings: T5Settings
+
+    @cached_property
+    def padding_share(self) -> float:
+        """Share of the positions of both texts that hold padding, from some hundred random samples."""
+        sample, settings = self.batch(range(min(len(self), _MEASURED))), self.settings
+        held = sample["lengths"].sum() + sample["decoder_lengths"].sum()
+        room = len(sample["lengths"]) * (settings.sequence_length + settings.decoder_length)
+        return 1.0 - float(held) / room
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Arrays:
         """The samples `indices` stacked. IndexError past the end, DataError for foreign ids."""

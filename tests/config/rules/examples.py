@@ -289,13 +289,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "sparse_window_fits": {**BIGBIRD, "model.sparse_num_sliding_window_blocks": 9},
     "t5_alone": {**PAIRS, "model.softmax_type": "off-by-one"},
     "stacks_add_up": {**PAIRS, "model.t5_encoder_layers": 3, "model.t5_decoder_layers": 2},
-    "decoder_within_encoder": {**PAIRS, "model.t5_decoder_seq_length": 33},
-    "decoder_over_ranks": {
-        **PAIRS,
-        "model.t5_decoder_seq_length": 30,
-        "parallel.tensor_model_parallel_size": 4,
-        "parallel.sequence_parallel": True,
-    },
+    "decoder_fits": {**PAIRS, "model.t5_decoder_seq_length": 33},
 }
 
 # Combinations near a rule's border that must run.
