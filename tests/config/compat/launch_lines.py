@@ -24,7 +24,12 @@ from megazero.errors import ConfigError
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = Path(__file__).parents[3] / "docs" / "launch_lines.md"
 FAMILIES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"pretrain_gpt.py": (), "pretrain_bert.py": ("--model-family", "bert")}
+    {
+        "pretrain_gpt.py": (),
+        "pretrain_bert.py": ("--model-family", "bert"),
+        # There is no script of this name: pretrain_gpt.py takes it with the flag.
+        "pretrain_t5.py": ("--model-family", "t5"),
+    }
 )
 """The programs that exist here: what each puts before its arguments."""
 JSON_NAME = "ds_config.json"
@@ -52,7 +57,6 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
         "pretrain_ict.py": "retrieval",
         "pretrain_mamba.py": "state-space models",
         "pretrain_retro.py": "retrieval",
-        "pretrain_t5.py": "encoder-decoder models",
         "tasks/main.py": "tasks",
         "tools/generate_samples_gpt.py": "text generation",
         "tools/run_hybrid_text_generation_server.py": "text generation",
@@ -78,7 +82,6 @@ _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("--optimizer", "dist_muon"): "other optimizers",
         ("--position-embedding-type", "yarn"): "model variants",
-        ("--position-embedding-type", "relative"): "model variants",
         ("--dataloader-type", "external"): "data variants",
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
         ("--moe-router-load-balancing-type", "sinkhorn"): "routing by assignment",
