@@ -1,7 +1,7 @@
 """T5 as Raffel et al. 2020 describe it, pair by pair: no padding, no masks, no code of the package.
 
-Weights are by megazero's names, of their logical shapes. In Megatron-LM's form scores are scaled, and the
-head has a bias; norms, linear layers and positions may be a GPT's in either.
+Weights are by megazero's names, of their logical shapes. In Megatron-LM's form scores are scaled, and a
+tied head has a bias; norms, linear layers and positions may be a GPT's in either.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PlainT5:
         if self.google and self.tied:
             y = y / math.sqrt(y.shape[1])
         words = y @ w["embedding.word.weight" if self.tied else "head.weight"].T
-        return words if self.google else words + w["head.bias"]
+        return words + w["head.bias"] if self.tied and not self.google else words
 
     def embedded(self, w: Weights, tokens: Tensor) -> Tensor:
         x = w["embedding.word.weight"][tokens]

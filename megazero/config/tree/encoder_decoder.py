@@ -44,7 +44,7 @@ class T5Config(AttentionConfig):
     )
     t5_style: Literal["megatron", "google"] = option(
         "megatron",
-        "T5: megatron divides scores by the root of the head's width and gives the output head a bias; "
+        "T5: megatron divides scores by the root of the head's width and gives a tied head a bias; "
         "google does neither, and divides what a tied head is given by the root of the hidden size (Raffel "
         "et al. 2020, and transformers)",
     )

@@ -79,7 +79,7 @@ class T5Head(nn.Module):
         google, untied = config.t5_style == "google", config.untie_embeddings_and_output_weights
         self.scale = config.hidden_size**-0.5 if google and not untied else 1.0
         self.bias: nn.Parameter | None = None
-        if not google:
+        if not (google or untied):
             cut = Cut(0, "tp", vocab[1])
             spec = ParamSpec("head.bias", (vocab[0],), InitialValues("zeros"), (cut,), weight_decay=False)
             self.bias = placement.parameter(spec)
