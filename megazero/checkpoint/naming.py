@@ -29,6 +29,7 @@ x     experts of a layer
 m     inner width of an expert
 w     inner width of the shared experts, together; 1 if there are none
 u     outputs of the shared experts' gate: one
+b     kinds of distance with a bias of their own
 ====  ===========================================
 
 A name of theirs with ``{x}`` is one tensor for each expert, which holds that expert's slot of x.
@@ -103,7 +104,7 @@ class TensorRule:
         ours: global name; ``{i}`` stands for every layer's number.
         dims: our dims, a letter each.
         theirs: their name; ``{i-1}`` stands for the number of the layer before, ``{last}`` for the last
-            one's, ``{x}`` for every expert's.
+            one's, ``{j}`` for a decoder's layer's own after an encoder, ``{x}`` for every expert's.
         their_dims: their dims, with merged ones in parentheses.
         take: the part of ours that theirs holds; None for all.
         when: says whether a model has these tensors.
@@ -213,6 +214,7 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
             "m": model.expert_ffn_size,
             "w": model.moe_shared_expert_intermediate_size or 1,
             "u": 1,
+            "b": model.t5_relative_buckets,
         }
     )
 
@@ -232,11 +234,12 @@ class Table:
         # Layer after layer, so that a file holds whole ones.
         for layered, run in groupby(present, lambda rule: "{i}" in rule.ours):
             block = list(run)
+            ends = model.num_layers - 1, model.encoder_layers
             for number in range(model.num_layers) if layered else (None,):
                 here = [rule for rule in block if number is None or rule.layer(model, number)]
                 for rule in here:
                     slots = range(sizes["x"]) if "{x}" in rule.theirs else (None,)
-                    links += [_link(rule, number, slot, model.num_layers - 1, sizes) for slot in slots]
+                    links += [_link(rule, number, slot, ends, sizes) for slot in slots]
         return cls(tuple(links))
 
     @cached_property
@@ -259,7 +262,7 @@ class Table:
 
 
 def _link(
-    rule: TensorRule, number: int | None, slot: int | None, last: int, sizes: Mapping[str, int]
+    rule: TensorRule, number: int | None, slot: int | None, ends: tuple[int, int], sizes: Mapping[str, int]
 ) -> Link:
     letters = rule.dims.split()
     shape = tuple(sizes[letter] for letter in letters)
@@ -275,8 +278,10 @@ def _link(
     merged = tuple(tuple(letters.index(letter) for letter in group) for group in groups_of(rule.their_dims))
 
     def name(template: str) -> str:
-        before = None if number is None else number - 1
-        for mark, value in (("{i}", number), ("{i-1}", before), ("{last}", last), ("{x}", slot)):
+        marks: dict[str, int | None] = {"{i}": number, "{last}": ends[0], "{x}": slot}
+        if number is not None:
+            marks |= {"{i-1}": number - 1, "{j}": number - ends[1]}
+        for mark, value in marks.items():
             template = template.replace(mark, str(value))
         return template
 

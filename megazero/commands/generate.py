@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megazero.errors import ConfigError, DataError, exit_status
 from megazero.inference.job import add_sizes, check_texts, decode_lines, loaded_model
 from megazero.inference.sampling import Sampling
 from megazero.inference.text import TextGenerator
+from megazero.inference.text_to_text import answer_texts
+from megazero.models.batch import MicroBatch
+from megazero.models.chunk import ModelChunk, StagedChunk
 from megazero.models.language_model import LanguageModel
 from megazero.mpu.launch import Launch
 
@@ -19,7 +23,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megazero generate", description="Generate text from a checkpoint.")
     parser.add_argument("--load", required=True, help="folder of the checkpoint")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", action="append", help="text to continue; may be given several times")
+    source.add_argument(
+        "--prompt",
+        action="append",
+        help="text to continue, or for a T5 to answer; may be given several times",
+    )
     source.add_argument("--prompt-file", help="UTF-8 file with one prompt per line")
     add_sizes(parser)
     parser.add_argument("--max-new-tokens", type=int, default=64, help="most tokens to add (default 64)")
@@ -57,17 +65,24 @@ def _run(flags: argparse.Namespace) -> None:
     if flags.num_samples < 1:
         raise ConfigError(f"`num_samples` must be at least 1, but is {flags.num_samples}; ask for one")
     sampling = Sampling(flags.temperature, flags.top_k, flags.top_p, flags.greedy, flags.seed)
-    with loaded_model(flags, Launch.from_environment(), "generate", LanguageModel.of) as (loaded, model):
+    with loaded_model(flags, Launch.from_environment(), "generate", _part) as (loaded, model):
         repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
-        texts = TextGenerator(model, loaded.tokenizer).complete(
-            repeated,
-            max_new_tokens=flags.max_new_tokens,
-            sampling=sampling,
-            batch_size=flags.batch_size,
-            prefill_chunk=flags.prefill_chunk,
-        )
+        amounts = {"max_new_tokens": flags.max_new_tokens, "batch_size": flags.batch_size}
+        if not isinstance(model.any_part, LanguageModel):
+            given = [""] * len(repeated)
+            texts = answer_texts(model, loaded.tokenizer, repeated, sampling=sampling, **amounts)
+        else:
+            given, chunk = repeated, flags.prefill_chunk
+            generator = TextGenerator(model, loaded.tokenizer)
+            texts = generator.complete(repeated, sampling=sampling, prefill_chunk=chunk, **amounts)
         if loaded.context.rank == 0:
-            print(format_results(repeated, texts, flags.num_samples))
+            print(format_results(given, texts, flags.num_samples))
+
+
+def _part(chunk: ModelChunk[MicroBatch]) -> StagedChunk[Any]:
+    """A chunk as one of a model that continues texts, or answers them."""
+    assert isinstance(chunk, StagedChunk), "this family's models make texts"
+    return chunk
 
 
 def format_results(prompts: Sequence[str], texts: Sequence[str], num_samples: int) -> str:

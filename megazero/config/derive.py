@@ -65,7 +65,9 @@ EXPERT_FIELDS = tuple(name for name in ModelConfig.model_fields if name in _OF_E
 FREE_EXPERT_FIELDS = frozenset({*BalanceConfig.model_fields, *CapacityConfig.model_fields})
 """The settings about experts that change how a model is trained or run, but not which parameters it has."""
 
-DEFAULT_TOKENIZERS = MappingProxyType({"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"})
+DEFAULT_TOKENIZERS = MappingProxyType(
+    {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
+)
 """Family -> the kind of tokenizer that a launch takes if it names none."""
 
 

@@ -24,6 +24,9 @@ from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.index_build import normalized
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges
+from megazero.data.t5.builder import T5Builder, pair_datasets
+from megazero.data.t5.dataset import T5Settings
+from megazero.data.t5.vocabulary import SpanVocabulary
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
 
@@ -177,6 +180,29 @@ def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> D
         binary_head=config.model.bert_binary_head,
     )
     return build_datasets(_request(config, BERTBuilder(settings), sizes))
+
+
+def t5_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:
+    """The three splits of a run that trains a T5; arguments and errors as in `gpt_datasets`.
+
+    Raises:
+        DataError: besides, the vocabulary lacks a special token, or has fewer sentinels than spans may need.
+    """
+    data, tokenizer = config.data, vocabulary.tokenizer
+    ids = SpanVocabulary.numbered(vocabulary.size) if tokenizer is None else SpanVocabulary.of(tokenizer)
+    settings = T5Settings(
+        sequence_length=config.model.seq_length,
+        words=ids.words,
+        seed=config.training.seed,
+        cache_dir=_cache_of(data),
+        mask_prob=data.mask_prob,
+        short_seq_prob=data.short_seq_prob,
+        vocabulary=ids,
+        decoder_length=config.model.decoder_length,
+    )
+    if data.t5_columns is not None:
+        return pair_datasets(config, settings, tokenizer, sizes)
+    return build_datasets(_request(config, T5Builder(settings), sizes))
 
 
 def _word_pieces(vocabulary: TextVocabulary, mock: bool) -> WordPieces:

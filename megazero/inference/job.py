@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from megazero.errors import DataError
 from megazero.inference.staged import StagedModel
 from megazero.models.batch import M, MicroBatch
-from megazero.models.chunk import ModelChunk
-from megazero.models.trunk import Trunk
+from megazero.models.chunk import ModelChunk, StagedChunk
 from megazero.mpu.launch import Launch, leave, reporting
 
 if TYPE_CHECKING:
@@ -37,7 +36,10 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def loaded_model(
-    flags: argparse.Namespace, launch: Launch, verb: str, part: Callable[[ModelChunk[MicroBatch]], Trunk[M]]
+    flags: argparse.Namespace,
+    launch: Launch,
+    verb: str,
+    part: Callable[[ModelChunk[MicroBatch]], StagedChunk[M]],
 ) -> Iterator[tuple[Loaded, StagedModel[M]]]:
     """The checkpoint in the folder `flags.load`, on this rank of a job that lasts as long as the context.
 

@@ -16,9 +16,9 @@ from megazero.layers.context.cached import SharedCacheCore
 from megazero.layers.cores import CachedCore, LocalCore
 from megazero.layers.inputs import AttentionCore
 from megazero.layers.placement import Placement
-from megazero.models.batch import Batch, M
+from megazero.models.batch import M
 from megazero.models.bert_batch import BertBatch
-from megazero.models.trunk import Trunk
+from megazero.models.chunk import StagedChunk
 from megazero.mpu.group import Group, Transfer
 from megazero.mpu.solo_group import SoloGroup
 
@@ -40,7 +40,7 @@ class StagedModel(Generic[M]):
 
     def __init__(
         self,
-        chunks: Mapping[int, Trunk[M]],
+        chunks: Mapping[int, StagedChunk[M]],
         stage_of: tuple[int, ...],
         pp: Group,
         sharers: Group | None = None,
@@ -51,12 +51,12 @@ class StagedModel(Generic[M]):
         self.sharers = sharers or SoloGroup("cp", 0)
 
     @classmethod
-    def whole(cls, model: Trunk[M]) -> StagedModel[M]:
+    def whole(cls, model: StagedChunk[M]) -> StagedModel[M]:
         """A model that is whole on a single stage."""
         return cls({0: model}, (0,), SoloGroup("pp", 0))
 
     @property
-    def any_part(self) -> Trunk[M]:
+    def any_part(self) -> StagedChunk[M]:
         """One of the parts, for properties that all of them share."""
         return next(iter(self.chunks.values()))
 
@@ -84,7 +84,7 @@ class StagedModel(Generic[M]):
         """A cache for so many positions, of which this rank keeps its share."""
         return KeyValueCache(max_length) if self.sharers.size == 1 else SharedCache(self.sharers)
 
-    def logits(self: StagedModel[Batch], batch: Batch, cache: Cache) -> Tensor:
+    def logits(self, batch: M, cache: Cache) -> Tensor:
         """Logits of the token after `batch`, float32 [b, v], the same on every stage."""
 
         def ask(head: nn.Module, hidden: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class StagedModel(Generic[M]):
         self.pp.broadcast(whole, self.stage_of[-1]).wait()
         return whole
 
-    def _core(self, cache: Cache, chunk: Trunk[M]) -> AttentionCore:
+    def _core(self, cache: Cache, chunk: StagedChunk[M]) -> AttentionCore:
         if isinstance(cache, SharedCache):
             return SharedCacheCore(cache, self.sharers)
         return CachedCore(cache, LocalCore(chunk.placement.tp))

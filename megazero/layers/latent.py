@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
             config.hidden_size,
             placement,
             bias=config.add_bias_linear,
-            std=residual_std(config.init_method_std, config.num_layers),
+            std=residual_std(config),
         )
 
     def _down(self, name: str, width: int) -> ReplicatedLinear:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megazero.config.tree.model import ModelConfig
@@ -25,6 +26,8 @@ def activated(inner: Tensor, config: TransformerConfig) -> Tensor:
     """The model's nonlinearity of inner [..., f], or with gates of [..., 2 f]: [..., f]."""
     activation, offset = config.activation, config.glu_linear_offset
     clamp = config.activation_func_clamp_value
+    if activation == "relu":
+        return torch.relu(inner)
     if activation in ("swiglu", "geglu", "quick_geglu"):
         halves = inner.unflatten(-1, (2, inner.shape[-1] // 2))
         if activation == "swiglu" and not offset and clamp is None:

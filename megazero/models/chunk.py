@@ -6,10 +6,11 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers.inputs import AttentionCore
 from megazero.layers.placement import Placement
 from megazero.moe.router import Router
 from megazero.mpu.param_spec import spec_of
@@ -96,3 +97,19 @@ class ModelChunk(nn.Module, Chunk[B_contra]):
     def weight(self, name: str) -> nn.Parameter:
         """The parameter of this global name, which must be here."""
         return next(p for p in self.parameters() if spec_of(p).name == name)
+
+
+class StagedChunk(ModelChunk[B_contra]):
+    """A chunk that inference can run, as `StagedModel` does; another one may have the head."""
+
+    config: ModelConfig
+    placement: Placement
+    vocab_size: int
+    head: nn.Module | None
+
+    @abstractmethod
+    def hidden(
+        self, batch: B_contra, hidden: Tensor | None = None, *, core: AttentionCore | None = None
+    ) -> Tensor:
+        """Hidden states after this chunk's layers, from those of the previous chunk; `core` is the attention
+        core of this pass, None the layers' own."""

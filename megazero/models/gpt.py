@@ -144,7 +144,7 @@ class GPT(LanguageModel):
 
     def routers(self) -> list[Router]:
         """The routers of the chunk's layers, in order."""
-        return [*super().routers(), *routers_of(self.further)]
+        return [*super().routers(), *routers_of(nn.ModuleList(self.further))]
 
     def forward(
         self, batch: Batch, hidden: Tensor | None = None, *, deferred: Deferred | None = None

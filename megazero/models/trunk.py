@@ -20,7 +20,7 @@ from megazero.layers.rows import Rows
 from megazero.layers.sums import Sums
 from megazero.loss import LossTerm
 from megazero.models.batch import M_contra
-from megazero.models.chunk import EMBEDDING, HEAD, Block, ModelChunk, Slice, Tie
+from megazero.models.chunk import EMBEDDING, HEAD, Block, Slice, StagedChunk, Tie
 from megazero.models.layer import kind_of, layer_of
 from megazero.moe.losses import terms_of
 from megazero.moe.mlp import MoEMLP
@@ -37,7 +37,7 @@ WORD_TIE = Tie(WORD, (EMBEDDING, HEAD))
 _Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 
 
-class Trunk(ModelChunk[M_contra]):
+class Trunk(StagedChunk[M_contra]):
     """The part of a transformer below its head, or a contiguous piece of it.
 
     A family derives from it, says whether attention is `causal`, how many `token_types` it knows, which

@@ -18,6 +18,9 @@ from megazero.mpu.grid import SLICE_AXES, Place, numbering, slice_axes
 from megazero.mpu.group import Group
 from megazero.mpu.matrices import Matrices
 
+SHARERS = ("tied", "pp")
+"""The communicators over pipeline stages that hold copies of one parameter: the two ends, and all stages."""
+
 
 @dataclass(frozen=True)
 class InitialValues:
@@ -62,6 +65,7 @@ class ParamSpec:
         weight_decay: whether the optimizer decays it.
         tied_with: global name of the parameter that this is a copy of on another pipeline stage.
         shared: whether another pipeline stage holds a copy (both are marked); their gradients are summed.
+        sharers: the communicator over the stages that hold one, of `SHARERS`.
         partial_grad: each tensor-parallel rank's gradient covers its part of the sequence only (sequence
             parallelism), so the gradients must be summed over them.
         expert: it belongs, whole, to one expert of its own name: ranks with another index along ``ep`` hold
@@ -76,6 +80,7 @@ class ParamSpec:
     weight_decay: bool = True
     tied_with: str | None = None
     shared: bool = False
+    sharers: str = "tied"
     partial_grad: bool = False
     expert: bool = False
     matrices: Matrices | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megazero.models.trunk import WORD
 from megazero.mpu.context import solo_context
 from megazero.optim.build import build_update_rule
 from megazero.plan.job import Job
@@ -40,7 +41,8 @@ class Model:
                 strict=True,
             )
         )
-        tied = sum(len(tie.parts) - 1 for tie in family.ties(job.config.model))
+        words = [tie for tie in family.ties(job.config.model) if tie.weight == WORD]
+        tied = sum(len(tie.parts) - 1 for tie in words)
         parameters = int(sum(counts.values())) - tied * job.vocabulary.padded * job.config.model.hidden_size
         kinds = 1 + len(build_update_rule(job.config.optimizer).state_names)
         flops = sum(block.flops for block in blocks)

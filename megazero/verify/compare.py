@@ -113,12 +113,13 @@ def _share(got: Tensor, want: Tensor, tolerance: Tolerance) -> float:
 
 
 def _tied(records: Sequence[Record]) -> Deviation:
-    """Compare copies of a tied parameter with the parameter: gradient and weight must be bitwise equal."""
+    """Compare all copies of a tied parameter with it: gradient and weight must be bitwise equal."""
     for field in ("gradients", "weights"):
         for step in range(len(records[0].weights)):
-            whole = {k: v for r in records for k, v in getattr(r, field)[step].items()}
-            for key, value in whole.items():
-                original = whole[key.removeprefix("copy of ")]
-                if not torch.equal(value, original):
+            held = [getattr(record, field)[step] for record in records]
+            whole = {k: v for values in held for k, v in values.items()}
+            for key, value in (item for values in held for item in values.items()):
+                original = key.removeprefix("copy of ")
+                if key != original and not torch.equal(value, whole[original]):
                     return Deviation("tied copies", float("inf"), f"{key} ({field}), step {step}")
     return Deviation("tied copies", 0.0, "all steps")

@@ -253,7 +253,7 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
     kinds = "".join(dict.fromkeys(model.layer_kinds or ""))
     layers = max(2, pp * chunks_per_stage(config), len(kinds))
     return {
-        "num_layers": layers,
+        **_layers(model, layers),
         **_letters(kinds, layers, tp),
         "num_attention_heads": heads,
         "num_query_groups": tp if grouped else None,
@@ -261,6 +261,7 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
         "hidden_size": heads * _WIDTH_OF_HEAD,
         "ffn_hidden_size": 24 * tp,
         "seq_length": 8 * tp,
+        "t5_decoder_seq_length": None if model.t5_decoder_seq_length is None else 4 * tp,
         "max_position_embeddings": None,
         **_windows(model),
         **_latent(model),
@@ -284,6 +285,14 @@ def _letters(kinds: str, layers: int, tp: int) -> dict[str, Any]:
         "mamba_num_groups": tp,
         "mamba_num_heads": 2 * tp,
     }
+
+
+def _layers(model: ModelConfig, count: int) -> dict[str, Any]:
+    """So many layers; half of them, and two at least, are of either stack where there are two."""
+    if model.t5_decoder_layers is None:
+        return {"num_layers": count}
+    count = max(4, count)
+    return {"num_layers": count, "t5_encoder_layers": count // 2, "t5_decoder_layers": count - count // 2}
 
 
 def _blocks(config: Config) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megazero.mpu.grid import SLICE_AXES
 from megazero.mpu.group import Group
 from megazero.mpu.host import on_device
 from megazero.mpu.messages import broadcast_value, fold_values, gather_values, name_ranks, same_on_all
-from megazero.mpu.param_spec import copy_axes
+from megazero.mpu.param_spec import SHARERS, copy_axes
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.store.store import WEIGHT, LoadedBucket
@@ -30,7 +30,7 @@ from megazero.zero.store.store import WEIGHT, LoadedBucket
 _USED = "weights in use"
 ROUNDED = "weights in use, against their masters"
 _MASTER = "master weights"
-_GROUPS = ("replica", "expert_replica", *SLICE_AXES, "tied")
+_GROUPS = ("replica", "expert_replica", *SLICE_AXES, *SHARERS)
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class CopyCheck:
                 groups = (
                     (replicas if whole else set())
                     | set(copy_axes(spec))
-                    | ({"tied"} if spec.shared else set())
+                    | ({spec.sharers} if spec.shared else set())
                 )
                 if part.numel() and (groups := groups & set(self._shared)):
                     yield _HeldPiece(spec.tied_with or spec.name, kind, part, groups)

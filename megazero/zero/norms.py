@@ -11,7 +11,7 @@ from torch import Tensor
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import slice_axes
 from megazero.mpu.group import Reduction
-from megazero.mpu.param_spec import ParamSpec
+from megazero.mpu.param_spec import SHARERS, ParamSpec
 from megazero.optim.grad_norm import local_square_sum
 from megazero.zero.bucket import Bucket
 
@@ -22,7 +22,7 @@ class ParameterNorms:
     These ranks are the ones along the axes that may slice it, and its replicas where they shard state.
     However many parameters there are, this takes one call over each of these groups for dense parameters, and
     one for experts. A tied copy is measured on its own stage, where it has the same values as the original.
-    The two agree on the mean: their sums may be taken in different orders, but they must move alike, bit for
+    All agree on the mean: their sums may be taken in different orders, but they must move alike, bit for
     bit.
 
     Usage: `add` each piece, `reduce`, then read each norm with `of`.
@@ -84,18 +84,19 @@ class ParameterNorms:
         self._norms.sqrt_()
 
     def _agree_over_tied_stages(self) -> None:
-        stages = self.context.tied
-        tied = [
-            self.of(bucket, number)
-            for bucket in self._first
-            for number, spec in enumerate(bucket.layout.specs)
-            if spec.shared
-        ]
-        if stages.size > 1 and tied:
-            together = torch.stack(tied)
-            stages.all_reduce(together).wait()
-            for mine, total in zip(tied, together, strict=True):
-                mine.copy_(total / stages.size)
+        for sharers in SHARERS:
+            stages = self.context.groups[sharers]
+            tied = [
+                self.of(bucket, number)
+                for bucket in self._first
+                for number, spec in enumerate(bucket.layout.specs)
+                if spec.shared and spec.sharers == sharers
+            ]
+            if stages.size > 1 and tied:
+                together = torch.stack(tied)
+                stages.all_reduce(together).wait()
+                for mine, total in zip(tied, together, strict=True):
+                    mine.copy_(total / stages.size)
 
     def of(self, bucket: Bucket, member: int) -> Tensor:
         """The norms of one member of a bucket, fp64 [count], on the device."""
@@ -120,9 +121,10 @@ def reduce_over_slices(
         if spec.copy(context.place)[0]:  # another rank measured the same elements
             row.zero_()
     _over_axes(measured, specs, bucket.key.replicas, context, operation)
-    if context.tied.size > 1 and specs[0].shared:  # then it is the bucket's only one
-        context.tied.all_reduce(measured).wait()
-        measured /= context.tied.size
+    stages = context.groups[specs[0].sharers]
+    if stages.size > 1 and specs[0].shared:  # then it is the bucket's only one
+        stages.all_reduce(measured).wait()
+        measured /= stages.size
 
 
 def _over_axes(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import on_device
+from megazero.mpu.param_spec import SHARERS
 from megazero.ops.product_sum import Product
 from megazero.zero.bucket import Bucket
 from megazero.zero.comm_hooks.comm_hook import Reduction
@@ -253,17 +254,20 @@ class GradientReducer:
                     part.copy_(total)
 
     def _sum_over_ends(self) -> None:
-        """Sum tied parameters' gradients over the two pipeline stages that hold them."""
-        if self.context.tied.size == 1:
-            return
-        # A tied parameter has its bucket to itself, so both stages cut it into the same slices.
-        shared = [bucket for bucket in self._buckets() if bucket.layout.specs[0].shared]
-        for loaded_buckets in self.store.stream((GRADIENT,), shared, changes=(GRADIENT,)):
-            for loaded in loaded_buckets:
-                sums = on_device(loaded.flats[GRADIENT], self.context.device)
-                self.context.tied.all_reduce(sums).wait()
-                if sums is not loaded.flats[GRADIENT]:
-                    loaded.flats[GRADIENT].copy_(sums)
+        """Sum tied parameters' gradients over the pipeline stages that hold them."""
+        for sharers in SHARERS:
+            stages = self.context.groups[sharers]
+            if stages.size == 1:
+                continue
+            # A tied parameter has its bucket to itself, so all stages cut it into the same slices.
+            firsts = [(bucket, bucket.layout.specs[0]) for bucket in self._buckets()]
+            shared = [bucket for bucket, spec in firsts if spec.shared and spec.sharers == sharers]
+            for loaded_buckets in self.store.stream((GRADIENT,), shared, changes=(GRADIENT,)):
+                for loaded in loaded_buckets:
+                    sums = on_device(loaded.flats[GRADIENT], self.context.device)
+                    stages.all_reduce(sums).wait()
+                    if sums is not loaded.flats[GRADIENT]:
+                        loaded.flats[GRADIENT].copy_(sums)
 
     def _buckets(self) -> list[Bucket]:
         return [progress.bucket for progress in self._progress]

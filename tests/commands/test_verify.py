@@ -67,6 +67,19 @@ def test_variants_of_attention_are_verified_with_windows_that_hide_something(cap
     assert shrink(config, 1).config.model.windows == ((3, 0), None)
 
 
+def test_both_stacks_are_verified(capsys):
+    """Shrunk to four layers, of which a model of one stack would have two."""
+    flags = "--model-family t5 --decoder-num-layers 6 --position-embedding-type relative"
+    argv = [*BASE, *flags.split(), "--decoder-seq-length", "64", "--pipeline-model-parallel-size", "2"]
+    assert main([*argv, "--tensor-model-parallel-size", "2", "--world-size", "4", "--steps", "2"]) == 0
+    assert capsys.readouterr().out.endswith("the same training as one process\n")
+    config = parse_config([*argv, "--mock-data"], world_size=2).config
+    assert (config.model.num_layers, config.model.encoder_layers) == (18, 12)
+    small = shrink(config, 8).config.model
+    assert (small.num_layers, small.t5_encoder_layers, small.t5_decoder_layers) == (4, 2, 2)
+    assert small.decoder_length < small.seq_length
+
+
 def test_tokens_and_layers_are_still_left_out_when_shrunk(capsys):
     skips = "--random-ltd --random-ltd-min-value 16 --random-ltd-require-steps 9 --random-ltd-layer-num 10"
     argv = [*BASE, *skips.split(), "--progressive-layer-drop", "--tensor-model-parallel-size", "2"]

@@ -45,6 +45,7 @@ _ENCODER: _Settings = MappingProxyType(
         "add_bias_linear": True,
     }
 )
+_PAIRS: _Settings = MappingProxyType({"family": "t5", "num_attention_heads": 8, "t5_decoder_seq_length": 8})
 SHAPES: Mapping[str, _Settings] = MappingProxyType(
     {
         "gpt2": {
@@ -100,6 +101,23 @@ SHAPES: Mapping[str, _Settings] = MappingProxyType(
             "activation": "gelu_exact",
             "apply_residual_connection_post_layernorm": True,
         },
+        "t5": {
+            **_PAIRS,
+            "normalization": "RMSNorm",
+            "activation": "geglu",
+            "position_embedding_type": "relative",
+            "t5_relative_buckets": 8,
+            "t5_relative_distance": 12,
+            "t5_style": "google",
+            "add_bias_linear": False,
+        },
+        "t5-megatron": {
+            **_PAIRS,
+            "normalization": "LayerNorm",
+            "activation": "relu",
+            "position_embedding_type": "learned_absolute",
+            "add_bias_linear": True,
+        },
     }
 )
 FP8: Mapping[str, _Settings] = MappingProxyType(
@@ -109,7 +127,7 @@ FP8: Mapping[str, _Settings] = MappingProxyType(
         "delayed": {"fp8_format": "hybrid", "fp8_recipe": "delayed"},
     }
 )
-DECODERS, ENCODERS = ("gpt2", "llama"), ("bert", "bert-original")
+DECODERS, ENCODERS, PAIRS = ("gpt2", "llama"), ("bert", "bert-original"), ("t5", "t5-megatron")
 LATENT = ("deepseek", "deepseek-lite")
 
 _EVEN: _Settings = MappingProxyType(

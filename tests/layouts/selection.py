@@ -17,6 +17,7 @@ from tests.layouts.layout import (
     GLOBAL_BATCH,
     LATENT,
     METHODS,
+    PAIRS,
     STORES,
     Dispatcher,
     Layout,
@@ -113,6 +114,40 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
         if layout.sequence_parallel and layout.tp == 1:
             continue
         # Many ranks and many micro-batches take long and show no more together.
+        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
+        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
+        if layout.world_size <= most_ranks and quick:
+            drawn[layout] = None
+    return list(drawn)
+
+
+def pair_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
+    """`count` distinct layouts of an encoder and a decoder, allowed or not."""
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        schedule, virtual = dice.choice(_SCHEDULES)
+        pp = dice.choice((1, 2, 4))
+        chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
+        layout = Layout(
+            tp=dice.choice((1, 2, 4)),
+            pp=pp,
+            dp=dice.choice((1, 2)),
+            schedule=schedule,
+            virtual=virtual,
+            zero=dice.choice(_STAGES),
+            sequence_parallel=dice.choice((False, True)),
+            recompute=dice.choice(_RECOMPUTES),
+            micro_batch=dice.choice((1, 2, 4)),
+            shape=dice.choice(PAIRS),
+            untied=dice.choice((False, True)),
+            optimizer=dice.choice(_OPTIMIZERS),
+            layers=max(1, chunks // 2),  # of each of the two
+            dropout=dice.choice((0.0, 0.1)),
+        )
+        if pp == 1 and schedule in ("gpipe", "interleaved"):
+            continue
+        if layout.sequence_parallel and layout.tp == 1:
+            continue
         needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
         quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
         if layout.world_size <= most_ranks and quick:

@@ -303,6 +303,46 @@ BERT_FLAGS = MappingProxyType(
     }
 )
 
+PAIR_STEPS = 4
+PAIR_FACTORS: Factors = MappingProxyType(
+    {
+        "positions": {
+            "relative": {"position-embedding-type": "relative"},
+            "near": {
+                **{"position-embedding-type": "relative", "relative-attention-num-buckets": 8},
+                "relative-attention-max-distance": 9,
+            },
+            "learned": {"position-embedding-type": "learned_absolute"},
+        },
+        "style": {each: {"t5-style": each} for each in ("megatron", "google")},
+        "activation": {each: {"activation": each} for each in ("gelu", "relu", "geglu")},
+        "normalization": MODEL["normalization"],
+        "bias": MODEL["bias"],
+        "head": MODEL["head"],
+        "layers": {
+            "one-each": {"encoder-num-layers": 1, "decoder-num-layers": 1},
+            "more": {"encoder-num-layers": 1, "decoder-num-layers": 2},
+        },
+        "batch": BATCH["batch"],
+        "optimizer": {name: OPTIMIZER["optimizer"][name] for name in ("adam", "lamb", "momentum")},
+        "recompute": {name: LAYOUT["recompute"][name] for name in ("none", "selective", "full")},
+        "layout": {**LAYOUT["layout"], "P2": {"pipeline-model-parallel-size": 2}},
+    }
+)
+PAIR_FLAGS = MappingProxyType(
+    {
+        "model-family": "t5",
+        "seq-length": 24,
+        "decoder-seq-length": 16,
+        "vocab-extra-ids": 8,
+        "tokenizer-type": "BertWordPieceLowerCase",
+        "data-path": ("sentences",),
+        "train-iters": PAIR_STEPS,
+        "lr-decay-style": "constant",
+        "mask-prob": 0.3,
+    }
+)
+
 # In half precision the comparison is looser, so pairs are covered for what half precision bears on alone.
 HALF_FACTORS: Factors = MappingProxyType(
     {
@@ -435,6 +475,14 @@ def bert_flags_of(case: Case) -> dict[str, object]:
     for name in ("vocab-size", "rotary-percent", "rotary-base"):
         del flags[name]
     return {**flags, **{name: value for name, value in BERT_FLAGS.items() if flags.get(name) is not True}}
+
+
+def pair_flags_of(case: Case) -> dict[str, object]:
+    """The flags of a case of T5."""
+    flags = flags_of(PAIR_FACTORS, case)
+    for name in ("vocab-size", "rotary-percent", "rotary-base", "num-layers"):
+        del flags[name]
+    return {**flags, **PAIR_FLAGS}
 
 
 def flags_of(factors: Factors, case: Case) -> dict[str, object]:

@@ -38,7 +38,7 @@ def name_of(case) -> str:
 def test_product_trains_a_bert_as_the_oracle(case, data, tmp_path):
     flags = {**bert_flags_of(case), "vocab-file": str(data / "vocab.txt")}
     initial = product.initial_weights(flags, data)
-    arrays = product.bert_arrays(flags, data, total_samples(flags, BERT_STEPS))
+    arrays = product.arrays_of(flags, data, total_samples(flags, BERT_STEPS))
     wanted, both = train_bert(flags, arrays, initial, BERT_STEPS)
     records, tensors = product.train(flags, data, tmp_path, RANKS[case["layout"]])
     assert len(records) == len(wanted.steps) == BERT_STEPS

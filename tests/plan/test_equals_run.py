@@ -28,6 +28,7 @@ from tests.layouts.selection import (
     expert_layouts,
     hybrid_layouts,
     latent_layouts,
+    pair_layouts,
     variant_layouts,
 )
 from tests.plan.unnoticed import unnoticed
@@ -57,10 +58,10 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
 
 @cache
 def selection() -> list[Layout]:
-    """98 layouts of up to four ranks: decoders, experts, shared sequences, encoders, variants, hybrids."""
+    """Layouts of up to four ranks: decoders, experts, shared sequences, encoders, both, variants, hybrids."""
     kinds = (
         *((candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)),
-        *((variant_layouts(4), 10), (latent_layouts(4), 4), (hybrid_layouts(4), 8)),
+        *((variant_layouts(4), 10), (latent_layouts(4), 4), (hybrid_layouts(4), 8), (pair_layouts(4), 12)),
     )
     return [layout for drawn, count in kinds for layout in covering(drawn, count, allowed=allowed)[:count]]
 

@@ -20,6 +20,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ({}, False),
         ({"data.reset_attention_mask": True}, False),
         ({"model.family": "bert"}, True),
+        ({"model.family": "t5"}, True),
         ({"model.num_classes": 2}, True),
         ({"skipping.random_ltd": True}, True),
         ({"curriculum.seqlen_schedule": "fixed_linear"}, True),
@@ -54,6 +55,9 @@ def test_windows_biases_and_offsets_are_facts():
     assert (facts.lse, facts.bias) == (True, BiasKind.NONE)
     facts = attention_facts(make_config({"model.position_embedding_type": "alibi"}), CPU)
     assert (facts.lse, facts.bias) == (False, BiasKind.SLOPES)
+    pairs = {"model.family": "t5", "model.position_embedding_type": "relative"}
+    facts = attention_facts(make_config(pairs), GPU)
+    assert (facts.mask, facts.bias) == (MaskKind.DENSE, BiasKind.TENSOR)
 
 
 @pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")

@@ -71,6 +71,7 @@ def tensors(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
         ("fp16", "--initial-loss-scale 4096"),
         ("fp32", "--model-family bert --bert-pack --optimizer lamb --hidden-dropout 0.1"),
         ("bf16", EXPERTS),
+        ("fp32", "--model-family t5 --position-embedding-type relative --decoder-seq-length 8"),
         ("bf16", "--fp8-format hybrid --fp8-amax-history-len 3 --fp8-amax-compute-algo max"),
     ],
 )

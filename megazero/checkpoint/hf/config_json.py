@@ -32,6 +32,7 @@ from megazero.checkpoint.hf.mistral import MISTRAL
 from megazero.checkpoint.hf.mixtral import MIXTRAL
 from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
+from megazero.checkpoint.hf.t5 import T5_GENERATION
 from megazero.checkpoint.hf.windows import without_idle_windows
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.tree.model import ModelConfig
@@ -48,13 +49,15 @@ ENCODERS: tuple[Architecture, ...] = (
     BERT_CLASSIFICATION,
     BERT_MULTIPLE_CHOICE,
 )
-ARCHITECTURES = DECODERS + ENCODERS
+ENCODER_DECODERS: tuple[Architecture, ...] = (T5_GENERATION,)
+ARCHITECTURES = DECODERS + ENCODERS + ENCODER_DECODERS
 CONFIG = "config.json"
 _LARGEST_JSON = 100 << 20
 # Our fields that change how a model is trained or laid out, but not what given weights compute.
 _FREE = frozenset(
     {
         "seq_length",
+        "t5_decoder_seq_length",
         "max_position_embeddings",
         "hidden_dropout",
         "attention_dropout",

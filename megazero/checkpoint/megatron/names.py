@@ -163,7 +163,7 @@ def _with_layer_norm(model: ModelConfig) -> bool:
 
 
 def _gated(model: ModelConfig) -> bool:
-    return model.activation == "swiglu"
+    return model.gated
 
 
 def _plain(model: ModelConfig) -> bool:

@@ -11,6 +11,7 @@ from megazero.config.rules.context import CONTEXT_RULES
 from megazero.config.rules.curriculum import CURRICULUM_RULES
 from megazero.config.rules.data import DATA_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
+from megazero.config.rules.encoder_decoder import ENCODER_DECODER_RULES
 from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.finetuning import FINETUNING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
@@ -55,6 +56,7 @@ RULES: tuple[Rule, ...] = (
     *DATA_SAMPLING_RULES,
     *SKIPPING_RULES,
     *SPARSE_RULES,
+    *ENCODER_DECODER_RULES,
 )
 
 

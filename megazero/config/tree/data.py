@@ -83,16 +83,23 @@ class DataConfig(Section):
         ),
     )
     mask_prob: Annotated[float, Field(gt=0, lt=1)] = option(
-        0.15, "BERT: share of a sample's tokens that the model has to predict"
+        0.15, "BERT, T5: share of a sample's tokens that the model has to predict"
     )
     short_seq_prob: Probability = option(
-        0.1, "BERT: share of the samples that are cut to a random shorter length"
+        0.1, "BERT, T5: share of the samples that are cut to a random shorter length"
     )
     bert_pack: bool = option(
         False,
         "BERT: put the samples of a micro-batch into as few rows as they fit in, with attention and "
         "positions kept apart",
         needs="model.num_experts=(): the samples of a row would share one capacity and one balance",
+    )
+    t5_columns: tuple[str, str] | None = option(
+        None,
+        "T5: the data are files of pairs of texts, JSON objects or TSV, under these two names: what the "
+        "encoder is given and what the decoder is to answer",
+        flag="--text-to-text-columns",
+        needs=("model.family=t5", "mock_data=False: random tokens are no texts"),
     )
     mock_data: bool = option(
         False,

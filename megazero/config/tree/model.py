@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megazero.config.tree.encoder_decoder import T5Config
 from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.heads import BertConfig, ClassifierConfig, MultiTokenConfig
 from megazero.config.tree.routing import RoutingConfig
@@ -9,6 +10,12 @@ from megazero.config.tree.sparse import SparseAttentionConfig
 
 
 class ModelConfig(
-    RoutingConfig, ExpertsConfig, SparseAttentionConfig, ClassifierConfig, MultiTokenConfig, BertConfig
+    RoutingConfig,
+    ExpertsConfig,
+    SparseAttentionConfig,
+    ClassifierConfig,
+    MultiTokenConfig,
+    BertConfig,
+    T5Config,
 ):
     """Model shape"""

@@ -8,20 +8,24 @@ from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from megazero.config.tree.option import Probability, Section, option
 
-Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "squared_relu"]
+Activation = Literal["gelu", "gelu_exact", "swiglu", "geglu", "quick_geglu", "squared_relu", "relu"]
 _LOGITS = "family=gpt: the heads of other families have no such factor"
+Positions = Literal["learned_absolute", "rope", "yarn", "alibi", "relative", "none"]
+"""The ways in which tokens learn their position."""
 
 
 class TransformerConfig(Section):
     """The shape of a transformer with dense layers"""
 
-    family: Literal["gpt", "bert"] = option(
+    family: Literal["gpt", "bert", "t5"] = option(
         "gpt", "kind of model; pretrain_bert.py sets bert", flag="--model-family"
     )
     num_layers: PositiveInt = option(..., "number of transformer layers")
     hidden_size: PositiveInt = option(..., "width of the residual stream")
     num_attention_heads: PositiveInt = option(..., "number of query heads")
-    seq_length: PositiveInt = option(..., "training sequence length", unit="tokens")
+    seq_length: PositiveInt = option(
+        ..., "training sequence length", unit="tokens", aliases=("--encoder-seq-length",)
+    )
     max_position_embeddings: PositiveInt | None = option(
         None, "rows of the position table and longest rotary range; default: the sequence length"
     )
@@ -35,12 +39,13 @@ class TransformerConfig(Section):
         aliases=("--num-key-value-heads",),
     )
     kv_channels: PositiveInt | None = option(None, "width of one head; default: hidden / heads")
-    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "alibi", "none"] = option(
+    position_embedding_type: Positions = option(
         "learned_absolute",
-        "how tokens learn their position; alibi: by biases of the attention scores, linear in the distance",
+        "how tokens learn their position; alibi: by biases of the attention scores, linear in the distance; "
+        "relative: by learned biases of kinds of distance (T5)",
         switches={"--use-rotary-position-embeddings": "rope", "--no-position-embedding": "none"},
         yielding=("--no-position-embedding",),
-        needs="alibi => family=gpt: the biases are of earlier tokens",
+        needs=("alibi => family=gpt: the biases are of earlier tokens", "relative => family=t5"),
     )
     embed_layernorm: bool = option(
         False, "normalize the words' embeddings, before positions are added (BLOOM)"
@@ -59,8 +64,8 @@ class TransformerConfig(Section):
     activation: Activation = option(
         "gelu",
         "MLP nonlinearity; gelu is the tanh form of GPT-2, gelu_exact the erf form, and the default where "
-        "linear layers have no biases; in swiglu, geglu (tanh form) and quick_geglu (x sigmoid(1.702 x)) "
-        "half of the inner values gate the other half",
+        "linear layers have no biases; in swiglu, geglu (tanh form, T5 1.1) and quick_geglu "
+        "(x sigmoid(1.702 x)) half of the inner values gate the other half",
         switches={
             "--swiglu": "swiglu",
             "--gated-linear-unit": "geglu",
@@ -144,7 +149,7 @@ class TransformerConfig(Section):
         """Inner width of the MLP (of each of the two halves, if one gates the other)."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
-        if self.activation == "swiglu":
+        if self.gated:
             return max(64, int(4 * self.hidden_size * 2 / 3) // 64 * 64)
         return 4 * self.hidden_size
 

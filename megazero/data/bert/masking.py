@@ -57,7 +57,7 @@ def mask_tokens(
         if len(places) + 1 > budget:
             break
         count = int(random.choice(LONGEST_RUN, p=chances)) + 1
-        run = _fitting_run(pieces[start : start + count], budget - len(places))
+        run = fitting_run(pieces[start : start + count], budget - len(places))
         if run and places.isdisjoint(run):
             for place in run:
                 masked[place] = _masked(tokens[place], words, random)
@@ -65,7 +65,7 @@ def mask_tokens(
     return masked, sorted(places)
 
 
-def _fitting_run(run: list[list[int]], room: float) -> list[int]:
+def fitting_run(run: list[list[int]], room: float) -> list[int]:
     """The places of a run of words, or of as many of its first words as there is room for."""
     for count in range(len(run), 0, -1):
         places = [place for word in run[:count] for place in word]

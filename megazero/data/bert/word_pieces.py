@@ -11,7 +11,7 @@ import numpy as np
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.errors import DataError
 
-_CONTINUES = "##"  # how WordPiece spells a piece that goes on with the word before it
+CONTINUES = "##"  # how WordPiece spells a piece that goes on with the word before it
 _ROLES = ("cls", "sep", "mask", "pad")
 
 
@@ -50,7 +50,7 @@ class WordPieces:
                 f"{' and '.join(missing)}; add them to it."
             )
         continues = np.zeros(tokenizer.vocab_size, dtype=bool)
-        continues[[number for piece, number in pieces.items() if piece.startswith(_CONTINUES)]] = True
+        continues[[number for piece, number in pieces.items() if piece.startswith(CONTINUES)]] = True
         return WordPieces(
             cls=named["cls"],
             sep=named["sep"],

@@ -73,6 +73,7 @@ class Tokenizer(ABC):
     vocab_size: int
     eod: int | None
     special_ids: Mapping[str, int]
+    extra_ids: tuple[int, ...] = ()  # the ids of `<extra_id_0>` and so on, sentinels that no text has
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

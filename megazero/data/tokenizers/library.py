@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class LibraryTokenizer(Tokenizer):
         self.eod = eod
         self.special_ids = dict(special_ids)
         self.vocab_size = vocab_size
+        named = takewhile(lambda i: i is not None, (backend.token_to_id(f"<extra_id_{i}>") for i in count()))
+        self.extra_ids = tuple(i for i in named if i is not None)
         self._backend = backend
         self._source = source
 

@@ -165,6 +165,7 @@ class SentencePieceTokenizer(GPTSentencePieceTokenizer):
         ids = {role: table[token] for role, token in tokens.items()}
         self.eod = ids.pop("eod")
         self.special_ids = {**self.special_ids, **ids}
+        self.extra_ids = tuple(table[f"<extra_id_{i}>"] for i in range(extra_ids))
         self._names = {i: token for token, i in table.items() if i >= self.vocab_size}
         self._own_size, self.vocab_size = self.vocab_size, len(table)
 

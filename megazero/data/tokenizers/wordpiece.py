@@ -42,6 +42,8 @@ class WordPieceTokenizer(LibraryTokenizer):
         self._appended = tuple(appended)
         self._own_size = vocab_size
         self.vocab_size += len(appended)
+        first = len(appended) - sum(token.startswith("<extra_id_") for token in appended)
+        self.extra_ids = tuple(range(vocab_size + first, self.vocab_size))
         self._lowercases = name == "BertWordPieceLowerCase"
         self._words = WordCache(self._encode_parts, _parts)
 

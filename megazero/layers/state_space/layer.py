@@ -42,6 +42,7 @@ class SingleLayer(TransformerLayer):
             self.mlp = mlp
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
+        assert self.input_norm is not None, "every layer has its norm"
         normed, x = self.input_norm(x, both=True)
         normed, x, sums = normed.to(self.placement.dtype), inputs.narrow(x), Sums()
         if self.place == "mlp_out":

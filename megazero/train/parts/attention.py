@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 
 from megazero.config.tree.config import Config
@@ -11,6 +13,8 @@ from megazero.ops.attention.varlen import varlen_knows
 from megazero.train.parts.chunks import DTYPES
 from megazero.train.parts.families import family_of
 
+_BIASES = MappingProxyType({"alibi": BiasKind.SLOPES, "relative": BiasKind.TENSOR})
+
 
 def shapes_vary(config: Config) -> bool:
     """Whether micro-batches, or what layers see of them, have other shapes from step to step."""
@@ -19,7 +23,7 @@ def shapes_vary(config: Config) -> bool:
 
 
 def _causal(config: Config) -> bool:
-    return family_of(config.model).classifier.causal
+    return family_of(config.model).causal
 
 
 def _padded(config: Config) -> bool:
@@ -36,6 +40,8 @@ def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
     if device.type != "cpu" and (config.data.reset_attention_mask or _padded(config)):
         takes_runs = varlen_knows(model.kv_heads != model.num_attention_heads) and not model.has_windows
         mask = MaskKind.RUNS if takes_runs else MaskKind.DOCUMENTS
+    if family_of(model).masks_keys:
+        mask = MaskKind.DENSE
     if model.is_sparse or (model.has_windows and model.window_sink_tokens):
         mask = MaskKind.PATTERN
     return AttentionFacts(
@@ -52,7 +58,7 @@ def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
 def _bias(model: ModelConfig) -> BiasKind:
     if model.attn_logit_softcapping is not None:
         return BiasKind.SOFTCAP
-    return BiasKind.SLOPES if model.position_embedding_type == "alibi" else BiasKind.NONE
+    return _BIASES.get(model.position_embedding_type, BiasKind.NONE)
 
 
 def attention_remark(config: Config, device: torch.device) -> str:

@@ -15,10 +15,10 @@ from typing import Any, Generic
 import numpy as np
 
 from megazero.checkpoint.hf.architecture import Architecture
-from megazero.checkpoint.hf.config_json import DECODERS, ENCODERS
+from megazero.checkpoint.hf.config_json import DECODERS, ENCODER_DECODERS, ENCODERS
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
-from megazero.data.build import Datasets, bert_datasets, gpt_datasets
+from megazero.data.build import Datasets, bert_datasets, gpt_datasets, t5_datasets
 from megazero.layers.inputs import Skipping
 from megazero.models.batch import Collate, M, MicroBatch, TextCollate, random_text
 from megazero.models.bert import BERT, bert_blocks
@@ -27,6 +27,8 @@ from megazero.models.chunk import Block, ModelChunk, Slice, Tie
 from megazero.models.classifier import Classifier, FirstTokenClassifier, LastTokenClassifier
 from megazero.models.classifier_batch import ClassifierCollate, LabelledBatch, random_labelled
 from megazero.models.gpt import GPT, gpt_blocks
+from megazero.models.pairs.batch import PairCollate, random_pairs
+from megazero.models.pairs.t5 import T5, t5_blocks
 from megazero.mpu.context import ParallelContext
 from megazero.train.parts.vocabulary import Vocabulary
 
@@ -53,7 +55,9 @@ class Family(Generic[M]):
         architectures: the architectures in transformers that its models can be converted from and to, those
             of its classifiers included.
         verb: the command of `megazero` that shows what a pretrained model has learnt.
-        classifier: the class of the family's fine-tuned models.
+        classifier: the class of the family's fine-tuned models; None if there is none.
+        causal: whether a position attends only to itself and earlier ones, in all layers.
+        masks_keys: whether a mask of keys hides padding; otherwise it has a document of its own.
     """
 
     name: str
@@ -66,7 +70,9 @@ class Family(Generic[M]):
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
     architectures: tuple[Architecture, ...]
     verb: str
-    classifier: type[Classifier]
+    classifier: type[Classifier] | None
+    causal: bool = False
+    masks_keys: bool = False
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
@@ -92,6 +98,7 @@ _ROWS: tuple[Family[Any], ...] = (
         architectures=DECODERS,
         verb="generate",
         classifier=LastTokenClassifier,
+        causal=True,
     ),
     Family(
         name="bert",
@@ -105,6 +112,20 @@ _ROWS: tuple[Family[Any], ...] = (
         architectures=ENCODERS,
         verb="fill-mask",
         classifier=FirstTokenClassifier,
+    ),
+    Family(
+        name="t5",
+        blocks=t5_blocks,
+        chunk=T5,
+        ties=T5.ties,
+        collate=PairCollate.of,
+        datasets=t5_datasets,
+        objective=lambda config: {"mask_prob": config.data.mask_prob},
+        random_arrays=random_pairs,
+        architectures=ENCODER_DECODERS,
+        verb="generate",
+        classifier=None,
+        masks_keys=True,
     ),
 )
 
@@ -127,6 +148,7 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
     """
     family = FAMILIES[name]
     classifier = family.classifier
+    assert classifier is not None, "rules refuse to classify with this family"
     return Family(
         name=family.name,
         blocks=classifier.blocks_of,
@@ -139,6 +161,7 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
         architectures=tuple(architecture for architecture in family.architectures if architecture.classifies),
         verb=family.verb,
         classifier=classifier,
+        causal=classifier.causal,
     )
 
 

@@ -54,6 +54,7 @@ GRAPHED = {"acceleration.cuda_graph": True}
 COMPILED = {"acceleration.compile": True}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
+PAIRS = {"model.family": "t5"}
 SPARSE = {"model.sparse_block": 4}  # 8 blocks
 FIXED = {**SPARSE, "model.sparse_attention": "fixed"}
 BIGBIRD = {**SPARSE, "model.sparse_attention": "bigbird"}
@@ -307,6 +308,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model.sparse_global_block_indices": (8,),
     },
     "sparse_window_fits": {**BIGBIRD, "model.sparse_num_sliding_window_blocks": 9},
+    "t5_alone": {**PAIRS, "model.softmax_type": "off-by-one"},
+    "stacks_add_up": {**PAIRS, "model.t5_encoder_layers": 3, "model.t5_decoder_layers": 2},
+    "decoder_fits": {**PAIRS, "model.t5_decoder_seq_length": 33},
 }
 
 # Combinations near a rule's border that must run.
@@ -465,4 +469,6 @@ ACCEPTED: list[dict[str, Any]] = [
     {**FP8, "precision.fp8_amax_history_len": 16, "precision.fp8_amax_compute_algo": "max"},
     {**FP8, "precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 0},
     {**GRAPHED, **FP8, "zero.stage": 2, "recompute.granularity": "selective"},
+    {**PAIRS, "model.position_embedding_type": "relative", "model.t5_style": "google"},
+    {**PAIRS, "model.t5_encoder_layers": 1, "model.t5_decoder_layers": 3, "model.t5_decoder_seq_length": 32},
 ]

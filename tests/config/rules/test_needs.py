@@ -27,7 +27,7 @@ _VALUES: Mapping[Kind, tuple[Any, ...]] = MappingProxyType(
         Kind.INT: (2, 1, 0, None),
         Kind.FLOAT: (0.25, 2.0, 1.0, None),
         Kind.TEXT: ("a", "M", None),
-        Kind.TEXTS: (("a",), ()),
+        Kind.TEXTS: (("a",), (), ("a", "b"), None),
         Kind.INTS: ((8,), (8, 8, 100), (), None, (8, 0)),
         Kind.METRICS: (({"name": "rarity", "schedule_type": "fixed_discrete"},),),
     }

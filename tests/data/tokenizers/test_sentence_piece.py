@@ -65,5 +65,6 @@ def test_megatrons_special_tokens_follow_the_pieces_in_order(unigram_model):
     }  # fmt: skip
     assert tokenizer.eod == pieces + 2
     assert tokenizer.vocab_size == pieces + 7
+    assert tokenizer.extra_ids == (pieces + 5, pieces + 6)
     ids = [*tokenizer.encode("the fox"), tokenizer.eod, *tokenizer.encode("stars"), pieces + 6]
     assert tokenizer.decode(ids) == "the fox<EOD>stars<extra_id_1>"

@@ -31,6 +31,7 @@ def test_ids_after_the_vocabulary_are_megatrons(wordpiece_file):
         "cls": 2, "sep": 3, "pad": 0, "mask": 4, "unk": 1, "eos": 13, "bos": 14,
     }  # fmt: skip
     assert (tokenizer.vocab_size, tokenizer.eod) == (17, None)
+    assert tokenizer.extra_ids == (15, 16)
     assert tokenizer.decode([5, 13, 6, 16]) == "the [EOS] cat <extra_id_1>"
 
 

@@ -1,0 +1,74 @@
+"""The part of the section about the model that says how an encoder and a decoder make one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import PositiveInt, model_validator
+
+from megazero.config.tree.attention import AttentionConfig
+from megazero.config.tree.option import option
+
+
+class T5Config(AttentionConfig):
+    """T5's two stacks"""
+
+    needs = "family=t5"
+
+    t5_encoder_layers: PositiveInt | None = option(
+        None,
+        "T5: layers of the encoder; default: --num-layers, which then counts those of one stack alone",
+        flag="--encoder-num-layers",
+    )
+    t5_decoder_layers: PositiveInt | None = option(
+        None, "T5: layers of the decoder; default: as many as the encoder's", flag="--decoder-num-layers"
+    )
+    t5_decoder_seq_length: PositiveInt | None = option(
+        None,
+        "T5: most tokens that the decoder is given; default: as many as the encoder",
+        flag="--decoder-seq-length",
+        unit="tokens",
+    )
+    t5_relative_buckets: PositiveInt = option(
+        32,
+        "T5: kinds of distance between two tokens, each with a bias of its own for every head",
+        flag="--relative-attention-num-buckets",
+        needs="position_embedding_type=relative",
+    )
+    t5_relative_distance: PositiveInt = option(
+        128,
+        "T5: the distance from which on all tokens are of the same kind",
+        flag="--relative-attention-max-distance",
+        unit="tokens",
+        needs="position_embedding_type=relative",
+    )
+    t5_style: Literal["megatron", "google"] = option(
+        "megatron",
+        "T5: megatron divides scores by the root of the head's width and gives a tied head a bias; "
+        "google does neither, and divides what a tied head is given by the root of the hidden size (Raffel "
+        "et al. 2020, and transformers)",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _layers_of_both(cls, data: Any) -> Any:
+        """`num_layers` counts all layers of the model; in a launch of Megatron-LM it is the encoder's."""
+        if not isinstance(data, dict) or data.get("family") != "t5":
+            return data
+        said, encoder = data.get("num_layers"), data.get("t5_encoder_layers")
+        encoder, decoder = encoder or said, data.get("t5_decoder_layers") or encoder or said
+        if not isinstance(encoder, int) or not isinstance(decoder, int):
+            return data
+        both = {"t5_encoder_layers": encoder, "t5_decoder_layers": decoder}
+        own = said if data.get("t5_encoder_layers") and said else encoder + decoder
+        return {**data, **both, "num_layers": own}
+
+    @property
+    def encoder_layers(self) -> int:
+        """Layers of the encoder, which come first; all in a model of one stack."""
+        return self.t5_encoder_layers or self.num_layers
+
+    @property
+    def decoder_length(self) -> int:
+        """Most tokens that the decoder is given."""
+        return self.t5_decoder_seq_length or self.seq_length

@@ -1,0 +1,83 @@
+"""A vocabulary as T5's samples need to know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megazero.data.bert.word_pieces import CONTINUES, WordPieces
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.errors import DataError
+
+_NONE = -1  # an id that no token has
+_MOCK_SENTINELS = 100  # as many as T5's own vocabulary has
+
+
+@dataclass(frozen=True, eq=False)
+class SpanVocabulary:
+    """A vocabulary with sentinels.
+
+    words: which ids go on with the word before them, and the ids that belong to no word. start: what the
+    decoder is given first; end: what it ends with. sentinels: ids that stand for a span that was cut out.
+    """
+
+    words: WordPieces
+    start: int
+    end: int
+    sentinels: tuple[int, ...]
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> SpanVocabulary:
+        """The vocabulary of a tokenizer.
+
+        The decoder starts with the beginning of a text as in Megatron-LM, or with padding as in T5 where
+        there is no such token.
+
+        Raises:
+            DataError: there is nothing that ends a text or pads it.
+        """
+        roles, pieces, size = tokenizer.special_ids, tokenizer.word_pieces() or {}, tokenizer.vocab_size
+        end = roles.get("eos", tokenizer.eod)
+        pad = roles.get("pad", end)
+        if end is None or pad is None:
+            raise DataError(
+                f"`--tokenizer-type` must have a token that ends a text for T5, but {tokenizer.name} has "
+                "none; give a vocabulary with </s> or [EOS]."
+            )
+        continues = np.zeros(size, dtype=bool)
+        continues[[number for piece, number in pieces.items() if piece.startswith(CONTINUES)]] = True
+        words = WordPieces(
+            cls=roles.get("cls", _NONE),
+            sep=roles.get("sep", _NONE),
+            mask=roles.get("mask", _NONE),
+            pad=pad,
+            continues=continues,
+            replacements=np.arange(size, dtype=np.int64),
+        )
+        return SpanVocabulary(words, roles.get("bos", pad), end, tokenizer.extra_ids)
+
+    @staticmethod
+    def numbered(size: int) -> SpanVocabulary:
+        """A vocabulary for runs without a tokenizer: 0 pads and starts, 1 ends, the last ids are sentinels.
+
+        Raises DataError if no id is left for words.
+        """
+        if size < 4:
+            raise DataError(
+                f"`vocab_size` must be at least 4, for three special tokens and a word, but is {size}."
+            )
+        sentinels = min(_MOCK_SENTINELS, max(1, (size - 2) // 2))
+        every = np.arange(size, dtype=np.int64)
+        words = WordPieces(_NONE, _NONE, _NONE, 0, np.zeros(size, dtype=bool), every)
+        return SpanVocabulary(words, 0, 1, tuple(range(size - 1, size - 1 - sentinels, -1)))
+
+    @property
+    def size(self) -> int:
+        """One above the largest id."""
+        return self.words.size
+
+    @property
+    def plain(self) -> np.ndarray:
+        """int64: the ids that stand for text, ascending."""
+        return np.setdiff1d(self.words.plain, (self.start, self.end, *self.sentinels))

@@ -1,0 +1,151 @@
+"""Answers of an encoder and a decoder: texts in, texts out.
+
+A text is encoded once. What the decoder's layers make of it, their keys and values, is kept beside those of
+the tokens that have been drawn, so that each further token takes the work of one position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megazero.data.t5.vocabulary import SpanVocabulary
+from megazero.data.tokenizers.base import Tokenizer
+from megazero.errors import ConfigError, DataError
+from megazero.inference.cache import KeyValueCache
+from megazero.inference.sampling import Sampling, choose_tokens
+from megazero.inference.staged import StagedModel
+from megazero.models.pairs.batch import PairBatch
+from megazero.models.pairs.layers import PairStore
+from megazero.ops.attention import varying_shapes
+
+
+class PairCache(KeyValueCache, PairStore):
+    """Keys and values of drawn tokens, and of the encoder's rows."""
+
+    def __init__(self, max_length: int):
+        super().__init__(max_length)
+        self._encoded: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of_encoder(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """As `PairStore` says."""
+        return self._encoded.get(layer)
+
+    def keep_of_encoder(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """As `PairStore` says."""
+        self._encoded[layer] = key, value
+
+
+def answer(
+    model: StagedModel[PairBatch],
+    sources: Sequence[Sequence[int]],
+    *,
+    start: int,
+    end: int,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    numbers: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Answer each text; every rank of the model calls this with the same arguments and returns the same.
+
+    Dropout is off, and the model is not changed.
+
+    Args:
+        model: a model without sequence parallelism: a whole one, or this stage's parts.
+        sources: token ids of each text that the encoder is given.
+        start: the id that the decoder is given first.
+        end: the id that ends an answer, which does not have it.
+        max_new_tokens: most tokens of an answer.
+        sampling: how tokens are drawn; None draws from the model's distribution as it is.
+        numbers: numbers of the answers in the random stream, so that a text draws the same tokens in any
+            batch; the default is 0, 1, 2, ...
+
+    Raises:
+        ConfigError: texts outgrow a learned position table, or an argument is out of range.
+        DataError: a text is empty or has a token outside the vocabulary.
+        NumericsError: the model's logits are not finite.
+    """
+    _check(model, sources, max_new_tokens)
+    sampling, numbers = sampling or Sampling(), range(len(sources)) if numbers is None else numbers
+    cache, answers = PairCache(max_new_tokens), [list[int]() for _ in sources]
+    live = set(range(len(sources)))
+    batch = _first_batch(sources, start, model.device)
+    with torch.inference_mode(), varying_shapes():
+        for position in range(max_new_tokens):
+            drawn = choose_tokens(model.logits(batch, cache), sampling, numbers, position)
+            ids = drawn.tolist()
+            live -= {i for i in live if ids[i] == end}
+            if not live:
+                break
+            for i in live:
+                answers[i].append(ids[i])
+            none = batch.tokens[:, :0]  # the encoder's rows are known by now
+            batch = replace(batch, tokens=none, decoder_tokens=drawn.unsqueeze(1), first=position + 1)
+    return answers
+
+
+def answer_texts(
+    model: StagedModel[PairBatch],
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    batch_size: int = 16,
+) -> list[str]:
+    """`answer` for plain texts, `batch_size` at a time; only ids that the tokenizer knows are drawn."""
+    if batch_size < 1:
+        raise ConfigError(f"`batch_size` must be at least 1, but is {batch_size}; set a positive number")
+    ids = SpanVocabulary.of(tokenizer)
+    sources = [[*row.tolist(), ids.end] for row in tokenizer.encode_batch(texts).rows()]
+    answers = []
+    for first in range(0, len(sources), batch_size):
+        batch = sources[first : first + batch_size]
+        answers += answer(
+            model,
+            batch,
+            start=ids.start,
+            end=ids.end,
+            max_new_tokens=max_new_tokens,
+            sampling=replace(sampling, vocab_size=min(tokenizer.vocab_size, model.vocab_size)),
+            numbers=range(first, first + len(batch)),
+        )
+    return [tokenizer.decode(ids) for ids in answers]
+
+
+def _first_batch(sources: Sequence[Sequence[int]], start: int, device: torch.device) -> PairBatch:
+    lengths = torch.tensor([len(source) for source in sources])
+    tokens = torch.zeros(len(sources), int(lengths.max()), dtype=torch.int64)
+    for row, source in zip(tokens, sources, strict=True):
+        row[: len(source)] = torch.tensor(source)
+    real = torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)
+    given = torch.full((len(sources), 1), start, device=device)
+    return PairBatch(
+        tokens.to(device),
+        decoder_tokens=given,
+        labels=given,
+        loss_mask=torch.ones_like(given, dtype=torch.float32),
+        counted=float(len(sources)),
+        mask=None if bool(real.all()) else real[:, None, None].to(device),
+        read=int(lengths.sum()) + len(sources),
+    )
+
+
+def _check(model: StagedModel[PairBatch], sources: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise ConfigError(f"`max_new_tokens` must be at least 1, but is {max_new_tokens}; ask for a token")
+    for i, source in enumerate(sources):
+        if not source or min(source) < 0 or max(source) >= model.vocab_size:
+            raise DataError(
+                f"`sources` must have tokens in [0, {model.vocab_size}), but those of text {i} are "
+                f"{list(source)[:8]}; were they made with another tokenizer?"
+            )
+    longest, positions = max(max_new_tokens, *map(len, sources)), model.config.positions
+    if model.config.position_embedding_type == "learned_absolute" and longest > positions:
+        raise ConfigError(
+            f"texts and answers must be at most {positions} tokens long, the learned positions, but may be "
+            f"{longest}; shorten the text or set fewer new tokens"
+        )

@@ -1,0 +1,216 @@
+"""The layers of a T5: attention with biases and masks, attention to the encoder, and the decoder's layer."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.attention import SelfAttention
+from megazero.layers.computed_again import computed_again
+from megazero.layers.cores import KeyValueStore
+from megazero.layers.inputs import Attends, LayerInputs
+from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
+from megazero.layers.mlp import MLP
+from megazero.layers.norm import Norm
+from megazero.layers.placement import Placement
+from megazero.layers.sums import Sums
+from megazero.layers.transformer import TransformerLayer
+from megazero.mpu.matrices import Matrices
+from megazero.mpu.rng import site_key
+from megazero.ops.attention import ALL, AttentionCall, attend
+from megazero.ops.bias_dropout_add import bias_dropout_add
+from megazero.ops.counter_random import derive
+from megazero.ops.dropout import AttentionDropout
+from megazero.ops.positions import Positions
+
+
+@dataclass(frozen=True)
+class PairInputs(LayerInputs):
+    """The inputs of a layer of either stack besides its hidden states.
+
+    Attributes:
+        bias: [1, n/tp, s, t], added to the scores of attention within the stack; None: none.
+        mask: bool [b, 1, 1, s], which rows of the encoder may be attended to; None: all.
+        encoded: [s, b, h] ([s/tp, b, h] under sequence parallelism), the encoder's result; None for its own
+            layers.
+        encoded_positions: the places of its rows.
+        store: keeps keys and values between the steps of a generation; None: there are none to keep.
+    """
+
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    encoded: Tensor | None = None
+    encoded_positions: Positions = range(0)
+    store: PairStore | None = None
+
+
+@runtime_checkable
+class PairStore(KeyValueStore, Protocol):
+    """Keys and values that a generation keeps: those of earlier tokens, and those of the encoder's rows."""
+
+    def of_encoder(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """The keys and values [s, b, g/tp, d] that a layer has made of the encoder's rows; None before."""
+
+    def keep_of_encoder(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keep the keys and values [s, b, g/tp, d] that a layer has made of the encoder's rows."""
+
+
+def _scale(config: ModelConfig) -> float:
+    return 1.0 if config.t5_style == "google" else 1 / math.sqrt(config.head_dim)
+
+
+class StackAttention(SelfAttention):
+    """Attention within a stack: the encoder's to all rows that are no padding, the decoder's to earlier ones.
+
+    Padding comes last, so that no row of the decoder sees any.
+    """
+
+    def __init__(
+        self, layer: int, config: ModelConfig, placement: Placement, *, causal: bool, recompute: bool = False
+    ):
+        super().__init__(layer, config, placement, causal=causal, recompute=recompute)
+        self.scale = _scale(config)
+        self.tp = placement.tp
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
+        assert isinstance(inputs, PairInputs), "a stack's layers get its inputs"
+        if inputs.store is not None:
+            key, value = inputs.store.extend(self.attends, key, value)
+        causal = self.attends.causal
+        call = AttentionCall(
+            self.scale,
+            mask=None if causal else inputs.mask,
+            bias=inputs.bias,
+            dropout=inputs.attention_dropout(self.attends, self.tp.rank * query.shape[2]),
+            pattern=ALL.causally(causal),
+        )
+        return attend(query, key, value, call)
+
+
+class CrossAttention(nn.Module):
+    """[t, b, h] -> ([t, b, h], bias still to be added): queries of the decoder, keys of the encoder's result.
+
+    Keys and values come from one weight of logical shape [groups, 2, d, h].
+
+    Args:
+        recompute: whether to drop the core's activations and compute them again in backward.
+    """
+
+    def __init__(self, layer: int, config: ModelConfig, placement: Placement, *, recompute: bool = False):
+        super().__init__()
+        self.attends = Attends(layer, False, config.attention_dropout)
+        self.scale, self.recompute, self.tp = _scale(config), recompute, placement.tp
+        name, heads, width = f"layers.{layer}.cross", config.num_attention_heads, config.head_dim
+        sides: dict[str, Any] = {"bias": config.qkv_bias, "std": config.init_method_std}
+        self.query = ColumnParallelLinear(
+            f"{name}.query", config.hidden_size, (heads, width), placement, **sides
+        )
+        self.key_value = ColumnParallelLinear(
+            f"{name}.key_value",
+            config.hidden_size,
+            (config.kv_heads, 2, width),
+            placement,
+            **sides,
+            matrices=Matrices(parts=(1, 1), dim=1),
+        )
+        self.out = RowParallelLinear(
+            f"{name}.out",
+            heads * width,
+            config.hidden_size,
+            placement,
+            bias=config.add_bias_linear,
+            std=residual_std(config),
+        )
+
+    def forward(self, x: Tensor, inputs: PairInputs) -> tuple[Tensor, Tensor | None]:
+        query = self.query(x, inputs.deferred)
+        query = query.view(*query.shape[:2], *self.query.local_shape)  # [t, b, n/tp, d]
+        key, value = self._keys_and_values(x, inputs)
+        context = computed_again(self.recompute, self._attend, query, key, value, inputs)
+        result: tuple[Tensor, Tensor | None] = self.out(context, inputs.deferred)
+        return result
+
+    def _keys_and_values(self, x: Tensor, inputs: PairInputs) -> tuple[Tensor, Tensor]:
+        """[s, b, g/tp, d] each; in a generation they are made once."""
+        kept = None if inputs.store is None else inputs.store.of_encoder(self.attends.layer)
+        if kept is not None:
+            return kept
+        assert inputs.encoded is not None, "a decoder attends to what an encoder has made"
+        both = self.key_value(inputs.encoded.to(x.dtype), inputs.deferred)
+        key, value = both.view(*both.shape[:2], *self.key_value.local_shape).unbind(3)
+        if inputs.store is not None:
+            inputs.store.keep_of_encoder(self.attends.layer, key, value)
+        return key, value
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: PairInputs) -> Tensor:
+        rows, dropout = inputs.rows, None
+        if rows.keys is not None and self.attends.dropout > 0.0:
+            keys = derive(site_key("cross", self.attends.layer), rows.keys)
+            first = self.tp.rank * query.shape[2]
+            places = rows.positions, inputs.encoded_positions
+            dropout = AttentionDropout(self.attends.dropout, keys, *places, first)
+        return attend(query, key, value, AttentionCall(self.scale, inputs.mask, dropout=dropout))
+
+
+class DecoderLayer(TransformerLayer):
+    """One pre-norm layer of the decoder: it attends to earlier rows, then to the encoder's, then the MLP.
+
+    Args:
+        cross: (normed [t, b, h], inputs) -> ([t, b, h], bias still to be added or None); the others are as in
+            `TransformerLayer`.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        placement: Placement,
+        attention: nn.Module,
+        cross: nn.Module,
+        mlp: nn.Module,
+    ):
+        super().__init__(layer, config, placement, attention, mlp)
+        self.cross_norm = Norm(f"layers.{layer}.cross_norm", config, placement)
+        self.cross = cross
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
+        out, bias = self.attention(self._norm_of(self.input_norm, x), inputs)
+        x = self._sum_of(x, out, bias, inputs, "attention_out")
+        out, bias = self.cross(self._norm_of(self.cross_norm, x), inputs)
+        x = self._sum_of(x, out, bias, inputs, "cross_out")
+        out, bias, sums = self.mlp(self._norm_of(self.mlp_norm, x), inputs)
+        return self._sum_of(x, out, bias, inputs, "mlp_out"), sums
+
+    def _norm_of(self, norm: Norm | None, x: Tensor) -> Tensor:
+        assert norm is not None, "a rule asks for norms of inputs"
+        normed: Tensor = norm(x)
+        return normed.to(self.placement.dtype)
+
+    def _sum_of(self, x: Tensor, out: Tensor, bias: Tensor | None, inputs: LayerInputs, site: str) -> Tensor:
+        dropout = inputs.dropout(self.dropout, "hidden", self.layer, site)
+        return bias_dropout_add(out.to(x.dtype), bias, x, dropout)
+
+
+def layer_of(
+    number: int, config: ModelConfig, placement: Placement, *, recompute: bool, tiles: int
+) -> TransformerLayer:
+    """A layer of the model by its number: the encoder's come first.
+
+    Args:
+        number: the number.
+        config: shape of the model.
+        placement: ranks, dtype and device.
+        recompute: whether backward computes attention's probabilities again.
+        tiles: tiles of rows in which an MLP is computed, as `MLP` takes them.
+    """
+    decodes = number >= config.encoder_layers
+    attention = StackAttention(number, config, placement, causal=decodes, recompute=recompute)
+    mlp = MLP(number, config, placement, tiles=tiles)
+    if not decodes:
+        return TransformerLayer(number, config, placement, attention, mlp)
+    cross = CrossAttention(number, config, placement, recompute=recompute)
+    return DecoderLayer(number, config, placement, attention, cross, mlp)

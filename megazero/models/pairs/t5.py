@@ -1,0 +1,299 @@
+"""T5: embedding, encoder, decoder, head.
+
+The blocks form one list, which a pipeline may cut anywhere. A boundary carries both texts, [s + t, b, h]: the
+encoder's layers pass on the decoder's embedded tokens, and the decoder's pass on what the encoder has made.
+So both texts are embedded where the table is, and all boundaries have one shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megazero.config.tree.config import Config
+from megazero.config.tree.model import ModelConfig
+from megazero.layers.cores import CachedCore
+from megazero.layers.embedding import Embedding, output_weight
+from megazero.layers.inputs import AttentionCore, Deferred
+from megazero.layers.linear import column_linear
+from megazero.layers.norm import Norm
+from megazero.layers.placement import Placement
+from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
+from megazero.layers.rows import Rows
+from megazero.loss import LossTerm
+from megazero.models.chunk import EMBEDDING, HEAD, Block, Slice, StagedChunk, Tie
+from megazero.models.flops import attention_flops, logits_flops, mlp_flops
+from megazero.models.pairs.batch import PairBatch
+from megazero.models.pairs.bias import TABLES, RelativeBiases
+from megazero.models.pairs.layers import DecoderLayer, PairInputs, PairStore, layer_of
+from megazero.models.trunk import WORD
+from megazero.moe.router import Router
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
+from megazero.mpu.rng import site_key
+from megazero.ops.counter_random import derive
+from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.positions import position_tensor
+from megazero.pipeline.chunk import Boundary, ChunkResult
+
+BIASES, ENCODER_NORM = "biases", "encoder_norm"
+"""The parts that only a T5 has."""
+
+
+class PairEmbedding(nn.Module):
+    """Both texts of a micro-batch, embedded by one table: [s, b, h] and [t, b, h]."""
+
+    def __init__(self, config: ModelConfig, vocab: tuple[int, int], placement: Placement):
+        super().__init__()
+        self.table = Embedding(config, *vocab, placement)
+
+    @property
+    def word(self) -> nn.Parameter:
+        """The table."""
+        return self.table.word
+
+    def forward(self, batch: PairBatch, encoder: PairInputs, decoder: PairInputs) -> tuple[Tensor, Tensor]:
+        return self._embed(batch.tokens, encoder), self._embed(batch.decoder_tokens, decoder)
+
+    def _embed(self, tokens: Tensor, inputs: PairInputs) -> Tensor:
+        """One of them, of tokens [b, s] at the places of its rows."""
+        embedded: Tensor = self.table(tokens, position_tensor(inputs.rows.positions, tokens.device), inputs)
+        return embedded
+
+
+class T5Head(nn.Module):
+    """Final norm and projection to the vocabulary: [t, b, h] -> logits [t, b, v/tp].
+
+    `tied` is the embedding's weight, if it is on this rank.
+    """
+
+    def __init__(
+        self, config: ModelConfig, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
+    ):
+        super().__init__()
+        self.placement = placement
+        self.norm = Norm("final_norm", config, placement)
+        self.weight = output_weight(config, vocab, placement) if tied is None else tied
+        google, untied = config.t5_style == "google", config.untie_embeddings_and_output_weights
+        self.scale = config.hidden_size**-0.5 if google and not untied else 1.0
+        self.bias: nn.Parameter | None = None
+        if not (google or untied):
+            cut = Cut(0, "tp", vocab[1])
+            spec = ParamSpec("head.bias", (vocab[0],), InitialValues("zeros"), (cut,), weight_decay=False)
+            self.bias = placement.parameter(spec)
+
+    def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
+        x = self.norm(x).to(self.placement.dtype)
+        if self.scale != 1.0:
+            x = x * self.scale
+        tp, sequence_parallel = self.placement.tp, self.placement.sequence_parallel
+        return column_linear(x, self.weight, self.bias, tp, sequence_parallel, deferred)
+
+
+def t5_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
+    """The blocks of a T5 of this shape; operations are counted for each token of the encoder.
+
+    A decoder that is given t tokens for every s of the encoder works on t / s of them. Each of its layers
+    also makes keys and values of the encoder's rows, 2 h 2 k, and attends to all s of them.
+    """
+    model = config.model
+    query, key = (n * model.head_dim for n in (model.num_attention_heads, model.kv_heads))
+    share = model.decoder_length / model.seq_length
+    short = model.model_copy(update={"seq_length": model.decoder_length})
+    crossed = 4 * model.hidden_size * key + share * (
+        4 * model.hidden_size * query + 4 * model.seq_length * query
+    )
+
+    def layer(number: int) -> Block:
+        if number < model.encoder_layers:
+            flops = attention_flops(model, number, causal=False) + mlp_flops(model)
+            return Block(number, "TransformerLayer", flops)
+        own = attention_flops(short, number, causal=True) + mlp_flops(model)
+        return Block(number, DecoderLayer.__name__, share * own + crossed)
+
+    layers = [layer(number) for number in range(model.num_layers)]
+    biases = [Block(BIASES, RelativeBiases.__name__, 0.0)] if _has_biases(model) else []
+    return (
+        Block(EMBEDDING, PairEmbedding.__name__, 0.0),
+        *biases,
+        *layers[: model.encoder_layers],
+        Block(ENCODER_NORM, Norm.__name__, 0.0),
+        *layers[model.encoder_layers :],
+        Block(HEAD, T5Head.__name__, share * logits_flops(model, padded_vocab)),
+    )
+
+
+def _has_biases(model: ModelConfig) -> bool:
+    return model.position_embedding_type == "relative"
+
+
+class T5(StagedChunk[PairBatch]):
+    """An encoder and a decoder (Raffel et al. 2020), or a part of them.
+
+    Args:
+        held: the part of the model that is here.
+    """
+
+    terms = (LossTerm("lm"),)
+
+    def __init__(self, held: Slice):
+        super().__init__()
+        self.held = held
+        self.config, self.placement, self.recompute = held.config, held.placement, held.recompute
+        self.vocab_size = held.vocab[0]
+        self.keeping = InputKeeping.of(held.recompute, held.placement)
+        config, placement = held.config, held.placement
+        self.embedding: PairEmbedding | None = None
+        if held.holds(EMBEDDING):
+            self.embedding = PairEmbedding(config, held.vocab, placement)
+        self.biases = self._biases()
+        again, tiles = held.recompute.again("core_attn"), held.recompute.mlp_tiles
+        layers = [layer_of(n, config, placement, recompute=again, tiles=tiles) for n in held.layers]
+        self.encoder = nn.ModuleList(layer for layer in layers if not isinstance(layer, DecoderLayer))
+        self.decoder = nn.ModuleList(layer for layer in layers if isinstance(layer, DecoderLayer))
+        self.encoder_norm: Norm | None = None
+        if held.holds(ENCODER_NORM):
+            self.encoder_norm = Norm(ENCODER_NORM, config, placement)
+        self.head: T5Head | None = None
+        if held.holds(HEAD):
+            tied = held.tied.get(WORD)
+            if tied is None and self.embedding is not None and not config.untie_embeddings_and_output_weights:
+                tied = self.embedding.word
+            self.head = T5Head(config, held.vocab, placement, tied)
+        if self.embedding is not None and WORD in held.copied:
+            vars(self.embedding.word)["spec"] = replace(spec_of(self.embedding.word), shared=True)
+
+    def _biases(self) -> RelativeBiases | None:
+        held = self.held
+        if not _has_biases(held.config) or not (
+            held.holds(BIASES) or held.copied.union(held.tied).intersection(TABLES)
+        ):
+            return None
+        biases = RelativeBiases(held.config, held.placement, held.copied, original=held.holds(BIASES))
+        biases.encoder = held.tied.get(TABLES[0], biases.encoder)
+        biases.decoder = held.tied.get(TABLES[1], biases.decoder)
+        return biases
+
+    @classmethod
+    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+        """The weights that several blocks use: the embedding's, and the biases, which every stage has."""
+        word = () if config.untie_embeddings_and_output_weights else (Tie(WORD, (EMBEDDING, HEAD)),)
+        if not _has_biases(config):
+            return word
+        everywhere = (EMBEDDING, BIASES, *range(config.num_layers), ENCODER_NORM, HEAD)
+        return (*word, *(Tie(table, everywhere) for table in TABLES))
+
+    def blocks(self) -> list[nn.Module]:
+        """The blocks that this chunk runs, in order."""
+        ends = (self.embedding, self.biases, *self.encoder, self.encoder_norm, *self.decoder, self.head)
+        return [block for block in ends if block is not None]
+
+    def routers(self) -> list[Router]:
+        """None: a T5 has no experts."""
+        return []
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states between chunks."""
+        return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
+
+    def takes(self, batch: PairBatch) -> Boundary:
+        """Hidden states of both texts between chunks, [s + t, b, h], or a tensor-parallel rank's rows."""
+        rows = sum(self._rows(batch))
+        return Boundary((rows, len(batch.tokens), self.config.hidden_size), self.hidden_dtype)
+
+    gives = takes
+
+    def _rows(self, batch: PairBatch) -> tuple[int, int]:
+        count = self.placement.spread.count
+        return count(batch.tokens.shape[1]), count(batch.decoder_tokens.shape[1])
+
+    def forward(
+        self, batch: PairBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+    ) -> Tensor:
+        """Logits of the next token of the decoder, [t, b, v/tp], from the previous chunk's hidden states."""
+        assert self.head is not None, "only a chunk with the head has logits"
+        logits: Tensor = self.head(self.through(batch, hidden, deferred=deferred)[1], deferred)
+        return logits
+
+    def run(
+        self, batch: PairBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
+    ) -> ChunkResult:
+        """The hidden states for the next chunk, and the sum for the loss (see `pipeline.chunk.Chunk`).
+
+        The one with the head adds the sum of the masked cross-entropies in nats to ``lm``, a float32 scalar.
+        """
+        if self.head is None:
+            return ChunkResult(torch.cat(self.through(batch, hidden, deferred=deferred)))
+        logits = self(batch, hidden, deferred=deferred)
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            batch.labels.t().contiguous(),
+            self.placement.tp,
+            vocab_start=self.placement.tp.rank * logits.shape[-1],
+            vocab_size=self.vocab_size,
+            overwrite=True,
+        )
+        return ChunkResult(None, {"lm": (losses * batch.loss_mask.t()).sum()})
+
+    def hidden(
+        self, batch: PairBatch, hidden: Tensor | None = None, *, core: AttentionCore | None = None
+    ) -> Tensor:
+        """Hidden states of both texts after this chunk's layers, [s + t, b, h]; without dropout.
+
+        Where the core keeps what it was given (`CachedCore`), the encoder's text is given once, and then one
+        without columns.
+        """
+        store = core.store if isinstance(core, CachedCore) else None
+        assert store is None or isinstance(store, PairStore), "a decoder attends to two texts"
+        return torch.cat(self.through(batch, hidden, store=store))
+
+    def through(
+        self,
+        batch: PairBatch,
+        hidden: Tensor | None = None,
+        *,
+        deferred: Deferred | None = None,
+        store: PairStore | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states of the encoder and of the decoder after this chunk's layers.
+
+        Args:
+            batch: the micro-batch.
+            hidden: those of the previous chunk, [s + t, b, h]; None if this one has the embedding.
+            deferred: collects the computation of weight gradients, which backward then leaves out.
+            store: keys and values of a generation.
+        """
+        encoder, decoder = self._inputs(batch, deferred, store)
+        if self.embedding is not None:
+            encoded, decoded = self.embedding(batch, encoder, decoder)
+        else:
+            assert hidden is not None, "a chunk without an embedding starts from hidden states"
+            encoded, decoded = hidden.split(self._rows(batch))
+        if len(encoded):
+            encoded = self._stack(self.encoder, encoded, encoder)
+            if self.encoder_norm is not None:
+                encoded = self.encoder_norm(encoded)
+        decoded = self._stack(self.decoder, decoded, replace(decoder, encoded=encoded))
+        return encoded, decoded
+
+    def _inputs(
+        self, batch: PairBatch, deferred: Deferred | None, store: PairStore | None
+    ) -> tuple[PairInputs, PairInputs]:
+        """The inputs of the encoder's and of the decoder's layers."""
+        (s, t), keys = (batch.tokens.shape[1], batch.decoder_tokens.shape[1]), batch.sample_keys
+        spread, first = self.placement.spread, batch.first
+        rows = Rows(range(s), keys=keys, spread=spread)
+        encoder = PairInputs(rows, deferred=deferred, mask=batch.mask)
+        own = None if keys is None else derive(site_key("decoder"), keys)
+        rows = Rows(range(first, first + t), keys=own, spread=spread)
+        decoder = replace(encoder, rows=rows, encoded_positions=range(s), store=store)
+        if self.biases is None or not (self.encoder or self.decoder):
+            return encoder, decoder
+        biases = self.biases(range(s), range(first, first + t))
+        return replace(encoder, bias=biases[0]), replace(decoder, bias=biases[1])
+
+    def _stack(self, layers: nn.ModuleList, x: Tensor, inputs: PairInputs) -> Tensor:
+        units = recompute_units(len(layers), self.recompute)
+        return run_layers(list(layers), x, inputs, units, self.keeping)[0] if layers else x
