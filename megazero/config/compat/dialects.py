@@ -1,0 +1,238 @@
+"""Dialects: the flags that only forks of the two Megatrons know, read as the flags here that say the same.
+
+`config/tables/dialects/` has a file for each fork; `config/tables/families.txt` has the names by which any
+trainer calls its logs, its kernels and its launch, so that such a flag stops no run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+
+from megazero.config.compat.foreign import Foreign, Ignored, arity
+from megazero.config.tables import blocks, names_in
+from megazero.config.words import dashed, is_flag, values_after
+
+COMMAND = "--dialect"
+"""The flag that names the fork whose line follows."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a fork's flag says.
+
+    Attributes:
+        name: the flag, with dashes.
+        least: how many values must follow it.
+        most: how many of the arguments after it can be its values.
+        values: the values that it is about, in lower case; empty means any (none for a switch).
+        same: the arguments that say the same here, ``{}`` for the values; None for a flag without effect or
+            one that is refused.
+        accepted: why it needs no effect.
+        refused: what to do instead.
+    """
+
+    name: str
+    least: int
+    most: int
+    values: tuple[str, ...] = ()
+    same: tuple[str, ...] | None = None
+    accepted: str | None = None
+    refused: str | None = None
+
+    def fits(self, values: Sequence[str]) -> bool:
+        """Whether the row is about a flag with these values."""
+        if len(values) < self.least:
+            return False
+        return not self.values or (bool(values) and values[0].lower() in self.values)
+
+    def said(self, values: Sequence[str]) -> list[str]:
+        """The arguments that say the same here."""
+        tokens = self.same or ()
+        return [word for token in tokens for word in (values if token == "{}" else [token])]
+
+
+@dataclass
+class Reading:
+    """A command line in the flags of this project.
+
+    Attributes:
+        argv: its arguments.
+        assumed: forks whose flags are on it, though none is named.
+        ignored: flags without effect.
+        problems: why it cannot be read.
+        replaced: the flag of a fork, with its values -> what is read instead.
+    """
+
+    argv: list[str] = field(default_factory=list)
+    assumed: list[str] = field(default_factory=list)
+    ignored: list[Ignored] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    replaced: dict[str, str] = field(default_factory=dict)
+
+    def warnings(self) -> list[str]:
+        """The line on what was read as something else; none if nothing was."""
+        if not self.replaced:
+            return []
+        pairs = "; ".join(f"`{theirs}` as `{ours}`" for theirs, ours in self.replaced.items())
+        whose = f" (`{COMMAND} {self.assumed[0]}` says so)" if self.assumed else ""
+        return [f"flags of a fork are read as what they mean here{whose}: {pairs}."]
+
+
+def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
+    """Read the flags of a fork, whichever it is, and write known ones as they are spelled here.
+
+    The fork is that of `--dialect`, or else the one that knows the most of the flags that are unknown here.
+
+    Args:
+        argv: the arguments.
+        known: every other flag, by its name with dashes.
+    """
+    reading = Reading()
+    named = _named(argv, reading)
+    tables = _tables(argv, known, named, reading)
+    position = 0
+    while position < len(argv):
+        token = argv[position]
+        position += 1
+        if not is_flag(token):
+            reading.argv.append(token)
+            continue
+        name, equals, inline = token.partition("=")
+        values = [inline] if equals else values_after(argv, position)
+        taken = _read(reading, tables, known, token, values)
+        position += 0 if equals else taken
+    return reading
+
+
+def _read(
+    reading: Reading, tables: list[list[str]], known: Mapping[str, str], token: str, values: list[str]
+) -> int:
+    """Read one flag; returns how many of its values are read with it."""
+    name = token.partition("=")[0]
+    spelled = known.get(dashed(name))
+    if dashed(name) == COMMAND:
+        return len(values[:1])
+    row = _row(dashed(name), values, tables, reading, is_known=spelled is not None)
+    if row is None:
+        reading.argv.append(token if spelled is None else spelled + token[len(name) :])
+        return 0
+    taken = values[: row.most]
+    given = " ".join([name, *taken])
+    if row.same is not None:
+        tokens = row.said(taken)
+        reading.argv += tokens
+        reading.replaced[given] = " ".join(tokens)
+    elif row.accepted is not None:
+        reading.ignored.append(Ignored(name, row.accepted, Foreign(name, accepted=row.accepted)))
+    else:
+        reading.problems.append(f"`{given}` is not accepted: {row.refused}.")
+    return len(taken)
+
+
+def _row(
+    name: str, values: Sequence[str], tables: list[list[str]], reading: Reading, *, is_known: bool
+) -> Row | None:
+    """The row on a flag; None if none fits, or if forks that may be meant differ about it."""
+    # A flag that is known here means something else only in the fork whose line this is.
+    for names in tables[:1] if is_known else tables:
+        meanings = {fork: row for fork in names if (row := _first(fork, name, values)) is not None}
+        if len(set(meanings.values())) > 1:
+            if is_known:
+                return None
+            reading.problems.append(
+                f"`{name}` means different things to {' and '.join(meanings)}; say whose line this is, such "
+                f"as `{COMMAND} {next(iter(meanings))}`."
+            )
+        if meanings:
+            return next(iter(meanings.values()))
+    return None if is_known else _of_family(name)
+
+
+def _first(fork: str, name: str, values: Sequence[str]) -> Row | None:
+    return next((row for row in DIALECTS[fork].get(name, ()) if row.fits(values)), None)
+
+
+def _named(argv: Sequence[str], reading: Reading) -> str | None:
+    """The fork of `--dialect`; None without it."""
+    for position, token in enumerate(argv):
+        name, equals, inline = token.partition("=")
+        if dashed(name) != COMMAND:
+            continue
+        fork = inline if equals else next(iter(argv[position + 1 : position + 2]), "")
+        if fork.lower() in DIALECTS:
+            return fork.lower()
+        names = ", ".join(DIALECTS)
+        reading.problems.append(f"`{COMMAND}` must be one of {names}, but is `{fork}`.")
+    return None
+
+
+def _tables(
+    argv: Sequence[str], known: Mapping[str, str], named: str | None, reading: Reading
+) -> list[list[str]]:
+    """The forks to ask about a flag, those first that all must agree."""
+    if named is not None:
+        return [[named]]
+    given = dict.fromkeys(dashed(token.partition("=")[0]) for token in argv if is_flag(token))
+    unknown = [name for name in given if name not in known]
+    counts = Counter(fork for fork, rows in DIALECTS.items() for name in unknown if name in rows)
+    if not counts:
+        return []
+    most = max(counts.values())
+    best = [fork for fork in DIALECTS if counts[fork] == most]
+    reading.assumed = best
+    return [best, [fork for fork in DIALECTS if fork not in best]]
+
+
+def _rows_of(fork: str) -> dict[str, tuple[Row, ...]]:
+    rows: dict[str, list[Row]] = {}
+    for head, words in blocks(f"dialects/{fork}.txt"):
+        for row in _rows(head, words):
+            rows.setdefault(dashed(row.name), []).append(row)
+    return {name: tuple(several) for name, several in rows.items()}
+
+
+def _rows(head: str, words: Sequence[str]) -> Iterator[Row]:
+    """The rows of a block: `same`, `no effect: REASON` or `refused: REASON`, and words under it."""
+    verb, _, reason = head.partition(": ")
+    for word in words:
+        theirs, _, ours = word.partition(":")
+        marked, equals, choices = theirs.partition("=")
+        few = choices in ("", "*", "?")
+        name, least, most = arity(theirs) if few else (marked, 1, 1)
+        values = () if few else tuple(choices.lower().split(","))
+        if verb == "same":
+            yield Row(name, least, most, values, same=tuple(_tokens(ours)))
+        elif verb == "no effect":
+            yield Row(name, least, most, values, accepted=reason)
+        else:
+            assert verb == "refused", f"`{head}` of a dialect begins with no known word"
+            yield Row(name, least, most, values, refused=reason)
+
+
+def _tokens(ours: str) -> Iterator[str]:
+    """The arguments of `--a=1+--b={}`."""
+    for part in ours.split("+--"):
+        flag, equals, value = part.partition("=")
+        yield flag if flag.startswith("--") else f"--{flag}"
+        if equals:
+            yield value
+
+
+DIALECTS: Mapping[str, Mapping[str, tuple[Row, ...]]] = MappingProxyType(
+    {name: MappingProxyType(_rows_of(name)) for name in names_in("dialects")}
+)
+"""Every fork: name -> flag -> its rows, of which the first that fits counts."""
+
+_FAMILIES: tuple[tuple[str, str], ...] = tuple(
+    (reason, pattern) for reason, words in blocks("families.txt") for pattern in words
+)
+
+
+def _of_family(name: str) -> Row | None:
+    """The row of a flag that nobody knows, but whose name says that it changes no number."""
+    reason = next((reason for reason, pattern in _FAMILIES if fnmatchcase(name, pattern)), None)
+    return None if reason is None else Row(name, 0, 1_000_000, accepted=reason)
