@@ -166,7 +166,18 @@ def schedule_kind(config: Config) -> str:
     return "interleaved" if chunks_per_stage(config) > 1 else "1f1b"
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding table: the least multiple of `divisible_by` x tensor-parallel size that fits."""
-    multiple = divisible_by * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
+def padded_vocab_size(vocab_size: int, model: ModelConfig, tensor_parallel_size: int) -> int:
+    """Rows of the embedding table of a vocabulary: `pad_vocab_size_to`, or the least multiple that fits.
+
+    It is a multiple of `make_vocab_size_divisible_by` x tensor-parallel size. Raises ConfigError if the rows
+    that are asked for are too few.
+    """
+    rows, multiple = model.pad_vocab_size_to, model.make_vocab_size_divisible_by * tensor_parallel_size
+    if rows is None:
+        return -(-vocab_size // multiple) * multiple
+    if rows < vocab_size:
+        raise ConfigError(
+            f"`pad_vocab_size_to` must be at least the size of the vocabulary ({vocab_size}), but is {rows}; "
+            "raise it or leave it out"
+        )
+    return rows

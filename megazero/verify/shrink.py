@@ -261,7 +261,9 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
         "max_position_embeddings": None,
         **_windows(model),
         "vocab_size": 61,
+        "extra_vocab_size": 0,
         "make_vocab_size_divisible_by": 4,
+        "pad_vocab_size_to": None,
         "init_method_std": 0.1,
         **_blocks(config),
     }

@@ -29,8 +29,8 @@ class Row:
         least: how many values must follow it.
         most: how many of the arguments after it can be its values.
         values: the values that it is about, in lower case; empty means any (none for a switch).
-        same: the arguments that say the same here, ``{}`` for the values; None for a flag without effect or
-            one that is refused.
+        same: the arguments that say the same here, with places for its values as `_filled` fills them; None
+            for a flag without effect or one that is refused.
         accepted: why it needs no effect.
         refused: what to do instead.
     """
@@ -47,12 +47,9 @@ class Row:
         """Whether the row is about a flag with these values."""
         if len(values) < self.least:
             return False
-        return not self.values or (bool(values) and values[0].lower() in self.values)
-
-    def said(self, values: Sequence[str]) -> list[str]:
-        """The arguments that say the same here."""
-        tokens = self.same or ()
-        return [word for token in tokens for word in (values if token == "{}" else [token])]
+        if not self.values:
+            return True
+        return bool(values) and any(fnmatchcase(values[0].lower(), value) for value in self.values)
 
 
 @dataclass
@@ -65,6 +62,7 @@ class Reading:
         ignored: flags without effect.
         problems: why it cannot be read.
         replaced: the flag of a fork, with its values -> what is read instead.
+        given: every flag of the line, with dashes -> its values.
     """
 
     argv: list[str] = field(default_factory=list)
@@ -72,6 +70,7 @@ class Reading:
     ignored: list[Ignored] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     replaced: dict[str, str] = field(default_factory=dict)
+    given: dict[str, list[str]] = field(default_factory=dict)
 
     def warnings(self) -> list[str]:
         """The line on what was read as something else; none if nothing was."""
@@ -91,9 +90,9 @@ def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
         argv: the arguments.
         known: every other flag, by its name with dashes.
     """
-    reading = Reading()
+    reading = Reading(given=_given(argv))
     named = _named(argv, reading)
-    tables = _tables(argv, known, named, reading)
+    tables = _tables(known, named, reading)
     position = 0
     while position < len(argv):
         token = argv[position]
@@ -123,7 +122,11 @@ def _read(
     taken = values[: row.most]
     given = " ".join([name, *taken])
     if row.same is not None:
-        tokens = row.said(taken)
+        tokens = [word for token in row.same for word in _filled(token, taken, reading.given)]
+        missing = [word for word in tokens if word.startswith("{")]
+        if missing:
+            reading.problems.append(f"`{given}` must come with `{missing[0].strip('{/}')}`, but it is missing.")
+            return len(taken)
         reading.argv += tokens
         reading.replaced[given] = " ".join(tokens)
     elif row.accepted is not None:
@@ -133,13 +136,47 @@ def _read(
     return len(taken)
 
 
+def _given(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Every flag, with dashes -> its values."""
+    given: dict[str, list[str]] = {}
+    for position, token in enumerate(argv):
+        if is_flag(token):
+            name, equals, inline = token.partition("=")
+            given[dashed(name)] = [inline] if equals else values_after(argv, position + 1)
+    return given
+
+
+def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -> list[str]:
+    """The arguments of a place for a fork's values: any that begins with a brace lacks a flag to be filled by.
+
+    ``{}`` are the values, ``{n}`` is how many parts commas make of the first, ``{--flag}`` is the value of
+    another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the numbers of 5-7 9-10 and
+    ``{pairs}`` those of 5 7 9 10.
+    """
+    first = values[0] if values else ""
+    other = given.get(token.strip("{/}"), [])
+    if token == "{}":
+        return list(values)
+    if token == "{n}":
+        return [str(first.count(",") + 1)]
+    if token in ("{range}", "{pairs}"):
+        ends = [int(end) for value in values for end in value.split("-")]
+        spans = zip(ends[::2], ends[1::2], strict=False)
+        return [str(number) for start, stop in spans for number in range(start, stop + 1)]
+    if token.startswith("{/") and other:
+        return [repr(float(first) / float(other[0]))]
+    if token.startswith("{--") and other:
+        return [other[0]]
+    return [token.replace("{}", first)]
+
+
 def _row(
     name: str, values: Sequence[str], tables: list[list[str]], reading: Reading, *, is_known: bool
 ) -> Row | None:
     """The row on a flag; None if none fits, or if forks that may be meant differ about it."""
     # A flag that is known here means something else only in the fork whose line this is.
     for names in tables[:1] if is_known else tables:
-        meanings = {fork: row for fork in names if (row := _first(fork, name, values)) is not None}
+        meanings = {fork: row for fork in names if (row := _first(DIALECTS[fork], name, values)) is not None}
         if len(set(meanings.values())) > 1:
             if is_known:
                 return None
@@ -149,11 +186,11 @@ def _row(
             )
         if meanings:
             return next(iter(meanings.values()))
-    return None if is_known else _of_family(name)
+    return _first(_SYNONYMS, name, values) or (None if is_known else _of_family(name))
 
 
-def _first(fork: str, name: str, values: Sequence[str]) -> Row | None:
-    return next((row for row in DIALECTS[fork].get(name, ()) if row.fits(values)), None)
+def _first(rows: Mapping[str, tuple[Row, ...]], name: str, values: Sequence[str]) -> Row | None:
+    return next((row for row in rows.get(name, ()) if row.fits(values)), None)
 
 
 def _named(argv: Sequence[str], reading: Reading) -> str | None:
@@ -170,14 +207,11 @@ def _named(argv: Sequence[str], reading: Reading) -> str | None:
     return None
 
 
-def _tables(
-    argv: Sequence[str], known: Mapping[str, str], named: str | None, reading: Reading
-) -> list[list[str]]:
+def _tables(known: Mapping[str, str], named: str | None, reading: Reading) -> list[list[str]]:
     """The forks to ask about a flag, those first that all must agree."""
     if named is not None:
         return [[named]]
-    given = dict.fromkeys(dashed(token.partition("=")[0]) for token in argv if is_flag(token))
-    unknown = [name for name in given if name not in known]
+    unknown = [name for name in reading.given if name not in known]
     counts = Counter(fork for fork, rows in DIALECTS.items() for name in unknown if name in rows)
     if not counts:
         return []
@@ -187,9 +221,9 @@ def _tables(
     return [best, [fork for fork in DIALECTS if fork not in best]]
 
 
-def _rows_of(fork: str) -> dict[str, tuple[Row, ...]]:
+def _rows_of(table: str) -> dict[str, tuple[Row, ...]]:
     rows: dict[str, list[Row]] = {}
-    for head, words in blocks(f"dialects/{fork}.txt"):
+    for head, words in blocks(table):
         for row in _rows(head, words):
             rows.setdefault(dashed(row.name), []).append(row)
     return {name: tuple(several) for name, several in rows.items()}
@@ -215,17 +249,19 @@ def _rows(head: str, words: Sequence[str]) -> Iterator[Row]:
 
 def _tokens(ours: str) -> Iterator[str]:
     """The arguments of `--a=1+--b={}`."""
-    for part in ours.split("+--"):
+    for part in ours.split("+"):
         flag, equals, value = part.partition("=")
-        yield flag if flag.startswith("--") else f"--{flag}"
+        yield flag
         if equals:
             yield value
 
 
 DIALECTS: Mapping[str, Mapping[str, tuple[Row, ...]]] = MappingProxyType(
-    {name: MappingProxyType(_rows_of(name)) for name in names_in("dialects")}
+    {name: MappingProxyType(_rows_of(f"dialects/{name}.txt")) for name in names_in("dialects")}
 )
 """Every fork: name -> flag -> its rows, of which the first that fits counts."""
+
+_SYNONYMS: Mapping[str, tuple[Row, ...]] = MappingProxyType(_rows_of("synonyms.txt"))
 
 _FAMILIES: tuple[tuple[str, str], ...] = tuple(
     (reason, pattern) for reason, words in blocks("families.txt") for pattern in words

@@ -24,7 +24,23 @@ def _rotary_dim_is_even(case: Case) -> bool:
     return not model.rotates or (model.rotary_dim >= 2 and model.rotary_dim % 2 == 0)
 
 
+def _padding_fits(case: Case) -> bool:
+    model, ranks = case.config.model, case.config.parallel.tensor_model_parallel_size
+    rows = model.pad_vocab_size_to
+    return rows is None or (rows % ranks == 0 and rows >= (model.vocab_size or 0) + model.extra_vocab_size)
+
+
 MODEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "padded_vocabulary_fits",
+        (
+            "model.pad_vocab_size_to",
+            *("model.vocab_size", "model.extra_vocab_size", "parallel.tensor_model_parallel_size"),
+        ),
+        "`pad_vocab_size_to` must be a multiple of `tensor_model_parallel_size`, and at least the vocabulary",
+        "raise it, or leave it out",
+        _padding_fits,
+    ),
     Rule(
         "hidden_multiple_of_heads",
         _HEAD_SHAPE,

@@ -59,17 +59,14 @@ class DataConfig(Section):
     reset_position_ids: bool = option(
         False,
         "count positions anew after each end of document",
-        needs="model.family=gpt: a BERT's samples stay within one document",
     )
     reset_attention_mask: bool = option(
         False,
         "let tokens attend only within their document",
-        needs="model.family=gpt: a BERT's samples stay within one document",
     )
     eod_mask_loss: bool = option(
         False,
         "leave end-of-document inputs out of the loss",
-        needs="model.family=gpt: a BERT's samples stay within one document",
     )
     pack: Literal["none", "best-fit"] = option(
         "none",

@@ -9,7 +9,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from megazero.config.tree.option import option
 from megazero.config.tree.transformer import TransformerConfig
 
-_LLAMA3 = "use_rope_scaling"
 _YARN = "position_embedding_type=yarn"
 
 
@@ -17,13 +16,12 @@ class RotaryConfig(TransformerConfig):
     """Rotary positions, and their scaling to sequences longer than those of the first training"""
 
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(
-        1.0, "share of each head's channels that is rotated", needs="position_embedding_type=rope,yarn"
+        1.0, "share of each head's channels that is rotated"
     )
     rotary_base: PositiveFloat = option(
         10000.0,
         "base of the rotary frequencies",
         aliases=("--rotary-position-embeddings-theta",),
-        needs="position_embedding_type=rope,yarn",
     )
     rotary_seq_len_interpolation_factor: PositiveFloat | None = option(
         None,
@@ -36,18 +34,17 @@ class RotaryConfig(TransformerConfig):
         needs="position_embedding_type=rope",
     )
     rope_scaling_factor: PositiveFloat = option(
-        8.0, "factor between the longest sequence and that of the first training", needs=_LLAMA3
+        8.0, "factor between the longest sequence and that of the first training"
     )
     rope_low_freq_factor: PositiveFloat = option(
         1.0,
         "channels that turn fewer times than this in the first training's length slow down",
-        needs=_LLAMA3,
     )
     rope_high_freq_factor: PositiveFloat = option(
-        4.0, "channels that turn more times than this in that length stay as they are", needs=_LLAMA3
+        4.0, "channels that turn more times than this in that length stay as they are"
     )
     rope_original_max_position_embeddings: PositiveInt = option(
-        8192, "the sequence length of the first training", unit="tokens", needs=_LLAMA3
+        8192, "the sequence length of the first training", unit="tokens"
     )
     rotary_scaling_factor: Annotated[float, Field(ge=1)] = option(
         1.0, "YaRN: factor between the longest sequence and that of the first training", needs=_YARN

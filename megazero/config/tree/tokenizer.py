@@ -29,7 +29,7 @@ class TokenizerConfig(Section):
         None,
         "kind of tokenizer; default: GPT2BPETokenizer, or BertWordPieceLowerCase for BERT, or none where "
         "--vocab-size is given without files",
-        synonyms={"HuggingFaceTokenizer": "HFTokenizer"},
+        synonyms={"HuggingFaceTokenizer": "HFTokenizer", "PretrainedFromHF": "HFTokenizer"},
         refused={
             "TikTokenizer": "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer",
             "SFTTokenizer": "belongs to fine-tuning, which is not offered",
@@ -49,7 +49,11 @@ class TokenizerConfig(Section):
     )
     vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)")
     merge_file: str | None = option(None, "BPE merges file")
-    tokenizer_model: str | None = option(None, "sentencepiece model, tokenizer.json, or a folder with one")
+    tokenizer_model: str | None = option(
+        None,
+        "sentencepiece model, tokenizer.json, a folder with one, or the name of one on the Hugging Face hub",
+        aliases=("--tokenizer-name-or-path",),
+    )
     vocab_extra_ids: NonNegativeInt = option(
         0,
         "sentinel tokens added to the vocabulary",

@@ -52,7 +52,9 @@ FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | frozenset(
         "attention_dropout",
         "init_method_std",
         "vocab_size",  # checked separately, as the vocabulary's size
+        "extra_vocab_size",
         "make_vocab_size_divisible_by",
+        "pad_vocab_size_to",
     }
 )
 # Settings that may change besides with --extend-context: how fast the channels of a head turn, and how far.
