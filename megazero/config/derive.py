@@ -114,7 +114,7 @@ def balanced_by_micro_batch(model: ModelConfig) -> bool:
     if not model.num_experts:
         return False
     limited = model.drops_tokens and model.moe_capacity_scope == "micro_batch"
-    return limited or "aux_loss" in model.balance_losses
+    return limited or model.assigns or "aux_loss" in model.balance_losses
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:

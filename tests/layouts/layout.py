@@ -132,6 +132,13 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
             "moe_router_sampling": "second",
             "moe_z_loss_coeff": 0.01,
         },
+        "assigned": {"num_experts": (4,), "moe_router_load_balancing_type": ("sinkhorn",)},
+        "assigned-one": {
+            "num_experts": (8,),
+            "moe_router_topk": 1,
+            "moe_router_load_balancing_type": ("sinkhorn",),
+            "moe_z_loss_coeff": 0.01,
+        },
         "micro-batch": {
             "num_experts": (4,),
             "moe_expert_capacity_factor": 1.0,
@@ -142,6 +149,9 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
     }
 )
 """Kinds of experts by name, as settings of the model; the empty name has none."""
+
+_TOGETHER = ("micro-batch", "assigned", "assigned-one")
+"""Kinds with which a token's result depends on the other sequences of its micro-batch."""
 
 _GROWING = CurriculumConfig(
     seqlen_schedule="fixed_linear",
@@ -309,7 +319,7 @@ class Layout:
         Where results depend on what is in a micro-batch, they have the same micro-batches.
         """
         return Layout(
-            micro_batch=self.micro_batch if self.experts == "micro-batch" else self.samples,
+            micro_batch=self.micro_batch if self.experts in _TOGETHER else self.samples,
             experts=self.experts,
             shape=self.shape,
             untied=self.untied,

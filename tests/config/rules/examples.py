@@ -65,6 +65,7 @@ EXTENDED = {
 
 # rule -> the changes to the base configuration that break it alone, on 4 ranks
 EXAMPLES: dict[str, dict[str, Any]] = {
+    "padded_vocabulary_fits": {"model.pad_vocab_size_to": 100, "model.vocab_size": 101},
     "hidden_multiple_of_heads": {"model.hidden_size": 66},
     "query_groups_divide_heads": {"model.num_query_groups": 3},
     "rotary_dim_even": {"model.position_embedding_type": "rope", "model.kv_channels": 15},
@@ -141,6 +142,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         **EXPERTS,
         "model.moe_router_load_balancing_type": ("aux_loss", "none"),
         "model.moe_aux_loss_coeff": (0.1, 0.0),
+    },
+    "assignment_alone": {
+        **EXPERTS,
+        "model.moe_router_load_balancing_type": ("sinkhorn",),
+        "model.moe_aux_loss_coeff": (0.1,),
     },
     "balance_has_coefficients": {
         **EXPERTS,
