@@ -10,6 +10,7 @@ from typing import Any, get_args
 from megazero.config.tree.config import Config
 from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.routing import BalanceConfig, CapacityConfig, RoutingConfig
 from megazero.config.tree.transformer import TransformerConfig
@@ -164,6 +165,12 @@ def schedule_kind(config: Config) -> str:
     if kind != "auto":
         return kind
     return "interleaved" if chunks_per_stage(config) > 1 else "1f1b"
+
+
+def decoupled(optimizer: OptimizerConfig) -> tuple[float, float]:
+    """Peak and floor of the learning rate of the word embedding and the output head."""
+    peak, floor = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    return optimizer.lr if peak is None else peak, optimizer.min_lr if floor is None else floor
 
 
 def padded_vocab_size(vocab_size: int, model: ModelConfig, tensor_parallel_size: int) -> int:

@@ -430,6 +430,8 @@ class Layout:
             optimizer=OptimizerConfig(
                 optimizer=self.optimizer,
                 lr=1e-2,
+                # Two of the shapes train their embedding and head at a rate of their own.
+                decoupled_lr=2e-2 if self.shape in ("llama", "bert") else None,
                 clip_grad=0.5,
                 lr_warmup_iters=2,
                 weight_decay=0.1,

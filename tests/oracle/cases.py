@@ -150,6 +150,11 @@ OPTIMIZER = {
     },
     "lr-unit": {each: {"lr-unit": each} for each in ("iters", "samples", "tokens")},
     "floor": {"0": {"min-lr": 0.0}, "0.002": {"min-lr": 2e-3}},
+    "decoupled": {
+        "none": {},
+        "peak": {"decoupled-lr": 3e-3},
+        "both": {"decoupled-lr": 8e-3, "decoupled-min-lr": 1e-3},
+    },
     "weight-decay": {
         "none": {"weight-decay": 0.0},
         "constant": {"weight-decay": 0.3},

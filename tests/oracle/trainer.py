@@ -89,6 +89,16 @@ def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -
     return floor + (peak - floor) * heights[last]
 
 
+def decoupled_rates(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -> dict[str, float]:
+    """The rates of parameters that have their own."""
+    own = {name: flags[f"decoupled-{name}"] for name in ("lr", "min-lr") if f"decoupled-{name}" in flags}
+    if not own:
+        return {}
+    return dict.fromkeys(
+        ("embedding.word.weight", "head.weight"), learning_rate({**flags, **own}, done, total)
+    )
+
+
 def length_unit(flags: Flags) -> str:
     """What the learning rate's lengths are counted in: as given, or as the training's own."""
     for stem in ("lr-decay", "lr-wsd-decay", "lr-warmup", "train"):
@@ -203,6 +213,7 @@ def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Tra
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
         skipped = loss is None or not math.isfinite(norm)  # without a loss there is nothing to learn from
         lr = learning_rate(flags, (step, done), (steps, total))
+        rates = decoupled_rates(flags, (step, done), (steps, total))
         decay = weight_decay(flags, done / total)
         done += size
         facts = {"lm_loss": loss, "grad_norm": norm, "learning_rate": lr, "loss_scale": scale.value}
@@ -215,7 +226,7 @@ def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Tra
         for name, each in master.items():
             decays = each.dim() > 1 and not name.endswith("bias")  # as in GPT-2: neither norms nor biases
             state = run.state.setdefault(name, {})
-            facts = {"lr": lr, "decay": decay if decays else 0.0, "exempt": not decays}
+            facts = {"lr": rates.get(name, lr), "decay": decay if decays else 0.0, "exempt": not decays}
             update(flags, each, grads[name] * clip, state, updates, **facts)
     run.weights = master
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.numbers import LARGEST
+from megazero.config.derive import decoupled
 from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.steps import UNITS
 from megazero.config.training_plan import Evaluations, Limits, LrLengths
@@ -99,6 +100,13 @@ LENGTH_RULES: tuple[Rule, ...] = (
 )
 
 SCHEDULE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "decoupled_min_lr_below_lr",
+        ("optimizer.decoupled_min_lr", "optimizer.decoupled_lr", "optimizer.min_lr", "optimizer.lr"),
+        "`decoupled_min_lr` must be at most `decoupled_lr`, each the rest's where it is left out",
+        "lower one or raise the other",
+        lambda c: decoupled(c.config.optimizer)[1] <= decoupled(c.config.optimizer)[0],
+    ),
     Rule(
         "min_lr_below_lr",
         ("optimizer.min_lr", "optimizer.lr"),

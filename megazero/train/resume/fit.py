@@ -30,6 +30,8 @@ from megazero.train.resume.saved import DataFacts, RunFacts, SavedConfig, SavedM
 SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
+    "decoupled_lr",
+    "decoupled_min_lr",
     "lr_decay_style",
     "lr_decay_iters",
     "lr_decay_samples",

@@ -197,6 +197,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "offload_blocks_are_pages": {"offload.block_size": 5000},
     "training_length_given": {"training.train_iters": None},
     "tokens_countable": {"training.eval_iters": 10**17},
+    "decoupled_min_lr_below_lr": {"optimizer.decoupled_lr": 1e-4, "optimizer.min_lr": 5e-4},
     "min_lr_below_lr": {"optimizer.min_lr": 2e-3},
     "warmup_starts_below_lr": {"optimizer.lr_warmup_init": 2e-3},
     "one_lr_unit": {"optimizer.lr_decay_iters": 90, "optimizer.lr_warmup_samples": 9},
