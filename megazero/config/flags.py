@@ -6,7 +6,6 @@ versions, while ours is frozen by a snapshot.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -46,7 +45,10 @@ class Setting:
 
 @dataclass
 class Scan:
-    """The result of reading a command line. `broken` are paths of fields whose value could not be read."""
+    """The result of reading a command line.
+
+    `broken` are paths of fields whose value could not be read, `forks` those whose flags are on it.
+    """
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -57,6 +59,7 @@ class Scan:
     deepspeed: bool = False
     deepspeed_config: str | None = None
     check_only: bool = False
+    forks: list[str] = field(default_factory=list)
     unknown: Few = field(default_factory=lambda: Few("unknown flags"))
     stray: Few = field(default_factory=lambda: Few("unexpected arguments"))
 
@@ -68,8 +71,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "--deepspeed_config": "FILE: read settings from a DeepSpeed JSON; it takes precedence over the YAML "
         "file; flags take precedence over its batch sizes, learning rate and folder of events, and others "
         "that contradict it are refused (also --deepspeed-config)",
-        "--dialect": "NAME: read the flags of a fork of a Megatron as what they mean here; default: of the fork "
-        "that knows the most of those that are unknown",
+        "--dialect": "NAME: read the flags of a fork of a Megatron as what they mean here; default: of the "
+        "fork that knows the most of those that are unknown",
         "--check-config": "print the resolved configuration and exit; 0 accepted, 2 refused",
         "--help": "print this text and exit",
         "--version": "print the version and exit",
@@ -111,7 +114,12 @@ _SPELLINGS: Mapping[str, str] = MappingProxyType(
 def scan(argv: Sequence[str]) -> Scan:
     """Read a command line. Problems are collected, never raised."""
     reading = translate(argv, _SPELLINGS)
-    result = Scan(problems=reading.problems, warnings=reading.warnings(), ignored=reading.ignored)
+    result = Scan(
+        problems=reading.problems,
+        warnings=reading.warnings(),
+        ignored=reading.ignored,
+        forks=reading.assumed,
+    )
     argv, position = reading.argv, 0
     while position < len(argv):
         token = argv[position]
@@ -155,13 +163,15 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str])
         else:
             result.problems.append(outcome)
         return taken
-    result.unknown.add(result.problems, partial(_unknown, name))
+    result.unknown.add(result.problems, partial(_unknown, name, result.forks))
     return len(following)
 
 
-def _unknown(name: str) -> str:
+def _unknown(name: str, forks: Sequence[str]) -> str:
     close = nearest(name, [*FLAGS, *COMMANDS])
     hint = f"; did you mean `{close}`?" if close else "; see --help."
+    if not close and forks:
+        hint = f"; see --help (other flags are of `--dialect {forks[0]}`, which has it neither)."
     return f"unknown flag `{name}`{hint}"
 
 

@@ -8,7 +8,7 @@ sums over segments of equal steps, found by bisection, in integers.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -115,13 +115,15 @@ class BatchRamp:
         return cls(start=size, increment=1, ramp_samples=1, final=size)
 
     @classmethod
-    def of(cls, config: Config, data_parallel_size: int) -> BatchRamp:
-        """The ramp of `--rampup-batch-size`; without one, a constant batch.
+    def of(cls, config: Config, data_parallel_size: int) -> BatchSizes:
+        """The batch sizes of `--rampup-batch-size` or its like; without one, a constant batch.
 
         If no flag gives the batch size, it is one micro-batch on each replica.
         """
         batch = config.batch
-        final = batch.global_batch_size or batch.micro_batch_size * data_parallel_size
+        if batch.step_batch_size_schedule:
+            return BatchStairs(batch.stairs(config.model.seq_length))
+        final = batch.final_batch_size or batch.micro_batch_size * data_parallel_size
         if batch.rampup_batch_size is None:
             return cls.constant(final)
         return cls(*batch.rampup_batch_size, final)
@@ -130,6 +132,11 @@ class BatchRamp:
     def increments(self) -> int:
         """The number of times that the batch grows."""
         return max(0, (self.final - self.start) // self.increment)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """All sizes, in order."""
+        return range(self.start, self.final + 1, self.increment)
 
     def at(self, consumed_samples: int) -> int:
         """The global batch size of the step that starts after `consumed_samples`."""
@@ -146,6 +153,55 @@ class BatchRamp:
 
     def _increments_done(self, consumed_samples: int) -> int:
         return min(self.increments, consumed_samples * self.increments // self.ramp_samples)
+
+
+@dataclass(frozen=True)
+class BatchStairs:
+    """The global batch size as a function of the samples consumed, in steps of any width and height.
+
+    Attributes:
+        pieces: (samples from which on it holds, batch size), in ascending order and starting at 0.
+    """
+
+    pieces: tuple[tuple[int, int], ...]
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """All sizes, in order."""
+        return [size for _, size in self.pieces]
+
+    @property
+    def start(self) -> int:
+        """The first size."""
+        return self.pieces[0][1]
+
+    @property
+    def final(self) -> int:
+        """The last size."""
+        return self.pieces[-1][1]
+
+    @property
+    def increments(self) -> int:
+        """The number of times that the batch changes."""
+        return len(self.pieces) - 1
+
+    def at(self, consumed_samples: int) -> int:
+        """The global batch size of the step that starts after `consumed_samples`."""
+        return self.pieces[max(0, self._following(consumed_samples) - 1)][1]
+
+    def steps_held(self, consumed_samples: int) -> int | None:
+        """The number of steps after `consumed_samples` for which the size stays; None if for good."""
+        following = self._following(consumed_samples)
+        if following == len(self.pieces):
+            return None
+        return -(-(self.pieces[following][0] - consumed_samples) // self.at(consumed_samples))
+
+    def _following(self, consumed_samples: int) -> int:
+        return bisect_right(self.pieces, consumed_samples, key=lambda piece: piece[0])
+
+
+BatchSizes = BatchRamp | BatchStairs
+"""The global batch size as a function of the samples consumed."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +313,7 @@ class Steps:
         kept: the number of tokens that layers with random-LTD see; None without random-LTD.
     """
 
-    ramp: BatchRamp
+    ramp: BatchSizes
     unit: int
     lengths: SequenceLengths
     start: Progress = BEGINNING

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megazero.config.compat.blends import prefix_of
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.index_build import build_blending_index, build_exhaustive_blending_index, normalized
@@ -74,7 +75,7 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
     if must_exist:
         for _, prefix in pairs:
             for suffix in (".idx", ".bin"):
-                if not Path(prefix + suffix).is_file():
+                if not Path(prefix_of(prefix) + suffix).is_file():
                     raise DataError(
                         f"`data_path` must name datasets, but {prefix}{suffix} is not a file; give the path "
                         "without .idx or .bin."

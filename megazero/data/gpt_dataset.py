@@ -30,6 +30,7 @@ from megazero.data.index_check import gpt_index_fault
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.native import NATIVE
 from megazero.data.sample_numbers import sample_numbers
+from megazero.data.splits import SPLIT_NAMES
 from megazero.errors import DataError
 
 _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -44,7 +45,8 @@ class GPTSettings:
     the id that ends a document, needed by the three flags: eod_mask_loss (no loss where the input is EOD),
     reset_position_ids (positions restart after EOD), reset_attention_mask (adds `document_ids`).
     add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
-    overlap and the last label is masked.
+    overlap and the last label is masked. prepared: .npy files with the training's order of documents, begins
+    of samples and order of samples; None to build them.
     """
 
     sequence_length: int
@@ -56,6 +58,7 @@ class GPTSettings:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     add_extra_token: bool = True
+    prepared: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
         flags = [
@@ -94,6 +97,10 @@ class GPTDataset(SampleDataset):
         self.settings = settings
         self.name = name
         self._ids = sequence_ids
+        if settings.prepared is not None and name == SPLIT_NAMES[0]:
+            self.plan, self.index = self._prepared(settings.prepared, num_samples)
+            self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
+            return
         self.plan = self._plan(num_samples, epochs)
         # The description hashes the dataset, which only a cache needs.
         description = {} if settings.cache_dir is None else self.description
@@ -158,6 +165,26 @@ class GPTDataset(SampleDataset):
                 f"{self.name} split of {self.indexed.prefix} ({len(ids)} sequences): {error}"
             ) from error
 
+    def _prepared(self, files: Sequence[str], num_samples: int | None) -> tuple[SamplePlan, GPTIndex]:
+        """The index in a Megatron's .npy files, which must be of these sequences and this length."""
+        document, sample, shuffle = (_read_index(path) for path in files)
+        epochs, rest = divmod(len(document), max(1, len(self._ids)))
+        of_files = f"the prepared index ({', '.join(files)})"
+        if rest or not epochs:
+            raise DataError(
+                f"{of_files} must have each of the {len(self._ids)} sequences of the {self.name} split of "
+                f"{self.indexed.prefix} as often, but has {len(document)} in all; give the `--split` that it is "
+                "of."
+            )
+        plan = self._plan(None, epochs)
+        index = GPTIndex(document, sample, shuffle)
+        fault = self._fault(vars(index))
+        if fault is None and plan.samples < (num_samples or 1):
+            fault = f"its {plan.samples} samples are fewer than the {num_samples} of the training"
+        if fault is not None:
+            raise DataError(f"{of_files} does not fit {self.indexed.prefix}: {fault}.")
+        return plan, index
+
     def _build(self) -> dict[str, np.ndarray]:
         ids = np.arange(self._ids.start, self._ids.stop) if isinstance(self._ids, range) else self._ids
         plan, seed = self.plan, self.settings.seed
@@ -197,6 +224,16 @@ class GPTDataset(SampleDataset):
         ends[firsts + counts - 1] = stops[:, 1] + self.plan.extra
         size = self.indexed.dtype.itemsize
         return offsets[sequences] + begins * size, offsets[sequences] + ends * size
+
+
+def _read_index(path: str) -> np.ndarray:
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"a prepared index must be a .npy file, but {path} cannot be read ({error})."
+        ) from error
+    return array
 
 
 def refuse_ids(indices: np.ndarray, texts: Sequence[np.ndarray], limit: int | None, where: str) -> None:

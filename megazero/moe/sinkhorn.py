@@ -1,4 +1,4 @@
-"""Sinkhorn's assignment of tokens to experts (Clark et al. 2022, "Unified scaling laws"), as Megatron-LM has it."""
+"""Sinkhorn's assignment of tokens to experts (Clark et al. 2022, arXiv:2202.01169), as Megatron-LM's."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Search:
     def candidates(self) -> Iterator[Layout]:
         """Every layout whose sizes divide: slices within a node, all ranks used, whole micro-batches."""
         config = self.given
-        model, batch = config.model, config.batch.global_batch_size or self.ranks
+        model, batch = config.model, config.batch.final_batch_size or self.ranks
         experts = max(model.experts_by_layer, default=0) or 1
         for tensor, pipeline in product(_divisors(self.per_node), _divisors(model.num_layers)):
             shared = tensor * pipeline * config.parallel.context_parallel_size
@@ -193,7 +193,7 @@ class Search:
 
     @property
     def _batch(self) -> int:
-        return int(self.given.batch.global_batch_size or self.ranks)
+        return int(self.given.batch.final_batch_size or self.ranks)
 
     def _state(self, parameters: int, layout: Layout, replicas: int) -> float:
         """Bytes at rest of a rank, if all stages had as much: weights, gradients, and the optimizer's."""

@@ -323,4 +323,5 @@ def _batch(config: Config, data_parallel: int, pp: int, dp: int) -> dict[str, An
         "micro_batch_size": micro_batch,
         "global_batch_size": micro_batch * count * dp,
         "rampup_batch_size": None,
+        "step_batch_size_schedule": (),
     }

@@ -91,6 +91,11 @@ BATCH = {
     "batch": {
         "whole": {"micro-batch-size": 4, "global-batch-size": 4},
         "accumulated": {"micro-batch-size": 2, "global-batch-size": 4},
+        "stairs": {
+            "micro-batch-size": 1,
+            "global-batch-size": 2,
+            "step-batch-size-schedule": ("0:2", "170:6", "500:4", "800:2"),
+        },
         "ramp": {"micro-batch-size": 1, "global-batch-size": 6, "rampup-batch-size": (2, 2, 50)},
     },
     "length": {each: {"length": each} for each in ("iters", "samples", "tokens")},
@@ -152,8 +157,8 @@ OPTIMIZER = {
     "floor": {"0": {"min-lr": 0.0}, "0.002": {"min-lr": 2e-3}},
     "decoupled": {
         "none": {},
-        "peak": {"decoupled-lr": 3e-3},
-        "both": {"decoupled-lr": 8e-3, "decoupled-min-lr": 1e-3},
+        "peak": {"decoupled-lr": 1e-2},
+        "both": {"decoupled-lr": 2e-2, "decoupled-min-lr": 1e-3},
     },
     "weight-decay": {
         "none": {"weight-decay": 0.0},
@@ -177,6 +182,10 @@ NOT_STATED = MappingProxyType(
         **dict.fromkeys(
             (f"model.{name}" for name in sorted(SPARSE_FIELDS)),
             "its oracle is dense attention with the same mask: tests/layers/test_patterns.py",
+        ),
+        **dict.fromkeys(
+            ("model.extra_vocab_size", "model.pad_vocab_size_to"),
+            "rows of a table: tests/train/test_vocabulary.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "precision.tf32": "a CPU has no such products: tests/train/test_determinism.py",
@@ -237,6 +246,8 @@ LAYOUT = {
         "logits": {"recompute-logits": True},
     },
 }
+# 2 up to 10 samples, 6 up to 34, 4 up to 50, then 2 again.
+STAIRS_SAMPLES = 64
 RAMP_SAMPLES = 56  # of 20 steps: 13 of 2 samples, 6 of 4, 1 of 6
 RANKS = MappingProxyType({"alone": 1, "T2": 2, "T2-SP": 2, "D2": 2, "P2": 2})
 
@@ -415,6 +426,7 @@ def flags_of(factors: Factors, case: Case) -> dict[str, object]:
     for name, value in case.items():
         flags |= factors[name][value]
     samples = RAMP_SAMPLES if "rampup-batch-size" in flags else STEPS * flags["global-batch-size"]
+    samples = STAIRS_SAMPLES if "step-batch-size-schedule" in flags else samples
     amounts = {"iters": STEPS, "samples": samples, "tokens": samples * SEQUENCE}
     length, unit = flags.pop("length", "iters"), flags.pop("lr-unit", "iters")
     flags[f"train-{length}"] = amounts[length]

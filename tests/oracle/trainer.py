@@ -38,6 +38,9 @@ class Training:
 
 def batch_size(flags: Flags, consumed: int) -> int:
     """Samples in the step after `consumed`: equal increments, each held for an equal share of the ramp."""
+    if "step-batch-size-schedule" in flags:
+        pairs = [stair.split(":") for stair in flags["step-batch-size-schedule"]]
+        return [int(size) for tokens, size in pairs if consumed >= int(tokens) // flags["seq-length"]][-1]
     if "rampup-batch-size" not in flags:
         return flags["global-batch-size"]
     start, increment, ramp = flags["rampup-batch-size"]

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 
+from megazero.config.compat.blends import weighted
 from megazero.config.compat.foreign import Foreign, Ignored, arity
 from megazero.config.tables import blocks, names_in
 from megazero.config.words import dashed, is_flag, values_after
+from megazero.errors import DataError
 
 COMMAND = "--dialect"
 """The flag that names the fork whose line follows."""
@@ -100,7 +102,7 @@ def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
         if not is_flag(token):
             reading.argv.append(token)
             continue
-        name, equals, inline = token.partition("=")
+        _, equals, inline = token.partition("=")
         values = [inline] if equals else values_after(argv, position)
         taken = _read(reading, tables, known, token, values)
         position += 0 if equals else taken
@@ -122,10 +124,16 @@ def _read(
     taken = values[: row.most]
     given = " ".join([name, *taken])
     if row.same is not None:
-        tokens = [word for token in row.same for word in _filled(token, taken, reading.given)]
+        try:
+            tokens = [word for token in row.same for word in _filled(token, taken, reading.given)]
+        except (DataError, ValueError, ZeroDivisionError) as error:
+            reading.problems.append(f"`{given}` cannot be read: {error}")
+            return len(taken)
         missing = [word for word in tokens if word.startswith("{")]
         if missing:
-            reading.problems.append(f"`{given}` must come with `{missing[0].strip('{/}')}`, but it is missing.")
+            reading.problems.append(
+                f"`{given}` must come with `{missing[0].strip('{/}')}`, but it is missing."
+            )
             return len(taken)
         reading.argv += tokens
         reading.replaced[given] = " ".join(tokens)
@@ -147,11 +155,11 @@ def _given(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -> list[str]:
-    """The arguments of a place for a fork's values: any that begins with a brace lacks a flag to be filled by.
+    """The arguments of a place for a fork's values; one that begins with a brace lacks a flag to fill it.
 
     ``{}`` are the values, ``{n}`` is how many parts commas make of the first, ``{--flag}`` is the value of
     another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the numbers of 5-7 9-10 and
-    ``{pairs}`` those of 5 7 9 10.
+    ``{pairs}`` those of 5 7 9 10, ``{weighted}`` is a blend of parts of datasets.
     """
     first = values[0] if values else ""
     other = given.get(token.strip("{/}"), [])
@@ -159,6 +167,8 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
         return list(values)
     if token == "{n}":
         return [str(first.count(",") + 1)]
+    if token == "{weighted}":
+        return list(weighted(" , ".join(values)))
     if token in ("{range}", "{pairs}"):
         ends = [int(end) for value in values for end in value.split("-")]
         spans = zip(ends[::2], ends[1::2], strict=False)
@@ -234,7 +244,7 @@ def _rows(head: str, words: Sequence[str]) -> Iterator[Row]:
     verb, _, reason = head.partition(": ")
     for word in words:
         theirs, _, ours = word.partition(":")
-        marked, equals, choices = theirs.partition("=")
+        marked, _, choices = theirs.partition("=")
         few = choices in ("", "*", "?")
         name, least, most = arity(theirs) if few else (marked, 1, 1)
         values = () if few else tuple(choices.lower().split(","))

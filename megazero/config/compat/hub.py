@@ -82,8 +82,8 @@ def fetched(model: str | None) -> str | None:
 
 def _missing(name: str, why: str) -> DataError:
     return DataError(
-        f"`--tokenizer-model` must name a tokenizer.json or a directory holding one, but {name} is not there, "
-        f"and as a name on a hub it is neither in the cache nor could it be fetched ({why}); run "
+        f"`--tokenizer-model` must name a tokenizer.json or a directory holding one, but {name} is not "
+        f"there, and as a name on a hub it is neither in the cache nor could it be fetched ({why}); run "
         f"`{command(name)}` where there is a network."
     )
 
@@ -93,7 +93,7 @@ def notice(model: str | None) -> str | None:
     if model is None or local(model) != model or not is_name(model):
         return None
     return (
-        f"`--tokenizer-model {model}` is not here, so it is taken for a name on a hub. It is not in the local "
-        f"cache: a run fetches it if there is a network, and is refused otherwise; `{command(model)}` fetches "
-        "it beforehand."
+        f"`--tokenizer-model {model}` is not here, so it is taken for a name on a hub. It is not in the "
+        "local cache: a run fetches it if there is a network, and is refused otherwise; "
+        f"`{command(model)}` fetches it beforehand."
     )

@@ -41,6 +41,16 @@ DATA_RULES: tuple[Rule, ...] = (
         lambda c: _sources(c) >= 1 or c.config.finetune.task is not None,
     ),
     Rule(
+        "prepared_index_of_one_dataset",
+        ("data.train_doc_idx_path", "data.data_path", "data.train_data_path"),
+        "a prepared index must be of one dataset",
+        "give the prefix of that dataset alone",
+        lambda c: (
+            c.config.data.train_doc_idx_path is None
+            or len(c.config.data.data_path or c.config.data.train_data_path) <= 1
+        ),
+    ),
+    Rule(
         "one_data_source",
         (*_ALL_PATHS, "data.mock_data"),
         "the data must come from `data_path`, from the paths of each split, or from `mock_data`",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from megazero.config.derive import chunks_per_stage
 from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
@@ -225,6 +226,13 @@ def _unit_clause(case: Case) -> str:
 
 
 _RAMP = ("batch.rampup_batch_size", "batch.global_batch_size")
+_STAIRS = ("batch.step_batch_size_schedule",)
+
+
+def _stairs_rise(case: Case) -> bool:
+    first = [samples for samples, _ in case.config.batch.stairs(case.config.model.seq_length)]
+    return not first or (first[0] == 0 and all(a < b for a, b in pairwise(first)))
+
 
 BATCH_RULES: tuple[Rule, ...] = (
     Rule(
@@ -268,6 +276,34 @@ BATCH_RULES: tuple[Rule, ...] = (
         "size",
         "choose such multiples",
         _ramp_multiples,
+        _unit_clause,
+    ),
+    Rule(
+        "batch_steps_begin_and_rise",
+        (*_STAIRS, "model.seq_length"),
+        "`step_batch_size_schedule` must begin at 0, and each next threshold be at least one sample later",
+        "correct it",
+        _stairs_rise,
+    ),
+    Rule(
+        "batch_steps_end_at_global_batch",
+        (*_STAIRS, "batch.global_batch_size"),
+        "`global_batch_size` must be the last size of `step_batch_size_schedule`",
+        "leave `--global-batch-size` out",
+        lambda c: (
+            not c.config.batch.step_batch_size_schedule
+            or c.config.batch.global_batch_size in (None, c.config.batch.final_batch_size)
+        ),
+    ),
+    Rule(
+        "batch_steps_multiples",
+        (*_STAIRS, "batch.micro_batch_size"),
+        "each size of `step_batch_size_schedule` must be a multiple of `micro_batch_size` x data-parallel "
+        "size",
+        "choose such multiples",
+        lambda c: all(
+            size % _batch_unit(c) == 0 for _, size in c.config.batch.stairs(c.config.model.seq_length)
+        ),
         _unit_clause,
     ),
     Rule(

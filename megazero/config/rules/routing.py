@@ -135,8 +135,8 @@ ROUTING_RULES: tuple[Rule, ...] = (
     Rule(
         "assignment_alone",
         (*_BALANCE, *_BESIDE_ASSIGNMENT),
-        "`moe_router_load_balancing_type` sinkhorn must balance alone: without losses, groups, a bias, noise, a "
-        "factor of weights or a capacity",
+        "`moe_router_load_balancing_type` sinkhorn must balance alone: without losses, groups, a bias, "
+        "noise, a factor of weights or a capacity",
         "leave the others out, or choose by losses",
         with_experts(_assigns_alone),
     ),

@@ -18,8 +18,8 @@ Capacity = Annotated[PositiveFloat | None, BeforeValidator(_none_if_negative)]
 """A capacity factor; None if an expert takes all that is sent to it."""
 
 Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
-"""The part of the data that a load-balancing loss counts over: a micro-batch, a sequence, a global batch; or an
-assignment in the place of losses."""
+"""The part of the data that a load-balancing loss counts over: a micro-batch, a sequence, a global batch; or
+an assignment in the place of losses."""
 
 
 class ChoiceConfig(Section):
@@ -60,8 +60,8 @@ class BalanceConfig(Section):
     moe_router_load_balancing_type: Annotated[tuple[Balance, ...], Field(min_length=1)] = option(
         ("aux_loss",),
         "load-balancing losses, by what they count over: aux_loss a micro-batch, seq_aux_loss a sequence, "
-        "global_aux_loss the global batch before; sinkhorn: no loss, but training chooses by an assignment of "
-        "the micro-batch's tokens that gives all experts even shares",
+        "global_aux_loss the global batch before; sinkhorn: no loss, but training chooses by an assignment "
+        "of the micro-batch's tokens that gives all experts even shares",
         refused={
             "quantile_balancing": "is not offered; take --moe-router-enable-expert-bias",
         },

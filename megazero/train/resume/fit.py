@@ -92,7 +92,7 @@ def fit(
         _check_schedule(config.optimizer, run.config, reader.folder)
     batch = run.global_batch_size
     kept = config
-    if config.batch.global_batch_size is None:
+    if config.batch.final_batch_size is None:
         kept = config.model_copy(
             update={"batch": config.batch.model_copy(update={"global_batch_size": batch})}
         )

@@ -288,7 +288,9 @@ class Engine:
             sound = math.isfinite(losses.trained_total) or self.context.device.type == "meta"
             norm = attempt.sums_norm if sound else math.nan
             decay = self.schedules.weight_decay.at(progress)
-            report = self.optimizer.step(self.schedules.rates(progress), decay, 1.0 / scale, norm, queued=queued)
+            report = self.optimizer.step(
+                self.schedules.rates(progress), decay, 1.0 / scale, norm, queued=queued
+            )
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
         outcome = Outcome.UPDATED if report.applied else Outcome.NOT_FINITE
         return StepResult(losses, report.grad_norm, lr, scale, outcome, report.first_bad_parameter, tokens)

@@ -162,6 +162,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "ramp_whole_increments": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 16, 100)},
     "ramp_increments": {"batch.global_batch_size": 8_000_000, "batch.rampup_batch_size": (8, 8, 10**7)},
     "ramp_multiples": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 4, 100)},
+    "batch_steps_begin_and_rise": {"batch.step_batch_size_schedule": ("64:8", "128:16")},
+    "batch_steps_end_at_global_batch": {
+        "batch.step_batch_size_schedule": ("0:8", "128:16"),
+        "batch.global_batch_size": 8,
+    },
+    "batch_steps_multiples": {"batch.step_batch_size_schedule": ("0:8", "128:11")},
     "samples_fill_a_batch": {"training.train_iters": None, "training.train_samples": 7},
     "layers_fill_virtual_stages": {
         "parallel.pipeline_model_parallel_size": 2,
@@ -222,6 +228,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "min_loss_scale_below_initial": {"precision.min_loss_scale": 8.0, "precision.initial_loss_scale": 4.0},
     "recompute_units_within_model": {"recompute.granularity": "full", "recompute.num_layers": 5},
     "data_source_given": {"data.data_path": ()},
+    "prepared_index_of_one_dataset": {
+        **{f"data.train_{kind}_idx_path": f"{kind}.npy" for kind in ("doc", "sample", "shuffle")},
+        "data.data_path": ("a", "b"),
+    },
     "one_data_source": {"data.mock_data": True},
     "training_data_given": {"data.data_path": (), "data.valid_data_path": ("v",)},
     "blend_in_pairs": {"data.data_path": ("0.5", "a", "b")},
