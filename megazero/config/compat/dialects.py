@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 from megazero.config.compat.blends import weighted
 from megazero.config.compat.foreign import Foreign, Ignored, arity
+from megazero.config.compat.layouts import of_ends, of_layout
 from megazero.config.tables import blocks, names_in
 from megazero.config.words import dashed, is_flag, values_after
 from megazero.errors import DataError
@@ -159,7 +160,8 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
 
     ``{}`` are the values, ``{n}`` is how many parts commas make of the first, ``{--flag}`` is the value of
     another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the numbers of 5-7 9-10 and
-    ``{pairs}`` those of 5 7 9 10, ``{weighted}`` is a blend of parts of datasets.
+    ``{pairs}`` those of 5 7 9 10, ``{weighted}`` is a blend of parts of datasets, ``{layout}`` and ``{ends}``
+    are the arguments about the layers of stages.
     """
     first = values[0] if values else ""
     other = given.get(token.strip("{/}"), [])
@@ -167,6 +169,10 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
         return list(values)
     if token == "{n}":
         return [str(first.count(",") + 1)]
+    if token == "{layout}":
+        return of_layout(" ".join(values), given)
+    if token == "{ends}":
+        return of_ends(given)
     if token == "{weighted}":
         return list(weighted(" , ".join(values)))
     if token in ("{range}", "{pairs}"):
@@ -196,7 +202,8 @@ def _row(
             )
         if meanings:
             return next(iter(meanings.values()))
-    return _first(_SYNONYMS, name, values) or (None if is_known else _of_family(name))
+    row = _first(_SYNONYMS, name, values)
+    return row or (None if is_known else _of_family(name) or _turned_off(name, values))
 
 
 def _first(rows: Mapping[str, tuple[Row, ...]], name: str, values: Sequence[str]) -> Row | None:
@@ -276,6 +283,14 @@ _SYNONYMS: Mapping[str, tuple[Row, ...]] = MappingProxyType(_rows_of("synonyms.t
 _FAMILIES: tuple[tuple[str, str], ...] = tuple(
     (reason, pattern) for reason, words in blocks("families.txt") for pattern in words
 )
+
+
+def _turned_off(name: str, values: Sequence[str]) -> Row | None:
+    """The row of a flag that nobody knows, and that turns off what it would turn on."""
+    is_off = len(values) == 1 and values[0].lower() in ("false", "0", "none", "off", "no")
+    # A model has biases and norms, so turning those off asks for something.
+    asks = not name.startswith(("--use-", "--enable-", "--do-", "--with-")) or "bias" in name or "norm" in name
+    return Row(name, 0, 1, accepted="it is off") if is_off and not asks else None
 
 
 def _of_family(name: str) -> Row | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, model_validator
 
 from megazero.config.tree.option import Section, option
+
+
+_OF_MODELS = ("HFTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
 
 class TokenizerConfig(Section):
@@ -47,6 +50,16 @@ class TokenizerConfig(Section):
             "NullTokenizer => model.vocab_size",
         ),
     )
+    @model_validator(mode="before")
+    @classmethod
+    def _model_by_another_name(cls, data: Any) -> Any:
+        """Scripts of forks give the model of any tokenizer by `--vocab-file`."""
+        if not isinstance(data, dict) or data.get("tokenizer_type") not in _OF_MODELS:
+            return data
+        if data.get("tokenizer_model") is not None or data.get("vocab_file") is None:
+            return data
+        return {**data, "tokenizer_model": data["vocab_file"], "vocab_file": None}
+
     vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)")
     merge_file: str | None = option(None, "BPE merges file")
     tokenizer_model: str | None = option(
