@@ -203,7 +203,9 @@ def _row(
         if meanings:
             return next(iter(meanings.values()))
     row = _first(_SYNONYMS, name, values)
-    return row or (None if is_known else _of_family(name) or _turned_off(name, values))
+    if is_known:  # some of its values may have other names, but itself it is read as it is
+        return row if row is not None and row.values else None
+    return row or _of_family(name) or _turned_off(name, values)
 
 
 def _first(rows: Mapping[str, tuple[Row, ...]], name: str, values: Sequence[str]) -> Row | None:
