@@ -98,7 +98,7 @@ class GPTDataset(SampleDataset):
         self.name = name
         self._ids = sequence_ids
         if settings.prepared is not None and name == SPLIT_NAMES[0]:
-            self.plan, self.index = self._prepared(settings.prepared, num_samples)
+            self.index = self._prepared(settings.prepared, num_samples)
             self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
             return
         self.plan = self._plan(num_samples, epochs)
@@ -165,7 +165,7 @@ class GPTDataset(SampleDataset):
                 f"{self.name} split of {self.indexed.prefix} ({len(ids)} sequences): {error}"
             ) from error
 
-    def _prepared(self, files: Sequence[str], num_samples: int | None) -> tuple[SamplePlan, GPTIndex]:
+    def _prepared(self, files: Sequence[str], num_samples: int | None) -> GPTIndex:
         """The index in a Megatron's .npy files, which must be of these sequences and this length."""
         document, sample, shuffle = (_read_index(path) for path in files)
         epochs, rest = divmod(len(document), max(1, len(self._ids)))
@@ -173,17 +173,17 @@ class GPTDataset(SampleDataset):
         if rest or not epochs:
             raise DataError(
                 f"{of_files} must have each of the {len(self._ids)} sequences of the {self.name} split of "
-                f"{self.indexed.prefix} as often, but has {len(document)} in all; give the `--split` that it is "
-                "of."
+                f"{self.indexed.prefix} as often, but has {len(document)} in all; give the `--split` that it "
+                "is of."
             )
-        plan = self._plan(None, epochs)
+        self.plan = self._plan(None, epochs)
         index = GPTIndex(document, sample, shuffle)
         fault = self._fault(vars(index))
-        if fault is None and plan.samples < (num_samples or 1):
-            fault = f"its {plan.samples} samples are fewer than the {num_samples} of the training"
+        if fault is None and self.plan.samples < (num_samples or 1):
+            fault = f"its {self.plan.samples} samples are fewer than the {num_samples} of the training"
         if fault is not None:
             raise DataError(f"{of_files} does not fit {self.indexed.prefix}: {fault}.")
-        return plan, index
+        return index
 
     def _build(self) -> dict[str, np.ndarray]:
         ids = np.arange(self._ids.start, self._ids.stop) if isinstance(self._ids, range) else self._ids

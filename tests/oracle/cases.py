@@ -157,8 +157,8 @@ OPTIMIZER = {
     "floor": {"0": {"min-lr": 0.0}, "0.002": {"min-lr": 2e-3}},
     "decoupled": {
         "none": {},
-        "peak": {"decoupled-lr": 1e-2},
-        "both": {"decoupled-lr": 2e-2, "decoupled-min-lr": 1e-3},
+        "peak": {"decoupled-lr": 3e-3},
+        "both": {"decoupled-lr": 8e-3, "decoupled-min-lr": 1e-3},
     },
     "weight-decay": {
         "none": {"weight-decay": 0.0},
@@ -186,6 +186,10 @@ NOT_STATED = MappingProxyType(
         **dict.fromkeys(
             ("model.extra_vocab_size", "model.pad_vocab_size_to"),
             "rows of a table: tests/train/test_vocabulary.py",
+        ),
+        **dict.fromkeys(
+            (f"data.train_{kind}_idx_path" for kind in ("doc", "sample", "shuffle")),
+            "an index that is not built: tests/data/test_prepared.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "precision.tf32": "a CPU has no such products: tests/train/test_determinism.py",
@@ -267,7 +271,7 @@ BERT_FACTORS: Factors = MappingProxyType(
         "softmax": MODEL["softmax"],
         "masked": {"0.15": {"mask-prob": 0.15}, "0.4": {"mask-prob": 0.4}},
         "short": {"0.1": {"short-seq-prob": 0.1}, "0.7": {"short-seq-prob": 0.7}},
-        "batch": BATCH["batch"],
+        "batch": {name: BATCH["batch"][name] for name in ("whole", "accumulated", "ramp")},
         "optimizer": {name: OPTIMIZER["optimizer"][name] for name in ("adam", "lamb", "momentum")},
         "layout": {
             **LAYOUT["layout"],

@@ -119,6 +119,9 @@ def _read(
     if dashed(name) == COMMAND:
         return len(values[:1])
     row = _row(dashed(name), values, tables, reading, is_known=spelled is not None)
+    if row is None and spelled is None and _lacks_value(dashed(name), values, tables):
+        reading.problems.append(f"`{name}` must be followed by a value.")
+        return 0
     if row is None:
         reading.argv.append(token if spelled is None else spelled + token[len(name) :])
         return 0
@@ -202,10 +205,15 @@ def _row(
             )
         if meanings:
             return next(iter(meanings.values()))
-    row = _first(_SYNONYMS, name, values)
+    row = _first(SYNONYMS, name, values)
     if is_known:  # some of its values may have other names, but itself it is read as it is
         return row if row is not None and row.values else None
     return row or _of_family(name) or _turned_off(name, values)
+
+
+def _lacks_value(name: str, values: Sequence[str], tables: list[list[str]]) -> bool:
+    known = [DIALECTS[fork] for names in tables for fork in names] + [SYNONYMS]
+    return any(row.least > len(values) for rows in known for row in rows.get(name, ()))
 
 
 def _first(rows: Mapping[str, tuple[Row, ...]], name: str, values: Sequence[str]) -> Row | None:
@@ -280,7 +288,8 @@ DIALECTS: Mapping[str, Mapping[str, tuple[Row, ...]]] = MappingProxyType(
 )
 """Every fork: name -> flag -> its rows, of which the first that fits counts."""
 
-_SYNONYMS: Mapping[str, tuple[Row, ...]] = MappingProxyType(_rows_of("synonyms.txt"))
+SYNONYMS: Mapping[str, tuple[Row, ...]] = MappingProxyType(_rows_of("synonyms.txt"))
+"""Flag of any trainer -> its rows, of which the first that fits counts."""
 
 _FAMILIES: tuple[tuple[str, str], ...] = tuple(
     (reason, pattern) for reason, words in blocks("families.txt") for pattern in words
