@@ -45,10 +45,7 @@ class Setting:
 
 @dataclass
 class Scan:
-    """The result of reading a command line.
-
-    `broken` are paths of fields whose value could not be read, `forks` those whose flags are on it.
-    """
+    """The result of reading a command line. `broken` are paths of fields whose value could not be read."""
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -59,7 +56,6 @@ class Scan:
     deepspeed: bool = False
     deepspeed_config: str | None = None
     check_only: bool = False
-    forks: list[str] = field(default_factory=list)
     unknown: Few = field(default_factory=lambda: Few("unknown flags"))
     stray: Few = field(default_factory=lambda: Few("unexpected arguments"))
 
@@ -118,7 +114,6 @@ def scan(argv: Sequence[str]) -> Scan:
         problems=reading.problems,
         warnings=reading.warnings(),
         ignored=reading.ignored,
-        forks=reading.assumed,
     )
     argv, position = reading.argv, 0
     while position < len(argv):
@@ -133,6 +128,11 @@ def scan(argv: Sequence[str]) -> Scan:
         position += _read_flag(result, name, values, following)
     result.settings = _settle(result)
     result.problems += [*result.unknown.rest(), *result.stray.rest(), *_deepspeed_pair(result)]
+    if result.unknown.count and reading.assumed:
+        fork = reading.assumed[0]
+        result.problems.append(
+            f"unknown flags are not those of `--dialect {fork}` either, as others of this line are."
+        )
     return result
 
 
@@ -163,15 +163,13 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str])
         else:
             result.problems.append(outcome)
         return taken
-    result.unknown.add(result.problems, partial(_unknown, name, result.forks))
+    result.unknown.add(result.problems, partial(_unknown, name))
     return len(following)
 
 
-def _unknown(name: str, forks: Sequence[str]) -> str:
+def _unknown(name: str) -> str:
     close = nearest(name, [*FLAGS, *COMMANDS])
     hint = f"; did you mean `{close}`?" if close else "; see --help."
-    if not close and forks:
-        hint = f"; see --help (other flags are of `--dialect {forks[0]}`, which has it neither)."
     return f"unknown flag `{name}`{hint}"
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Literal
 
 from megazero.config.pacing import pieces
+from megazero.config.stairs import BatchStairs
 from megazero.config.tree.config import Config
 
 Unit = Literal["iters", "samples", "tokens"]
@@ -122,7 +123,7 @@ class BatchRamp:
         """
         batch = config.batch
         if batch.step_batch_size_schedule:
-            return BatchStairs(batch.stairs(config.model.seq_length))
+            return BatchStairs.of(batch.step_batch_size_schedule, config.model.seq_length)
         final = batch.final_batch_size or batch.micro_batch_size * data_parallel_size
         if batch.rampup_batch_size is None:
             return cls.constant(final)
@@ -153,51 +154,6 @@ class BatchRamp:
 
     def _increments_done(self, consumed_samples: int) -> int:
         return min(self.increments, consumed_samples * self.increments // self.ramp_samples)
-
-
-@dataclass(frozen=True)
-class BatchStairs:
-    """The global batch size as a function of the samples consumed, in steps of any width and height.
-
-    Attributes:
-        pieces: (samples from which on it holds, batch size), in ascending order and starting at 0.
-    """
-
-    pieces: tuple[tuple[int, int], ...]
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """All sizes, in order."""
-        return [size for _, size in self.pieces]
-
-    @property
-    def start(self) -> int:
-        """The first size."""
-        return self.pieces[0][1]
-
-    @property
-    def final(self) -> int:
-        """The last size."""
-        return self.pieces[-1][1]
-
-    @property
-    def increments(self) -> int:
-        """The number of times that the batch changes."""
-        return len(self.pieces) - 1
-
-    def at(self, consumed_samples: int) -> int:
-        """The global batch size of the step that starts after `consumed_samples`."""
-        return self.pieces[max(0, self._following(consumed_samples) - 1)][1]
-
-    def steps_held(self, consumed_samples: int) -> int | None:
-        """The number of steps after `consumed_samples` for which the size stays; None if for good."""
-        following = self._following(consumed_samples)
-        if following == len(self.pieces):
-            return None
-        return -(-(self.pieces[following][0] - consumed_samples) // self.at(consumed_samples))
-
-    def _following(self, consumed_samples: int) -> int:
-        return bisect_right(self.pieces, consumed_samples, key=lambda piece: piece[0])
 
 
 BatchSizes = BatchRamp | BatchStairs

@@ -156,9 +156,8 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
         reset_position_ids=data.reset_position_ids,
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
-        prepared=_prepared(data),
     )
-    return build_datasets(_request(config, GPTBuilder(settings, packed), sizes))
+    return build_datasets(_request(config, GPTBuilder(settings, packed, _prepared(data)), sizes))
 
 
 def _prepared(data: DataConfig) -> tuple[str, str, str] | None:

@@ -29,8 +29,8 @@ from megazero.data.index_build import (
 from megazero.data.index_check import gpt_index_fault
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.native import NATIVE
+from megazero.data.prepared import check_prepared, prepared_index
 from megazero.data.sample_numbers import sample_numbers
-from megazero.data.splits import SPLIT_NAMES
 from megazero.errors import DataError
 
 _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -45,8 +45,7 @@ class GPTSettings:
     the id that ends a document, needed by the three flags: eod_mask_loss (no loss where the input is EOD),
     reset_position_ids (positions restart after EOD), reset_attention_mask (adds `document_ids`).
     add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
-    overlap and the last label is masked. prepared: .npy files with the training's order of documents, begins
-    of samples and order of samples; None to build them.
+    overlap and the last label is masked.
     """
 
     sequence_length: int
@@ -58,7 +57,6 @@ class GPTSettings:
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
     add_extra_token: bool = True
-    prepared: tuple[str, str, str] | None = None
 
     def __post_init__(self) -> None:
         flags = [
@@ -79,7 +77,7 @@ class GPTDataset(SampleDataset):
 
     sequence_ids: the split's sequences, a range or int [n]; num_samples: the least number of samples, over
     as many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
-    name, for messages and cache files. Raises DataError if the split holds too few tokens for one sample.
+    name, for messages and cache files. prepared: .npy files with the index, instead of one that is built. Raises DataError if the split holds too few tokens for one sample.
     """
 
     padding_share = 0.0  # all samples are full
@@ -92,13 +90,16 @@ class GPTDataset(SampleDataset):
         settings: GPTSettings,
         name: str = "train",
         epochs: int | None = None,
+        prepared: Sequence[str] | None = None,
     ):
         self.indexed = indexed
         self.settings = settings
         self.name = name
         self._ids = sequence_ids
-        if settings.prepared is not None and name == SPLIT_NAMES[0]:
-            self.index = self._prepared(settings.prepared, num_samples)
+        if prepared is not None:
+            self.index, epochs = prepared_index(prepared, len(sequence_ids), indexed.prefix)
+            self.plan = self._plan(None, epochs)
+            check_prepared(self._fault(vars(self.index)), self.plan, num_samples, indexed.prefix)
             self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
             return
         self.plan = self._plan(num_samples, epochs)
@@ -165,26 +166,6 @@ class GPTDataset(SampleDataset):
                 f"{self.name} split of {self.indexed.prefix} ({len(ids)} sequences): {error}"
             ) from error
 
-    def _prepared(self, files: Sequence[str], num_samples: int | None) -> GPTIndex:
-        """The index in a Megatron's .npy files, which must be of these sequences and this length."""
-        document, sample, shuffle = (_read_index(path) for path in files)
-        epochs, rest = divmod(len(document), max(1, len(self._ids)))
-        of_files = f"the prepared index ({', '.join(files)})"
-        if rest or not epochs:
-            raise DataError(
-                f"{of_files} must have each of the {len(self._ids)} sequences of the {self.name} split of "
-                f"{self.indexed.prefix} as often, but has {len(document)} in all; give the `--split` that it "
-                "is of."
-            )
-        self.plan = self._plan(None, epochs)
-        index = GPTIndex(document, sample, shuffle)
-        fault = self._fault(vars(index))
-        if fault is None and self.plan.samples < (num_samples or 1):
-            fault = f"its {self.plan.samples} samples are fewer than the {num_samples} of the training"
-        if fault is not None:
-            raise DataError(f"{of_files} does not fit {self.indexed.prefix}: {fault}.")
-        return index
-
     def _build(self) -> dict[str, np.ndarray]:
         ids = np.arange(self._ids.start, self._ids.stop) if isinstance(self._ids, range) else self._ids
         plan, seed = self.plan, self.settings.seed
@@ -224,16 +205,6 @@ class GPTDataset(SampleDataset):
         ends[firsts + counts - 1] = stops[:, 1] + self.plan.extra
         size = self.indexed.dtype.itemsize
         return offsets[sequences] + begins * size, offsets[sequences] + ends * size
-
-
-def _read_index(path: str) -> np.ndarray:
-    try:
-        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"a prepared index must be a .npy file, but {path} cannot be read ({error})."
-        ) from error
-    return array
 
 
 def refuse_ids(indices: np.ndarray, texts: Sequence[np.ndarray], limit: int | None, where: str) -> None:

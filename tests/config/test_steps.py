@@ -9,7 +9,8 @@ from random import Random
 import pytest
 from pydantic import ValidationError
 
-from megazero.config.steps import BatchRamp, BatchStairs, Progress, SequenceLengths, Step, Steps
+from megazero.config.stairs import BatchStairs
+from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Step, Steps
 from tests.config.samples import make_config
 
 # 4 -> 12 in steps of 4 over 30 samples: each size is held for 15 samples

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.errors import DataError
@@ -32,8 +33,7 @@ def files(folder: Path, dataset: GPTDataset, **changes: np.ndarray) -> tuple[str
 
 def test_its_samples_are_in_the_order_of_the_files(indexed, tmp_path):
     built = GPTDataset(indexed, range(5), 20, replace(SETTINGS, seed=99))
-    prepared = replace(SETTINGS, prepared=files(tmp_path, built))
-    read = GPTDataset(indexed, range(5), 20, prepared)
+    read = GPTDataset(indexed, range(5), 20, SETTINGS, prepared=files(tmp_path, built))
     assert len(read) >= 20
     for number in range(len(built)):
         np.testing.assert_array_equal(read[number]["tokens"], built[number]["tokens"])
@@ -42,31 +42,33 @@ def test_its_samples_are_in_the_order_of_the_files(indexed, tmp_path):
 
 
 def test_validation_is_built_as_ever(indexed, tmp_path):
-    built = GPTDataset(indexed, range(5), 20, SETTINGS)
-    prepared = replace(SETTINGS, prepared=files(tmp_path, built), seed=5)
-    valid = GPTDataset(indexed, range(5), 20, prepared, "valid")
-    plain = GPTDataset(indexed, range(5), 20, replace(SETTINGS, seed=5), "valid")
+    built = GPTDataset(indexed, range(5), 20, replace(SETTINGS, seed=99))
+    builder = GPTBuilder(SETTINGS, prepared=files(tmp_path, built))
+    valid = builder.build(indexed, range(5), 20, "valid", None)
+    plain = GPTDataset(indexed, range(5), 20, SETTINGS, "valid")
     np.testing.assert_array_equal(valid.index.shuffle_index, plain.index.shuffle_index)
+    train = builder.build(indexed, range(5), 20, "train", None)
+    np.testing.assert_array_equal(train.index.shuffle_index, built.index.shuffle_index)
 
 
 def test_an_index_of_other_data_is_refused(indexed, tmp_path):
     built = GPTDataset(indexed, range(5), 20, SETTINGS)
-    prepared = replace(SETTINGS, prepared=files(tmp_path, built))
+    paths = files(tmp_path, built)
     with pytest.raises(DataError, match="must have each of the 4 sequences"):
-        GPTDataset(indexed, range(4), 20, prepared)
+        GPTDataset(indexed, range(4), 20, SETTINGS, prepared=paths)
     with pytest.raises(DataError, match="does not fit"):
-        GPTDataset(indexed, range(5), 20, replace(prepared, sequence_length=7))
+        GPTDataset(indexed, range(5), 20, replace(SETTINGS, sequence_length=7), prepared=paths)
     with pytest.raises(DataError, match="are fewer than the 500 of the training"):
-        GPTDataset(indexed, range(5), 500, prepared)
+        GPTDataset(indexed, range(5), 500, SETTINGS, prepared=paths)
     twice = np.zeros(len(built.index.shuffle_index), dtype=np.int64)
-    broken = replace(SETTINGS, prepared=files(tmp_path, built, shuffle_index=twice))
+    paths = files(tmp_path, built, shuffle_index=twice)
     with pytest.raises(DataError, match="does not fit"):
-        GPTDataset(indexed, range(5), 20, broken)
+        GPTDataset(indexed, range(5), 20, SETTINGS, prepared=paths)
 
 
 def test_a_file_that_is_none_is_refused(indexed, tmp_path):
     built = GPTDataset(indexed, range(5), 20, SETTINGS)
     document, sample, _ = files(tmp_path, built)
+    none = (document, sample, f"{tmp_path}/none.npy")
     with pytest.raises(DataError, match=r"must be a \.npy file, but .*none\.npy cannot be read"):
-        none = (document, sample, f"{tmp_path}/none.npy")
-        GPTDataset(indexed, range(5), 20, replace(SETTINGS, prepared=none))
+        GPTDataset(indexed, range(5), 20, SETTINGS, prepared=none)

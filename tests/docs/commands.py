@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from megazero.cli import VERBS
+from megazero.config.compat.dialects import SYNONYMS
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.flags import COMMANDS, FLAGS
 from tests.docs.pages import ROOT, Document
@@ -68,7 +69,7 @@ def words_of(line: str) -> tuple[str, ...]:
 def trainer_flags() -> frozenset[str]:
     """The flags of a training; those of other trainers if they are accepted."""
     accepted = (name for name, row in FOREIGN_FLAGS.items() if row.accepted)
-    return frozenset([*FLAGS, *COMMANDS, *accepted])
+    return frozenset([*FLAGS, *COMMANDS, *accepted, *SYNONYMS])
 
 
 @cache

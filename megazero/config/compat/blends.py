@@ -13,7 +13,6 @@ from megazero.regular_file import read_regular_text
 MARK = "@"
 """It begins the name of a file with a blend, where the blend itself could stand."""
 
-_QUOTES = str.maketrans(dict.fromkeys("\"'", " "))
 _PART = re.compile(r"(?P<prefix>.+)\[(?P<start>[\d.]+):(?P<stop>[\d.]+)\]")
 
 
@@ -59,7 +58,7 @@ def weighted(text: str) -> Iterator[str]:
 
     Several groups, which BigScience evaluates apart, are one blend. Raises DataError for another form.
     """
-    for entry in re.split(r"[,\n]", re.sub(r"\b[\w.-]+:(?=\s)", ",", text.translate(_QUOTES))):
+    for entry in re.split(r"[,\n]", re.sub(r"\b[\w.-]+:(?=\s)", ",", re.sub(r"[\"']", " ", text))):
         words = entry.split()
         if not words:
             continue

@@ -25,7 +25,7 @@ COMMAND = "--dialect"
 
 @dataclass(frozen=True)
 class Row:
-    """What a fork's flag says.
+    """A fork's flag, and what becomes of it.
 
     Attributes:
         name: the flag, with dashes.
@@ -300,7 +300,9 @@ def _turned_off(name: str, values: Sequence[str]) -> Row | None:
     """The row of a flag that nobody knows, and that turns off what it would turn on."""
     is_off = len(values) == 1 and values[0].lower() in ("false", "0", "none", "off", "no")
     # A model has biases and norms, so turning those off asks for something.
-    asks = not name.startswith(("--use-", "--enable-", "--do-", "--with-")) or "bias" in name or "norm" in name
+    asks = (
+        not name.startswith(("--use-", "--enable-", "--do-", "--with-")) or "bias" in name or "norm" in name
+    )
     return Row(name, 0, 1, accepted="it is off") if is_off and not asks else None
 
 

@@ -39,11 +39,16 @@ def of_ends(given: Given) -> list[str]:
     Raises ValueError if the layers do not come out even, or if there are several chunks on a stage.
     """
     if any(flag in given for flag in _CHUNKS):
-        raise ValueError("with several chunks on a stage, write the layers of each with `--pipeline-partition`")
+        raise ValueError(
+            "with several chunks on a stage, write the layers of each with `--pipeline-partition`"
+        )
     stages, layers = _number(given, (_STAGES,)) or 1, _number(given, (_LAYERS,)) or 0
     first, last = _number(given, _FIRST), _number(given, _LAST)
     if first is None and last is None:
-        counted, rest = (_EMBEDDING in given, _LOSS in given), (layers + (_EMBEDDING in given) + (_LOSS in given))
+        counted, rest = (
+            (_EMBEDDING in given, _LOSS in given),
+            (layers + (_EMBEDDING in given) + (_LOSS in given)),
+        )
         share, left = divmod(rest, stages)
         counts = [share] * stages
         counts[0] -= counted[0]
@@ -51,9 +56,15 @@ def of_ends(given: Given) -> list[str]:
     else:
         inner = stages - (first is not None) - (last is not None)
         share, left = divmod(layers - (first or 0) - (last or 0), max(1, inner))
-        counts = [*([first] if first is not None else []), *[share] * inner, *([last] if last is not None else [])]
+        counts = [
+            *([first] if first is not None else []),
+            *[share] * inner,
+            *([last] if last is not None else []),
+        ]
     if left or sum(counts) != layers:
-        raise ValueError(f"{layers} layers do not come out even over {stages} stages; use `--pipeline-partition`")
+        raise ValueError(
+            f"{layers} layers do not come out even over {stages} stages; use `--pipeline-partition`"
+        )
     return _partition(counts, given)
 
 
@@ -64,7 +75,9 @@ def _number(given: Given, names: Sequence[str]) -> int | None:
 def _partition(counts: Sequence[int], given: Given) -> list[str]:
     stages = _number(given, (_STAGES,)) or 1
     if min(counts) < 1:
-        raise ValueError("every stage must have a layer; give its neighbours fewer, with `--pipeline-partition`")
+        raise ValueError(
+            "every stage must have a layer; give its neighbours fewer, with `--pipeline-partition`"
+        )
     if len(counts) % stages:
         raise ValueError(f"{len(counts)} parts cannot be dealt over {stages} stages")
     chunks = len(counts) // stages

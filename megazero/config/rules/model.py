@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 from megazero.config.derive import chunks_per_stage
 from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
+from megazero.config.stairs import BatchStairs
 from megazero.config.steps import BatchRamp
 from megazero.config.training_plan import Limits
 
@@ -229,9 +229,9 @@ _RAMP = ("batch.rampup_batch_size", "batch.global_batch_size")
 _STAIRS = ("batch.step_batch_size_schedule",)
 
 
-def _stairs_rise(case: Case) -> bool:
-    first = [samples for samples, _ in case.config.batch.stairs(case.config.model.seq_length)]
-    return not first or (first[0] == 0 and all(a < b for a, b in pairwise(first)))
+def _stairs(case: Case) -> BatchStairs | None:
+    stairs = case.config.batch.step_batch_size_schedule
+    return BatchStairs.of(stairs, case.config.model.seq_length) if stairs else None
 
 
 BATCH_RULES: tuple[Rule, ...] = (
@@ -283,7 +283,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         (*_STAIRS, "model.seq_length"),
         "`step_batch_size_schedule` must begin at 0, and each next threshold be at least one sample later",
         "correct it",
-        _stairs_rise,
+        lambda c: (stairs := _stairs(c)) is None or stairs.rise,
     ),
     Rule(
         "batch_steps_end_at_global_batch",
@@ -301,9 +301,7 @@ BATCH_RULES: tuple[Rule, ...] = (
         "each size of `step_batch_size_schedule` must be a multiple of `micro_batch_size` x data-parallel "
         "size",
         "choose such multiples",
-        lambda c: all(
-            size % _batch_unit(c) == 0 for _, size in c.config.batch.stairs(c.config.model.seq_length)
-        ),
+        lambda c: (stairs := _stairs(c)) is None or not any(size % _batch_unit(c) for size in stairs.sizes),
         _unit_clause,
     ),
     Rule(

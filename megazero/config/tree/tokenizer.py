@@ -8,7 +8,6 @@ from pydantic import NonNegativeInt, model_validator
 
 from megazero.config.tree.option import Section, option
 
-
 _OF_MODELS = ("HFTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
 
@@ -50,6 +49,7 @@ class TokenizerConfig(Section):
             "NullTokenizer => model.vocab_size",
         ),
     )
+
     @model_validator(mode="before")
     @classmethod
     def _model_by_another_name(cls, data: Any) -> Any:

@@ -2,36 +2,12 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
-from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
 
+from megazero.config.stairs import Stairs, final_size
 from megazero.config.tree.option import Duration, Interval, Section, option
-
-_SUFFIXES = MappingProxyType({"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
-
-
-def _count(text: str) -> int:
-    factor = _SUFFIXES.get(text[-1:].upper(), 1)
-    return int(Decimal(text[:-1] if factor > 1 else text) * factor)
-
-
-def _read_stairs(stairs: tuple[str, ...]) -> tuple[str, ...]:
-    """Numbers in full, in the order of thresholds."""
-    words = [word for text in stairs for word in text.replace(",", " ").split()]
-    try:
-        pairs = sorted(tuple(map(_count, word.split(":", 1))) for word in words)
-    except (ArithmeticError, ValueError):
-        pairs = [()]
-    if any(len(pair) != 2 or pair[0] < 0 or pair[1] < 1 for pair in pairs):
-        raise ValueError("must be THRESHOLD:SIZE pairs such as 0:768 250B:1536")
-    return tuple(f"{threshold}:{size}" for threshold, size in pairs)
-
-
-BatchStairs = Annotated[tuple[str, ...], AfterValidator(_read_stairs)]
-"""Sizes of the global batch, each with the number of tokens from which on it holds: THRESHOLD:SIZE."""
 
 
 class BatchConfig(Section):
@@ -41,7 +17,7 @@ class BatchConfig(Section):
     global_batch_size: PositiveInt | None = option(
         None, "sequences per optimizer step; default: micro batch x data-parallel size"
     )
-    step_batch_size_schedule: BatchStairs = option(
+    step_batch_size_schedule: Stairs = option(
         (),
         "THRESHOLD:SIZE ...: the global batch from each number of tokens on, such as 0:768 250B:1536; K, M, "
         "B and T are thousands to trillions; instead of --global-batch-size",
@@ -63,12 +39,7 @@ class BatchConfig(Section):
     def final_batch_size(self) -> int | None:
         """The global batch at the end of the training; None if nothing gives it."""
         stairs = self.step_batch_size_schedule
-        return int(stairs[-1].partition(":")[2]) if stairs else self.global_batch_size
-
-    def stairs(self, seq_length: int) -> tuple[tuple[int, int], ...]:
-        """The samples from which on each batch size holds, and that size."""
-        pairs = (stair.split(":") for stair in self.step_batch_size_schedule)
-        return tuple((int(tokens) // seq_length, int(size)) for tokens, size in pairs)
+        return final_size(stairs) if stairs else self.global_batch_size
 
 
 def _none_below_zero(batches: Any) -> Any:

@@ -65,9 +65,9 @@ def test_a_fork_s_flag_means(fork: str, argv: str, expected: dict[str, object]) 
     "argv",
     [
         "--use-mpi", "--experiment-name e", "--rank 0 --world-size 8 --dist-url env://",
-        "--wandb-anything a b", "--log-some-figure-to-tensorboard", "--profile-my-kernels 3", "--use-fused-thing",
-        "--codecarbon-dir d",
-        "--clearml-project p", "--no-log-x", "--overlap-everything", "--torch_compile_mode max",
+        "--wandb-anything a b", "--log-some-figure-to-tensorboard", "--profile-my-kernels 3",
+        "--use-fused-thing", "--codecarbon-dir d", "--clearml-project p", "--no-log-x",
+        "--overlap-everything", "--torch_compile_mode max",
         "--kill-switch-path k", "--max-padding-length 2048", "--adlr-autoresume",
     ],
 )  # fmt: skip
@@ -116,8 +116,10 @@ def test_refused_with_what_to_do(argv: str, says: str) -> None:
 
 
 def test_an_unknown_flag_beside_those_of_a_fork_names_the_fork() -> None:
-    (problem,) = scan(["--pp-partition-method", "uniform", "--no-such", "1"]).problems
-    assert problem.endswith("(other flags are of `--dialect bigscience`, which has it neither).")
+    _, problem = scan(["--pp-partition-method", "uniform", "--no-such", "1"]).problems
+    assert (
+        problem == "unknown flags are not those of `--dialect bigscience` either, as others of this line are."
+    )
 
 
 @pytest.mark.parametrize("fork", DIALECTS)
