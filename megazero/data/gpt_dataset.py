@@ -77,7 +77,8 @@ class GPTDataset(SampleDataset):
 
     sequence_ids: the split's sequences, a range or int [n]; num_samples: the least number of samples, over
     as many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
-    name, for messages and cache files. prepared: .npy files with the index, instead of one that is built. Raises DataError if the split holds too few tokens for one sample.
+    name, for messages and cache files. prepared: .npy files with the index, instead of one that is built.
+    Raises DataError if the split holds too few tokens for one sample.
     """
 
     padding_share = 0.0  # all samples are full

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from megazero.cli import VERBS
-from megazero.config.compat.dialects import SYNONYMS
+from megazero.config.compat.dialects import DIALECTS, SYNONYMS
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.flags import COMMANDS, FLAGS
 from tests.docs.pages import ROOT, Document
@@ -93,7 +93,8 @@ def all_flags() -> frozenset[str]:
         FLAG.findall(path.read_text(encoding="utf-8")) for path in [*paths, ROOT / "tests/conftest.py"]
     )
     known = frozenset(flag for flags in spelled for flag in flags)
-    return known | trainer_flags() | starter_flags() | FOREIGN_FLAGS.keys()
+    forks = {name for rows in DIALECTS.values() for name in rows}
+    return known | trainer_flags() | starter_flags() | FOREIGN_FLAGS.keys() | forks
 
 
 def prose_violations(document: Document) -> Iterator[str]:
