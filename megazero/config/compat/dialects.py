@@ -22,6 +22,8 @@ from megazero.errors import DataError
 COMMAND = "--dialect"
 """The flag that names the fork whose line follows."""
 
+_ANY = 1_000_000
+
 
 @dataclass(frozen=True)
 class Row:
@@ -251,27 +253,33 @@ def _tables(known: Mapping[str, str], named: str | None, reading: Reading) -> li
 def _rows_of(table: str) -> dict[str, tuple[Row, ...]]:
     rows: dict[str, list[Row]] = {}
     for head, words in blocks(table):
-        for row in _rows(head, words):
+        for row in _rows(head, words, most=_ANY if "/" in table else 0):
             rows.setdefault(dashed(row.name), []).append(row)
     return {name: tuple(several) for name, several in rows.items()}
 
 
-def _rows(head: str, words: Sequence[str]) -> Iterator[Row]:
-    """The rows of a block: `same`, `no effect: REASON` or `refused: REASON`, and words under it."""
+def _rows(head: str, words: Sequence[str], most: int) -> Iterator[Row]:
+    """The rows of a block: `same`, `no effect: REASON` or `refused: REASON`, and words under it.
+
+    Args:
+        head, words: the block.
+        most: as many values belong at least to a flag that is not read, whatever its mark says.
+    """
     verb, _, reason = head.partition(": ")
     for word in words:
         theirs, _, ours = word.partition(":")
         marked, _, choices = theirs.partition("=")
         few = choices in ("", "*", "?")
-        name, least, most = arity(theirs) if few else (marked, 1, 1)
+        # What a value only ends with may be followed by more.
+        name, least, many = arity(theirs) if few else (marked, 1, _ANY if choices[0] == "*" else 1)
         values = () if few else tuple(choices.lower().split(","))
         if verb == "same":
-            yield Row(name, least, most, values, same=tuple(_tokens(ours)))
+            yield Row(name, least, many, values, same=tuple(_tokens(ours)))
         elif verb == "no effect":
-            yield Row(name, least, most, values, accepted=reason)
+            yield Row(name, least, max(many, most), values, accepted=reason)
         else:
             assert verb == "refused", f"`{head}` of a dialect begins with no known word"
-            yield Row(name, least, most, values, refused=reason)
+            yield Row(name, least, max(many, most), values, refused=reason)
 
 
 def _tokens(ours: str) -> Iterator[str]:
@@ -309,4 +317,4 @@ def _turned_off(name: str, values: Sequence[str]) -> Row | None:
 def _of_family(name: str) -> Row | None:
     """The row of a flag that nobody knows, but whose name says that it changes no number."""
     reason = next((reason for reason, pattern in _FAMILIES if fnmatchcase(name, pattern)), None)
-    return None if reason is None else Row(name, 0, 1_000_000, accepted=reason)
+    return None if reason is None else Row(name, 0, _ANY, accepted=reason)

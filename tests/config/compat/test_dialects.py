@@ -145,3 +145,74 @@ def test_rows_of_a_table_fit_the_ranks_and_the_vocabulary() -> None:
     argv = "--pad-vocab-size-to 1000 --vocab-size 999 --extra-vocab-size 2"
     with pytest.raises(ConfigError, match=r"\[rule padded_vocabulary_fits\]"):
         parse_config([*BASE_FLAGS, *argv.split()], world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--pipeline-model-parallel-layout Et*3|(tt|)*6tL --num-layers 16", ("3,2,2,2,2,2,2,1", 4)),
+        ("--pipeline-model-parallel-layout Ett|ttL --num-layers 4", ("2,2", None)),
+        ("--decoder-first-pipeline-num-layers 1 --num-layers 4", ("1,3", None)),
+        ("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2 --num-layers 3",
+         ("1,2", None)),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 6",
+         ("3,3", None)),
+        ("--account-for-loss-in-pipeline-split --num-layers 7", ("4,3", None)),
+    ],
+)  # fmt: skip
+def test_layers_are_dealt_as_megatrons_flags_say(argv: str, expected: tuple[str, int | None]) -> None:
+    values = settings(f"--pipeline-model-parallel-size 2 {argv}")
+    found = (
+        values["parallel.pipeline_partition"],
+        values.get("parallel.num_virtual_stages_per_pipeline_rank"),
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--pipeline-model-parallel-layout Ett|mL --num-layers 2", "every stage must have a layer"),
+        ("--pipeline-model-parallel-layout abc --num-layers 2", "a layout is made of E, t, m, L, |"),
+        ("--pipeline-model-parallel-layout Et|t|tL --num-layers 3", "3 parts cannot be dealt over 2 stages"),
+        ("--decoder-first-pipeline-num-layers 1 --num-layers 1", "every stage must have a layer"),
+        (
+            "--account-for-loss-in-pipeline-split --num-layers 4",
+            "4 layers do not come out even over 2 stages",
+        ),
+        (
+            "--account-for-loss-in-pipeline-split --num-layers 7 --num-virtual-stages-per-pipeline-rank 2",
+            "with several chunks on a stage",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_dealt_so_are_refused(argv: str, says: str) -> None:
+    problems = scan(f"--pipeline-model-parallel-size 2 {argv}".split()).problems
+    assert any(says in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--rope-theta 5e5 --intermediate-size 64", {"model.rotary_base": 5e5, "model.ffn_hidden_size": 64}),
+        ("--optimizer adamw --normalization rms_norm",
+         {"optimizer.optimizer": "adam", "model.normalization": "RMSNorm"}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --use-distributed-optimizer",
+         {"zero.stage": 2}),
+        ("--tokenizer-type Qwen2Tokenizer --tokenizer-model f",
+         {"tokenizer.tokenizer_type": "HFTokenizer", "tokenizer.tokenizer_model": "f"}),
+        ("--batch-size 4 --warmup 0.1 --model-parallel-size 2",
+         {"batch.micro_batch_size": 4, "optimizer.lr_warmup_fraction": 0.1,
+          "parallel.tensor_model_parallel_size": 2}),
+        ("--use-something false", {}),
+        ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-5",
+         {"optimizer.decoupled_lr": 1e-4, "optimizer.decoupled_min_lr": 1e-5}),
+    ],
+)  # fmt: skip
+def test_words_of_many_trainers(argv: str, expected: dict[str, object]) -> None:
+    assert settings(argv) == expected
+
+
+@pytest.mark.parametrize("argv", ["--use-attn-bias false", "--enable-final-norm 0", "--use-something true"])
+def test_a_flag_that_turns_off_a_part_of_a_model_asks_for_something(argv: str) -> None:
+    assert "unknown flag" in scan(argv.split()).problems[0]
