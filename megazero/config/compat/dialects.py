@@ -205,6 +205,13 @@ def _row(
                 f"`{name}` means different things to {' and '.join(meanings)}; say whose line this is, such "
                 f"as `{COMMAND} {next(iter(meanings))}`."
             )
+        if meanings and is_known and reading.assumed and not all(row.values for row in meanings.values()):
+            fork = next(iter(meanings))
+            reading.problems.append(
+                f"`{name}` means another thing to {fork}, of whose flags there are others; say "
+                f"`{COMMAND} {fork}` if this is its line, or leave those out."
+            )
+            return None
         if meanings:
             return next(iter(meanings.values()))
     row = _first(SYNONYMS, name, values)
@@ -240,7 +247,7 @@ def _tables(known: Mapping[str, str], named: str | None, reading: Reading) -> li
     """The forks to ask about a flag, those first that all must agree."""
     if named is not None:
         return [[named]]
-    unknown = [name for name in reading.given if name not in known]
+    unknown = [name for name in reading.given if name not in known and name not in SYNONYMS]
     counts = Counter(fork for fork, rows in DIALECTS.items() for name in unknown if name in rows)
     if not counts:
         return []

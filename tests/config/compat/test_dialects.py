@@ -90,6 +90,8 @@ def test_a_line_of_no_named_fork_is_read_as_the_fork_that_knows_most_of_it() -> 
     values = {setting.spec.path: setting.value for setting in result.settings}
     assert values["training.skip_train"] is True
     assert values["model.rope_scaling_factor"] == 8.0, "it is Megatron-LLM's other meaning only in its lines"
+    (problem,) = scan(["--no_new_tokens", "--rope_scaling_factor", "8"]).problems
+    assert problem.startswith("`--rope-scaling-factor` means another thing to megatron_llm")
     assert "(`--dialect bigscience` says so)" in result.warnings[0]
     assert "`--pp-partition-method uniform` as `--pipeline-partition uniform`" in result.warnings[0]
 
