@@ -78,13 +78,10 @@ _JSON_SECTIONS: Mapping[str, str] = MappingProxyType(
 )
 _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        ("--optimizer", "dist_muon"): "other optimizers",
         ("--position-embedding-type", "yarn"): "model variants",
         ("--position-embedding-type", "relative"): "model variants",
         ("--dataloader-type", "external"): "data variants",
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
-        ("--moe-router-load-balancing-type", "sinkhorn"): "routing by assignment",
-        ("--moe-token-dispatcher-type", "flex"): "dispatchers of other projects",
     }
 )
 """Refusals that are not of foreign flags: the feature that they ask for."""
