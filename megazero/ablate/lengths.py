@@ -25,6 +25,7 @@ _LENGTHS = (
 )
 _RATES = ("skipping.pld_gamma",)  # what happens per step
 _RAMP = "batch.rampup_batch_size"  # (first size, increment, samples)
+_STAIRS = "batch.step_batch_size_schedule"  # tokens:size, ...
 _OF_METRICS = ("total_curriculum_step", "max_step")
 
 
@@ -42,6 +43,11 @@ def scaled(given: Mapping[str, Any], share: float) -> dict[str, Any]:
     if given.get(_RAMP):
         *sizes, samples = given[_RAMP]
         changed[_RAMP] = (*sizes, _times(samples, share))
+    if given.get(_STAIRS):
+        pairs = (stair.split(":") for stair in given[_STAIRS])
+        changed[_STAIRS] = tuple(
+            f"{int(tokens) and _times(int(tokens), share)}:{size}" for tokens, size in pairs
+        )
     if given.get(METRICS):
         changed[METRICS] = tuple(_metric(metric, share) for metric in given[METRICS])
     return changed

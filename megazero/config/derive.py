@@ -11,6 +11,7 @@ from megazero.config.hybrid.settings import HybridConfig
 from megazero.config.tree.config import Config
 from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.routing import BalanceConfig, CapacityConfig, RoutingConfig
 from megazero.config.tree.zero import ZeroConfig
@@ -122,7 +123,7 @@ def balanced_by_micro_batch(model: ModelConfig) -> bool:
     if not model.num_experts:
         return False
     limited = model.drops_tokens and model.moe_capacity_scope == "micro_batch"
-    return limited or "aux_loss" in model.balance_losses
+    return limited or model.assigns or "aux_loss" in model.balance_losses
 
 
 def data_parallel_size(config: Config, world_size: int) -> int:
@@ -174,7 +175,24 @@ def schedule_kind(config: Config) -> str:
     return "interleaved" if chunks_per_stage(config) > 1 else "1f1b"
 
 
-def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding table: the least multiple of `divisible_by` x tensor-parallel size that fits."""
-    multiple = divisible_by * tensor_parallel_size
-    return -(-vocab_size // multiple) * multiple
+def decoupled(optimizer: OptimizerConfig) -> tuple[float, float]:
+    """Peak and floor of the learning rate of the word embedding and the output head."""
+    peak, floor = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    return optimizer.lr if peak is None else peak, optimizer.min_lr if floor is None else floor
+
+
+def padded_vocab_size(vocab_size: int, model: ModelConfig, tensor_parallel_size: int) -> int:
+    """Rows of the embedding table of a vocabulary: `pad_vocab_size_to`, or the least multiple that fits.
+
+    It is a multiple of `make_vocab_size_divisible_by` x tensor-parallel size. Raises ConfigError if the rows
+    that are asked for are too few.
+    """
+    rows, multiple = model.pad_vocab_size_to, model.make_vocab_size_divisible_by * tensor_parallel_size
+    if rows is None:
+        return -(-vocab_size // multiple) * multiple
+    if rows < vocab_size:
+        raise ConfigError(
+            f"`pad_vocab_size_to` must be at least the size of the vocabulary ({vocab_size}), but is {rows}; "
+            "raise it or leave it out"
+        )
+    return rows

@@ -6,7 +6,6 @@ versions, while ours is frozen by a snapshot.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,10 +13,11 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.coerce import coerce
+from megazero.config.compat.dialects import translate
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Ignored, verdict
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
 from megazero.config.lists import Unreadable
-from megazero.config.words import Few, nearest
+from megazero.config.words import Few, dashed, is_flag, nearest, values_after
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "--deepspeed_config": "FILE: read settings from a DeepSpeed JSON; it takes precedence over the YAML "
         "file; flags take precedence over its batch sizes, learning rate and folder of events, and others "
         "that contradict it are refused (also --deepspeed-config)",
+        "--dialect": "NAME: read the flags of a fork of a Megatron as what they mean here; default: of the "
+        "fork that knows the most of those that are unknown",
         "--check-config": "print the resolved configuration and exit; 0 accepted, 2 refused",
         "--help": "print this text and exit",
         "--version": "print the version and exit",
@@ -99,23 +101,38 @@ def _all_flags() -> dict[str, Flag]:
 FLAGS: Mapping[str, Flag] = MappingProxyType(_all_flags())
 """Every flag of the tree: name -> Flag."""
 
+_SPELLINGS: Mapping[str, str] = MappingProxyType(
+    {dashed(name): name for name in (*FOREIGN_FLAGS, *FLAGS, *COMMANDS, "-h")}
+)
+"""Every flag: its name with dashes -> its name."""
+
 
 def scan(argv: Sequence[str]) -> Scan:
     """Read a command line. Problems are collected, never raised."""
-    result = Scan()
-    position = 0
+    reading = translate(argv, _SPELLINGS)
+    result = Scan(
+        problems=reading.problems,
+        warnings=reading.warnings(),
+        ignored=reading.ignored,
+    )
+    argv, position = reading.argv, 0
     while position < len(argv):
         token = argv[position]
         position += 1
-        if not _is_flag(token):
+        if not is_flag(token):
             result.stray.add(result.problems, partial(_stray, token))
             continue
         name, equals, inline = token.partition("=")
         values = [inline] if equals else []
-        following = [] if equals else _values_after(argv, position)
+        following = [] if equals else values_after(argv, position)
         position += _read_flag(result, name, values, following)
     result.settings = _settle(result)
     result.problems += [*result.unknown.rest(), *result.stray.rest(), *_deepspeed_pair(result)]
+    if result.unknown.count and reading.assumed:
+        fork = reading.assumed[0]
+        result.problems.append(
+            f"unknown flags are not those of `--dialect {fork}` either, as others of this line are."
+        )
     return result
 
 
@@ -129,17 +146,6 @@ def _deepspeed_pair(result: Scan) -> list[str]:
     if result.deepspeed_config is not None and not result.deepspeed:
         return ["`--deepspeed_config` must go with `--deepspeed`, but it is missing; add it."]
     return []
-
-
-def _is_flag(token: str) -> bool:
-    return token.startswith("-") and len(token) > 1 and not re.match(r"-\.?\d", token)
-
-
-def _values_after(argv: Sequence[str], position: int) -> list[str]:
-    end = position
-    while end < len(argv) and not _is_flag(argv[end]):
-        end += 1
-    return list(argv[position:end])
 
 
 def _read_flag(result: Scan, name: str, inline: list[str], following: list[str]) -> int:

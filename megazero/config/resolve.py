@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megazero.config.compat.foreign import Ignored, contradiction
+from megazero.config.compat.hub import notice
 from megazero.config.compat.left_out import megatron_deepspeed, ungrouped
 from megazero.config.deepspeed.beside import conflicts, left_to_json, overruled
 from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
@@ -86,7 +87,9 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     if rules:
         raise BrokenRules(rules, config)
     said += [_unheard(flag, deepspeed, config) for flag in unheard]
-    said += [line] if (line := ungrouped(names, config.model)) else []
+    said += [
+        line for line in (ungrouped(names, config.model), notice(config.tokenizer.tokenizer_model)) if line
+    ]
     said += [*notes_on(config), *cut_short(Case(config, ranks))]
     return Resolved(config, (*_warnings(flags, deepspeed), *said), flags.check_only)
 

@@ -85,8 +85,8 @@ def _vocabulary(config: Config) -> list[str]:
     model, ranks = config.model, config.parallel.tensor_model_parallel_size
     if model.vocab_size is None:
         return []
-    rows = padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, ranks)
-    return [f"vocabulary: {rows} rows, padded from {model.vocab_size}"]
+    size = model.vocab_size + model.extra_vocab_size
+    return [f"vocabulary: {padded_vocab_size(size, model, ranks)} rows, padded from {size}"]
 
 
 def _plain(length: float) -> str:

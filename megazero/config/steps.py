@@ -8,12 +8,13 @@ sums over segments of equal steps, found by bisection, in integers.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from megazero.config.pacing import pieces
+from megazero.config.stairs import BatchStairs
 from megazero.config.tree.config import Config
 
 Unit = Literal["iters", "samples", "tokens"]
@@ -115,13 +116,15 @@ class BatchRamp:
         return cls(start=size, increment=1, ramp_samples=1, final=size)
 
     @classmethod
-    def of(cls, config: Config, data_parallel_size: int) -> BatchRamp:
-        """The ramp of `--rampup-batch-size`; without one, a constant batch.
+    def of(cls, config: Config, data_parallel_size: int) -> BatchSizes:
+        """The batch sizes of `--rampup-batch-size` or its like; without one, a constant batch.
 
         If no flag gives the batch size, it is one micro-batch on each replica.
         """
         batch = config.batch
-        final = batch.global_batch_size or batch.micro_batch_size * data_parallel_size
+        if batch.step_batch_size_schedule:
+            return BatchStairs.of(batch.step_batch_size_schedule, config.model.seq_length)
+        final = batch.final_batch_size or batch.micro_batch_size * data_parallel_size
         if batch.rampup_batch_size is None:
             return cls.constant(final)
         return cls(*batch.rampup_batch_size, final)
@@ -130,6 +133,11 @@ class BatchRamp:
     def increments(self) -> int:
         """The number of times that the batch grows."""
         return max(0, (self.final - self.start) // self.increment)
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """All sizes, in order."""
+        return range(self.start, self.final + 1, self.increment)
 
     def at(self, consumed_samples: int) -> int:
         """The global batch size of the step that starts after `consumed_samples`."""
@@ -146,6 +154,10 @@ class BatchRamp:
 
     def _increments_done(self, consumed_samples: int) -> int:
         return min(self.increments, consumed_samples * self.increments // self.ramp_samples)
+
+
+BatchSizes = BatchRamp | BatchStairs
+"""The global batch size as a function of the samples consumed."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +269,7 @@ class Steps:
         kept: the number of tokens that layers with random-LTD see; None without random-LTD.
     """
 
-    ramp: BatchRamp
+    ramp: BatchSizes
     unit: int
     lengths: SequenceLengths
     start: Progress = BEGINNING

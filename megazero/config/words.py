@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 MOST_LISTED = 20
 """Complaints of one kind that are put into words; the others are counted."""
@@ -63,6 +65,21 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 def _plain(word: str) -> str:
     return word.lower().replace("_", "-").lstrip("-")
+
+
+def dashed(flag: str) -> str:
+    """A flag with `-` for `_`."""
+    return flag.replace("_", "-")
+
+
+def is_flag(token: str) -> bool:
+    """Whether an argument is a flag, and not a value, which may be a negative number."""
+    return token.startswith("-") and len(token) > 1 and not re.match(r"-\.?\d", token)
+
+
+def values_after(argv: Sequence[str], position: int) -> list[str]:
+    """The arguments from `position` to the next flag."""
+    return list(takewhile(lambda token: not is_flag(token), argv[position:]))
 
 
 def _edits(word: str, other: str) -> int | None:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from megazero.config.compat.blends import prefix_of
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.index_build import build_blending_index, build_exhaustive_blending_index, normalized
@@ -57,7 +58,7 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
 
     A single prefix, or prefixes without any weights, have weight None (a blend in proportion to sizes);
     otherwise the form is "weight prefix weight prefix ...". must_exist: `prefix.idx` and `.bin` must exist.
-    Raises DataError for anything else and for weights that are not positive numbers.
+    A dataset of weight 0 is left out. Raises DataError for anything else and for weights below 0.
     """
     entries = [str(entry) for entry in entries]
     if not entries:
@@ -70,11 +71,14 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
             f"({' '.join(entries)}); give every prefix a weight."
         )
     else:
-        pairs = [(_weight(w), p) for w, p in zip(entries[::2], entries[1::2], strict=True)]
+        weighted = [(_weight(w), p) for w, p in zip(entries[::2], entries[1::2], strict=True)]
+        pairs = [(weight, prefix) for weight, prefix in weighted if weight]
+        if not pairs:
+            raise DataError("`data_path` must give some dataset a weight above 0, but gives none; raise one.")
     if must_exist:
         for _, prefix in pairs:
             for suffix in (".idx", ".bin"):
-                if not Path(prefix + suffix).is_file():
+                if not Path(prefix_of(prefix) + suffix).is_file():
                     raise DataError(
                         f"`data_path` must name datasets, but {prefix}{suffix} is not a file; give the path "
                         "without .idx or .bin."
@@ -95,8 +99,8 @@ def _weight(text: str) -> float:
         weight = float(text)
     except ValueError:
         weight = math.nan
-    if not (math.isfinite(weight) and weight > 0):
-        raise DataError(f"`weight` in `data_path` must be a positive number, but is {text!r}; give one.")
+    if not (math.isfinite(weight) and weight >= 0):
+        raise DataError(f"`weight` in `data_path` must be a number of at least 0, but is {text!r}; give one.")
     return weight
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from megazero.config.compat.blends import expanded, part_of, prefix_of
 from megazero.config.tree.config import Config
 from megazero.config.tree.data import DataConfig
 from megazero.data.bert.builder import BERTBuilder
@@ -159,7 +160,16 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
         reset_attention_mask=data.reset_attention_mask,
         eod_mask_loss=data.eod_mask_loss,
     )
-    return build_datasets(_request(config, GPTBuilder(settings, packed), sizes))
+    return build_datasets(_request(config, GPTBuilder(settings, packed, _prepared(data)), sizes))
+
+
+def _prepared(data: DataConfig) -> tuple[str, str, str] | None:
+    document, sample, shuffle = (
+        data.train_doc_idx_path,
+        data.train_sample_idx_path,
+        data.train_shuffle_idx_path,
+    )
+    return (document, sample, shuffle) if document and sample and shuffle else None
 
 
 def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:
@@ -223,11 +233,11 @@ def _request(config: Config, builder: DatasetBuilder, sizes: Sizes) -> DatasetRe
     return DatasetRequest(
         builder=builder,
         num_samples=(_train_size(config, sizes[0]), *sizes[1:]),
-        data_path=data.data_path,
+        data_path=expanded(data.data_path, "train"),
         split=data.split,
-        train_data_path=data.train_data_path,
-        valid_data_path=data.valid_data_path,
-        test_data_path=data.test_data_path,
+        train_data_path=expanded(data.train_data_path, "train"),
+        valid_data_path=expanded(data.valid_data_path, "valid"),
+        test_data_path=expanded(data.test_data_path, "test"),
         train_exact_num_epochs=data.train_data_exact_num_epochs,
         mock=data.mock_data,
         guarded=data.verify_data,
@@ -235,7 +245,7 @@ def _request(config: Config, builder: DatasetBuilder, sizes: Sizes) -> DatasetRe
 
 
 def _cache_of(data: DataConfig) -> str | None:
-    return data.data_cache_path or default_cache(data.data_path or data.train_data_path)
+    return data.data_cache_path or default_cache(expanded(data.data_path or data.train_data_path, "train"))
 
 
 def _train_size(config: Config, wanted: int | None) -> int | None:
@@ -248,7 +258,7 @@ def _train_size(config: Config, wanted: int | None) -> int | None:
     endless = data.dataloader_type == "cyclic" or config.data_sampling.curriculum_metrics
     if not wanted or not endless or data.data_sharding:
         return wanted
-    source = data.train_data_path or data.data_path
+    source = expanded(data.train_data_path or data.data_path, "train")
     weighted = bool(source) and parse_blend(source, must_exist=False)[0][0] is not None
     return wanted if weighted else None
 
@@ -279,12 +289,17 @@ def _build_split(
     if size == 0 or not (own or request.data_path):
         return None
     sources, builder = [], request.builder
-    for weight, prefix in parse_blend(own or request.data_path):
+    for weight, name_of_part in parse_blend(own or request.data_path):
+        prefix = prefix_of(name_of_part)
         if prefix not in opened:
             opened[prefix] = open_indexed(prefix, guarded=request.guarded)
         indexed = opened[prefix]
         count = builder.units(indexed)
-        ids = range(count) if own else split_ranges(request.split, count, request.split_reading)[number]
+        ids = (
+            part_of(name_of_part, count)
+            if own
+            else split_ranges(request.split, count, request.split_reading)[number]
+        )
         sources.append(_Portion(indexed, ids, weight))
     if not any(len(source.units) for source in sources):
         if _wanted(request, number):

@@ -8,17 +8,20 @@ from pathlib import Path
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.packed_dataset import PackedDataset
+from megazero.data.splits import SPLIT_NAMES
 
 
 @dataclass(frozen=True)
 class GPTBuilder:
     """Makes GPT datasets of these settings, for `megazero.data.build`. Splits divide sequences.
 
-    pack: samples are made of whole documents, by best-fit packing.
+    pack: samples are made of whole documents, by best-fit packing. prepared: .npy files with the training's
+    order of documents, begins of samples and order of samples; None to build them.
     """
 
     settings: GPTSettings
     pack: bool = False
+    prepared: tuple[str, str, str] | None = None
 
     unit = "sequences"
 
@@ -32,6 +35,8 @@ class GPTBuilder:
     def build(
         self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
     ) -> GPTDataset | PackedDataset:
+        if self.prepared is not None and name == SPLIT_NAMES[0]:
+            return GPTDataset(indexed, units, num_samples, self.settings, name, epochs, self.prepared)
         kind = PackedDataset if self.pack else GPTDataset
         return kind(indexed, units, num_samples, self.settings, name, epochs)
 

@@ -29,6 +29,7 @@ from megazero.data.index_build import (
 from megazero.data.index_check import gpt_index_fault
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.native import NATIVE
+from megazero.data.prepared import check_prepared, prepared_index
 from megazero.data.sample_numbers import sample_numbers
 from megazero.errors import DataError
 
@@ -76,7 +77,8 @@ class GPTDataset(SampleDataset):
 
     sequence_ids: the split's sequences, a range or int [n]; num_samples: the least number of samples, over
     as many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
-    name, for messages and cache files. Raises DataError if the split holds too few tokens for one sample.
+    name, for messages and cache files. prepared: .npy files with the index, instead of one that is built.
+    Raises DataError if the split holds too few tokens for one sample.
     """
 
     padding_share = 0.0  # all samples are full
@@ -89,11 +91,18 @@ class GPTDataset(SampleDataset):
         settings: GPTSettings,
         name: str = "train",
         epochs: int | None = None,
+        prepared: Sequence[str] | None = None,
     ):
         self.indexed = indexed
         self.settings = settings
         self.name = name
         self._ids = sequence_ids
+        if prepared is not None:
+            self.index, epochs = prepared_index(prepared, len(sequence_ids), indexed.prefix)
+            self.plan = self._plan(None, epochs)
+            check_prepared(self._fault(vars(self.index)), self.plan, num_samples, indexed.prefix)
+            self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
+            return
         self.plan = self._plan(num_samples, epochs)
         # The description hashes the dataset, which only a cache needs.
         description = {} if settings.cache_dir is None else self.description

@@ -14,9 +14,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from megazero.config.compat.blends import expanded
+from megazero.config.compat.hub import is_name
 from megazero.config.resolve import parse_config
 from megazero.config.tree.config import Config
 from megazero.data.blended import parse_blend
+from megazero.data.splits import SPLIT_NAMES
 from megazero.data.tokenizers.files import require_file
 from megazero.errors import ConfigError, DataError
 
@@ -103,15 +106,16 @@ def node_problems(launch: NodeLaunch, device: str, gpus: int | None) -> Iterator
 def file_problems(config: Config) -> Iterator[str]:
     """The complaints about files of the data and of the tokenizer that are missing."""
     data, tokenizer = config.data, config.tokenizer
-    for paths in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
+    own = zip(SPLIT_NAMES, (data.train_data_path, data.valid_data_path, data.test_data_path), strict=True)
+    for split, paths in (("train", data.data_path), *own):
         if paths:
             try:
-                parse_blend(paths)
+                parse_blend(expanded(paths, split))
             except DataError as error:
                 yield str(error)
     for flag, field in _TOKENIZER_FILES:
         path = getattr(tokenizer, field)
-        if path is not None:
+        if path is not None and not (field == "tokenizer_model" and is_name(path)):
             try:
                 require_file(path, flag, str(tokenizer.tokenizer_type), "a file")
             except DataError as error:

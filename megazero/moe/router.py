@@ -12,6 +12,7 @@ from megazero.config.tree.routing import RouterConfig
 from megazero.config.tree.transformer import TransformerConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
+from megazero.moe.sinkhorn import assignment
 from megazero.moe.tokens import Tokens
 from megazero.mpu.param_spec import InitialValues, ParamSpec
 from megazero.mpu.rng import site_key
@@ -63,6 +64,8 @@ class Router(nn.Module):
     they are the chosen scores, for k > 1 divided by their sum (DeepSeek-V3, arXiv:2412.19437). A bias, if
     there is one, takes part in the choice alone; `RouterLoads` moves it so that loads become even (Wang et
     al. 2024, arXiv:2408.15664). Group-limited choice keeps the groups whose best experts score highest.
+    With `sinkhorn`, training chooses by an even `assignment`, and the weights are the sigmoid of the logits
+    for k = 1, or else their softmax over all experts.
 
     Args:
         layer: number of the layer.
@@ -97,7 +100,10 @@ class Router(nn.Module):
         logits = F.linear(x, weight)
         sigmoid = config.moe_router_score_function == "sigmoid"
         with torch.no_grad():
-            chosen = self._choose(logits.sigmoid() if sigmoid else logits, noise)
+            ranking = logits.sigmoid() if sigmoid else logits
+            if config.assigns and noise.on:
+                ranking = assignment(logits, tokens)
+            chosen = self._choose(ranking, noise)
         weights, probabilities = gate(logits, chosen, _gating(config))
         if config.moe_router_topk_scaling_factor is not None:
             weights = weights * config.moe_router_topk_scaling_factor
@@ -158,6 +164,8 @@ def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:
 
 
 def _gating(config: RouterConfig) -> Gating:
+    if config.assigns:
+        return Gating.SIGMOID if config.moe_router_topk == 1 else Gating.SOFTMAX_BEFORE
     if config.moe_router_score_function == "sigmoid":
         return Gating.SIGMOID
     return Gating.SOFTMAX_BEFORE if config.moe_router_pre_softmax else Gating.SOFTMAX_AFTER

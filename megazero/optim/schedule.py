@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megazero.config.derive import decoupled
 from megazero.config.steps import Progress, Unit
 from megazero.config.training_plan import TrainingPlan, WarmupLength
 from megazero.config.tree.optimizer import OptimizerConfig
@@ -187,10 +188,28 @@ def build_learning_rate(optimizer: OptimizerConfig, training_plan: TrainingPlan)
     Raises:
         ConfigError: the values do not make a schedule.
     """
+    return _learning_rate(optimizer, training_plan, optimizer.lr, optimizer.min_lr)
+
+
+def build_decoupled_rate(optimizer: OptimizerConfig, training_plan: TrainingPlan) -> LearningRate | None:
+    """The schedule of the word embedding and the output head; None if theirs is that of the rest.
+
+    Raises:
+        ConfigError: the values do not make a schedule.
+    """
+    peak, floor = decoupled(optimizer)
+    if (peak, floor) == (optimizer.lr, optimizer.min_lr):
+        return None
+    return _learning_rate(optimizer, training_plan, peak, floor)
+
+
+def _learning_rate(
+    optimizer: OptimizerConfig, training_plan: TrainingPlan, peak: float, floor: float
+) -> LearningRate:
     lengths = training_plan.lr
     return LearningRate(
-        peak=optimizer.lr,
-        floor=optimizer.min_lr,
+        peak=peak,
+        floor=floor,
         warmup=Warmup(lengths.warmup, optimizer.lr_warmup_init, lengths.warmup_as_given),
         decay=Decay(optimizer.lr_decay_style, lengths.decay, optimizer.lr_wsd_decay_style, lengths.wsd_decay),
         unit=lengths.unit,

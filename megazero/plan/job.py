@@ -11,6 +11,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from megazero.config.compat.hub import local
 from megazero.config.derive import chunks_per_stage, replicas_per_node, schedule_kind
 from megazero.config.steps import Progress, Step
 from megazero.config.training_plan import TrainingPlan, training_plan_of
@@ -153,7 +154,7 @@ def vocabulary_on_paper(config: Config) -> Vocabulary:
         DataError: files of another tokenizer are missing or unsuitable.
     """
     size, section = config.model.vocab_size, config.tokenizer
-    paths = (section.vocab_file, section.merge_file, section.tokenizer_model)
+    paths = (section.vocab_file, section.merge_file, local(section.tokenizer_model))
     if size is None and not any(path is not None and Path(path).exists() for path in paths):
         size = _KNOWN_SIZES.get(section.tokenizer_type or "")
     if size is not None:

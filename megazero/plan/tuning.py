@@ -204,7 +204,7 @@ class Search:
 
     @property
     def _batch(self) -> int:
-        return int(self.given.batch.global_batch_size or self.ranks)
+        return int(self.given.batch.final_batch_size or self.ranks)
 
     def _state(self, parameters: int, layout: Layout, replicas: int) -> float:
         """Bytes at rest of a rank, if all stages had as much: weights, gradients, and the optimizer's."""

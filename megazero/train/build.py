@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,11 @@ from megazero.layers.initialize import initialize_parameters
 from megazero.layers.linear import sum_in_products
 from megazero.moe.loads import RouterLoads
 from megazero.mpu.context import ParallelContext
+from megazero.mpu.param_spec import spec_of
 from megazero.ops.product_sum import working_blas
 from megazero.optim.build import build_update_rule
 from megazero.optim.loss_scaler import build_loss_scaler
-from megazero.optim.schedule import build_learning_rate, build_weight_decay
+from megazero.optim.schedule import build_decoupled_rate, build_learning_rate, build_weight_decay
 from megazero.pipeline.executor import Executor
 from megazero.train.parts.chunks import Chunks, build_chunks, programs_of
 from megazero.train.parts.vocabulary import Vocabulary
@@ -41,6 +43,15 @@ if TYPE_CHECKING:
     from megazero.pipeline.sharding import Sharding
 
     _: type[Sharding] = DataParallel
+
+
+_EMBEDDING_AND_HEAD = ("embedding.word.weight", "head.weight")
+
+
+def _second_group(units: Sequence[Unit]) -> dict[int, int]:
+    """The parameter groups, by ``id``, of the word embedding and the output head, as Megatron-LM has them."""
+    params = (param for unit in units for param in unit.params)
+    return {id(param): 1 for param in params if spec_of(param).name in _EMBEDDING_AND_HEAD}
 
 
 def build_engine(
@@ -72,7 +83,9 @@ def build_engine(
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
     kind, multiple = store_kind(config.offload, context), aligned_multiple(context.device)
-    store = build_store(units, policy, context, fill, kind=kind, multiple=multiple)
+    decoupled_rate = build_decoupled_rate(config.optimizer, training_plan)
+    groups = {} if decoupled_rate is None else _second_group(units)
+    store = build_store(units, policy, context, fill, groups, kind, multiple)
     delayed = None
     if config.offload.delayed_param_update:
         assert isinstance(store, OffloadStore), "rules ask for offloaded state"
@@ -92,6 +105,7 @@ def build_engine(
             build_learning_rate(config.optimizer, training_plan),
             build_weight_decay(config.optimizer, training_plan),
             SkippingPlan.of(config.skipping, config.model.num_layers, config.training.seed, training_plan),
+            decoupled_rate,
         ),
         LayerMemory(
             RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),

@@ -82,7 +82,7 @@ def record_steps(
 def verification_engine(config: Config, training_plan: TrainingPlan, context: ParallelContext) -> Engine:
     """Build the engine of a configuration that gives the vocabulary size."""
     size = vocabulary_size(config)
-    padded = padded_vocab_size(size, config.model.make_vocab_size_divisible_by, context.tp.size)
+    padded = padded_vocab_size(size, config.model, context.tp.size)
     vocabulary = Vocabulary(size, padded, None, None)
     return build_model(vocabulary, context, config, training_plan)
 

@@ -266,7 +266,9 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
         **_windows(model),
         **_latent(model),
         "vocab_size": 61,
+        "extra_vocab_size": 0,
         "make_vocab_size_divisible_by": 4,
+        "pad_vocab_size_to": None,
         "init_method_std": 0.1,
         **_blocks(config),
     }
@@ -359,4 +361,5 @@ def _batch(config: Config, data_parallel: int, pp: int, dp: int) -> dict[str, An
         "micro_batch_size": micro_batch,
         "global_batch_size": micro_batch * count * dp,
         "rampup_batch_size": None,
+        "step_batch_size_schedule": (),
     }

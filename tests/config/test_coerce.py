@@ -83,7 +83,7 @@ def test_reads(path: str, written: object, read: object) -> None:
         (
             "model.moe_router_load_balancing_type",
             ["aux_los"],
-            r"must be one of aux_loss, seq_aux_loss, global_aux_loss, none \(did you mean aux_loss\?\)",
+            r"one of aux_loss, seq_aux_loss, global_aux_loss, sinkhorn, none \(did you mean aux_loss\?",
         ),
     ],
 )

@@ -28,7 +28,8 @@ from tests.config.samples import make_config
     ],
 )
 def test_padded_vocab_size(vocab: int, divisible: int, tensor: int, padded: int) -> None:
-    assert padded_vocab_size(vocab, divisible, tensor) == padded
+    model = make_config({"model.make_vocab_size_divisible_by": divisible}).model
+    assert padded_vocab_size(vocab, model, tensor) == padded
 
 
 def test_data_parallel_size() -> None:

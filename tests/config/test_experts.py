@@ -80,7 +80,7 @@ def test_an_interval_that_does_not_divide_leaves_the_last_layers_dense() -> None
         {"moe_aux_loss_coeff": ()},
         {"moe_aux_loss_coeff": (-0.1,)},
         {"moe_router_load_balancing_type": ()},
-        {"moe_router_load_balancing_type": ("sinkhorn",)},
+        {"moe_router_load_balancing_type": ("quantile_balancing",)},
         {"moe_input_jitter_eps": 1.0},
         {"moe_min_capacity": -1},
     ],

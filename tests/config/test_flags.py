@@ -134,7 +134,7 @@ def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
         ),
         ("--num-experts --fp16", "`--num-experts` must be followed by a value (int ...)."),
         ("--hiden-size 64", "unknown flag `--hiden-size`; did you mean `--hidden-size`?"),
-        ("--hidden_size 64", "unknown flag `--hidden_size`; did you mean `--hidden-size`?"),
+        ("--hiden_size 64", "unknown flag `--hiden_size`; did you mean `--hidden-size`?"),
         ("--xyzzy", "unknown flag `--xyzzy`; see --help."),
         ("--num-lay 3", "unknown flag `--num-lay`; did you mean `--num-layers`?"),
         ("-n 3", "unknown flag `-n`; see --help."),

@@ -7,7 +7,9 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from pydantic import ValidationError
 
+from megazero.config.stairs import BatchStairs
 from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Step, Steps
 from tests.config.samples import make_config
 
@@ -138,3 +140,31 @@ def test_any_start_agrees_with_walking() -> None:
         later = replace(made_up(seed), start=Progress(draw(0, 40), draw(0, 400), draw(0, 9000)))
         for number, step in enumerate(walk(later, 20)):
             assert later.before(later.start.iteration + number) == step.before
+
+
+def stairs(schedule: str, seq_length: int = 32) -> BatchStairs:
+    """The batch sizes of `--step-batch-size-schedule`."""
+    config = make_config({"batch.step_batch_size_schedule": (schedule,), "model.seq_length": seq_length})
+    sizes = BatchRamp.of(config, 1)
+    assert isinstance(sizes, BatchStairs)
+    return sizes
+
+
+def test_a_schedule_of_batches_counts_tokens_with_suffixes() -> None:
+    """Megatron-LM's own example, at 4096 tokens a sample; a threshold is rounded down to whole samples."""
+    sizes = stairs("0:768 250B:1536 500B:3072, 750b:6144", 4096)
+    assert sizes.pieces == ((0, 768), (61_035_156, 1536), (122_070_312, 3072), (183_105_468, 6144))
+    assert (sizes.start, sizes.final, sizes.increments) == (768, 6144, 3)
+    assert [sizes.at(count) for count in (0, 61_035_155, 61_035_156, 10**12)] == [768, 768, 1536, 6144]
+
+
+def test_a_step_keeps_the_size_with_which_it_begins() -> None:
+    sizes = stairs("0:4 320:6 1.28K:2")  # from samples 10 and 40 on
+    assert [sizes.at(count) for count in (0, 9, 10, 39, 40)] == [4, 4, 6, 6, 2]
+    assert [sizes.steps_held(count) for count in (0, 8, 12, 39, 40)] == [3, 1, 5, 1, None]
+
+
+@pytest.mark.parametrize("text", ["768", "0:8 x:16", "0:0", "-1:8", "0:8:9", "0:"])
+def test_a_schedule_that_cannot_be_read_is_refused(text: str) -> None:
+    with pytest.raises(ValidationError, match="must be THRESHOLD:SIZE pairs such as 0:768 250B:1536"):
+        stairs(text)

@@ -31,9 +31,14 @@ class TestParseBlend:
         with pytest.raises(DataError, match="pairs of weight and prefix"):
             self.parse(*entries)
 
-    @pytest.mark.parametrize("weight", ["0", "-1", "nan", "inf", "b"])
+    def test_a_dataset_of_no_weight_is_left_out(self):
+        assert self.parse("0", "a", "2", "b", "0.0", "c") == [(2.0, "b")]
+        with pytest.raises(DataError, match="some dataset a weight above 0"):
+            self.parse("0", "a")
+
+    @pytest.mark.parametrize("weight", ["-1", "nan", "inf", "b"])
     def test_weights(self, weight):
-        with pytest.raises(DataError, match="positive number"):
+        with pytest.raises(DataError, match="number of at least 0"):
             self.parse(weight, "a", "1", "c")
 
     def test_nothing(self):

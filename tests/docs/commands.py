@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from megazero.cli import VERBS
+from megazero.config.compat.dialects import DIALECTS, SYNONYMS
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.flags import COMMANDS, FLAGS
 from tests.docs.pages import ROOT, Document
@@ -68,7 +69,7 @@ def words_of(line: str) -> tuple[str, ...]:
 def trainer_flags() -> frozenset[str]:
     """The flags of a training; those of other trainers if they are accepted."""
     accepted = (name for name, row in FOREIGN_FLAGS.items() if row.accepted)
-    return frozenset([*FLAGS, *COMMANDS, *accepted])
+    return frozenset([*FLAGS, *COMMANDS, *accepted, *SYNONYMS])
 
 
 @cache
@@ -92,7 +93,8 @@ def all_flags() -> frozenset[str]:
         FLAG.findall(path.read_text(encoding="utf-8")) for path in [*paths, ROOT / "tests/conftest.py"]
     )
     known = frozenset(flag for flags in spelled for flag in flags)
-    return known | trainer_flags() | starter_flags() | FOREIGN_FLAGS.keys()
+    forks = {name for rows in DIALECTS.values() for name in rows}
+    return known | trainer_flags() | starter_flags() | FOREIGN_FLAGS.keys() | forks
 
 
 def prose_violations(document: Document) -> Iterator[str]:

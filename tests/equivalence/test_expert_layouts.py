@@ -13,7 +13,7 @@ from tests.equivalence.one_process import check, in_order, pairs_met, parametriz
 from tests.layouts.layout import DECODERS, ENCODERS, EXPERTS, Layout
 from tests.layouts.selection import allowed, covering, expert_layouts, with_methods, with_stores
 
-FEW, MANY = 74, 150
+FEW, MANY = 84, 160
 
 
 everything = cache(expert_layouts)

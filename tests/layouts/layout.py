@@ -184,6 +184,13 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
             "moe_router_sampling": "second",
             "moe_z_loss_coeff": 0.01,
         },
+        "assigned": {"num_experts": (4,), "moe_router_load_balancing_type": ("sinkhorn",)},
+        "assigned-one": {
+            "num_experts": (8,),
+            "moe_router_topk": 1,
+            "moe_router_load_balancing_type": ("sinkhorn",),
+            "moe_z_loss_coeff": 0.01,
+        },
         "micro-batch": {
             "num_experts": (4,),
             "moe_expert_capacity_factor": 1.0,
@@ -194,6 +201,9 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
     }
 )
 """Kinds of experts by name, as settings of the model; the empty name has none."""
+
+_TOGETHER = ("micro-batch", "assigned", "assigned-one")
+"""Kinds with which a token's result depends on the other sequences of its micro-batch."""
 
 _GROWING = CurriculumConfig(
     seqlen_schedule="fixed_linear",
@@ -361,7 +371,7 @@ class Layout:
         Where results depend on what is in a micro-batch, they have the same micro-batches.
         """
         return Layout(
-            micro_batch=self.micro_batch if self.experts == "micro-batch" else self.samples,
+            micro_batch=self.micro_batch if self.experts in _TOGETHER else self.samples,
             experts=self.experts,
             shape=self.shape,
             untied=self.untied,
@@ -480,6 +490,8 @@ class Layout:
             optimizer=OptimizerConfig(
                 optimizer=self.optimizer,
                 lr=1e-2,
+                # Two of the shapes train their embedding and head at a rate of their own.
+                decoupled_lr=2e-2 if self.shape in ("llama", "bert") else None,
                 clip_grad=0.5,
                 lr_warmup_iters=2,
                 weight_decay=0.1,

@@ -101,6 +101,11 @@ BATCH = {
     "batch": {
         "whole": {"micro-batch-size": 4, "global-batch-size": 4},
         "accumulated": {"micro-batch-size": 2, "global-batch-size": 4},
+        "stairs": {
+            "micro-batch-size": 1,
+            "global-batch-size": 2,
+            "step-batch-size-schedule": ("0:2", "170:6", "500:4", "800:2"),
+        },
         "ramp": {"micro-batch-size": 1, "global-batch-size": 6, "rampup-batch-size": (2, 2, 50)},
     },
     "length": {each: {"length": each} for each in ("iters", "samples", "tokens")},
@@ -160,6 +165,11 @@ OPTIMIZER = {
     },
     "lr-unit": {each: {"lr-unit": each} for each in ("iters", "samples", "tokens")},
     "floor": {"0": {"min-lr": 0.0}, "0.002": {"min-lr": 2e-3}},
+    "decoupled": {
+        "none": {},
+        "peak": {"decoupled-lr": 3e-3},
+        "both": {"decoupled-lr": 8e-3, "decoupled-min-lr": 1e-3},
+    },
     "weight-decay": {
         "none": {"weight-decay": 0.0},
         "constant": {"weight-decay": 0.3},
@@ -202,6 +212,14 @@ NOT_STATED = MappingProxyType(
                 if name not in TransformerConfig.model_fields
             ),
             "layers of one part have cases of their own: tests/oracle/test_hybrid.py",
+        ),
+        **dict.fromkeys(
+            ("model.extra_vocab_size", "model.pad_vocab_size_to"),
+            "rows of a table: tests/train/test_vocabulary.py",
+        ),
+        **dict.fromkeys(
+            (f"data.train_{kind}_idx_path" for kind in ("doc", "sample", "shuffle")),
+            "an index that is not built: tests/data/test_prepared.py",
         ),
         "model.num_classes": "fine-tuning has tests of its own: tests/equivalence/test_classifiers.py",
         "precision.tf32": "a CPU has no such products: tests/train/test_determinism.py",
@@ -263,6 +281,8 @@ LAYOUT = {
         "logits": {"recompute-logits": True},
     },
 }
+# 2 up to 10 samples, 6 up to 34, 4 up to 50, then 2 again.
+STAIRS_SAMPLES = 64
 RAMP_SAMPLES = 56  # of 20 steps: 13 of 2 samples, 6 of 4, 1 of 6
 RANKS = MappingProxyType({"alone": 1, "T2": 2, "T2-SP": 2, "D2": 2, "P2": 2})
 
@@ -282,7 +302,7 @@ BERT_FACTORS: Factors = MappingProxyType(
         "softmax": MODEL["softmax"],
         "masked": {"0.15": {"mask-prob": 0.15}, "0.4": {"mask-prob": 0.4}},
         "short": {"0.1": {"short-seq-prob": 0.1}, "0.7": {"short-seq-prob": 0.7}},
-        "batch": BATCH["batch"],
+        "batch": {name: BATCH["batch"][name] for name in ("whole", "accumulated", "ramp")},
         "optimizer": {name: OPTIMIZER["optimizer"][name] for name in ("adam", "lamb", "momentum")},
         "layout": {
             **LAYOUT["layout"],
@@ -491,6 +511,7 @@ def flags_of(factors: Factors, case: Case) -> dict[str, object]:
     for name, value in case.items():
         flags |= factors[name][value]
     samples = RAMP_SAMPLES if "rampup-batch-size" in flags else STEPS * flags["global-batch-size"]
+    samples = STAIRS_SAMPLES if "step-batch-size-schedule" in flags else samples
     amounts = {"iters": STEPS, "samples": samples, "tokens": samples * SEQUENCE}
     length, unit = flags.pop("length", "iters"), flags.pop("lr-unit", "iters")
     flags[f"train-{length}"] = amounts[length]

@@ -62,6 +62,21 @@ def expert_layers(flags: Flags) -> dict[int, int]:
     return dict(zip(layers, given * len(layers) if len(given) == 1 else given, strict=True))
 
 
+def assigned(logits: Tensor) -> Tensor:
+    """Megatron-LM's sinkhorn of logits [n, E]: rows and columns are scaled in turn, for even shares."""
+    cost = logits.exp()
+    n, e = cost.shape
+    columns, error = torch.ones(e, dtype=cost.dtype), math.inf
+    while error > 1e-4:
+        rows = [1 / n / (sum(columns[j] * row[j] for j in range(e)) + 1e-8) for row in cost]
+        old = columns
+        columns = torch.stack(
+            [1 / e / (sum(rows[i] * cost[i, j] for i in range(n)) + 1e-8) for j in range(e)]
+        )
+        error = sum(abs(a - b) for a, b in zip(old, columns, strict=True)) / e
+    return torch.stack([cost[i] * columns * rows[i] for i in range(n)])
+
+
 class ExpertModel(Model):
     """A GPT whose layers may have experts."""
 
@@ -109,8 +124,17 @@ class ExpertModel(Model):
         ranking = (scores if sigmoid else logits).detach() + bias
         if "moe-router-num-groups" in flags:
             ranking = self._within_groups(ranking)
+        assigns = flags.get("moe-router-load-balancing-type") == ("sinkhorn",)
+        if assigns:
+            sigmoid = flags["moe-router-topk"] == 1
+            scores = 1 / (1 + (-logits).exp()) if sigmoid else logits.softmax(-1)
+            parts = logits.detach().split(flags["micro-batch-size"])
+            size = parts[0].shape[:2].numel()  # the shares of a row are parts of 1/size
+            ranking = torch.cat([size * assigned(part.flatten(0, 1)).view_as(part) for part in parts])
         chosen = self._best(ranking, flags["moe-router-topk"])
         taken = scores.gather(-1, chosen)
+        if assigns:
+            return chosen, taken, scores / scores.sum(-1, keepdim=True)
         if sigmoid:
             weights = taken / taken.sum(-1, keepdim=True) if chosen.shape[-1] > 1 else taken
             probabilities = scores / scores.sum(-1, keepdim=True)
@@ -149,7 +173,7 @@ class ExpertModel(Model):
         self.states[i].counts += counts.sum(0)
         size = flags["micro-batch-size"]
         for kind in flags["moe-router-load-balancing-type"]:
-            if kind == "none":
+            if kind in ("none", "sinkhorn"):
                 continue
             if kind == "seq_aux_loss":
                 value = (e * counts / (s * k) * probabilities.mean(1)).sum(-1).mean()
@@ -228,7 +252,7 @@ def train_experts(
     coefficients = dict(
         zip(flags.get("moe-router-load-balancing-type", ()), flags.get("moe-aux-loss-coeff", ()), strict=True)
     )
-    trained = {BALANCES[kind]: value for kind, value in coefficients.items() if kind != "none"}
+    trained = {BALANCES[kind]: value for kind, value in coefficients.items() if kind in BALANCES}
     trained |= {"z": flags["moe-z-loss-coeff"]} if flags.get("moe-z-loss-coeff") else {}
     trained |= model.further
 

@@ -117,6 +117,31 @@ CASES = {
         {"zero-stage": 3, "expert-model-parallel-size": 2, "seed": 9},
         2,
     ),
+    "assigned": (
+        {"bias": "bias", "activation": "gelu", "batch": "accumulated"},
+        {
+            "num-experts": (4,),
+            "moe-layer-freq": 1,
+            "moe-router-topk": 2,
+            "moe-router-load-balancing-type": ("sinkhorn",),
+            "moe-aux-loss-coeff": (0.0,),
+            "moe-z-loss-coeff": 0.01,
+        },
+        {"tensor-model-parallel-size": 2, "sequence-parallel": True, "seed": 11},
+        2,
+    ),
+    "one assigned": (
+        {"bias": "no-bias", "activation": "swiglu"},
+        {
+            "num-experts": (4,),
+            "moe-layer-freq": 2,
+            "moe-router-load-balancing-type": ("sinkhorn",),
+            "moe-aux-loss-coeff": (0.0,),
+            "moe-router-topk": 1,
+        },
+        {"zero-stage": 1, "expert-model-parallel-size": 2},
+        2,
+    ),
     "micro-batches": (
         {"bias": "bias", "activation": "gelu", "batch": "accumulated"},
         {

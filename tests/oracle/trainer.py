@@ -38,6 +38,9 @@ class Training:
 
 def batch_size(flags: Flags, consumed: int) -> int:
     """Samples in the step after `consumed`: equal increments, each held for an equal share of the ramp."""
+    if "step-batch-size-schedule" in flags:
+        pairs = [stair.split(":") for stair in flags["step-batch-size-schedule"]]
+        return [int(size) for tokens, size in pairs if consumed >= int(tokens) // flags["seq-length"]][-1]
     if "rampup-batch-size" not in flags:
         return flags["global-batch-size"]
     start, increment, ramp = flags["rampup-batch-size"]
@@ -87,6 +90,16 @@ def learning_rate(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -
         "minus_sqrt": 1 - math.sqrt(share),
     }
     return floor + (peak - floor) * heights[last]
+
+
+def decoupled_rates(flags: Flags, done: tuple[int, int], total: tuple[int, int]) -> dict[str, float]:
+    """The rates of parameters that have their own."""
+    own = {name: flags[f"decoupled-{name}"] for name in ("lr", "min-lr") if f"decoupled-{name}" in flags}
+    if not own:
+        return {}
+    return dict.fromkeys(
+        ("embedding.word.weight", "head.weight"), learning_rate({**flags, **own}, done, total)
+    )
 
 
 def length_unit(flags: Flags) -> str:
@@ -210,6 +223,7 @@ def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Tra
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
         skipped = loss is None or not math.isfinite(norm)  # without a loss there is nothing to learn from
         lr = learning_rate(flags, (step, done), (steps, total))
+        rates = decoupled_rates(flags, (step, done), (steps, total))
         decay = weight_decay(flags, done / total)
         done += size
         facts = {"lm_loss": loss, "grad_norm": norm, "learning_rate": lr, "loss_scale": scale.value}
@@ -226,7 +240,7 @@ def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Tra
             if flags.get("apply-wd-to-qk-layernorm"):
                 decays |= name.endswith(("q_norm.weight", "k_norm.weight"))
             state = run.state.setdefault(name, {})
-            facts = {"lr": lr, "decay": decay if decays else 0.0, "exempt": not decays}
+            facts = {"lr": rates.get(name, lr), "decay": decay if decays else 0.0, "exempt": not decays}
             update(flags, each, grads[name] * clip, state, updates, **facts)
     run.weights = master
     return run

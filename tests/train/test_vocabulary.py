@@ -45,3 +45,13 @@ def test_without_a_tokenizer_the_size_must_be_given_and_no_document_ends():
 def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused():
     with pytest.raises(ConfigError, match="must be at least the tokenizer's 257, but is 256"):
         build_vocabulary(make_config({"model.vocab_size": 256}))
+
+
+def test_further_entries_and_rows_that_are_asked_for():
+    more = {"model.vocab_size": 1000, "model.extra_vocab_size": 7}
+    vocabulary = build_vocabulary(make_config({**more, "model.pad_vocab_size_to": 1010}))
+    assert (vocabulary.size, vocabulary.padded) == (1007, 1010)
+    with pytest.raises(
+        ConfigError, match=r"must be at least the size of the vocabulary \(1007\), but is 1006"
+    ):
+        build_vocabulary(make_config({**more, "model.pad_vocab_size_to": 1006}))

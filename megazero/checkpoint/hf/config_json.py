@@ -63,7 +63,9 @@ _FREE = frozenset(
         "attention_dropout",
         "init_method_std",
         "vocab_size",
+        "extra_vocab_size",
         "make_vocab_size_divisible_by",
+        "pad_vocab_size_to",
         "fp32_residual_connection",
         "mtp_loss_scaling_factor",
     }

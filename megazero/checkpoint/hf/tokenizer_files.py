@@ -15,6 +15,7 @@ from typing import Any
 from megazero.checkpoint.hf.config_json import NO_TOKENS, TokenIds, read_json
 from megazero.checkpoint.hf.sentence_pieces import tokenizer_json
 from megazero.checkpoint.hf.word_pieces import WORDS, word_piece_files, word_piece_kind
+from megazero.config.compat.hub import local
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
@@ -68,7 +69,7 @@ def tokenizer_files(section: TokenizerConfig, vocab_size: int | None, positions:
     if kind == "GPT2BPETokenizer":
         files = _gpt2(section, {**_names(tokenizer), **common})
     elif kind == "HFTokenizer":
-        files = _tokenizer_json(Path(section.tokenizer_model or ""), {**_names(tokenizer), **common})
+        files = _tokenizer_json(Path(local(section.tokenizer_model) or ""), {**_names(tokenizer), **common})
     elif kind == "GPTSentencePieceTokenizer":
         files = _pieces(Path(section.tokenizer_model or ""), common)
     elif isinstance(tokenizer, WordPieceTokenizer):

@@ -78,7 +78,7 @@ def verdict(foreign: Foreign, values: Sequence[str]) -> Ignored | str:
     return Ignored(foreign.name, foreign.accepted, foreign)
 
 
-def _arity(marked: str) -> tuple[str, int, int]:
+def arity(marked: str) -> tuple[str, int, int]:
     """A flag's name without its mark, and the least and the most values that it takes."""
     name, equals, many = marked.partition("=")
     least, most = _ARITIES[equals + many]
@@ -88,17 +88,17 @@ def _arity(marked: str) -> tuple[str, int, int]:
 def _foreign_flags() -> Iterator[Foreign]:
     for table in ("accepted.txt", "dependent.txt"):
         for reason, flags in blocks(table):
-            for name, least, most in map(_arity, flags):
+            for name, least, most in map(arity, flags):
                 yield Foreign(name, accepted=reason, least_values=least, most_values=most)
     for reason, flags in blocks("refused.txt"):
-        for name, least, most in map(_arity, flags):
+        for name, least, most in map(arity, flags):
             yield Foreign(name, refused=reason, least_values=least, most_values=most)
     for head, flags in blocks("absent.txt"):
         feature, _, reason = head.partition(": ")
-        for name, least, most in map(_arity, flags):
+        for name, least, most in map(arity, flags):
             yield Foreign(name, refused=reason, feature=feature, least_values=least, most_values=most)
     for row in rows("conditional.csv"):
-        name, least, most = _arity(row["flag"])
+        name, least, most = arity(row["flag"])
         yield Foreign(
             name,
             row["accepted"],

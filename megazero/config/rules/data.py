@@ -15,12 +15,12 @@ def _sources(case: Case) -> int:
 
 
 def _is_blend(items: tuple[str, ...]) -> bool:
-    """Whether `items` are prefixes alone, or pairs of a positive weight and a prefix."""
+    """Whether `items` are prefixes alone, or pairs of a weight of at least 0 and a prefix."""
     if len(items) <= 1 or not any(map(_is_number, items)):
         return True
     weights = items[::2]
     return len(items) % 2 == 0 and all(
-        _is_number(weight) and 0 < float(weight) < float("inf") for weight in weights
+        _is_number(weight) and 0 <= float(weight) < float("inf") for weight in weights
     )
 
 
@@ -39,6 +39,16 @@ DATA_RULES: tuple[Rule, ...] = (
         "the data must be given",
         "set `--data-path`, or `--train-data-path` and its siblings, or `--mock-data`",
         lambda c: _sources(c) >= 1 or c.config.finetune.task is not None,
+    ),
+    Rule(
+        "prepared_index_of_one_dataset",
+        ("data.train_doc_idx_path", "data.data_path", "data.train_data_path"),
+        "a prepared index must be of one dataset",
+        "give the prefix of that dataset alone",
+        lambda c: (
+            c.config.data.train_doc_idx_path is None
+            or len(c.config.data.data_path or c.config.data.train_data_path) <= 1
+        ),
     ),
     Rule(
         "one_data_source",
@@ -61,7 +71,7 @@ DATA_RULES: tuple[Rule, ...] = (
     Rule(
         "blend_in_pairs",
         _ALL_PATHS,
-        "a data path must be prefixes alone, or pairs of a positive weight and a prefix",
+        "a data path must be prefixes alone, or pairs of a weight of at least 0 and a prefix",
         "write `0.7 first_text_document 0.3 second_text_document`",
         lambda c: all(_is_blend(value_at(c.config, path)) for path in _ALL_PATHS),
     ),

@@ -6,6 +6,7 @@ import math
 
 from megazero.config.derive import chunks_per_stage
 from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
+from megazero.config.stairs import BatchStairs
 from megazero.config.steps import BatchRamp
 from megazero.config.training_plan import Limits
 
@@ -31,7 +32,23 @@ def _rotary_dim_is_even(case: Case) -> bool:
     return not model.rotates or (model.rotary_dim >= 2 and model.rotary_dim % 2 == 0)
 
 
+def _padding_fits(case: Case) -> bool:
+    model, ranks = case.config.model, case.config.parallel.tensor_model_parallel_size
+    rows = model.pad_vocab_size_to
+    return rows is None or (rows % ranks == 0 and rows >= (model.vocab_size or 0) + model.extra_vocab_size)
+
+
 MODEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "padded_vocabulary_fits",
+        (
+            "model.pad_vocab_size_to",
+            *("model.vocab_size", "model.extra_vocab_size", "parallel.tensor_model_parallel_size"),
+        ),
+        "`pad_vocab_size_to` must be a multiple of `tensor_model_parallel_size`, and at least the vocabulary",
+        "raise it, or leave it out",
+        _padding_fits,
+    ),
     Rule(
         "hidden_multiple_of_heads",
         _HEAD_SHAPE,
@@ -222,6 +239,13 @@ def _unit_clause(case: Case) -> str:
 
 
 _RAMP = ("batch.rampup_batch_size", "batch.global_batch_size")
+_STAIRS = ("batch.step_batch_size_schedule",)
+
+
+def _stairs(case: Case) -> BatchStairs | None:
+    stairs = case.config.batch.step_batch_size_schedule
+    return BatchStairs.of(stairs, case.config.model.seq_length) if stairs else None
+
 
 BATCH_RULES: tuple[Rule, ...] = (
     Rule(
@@ -265,6 +289,32 @@ BATCH_RULES: tuple[Rule, ...] = (
         "size",
         "choose such multiples",
         _ramp_multiples,
+        _unit_clause,
+    ),
+    Rule(
+        "batch_steps_begin_and_rise",
+        (*_STAIRS, "model.seq_length"),
+        "`step_batch_size_schedule` must begin at 0, and each next threshold be at least one sample later",
+        "correct it",
+        lambda c: (stairs := _stairs(c)) is None or stairs.rise,
+    ),
+    Rule(
+        "batch_steps_end_at_global_batch",
+        (*_STAIRS, "batch.global_batch_size"),
+        "`global_batch_size` must be the last size of `step_batch_size_schedule`",
+        "leave `--global-batch-size` out",
+        lambda c: (
+            not c.config.batch.step_batch_size_schedule
+            or c.config.batch.global_batch_size in (None, c.config.batch.final_batch_size)
+        ),
+    ),
+    Rule(
+        "batch_steps_multiples",
+        (*_STAIRS, "batch.micro_batch_size"),
+        "each size of `step_batch_size_schedule` must be a multiple of `micro_batch_size` x data-parallel "
+        "size",
+        "choose such multiples",
+        lambda c: (stairs := _stairs(c)) is None or not any(size % _batch_unit(c) for size in stairs.sizes),
         _unit_clause,
     ),
     Rule(

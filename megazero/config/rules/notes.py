@@ -38,6 +38,16 @@ _OF_EXPERTS = (
     "parallel.expert_tensor_parallel_size",
     "parallel.moe_token_dispatcher_type",
 )
+_OF_PROFILES = tuple(f"profiling.profile_{name}" for name in ("ranks", "step_start", "step_end"))
+_OF_ROPE = tuple(f"model.{name}" for name in ("rotary_base", "rotary_percent"))
+_OF_SCALED_ROPE = tuple(
+    f"model.rope_{name}"
+    for name in ("scaling_factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+)
+_OF_WSD = tuple(f"optimizer.lr_wsd_decay_{unit}" for unit in ("iters", "samples", "tokens"))
+_OF_DOCUMENTS = tuple(
+    f"data.{name}" for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+)
 _WANDB = tuple(f"logging.wandb_{name}" for name in ("exp_name", "save_dir", "entity", "group"))
 
 
@@ -98,6 +108,36 @@ NOTES: tuple[Note, ...] = (
         "a BERT",
         lambda config: config.model.family == "bert",
         "`pretrain_bert.py` trains one",
+    ),
+    Note(
+        _OF_PROFILES,
+        "`profile`, `memory_timeline_step` or `comms_logger`",
+        lambda config: (
+            config.profiling.profile
+            or config.profiling.memory_timeline_step is not None
+            or config.logging.comms_logger
+        ),
+        "no step is traced",
+    ),
+    Note(_OF_ROPE, "rotary positions", lambda config: config.model.rotates, "nothing is rotated"),
+    Note.without("model.use_rope_scaling", _OF_SCALED_ROPE, "positions are not scaled so"),
+    Note(
+        _OF_WSD,
+        "`--lr-decay-style WSD`",
+        lambda config: config.optimizer.lr_decay_style == "WSD",
+        "the rate has no final decay of its own",
+    ),
+    Note(
+        ("recompute.method", "recompute.num_layers"),
+        "`--recompute-granularity full`",
+        lambda config: config.recompute.granularity == "full",
+        "no whole layer is recomputed",
+    ),
+    Note(
+        _OF_DOCUMENTS,
+        "a GPT",
+        lambda config: config.model.family == "gpt",
+        "a BERT's samples stay within one document",
     ),
     Note.without(
         "data_sampling.curriculum_metrics",

@@ -52,11 +52,12 @@ def micro_batch_counts(case: Case) -> list[int]:
         return []
     unit = batch.micro_batch_size * case.data_parallel
     ramp = BatchRamp.of(case.config, case.data_parallel)
-    uneven = ramp.start > ramp.final or (ramp.final - ramp.start) % ramp.increment
+    uneven = isinstance(ramp, BatchRamp) and (
+        ramp.start > ramp.final or (ramp.final - ramp.start) % ramp.increment
+    )
     if uneven or ramp.increments > MOST_INCREMENTS:
         return []
-    sizes = range(ramp.start, ramp.final + 1, ramp.increment)
-    return [] if any(size % unit for size in sizes) else [size // unit for size in sizes]
+    return [] if any(size % unit for size in ramp.sizes) else [size // unit for size in ramp.sizes]
 
 
 def _interleaved_rounds(case: Case) -> bool:

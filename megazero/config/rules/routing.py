@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.rules.rule import Case, Rule
 from megazero.config.tree.model import ModelConfig
 
@@ -52,7 +53,20 @@ def _allowed(model: ModelConfig) -> int:
 
 def _balance_is_one(model: ModelConfig) -> bool:
     kinds = model.moe_router_load_balancing_type
-    return len(set(kinds)) == len(kinds) and (len(kinds) == 1 or "none" not in kinds)
+    return len(set(kinds)) == len(kinds) and (len(kinds) == 1 or not {"none", "sinkhorn"} & set(kinds))
+
+
+_BESIDE_ASSIGNMENT = (
+    *(f"model.moe_router_{name}" for name in ("num_groups", "enable_expert_bias", "topk_scaling_factor")),
+    *("model.moe_router_sampling", "model.moe_expert_capacity_factor"),
+)
+
+
+def _assigns_alone(model: ModelConfig) -> bool:
+    fields = (FIELD_BY_PATH[path] for path in _BESIDE_ASSIGNMENT)
+    return not model.assigns or (
+        not any(model.moe_aux_loss_coeff) and all(getattr(model, f.name) == f.default for f in fields)
+    )
 
 
 ROUTING_RULES: tuple[Rule, ...] = (
@@ -107,15 +121,24 @@ ROUTING_RULES: tuple[Rule, ...] = (
                 or model.moe_router_score_function != "softmax"
                 # A way to balance that is not offered is refused already, and may have weights of its own.
                 or not model.moe_router_load_balancing_type
+                or model.assigns
             )
         ),
     ),
     Rule(
         "balance_is_one",
         _BALANCE[:1],
-        "`moe_router_load_balancing_type` must name no kind twice, and none only by itself",
+        "`moe_router_load_balancing_type` must name no kind twice, and none and sinkhorn only by themselves",
         "leave the others out",
         with_experts(_balance_is_one),
+    ),
+    Rule(
+        "assignment_alone",
+        (*_BALANCE, *_BESIDE_ASSIGNMENT),
+        "`moe_router_load_balancing_type` sinkhorn must balance alone: without losses, groups, a bias, "
+        "noise, a factor of weights or a capacity",
+        "leave the others out, or choose by losses",
+        with_experts(_assigns_alone),
     ),
     Rule(
         "balance_has_coefficients",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megazero.config.derive import decoupled
 from megazero.config.numbers import LARGEST
 from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.steps import UNITS
@@ -109,7 +110,21 @@ LENGTH_RULES: tuple[Rule, ...] = (
     ),
 )
 
+
+def _decoupled_floor_fits(case: Case) -> bool:
+    optimizer = case.config.optimizer
+    peak, floor = decoupled(optimizer)
+    return (peak, floor) == (optimizer.lr, optimizer.min_lr) or floor <= peak
+
+
 SCHEDULE_RULES: tuple[Rule, ...] = (
+    Rule(
+        "decoupled_min_lr_below_lr",
+        ("optimizer.decoupled_min_lr", "optimizer.decoupled_lr", "optimizer.min_lr", "optimizer.lr"),
+        "`decoupled_min_lr` must be at most `decoupled_lr`, each the rest's where it is left out",
+        "lower one or raise the other",
+        _decoupled_floor_fits,
+    ),
     Rule(
         "min_lr_below_lr",
         ("optimizer.min_lr", "optimizer.lr"),

@@ -1,7 +1,8 @@
 """tables: facts about other trainers as data, and how they are read.
 
 `accepted.txt`, `dependent.txt`, `refused.txt`, `absent.txt` and `conditional.csv` say what becomes of their
-flags. `defaults.csv` is about the defaults that are not simply those of both Megatrons: where both give a
+flags; `dialects/` says so of the flags of forks, and `families.txt` of any whose name tells that it changes
+no number. `defaults.csv` is about the defaults that are not simply those of both Megatrons: where both give a
 setting the same default, it is the default here.
 """
 
@@ -25,6 +26,11 @@ def blocks(name: str) -> Iterator[tuple[str, list[str]]]:
                 yield head, words
             head, words = line, []
     yield head, words
+
+
+def names_in(folder: str) -> list[str]:
+    """The names of the texts in a folder, without their endings, in order."""
+    return sorted(path.stem for path in _FOLDER.joinpath(folder).glob("*.txt"))
 
 
 def rows(name: str) -> list[dict[str, str]]:

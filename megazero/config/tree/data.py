@@ -8,6 +8,12 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megazero.config.tree.option import Probability, Proportions, Section, option
 
+_PREPARED = (
+    "model.family=gpt: a BERT's index is another",
+    "pack=none: a packing has no such index",
+    "mock_data=False: it is an index of files",
+)
+
 
 class DataConfig(Section):
     """Data"""
@@ -39,6 +45,22 @@ class DataConfig(Section):
         "exact number of epochs in the index",
         needs=("dataloader_type=single", "finetune.task=None: `--epochs` takes its place"),
     )
+    train_doc_idx_path: str | None = option(
+        None,
+        "prepared order of documents of the training, a Megatron's .npy; with the two others, instead of an "
+        "index that is built",
+        needs=("train_sample_idx_path", "train_shuffle_idx_path", *_PREPARED),
+    )
+    train_sample_idx_path: str | None = option(
+        None,
+        "prepared begins of samples",
+        needs=("train_doc_idx_path", "train_shuffle_idx_path", *_PREPARED),
+    )
+    train_shuffle_idx_path: str | None = option(
+        None,
+        "prepared order of samples",
+        needs=("train_doc_idx_path", "train_sample_idx_path", *_PREPARED),
+    )
     dataloader_type: Literal["single", "cyclic"] = option(
         "single", "single: one pass in index order; cyclic: reshuffled every epoch, without end"
     )
@@ -59,17 +81,14 @@ class DataConfig(Section):
     reset_position_ids: bool = option(
         False,
         "count positions anew after each end of document",
-        needs="model.family=gpt: a BERT's samples stay within one document",
     )
     reset_attention_mask: bool = option(
         False,
         "let tokens attend only within their document",
-        needs="model.family=gpt: a BERT's samples stay within one document",
     )
     eod_mask_loss: bool = option(
         False,
         "leave end-of-document inputs out of the loss",
-        needs="model.family=gpt: a BERT's samples stay within one document",
     )
     pack: Literal["none", "best-fit"] = option(
         "none",

@@ -71,6 +71,16 @@ class BaseOptimizerConfig(Section):
     )
     lr: PositiveFloat = option(..., "peak learning rate")
     min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
+    decoupled_lr: PositiveFloat | None = option(
+        None,
+        "peak learning rate of the word embedding and the output head; default: that of the rest",
+        needs="muon_scalar_lr=None: it is the peak of all that is no matrix",
+    )
+    decoupled_min_lr: NonNegativeFloat | None = option(
+        None,
+        "floor of their learning rate; default: that of the rest",
+        needs="muon_scalar_lr=None: it is the peak of all that is no matrix",
+    )
     weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
 
 

@@ -22,15 +22,12 @@ class ProfilingConfig(Section):
     profile_ranks: tuple[RankOrAll, ...] = option(
         (0,),
         "ranks that write traces, pictures and tables of communication; -1 for all",
-        needs="profile or memory_timeline_step or logging.comms_logger",
     )
     profile: bool = option(False, "trace steps with torch's profiler, one file per step and rank")
     profile_step_start: NonNegativeInt = option(
-        10, "the iteration after which the trace begins", needs="profile", unit="iterations"
+        10, "the iteration after which the trace begins", unit="iterations"
     )
-    profile_step_end: PositiveInt = option(
-        12, "the last iteration that is traced", needs="profile", unit="iterations"
-    )
+    profile_step_end: PositiveInt = option(12, "the last iteration that is traced", unit="iterations")
     profile_max_mb: PositiveInt = option(
         500, "a rank traces no further step once its files have this size", needs="profile", unit="MB"
     )

@@ -24,6 +24,7 @@ class RecomputeConfig(Section):
             "--checkpoint-activations": "full",
             "--deepspeed-activation-checkpointing": "full",
         },
+        yielding=("--recompute-activations",),
     )
     modules: tuple[Module, ...] = option(
         ("core_attn",),
@@ -48,14 +49,12 @@ class RecomputeConfig(Section):
         aliases=("--activations-checkpoint-method",),
         # Megatron 2 recomputed whole layers wherever it was told how.
         implies={"--activations-checkpoint-method": ("granularity", "full")},
-        needs="granularity=full",
     )
     num_layers: PositiveInt = option(
         1,
         "uniform, every: layers per unit; block: layers recomputed per model chunk",
         flag="--recompute-num-layers",
         aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
-        needs="granularity=full",
     )
     partition_activations: bool = option(
         False,

@@ -9,7 +9,6 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from megazero.config.tree.latent import LatentConfig
 from megazero.config.tree.option import option
 
-_LLAMA3 = "use_rope_scaling"
 _YARN = "position_embedding_type=yarn or multi_latent_attention"
 
 
@@ -17,7 +16,7 @@ class RotaryConfig(LatentConfig):
     """Rotary positions, and their scaling to sequences longer than those of the first training"""
 
     rotary_percent: Annotated[float, Field(gt=0, le=1)] = option(
-        1.0, "share of each head's channels that is rotated", needs="position_embedding_type=rope,yarn"
+        1.0, "share of each head's channels that is rotated"
     )
     rotary_base: PositiveFloat = option(
         10000.0,
@@ -42,18 +41,17 @@ class RotaryConfig(LatentConfig):
         needs="position_embedding_type=rope",
     )
     rope_scaling_factor: PositiveFloat = option(
-        8.0, "factor between the longest sequence and that of the first training", needs=_LLAMA3
+        8.0, "factor between the longest sequence and that of the first training"
     )
     rope_low_freq_factor: PositiveFloat = option(
         1.0,
         "channels that turn fewer times than this in the first training's length slow down",
-        needs=_LLAMA3,
     )
     rope_high_freq_factor: PositiveFloat = option(
-        4.0, "channels that turn more times than this in that length stay as they are", needs=_LLAMA3
+        4.0, "channels that turn more times than this in that length stay as they are"
     )
     rope_original_max_position_embeddings: PositiveInt = option(
-        8192, "the sequence length of the first training", unit="tokens", needs=_LLAMA3
+        8192, "the sequence length of the first training", unit="tokens"
     )
     rotary_scaling_factor: Annotated[float, Field(ge=1)] = option(
         1.0, "YaRN: factor between the longest sequence and that of the first training", needs=_YARN

@@ -17,8 +17,9 @@ def _none_if_negative(value: Any) -> Any:
 Capacity = Annotated[PositiveFloat | None, BeforeValidator(_none_if_negative)]
 """A capacity factor; None if an expert takes all that is sent to it."""
 
-Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "none"]
-"""The part of the data that a load-balancing loss counts over: a micro-batch, a sequence, a global batch."""
+Balance = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"]
+"""The part of the data that a load-balancing loss counts over: a micro-batch, a sequence, a global batch; or
+an assignment in the place of losses."""
 
 
 class ChoiceConfig(Section):
@@ -59,10 +60,9 @@ class BalanceConfig(Section):
     moe_router_load_balancing_type: Annotated[tuple[Balance, ...], Field(min_length=1)] = option(
         ("aux_loss",),
         "load-balancing losses, by what they count over: aux_loss a micro-batch, seq_aux_loss a sequence, "
-        "global_aux_loss the global batch before",
+        "global_aux_loss the global batch before; sinkhorn: no loss, but training chooses by an assignment "
+        "of the micro-batch's tokens that gives all experts even shares",
         refused={
-            "sinkhorn": "chooses by an assignment that depends on the other tokens of the rank, and is not "
-            "offered; take aux_loss, or --moe-router-enable-expert-bias",
             "quantile_balancing": "is not offered; take --moe-router-enable-expert-bias",
         },
     )
@@ -91,10 +91,15 @@ class BalanceConfig(Section):
     )
 
     @property
+    def assigns(self) -> bool:
+        """Whether training chooses experts by an even assignment of tokens."""
+        return self.moe_router_load_balancing_type == ("sinkhorn",)
+
+    @property
     def balance_losses(self) -> dict[str, float]:
         """Kind of load-balancing loss -> its weight, of those that are in use."""
         pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=True)
-        return {kind: weight for kind, weight in pairs if kind != "none" and weight}
+        return {kind: weight for kind, weight in pairs if kind not in ("none", "sinkhorn") and weight}
 
 
 class RouterConfig(BalanceConfig, ChoiceConfig):

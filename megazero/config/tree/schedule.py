@@ -33,15 +33,9 @@ class ScheduleConfig(Section):
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = option(
         "exponential", "shape of the final decay of WSD"
     )
-    lr_wsd_decay_iters: PositiveInt | None = option(
-        None, "length of WSD's final decay", unit="iterations", needs="lr_decay_style=WSD"
-    )
-    lr_wsd_decay_samples: PositiveInt | None = option(
-        None, "length of WSD's final decay", unit="samples", needs="lr_decay_style=WSD"
-    )
-    lr_wsd_decay_tokens: PositiveInt | None = option(
-        None, "length of WSD's final decay", unit="tokens", needs="lr_decay_style=WSD"
-    )
+    lr_wsd_decay_iters: PositiveInt | None = option(None, "length of WSD's final decay", unit="iterations")
+    lr_wsd_decay_samples: PositiveInt | None = option(None, "length of WSD's final decay", unit="samples")
+    lr_wsd_decay_tokens: PositiveInt | None = option(None, "length of WSD's final decay", unit="tokens")
     start_weight_decay: NonNegativeFloat | None = option(
         None,
         "weight decay at the start of its schedule",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeInt, model_validator
 
 from megazero.config.tree.option import Section, option
+
+_OF_MODELS = ("HFTokenizer", "SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 
 
 class TokenizerConfig(Section):
@@ -29,7 +31,7 @@ class TokenizerConfig(Section):
         None,
         "kind of tokenizer; default: GPT2BPETokenizer, or BertWordPieceLowerCase for BERT, or none where "
         "--vocab-size is given without files",
-        synonyms={"HuggingFaceTokenizer": "HFTokenizer"},
+        synonyms={"HuggingFaceTokenizer": "HFTokenizer", "PretrainedFromHF": "HFTokenizer"},
         refused={
             "TikTokenizer": "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer",
             "SFTTokenizer": "belongs to fine-tuning, which is not offered",
@@ -47,9 +49,24 @@ class TokenizerConfig(Section):
             "NullTokenizer => model.vocab_size",
         ),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_by_another_name(cls, data: Any) -> Any:
+        """Scripts of forks give the model of any tokenizer by `--vocab-file`."""
+        if not isinstance(data, dict) or data.get("tokenizer_type") not in _OF_MODELS:
+            return data
+        if data.get("tokenizer_model") is not None or data.get("vocab_file") is None:
+            return data
+        return {**data, "tokenizer_model": data["vocab_file"], "vocab_file": None}
+
     vocab_file: str | None = option(None, "vocabulary file (GPT-2: vocab.json; BERT: vocab.txt)")
     merge_file: str | None = option(None, "BPE merges file")
-    tokenizer_model: str | None = option(None, "sentencepiece model, tokenizer.json, or a folder with one")
+    tokenizer_model: str | None = option(
+        None,
+        "sentencepiece model, tokenizer.json, a folder with one, or the name of one on the Hugging Face hub",
+        aliases=("--tokenizer-name-or-path",),
+    )
     vocab_extra_ids: NonNegativeInt = option(
         0,
         "sentinel tokens added to the vocabulary",

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
 
+from megazero.config.stairs import Stairs, final_size
 from megazero.config.tree.option import Duration, Interval, Section, option
 
 
@@ -16,6 +17,15 @@ class BatchConfig(Section):
     global_batch_size: PositiveInt | None = option(
         None, "sequences per optimizer step; default: micro batch x data-parallel size"
     )
+    step_batch_size_schedule: Stairs = option(
+        (),
+        "THRESHOLD:SIZE ...: the global batch from each number of tokens on, such as 0:768 250B:1536; K, M, "
+        "B and T are thousands to trillions; instead of --global-batch-size",
+        needs=(
+            "rampup_batch_size=None",
+            "finetune.task=None: `--train-data` and `--epochs` take its place",
+        ),
+    )
     rampup_batch_size: tuple[PositiveInt, PositiveInt, PositiveInt] | None = option(
         None,
         "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over SAMPLES",
@@ -24,6 +34,12 @@ class BatchConfig(Section):
             "finetune.task=None: `--train-data` and `--epochs` take its place",
         ),
     )
+
+    @property
+    def final_batch_size(self) -> int | None:
+        """The global batch at the end of the training; None if nothing gives it."""
+        stairs = self.step_batch_size_schedule
+        return final_size(stairs) if stairs else self.global_batch_size
 
 
 def _none_below_zero(batches: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from megazero.config.tree.option import Probability, Section, option
 
@@ -103,6 +103,14 @@ class TransformerConfig(Section):
     )
     make_vocab_size_divisible_by: PositiveInt = option(
         128, "pad the vocabulary to a multiple of this times the tensor-parallel size"
+    )
+    pad_vocab_size_to: PositiveInt | None = option(
+        None,
+        "pad the vocabulary to so many rows; default: as --make-vocab-size-divisible-by says",
+        aliases=("--padded-vocab-size",),
+    )
+    extra_vocab_size: NonNegativeInt = option(
+        0, "entries of the vocabulary beyond those of the tokenizer or of --vocab-size"
     )
     fp32_residual_connection: bool = option(False, "keep the residual stream in fp32")
     apply_residual_connection_post_layernorm: bool = option(

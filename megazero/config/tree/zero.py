@@ -18,6 +18,7 @@ class ZeroConfig(Section):
         "gradients, 3 also the parameters",
         flag="--zero-stage",
         switches={"--use-distributed-optimizer": 1, "--use-torch-fsdp2": 3},
+        yielding=("--use-distributed-optimizer",),
     )
     bucket_size: PositiveInt = option(
         16_000_000,

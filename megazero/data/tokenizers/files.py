@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 from megazero.errors import DataError
 from megazero.regular_file import read_regular
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def require_file(path: str | None, flag: str, kind: str, content: str) -> Path:
@@ -20,13 +17,7 @@ def require_file(path: str | None, flag: str, kind: str, content: str) -> Path:
     file = Path(path)
     if not file.is_file():
         what = "a directory" if file.is_dir() else "not a regular file" if file.exists() else "not there"
-        remedy = f"correct `{flag}`."
-        if _HUB_NAME.fullmatch(path) and not file.parent.exists():
-            remedy = (
-                "if it is a model's name on a hub, download its files first (`hf download NAME`): nothing is "
-                "fetched during a run."
-            )
-        raise DataError(f"`{flag}` must name {content} for {kind}, but {path} is {what}; {remedy}")
+        raise DataError(f"`{flag}` must name {content} for {kind}, but {path} is {what}; correct `{flag}`.")
     return file
 
 

@@ -9,6 +9,7 @@ from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megazero.config.compat.hub import fetched
 from megazero.data.tokenizers.base import FastSource, TokenBatch, Tokenizer, is_failure
 from megazero.data.tokenizers.files import read_json, require_file
 from megazero.errors import DataError
@@ -138,7 +139,7 @@ def load_gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> LibraryToke
 
 
 def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
-    """Any Hugging Face `tokenizer.json`: the file, or a local directory with one. Nothing is downloaded.
+    """Any Hugging Face `tokenizer.json`: the file, a directory with one, or the name of one on the hub.
 
     The special tokens' roles come from `tokenizer_config.json` and `special_tokens_map.json` beside it;
     without them the first of `<|endoftext|>`, `<|end_of_text|>`, `</s>`, `<eos>`, `[EOS]` that exists ends
@@ -146,6 +147,7 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
     """
     import tokenizers
 
+    model = fetched(model)
     if model is not None and Path(model).is_dir():
         model = str(Path(model) / "tokenizer.json")
     path = require_file(model, "--tokenizer-model", kind, "a tokenizer.json or a directory holding one")

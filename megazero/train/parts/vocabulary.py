@@ -58,7 +58,6 @@ def build_vocabulary(config: Config) -> Vocabulary:
         size = max(size or 0, tokenizer.vocab_size)
     if size is None:
         raise ConfigError("`vocab_size` must be known, but is not; set --tokenizer-type or --vocab-size")
-    padded = padded_vocab_size(
-        size, config.model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
-    )
+    size += config.model.extra_vocab_size
+    padded = padded_vocab_size(size, config.model, config.parallel.tensor_model_parallel_size)
     return Vocabulary(size, padded, tokenizer.eod if tokenizer else None, tokenizer)

@@ -30,6 +30,8 @@ from megazero.train.resume.saved import DataFacts, RunFacts, SavedConfig, SavedM
 SCHEDULE_FIELDS = (
     "lr",
     "min_lr",
+    "decoupled_lr",
+    "decoupled_min_lr",
     "lr_decay_style",
     "lr_decay_iters",
     "lr_decay_samples",
@@ -52,8 +54,10 @@ FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | frozenset(
         "attention_dropout",
         "init_method_std",
         "vocab_size",  # checked separately, as the vocabulary's size
+        "extra_vocab_size",
         "make_vocab_size_divisible_by",
         "mtp_loss_scaling_factor",
+        "pad_vocab_size_to",
     }
 )
 # Settings that may change besides with --extend-context: how fast the channels of a head turn, and how far.
@@ -89,7 +93,7 @@ def fit(
         _check_schedule(config.optimizer, run.config, reader.folder)
     batch = run.global_batch_size
     kept = config
-    if config.batch.global_batch_size is None:
+    if config.batch.final_batch_size is None:
         kept = config.model_copy(
             update={"batch": config.batch.model_copy(update={"global_batch_size": batch})}
         )

@@ -104,6 +104,7 @@ def _beside(config: Config, model: ModelConfig) -> Config:
             model.positions if model.position_embedding_type == "learned_absolute" else None
         ),
         "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
+        "pad_vocab_size_to": config.model.pad_vocab_size_to,
     }
     several = config.parallel.pipeline_schedule != "zb-v" and chunks_per_stage(config) > 1
     layout = {

@@ -156,6 +156,6 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, ver
         distributed_backend=trained.distributed_backend,
     )
     # No more rows than there are entries: the padding serves training alone.
-    model = config.model.model_copy(update={"make_vocab_size_divisible_by": 1})
+    model = config.model.model_copy(update={"make_vocab_size_divisible_by": 1, "pad_vocab_size_to": None})
     changed = {"model": model, "parallel": parallel, "zero": ZeroConfig(), "recompute": RecomputeConfig()}
     return config.model_copy(update=changed)

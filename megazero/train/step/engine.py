@@ -28,6 +28,7 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
+from megazero.zero.update import PerGroup
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,18 @@ class Schedules:
     Attributes:
         learning_rate, weight_decay: the schedules of each.
         skipping: the tokens and layers that each step leaves out.
+        decoupled_rate: the schedule of the second parameter group; None if there is one group.
     """
 
     learning_rate: LearningRate
     weight_decay: WeightDecay
     skipping: SkippingPlan
+    decoupled_rate: LearningRate | None = None
+
+    def rates(self, progress: Progress) -> PerGroup:
+        """The learning rate of each parameter group."""
+        rate, other = self.learning_rate.at(progress), self.decoupled_rate
+        return rate if other is None else (rate, other.at(progress))
 
 
 class Outcome(Enum):
@@ -248,8 +256,8 @@ class Engine:
         """
         if not self.optimizer.queues:
             return
-        lr, decay = self.schedules.learning_rate.at(progress), self.schedules.weight_decay.at(progress)
-        self.optimizer.queue(lr, decay, 1.0 / attempt.scale, attempt.totals.norm_on_device())
+        rates, decay = self.schedules.rates(progress), self.schedules.weight_decay.at(progress)
+        self.optimizer.queue(rates, decay, 1.0 / attempt.scale, attempt.totals.norm_on_device())
         self._queued = attempt
 
     def update(
@@ -280,7 +288,9 @@ class Engine:
             sound = math.isfinite(losses.trained_total) or self.context.device.type == "meta"
             norm = attempt.sums_norm if sound else math.nan
             decay = self.schedules.weight_decay.at(progress)
-            report = self.optimizer.step(lr, decay, 1.0 / scale, norm, queued=queued)
+            report = self.optimizer.step(
+                self.schedules.rates(progress), decay, 1.0 / scale, norm, queued=queued
+            )
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
         outcome = Outcome.UPDATED if report.applied else Outcome.NOT_FINITE
         return StepResult(losses, report.grad_norm, lr, scale, outcome, report.first_bad_parameter, tokens)

@@ -42,6 +42,8 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "megatron_deepspeed": "Megatron-DeepSpeed, examples",
         "megatron_lm_examples": "Megatron-LM, examples",
         "megatron_lm_tests": "Megatron-LM, functional tests",
+        "forks": "Forks, by which the tables were written",
+        "forks_held_out": "Forks, looked at afterwards",
     }
 )
 """The corpora: name of the file -> what it holds."""
@@ -82,12 +84,9 @@ _JSON_SECTIONS: Mapping[str, str] = MappingProxyType(
 )
 _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        ("--optimizer", "dist_muon"): "other optimizers",
         ("--position-embedding-type", "yarn"): "model variants",
         ("--dataloader-type", "external"): "data variants",
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
-        ("--moe-router-load-balancing-type", "sinkhorn"): "routing by assignment",
-        ("--moe-token-dispatcher-type", "flex"): "dispatchers of other projects",
         ("--hybrid-layer-pattern", "G-*-/-"): "multi-token prediction",
         ("--hybrid-layer-pattern", "*-*E*E*E/*E"): "multi-token prediction",
     }
@@ -174,7 +173,7 @@ def _reason(problem: str) -> tuple[str, str]:
     if match := re.match(r"unknown flag `(\S+)`", problem):
         return "unknown", match[1]
     if match := re.match(r"`(--[\w-]+)[^`]*` is not accepted", problem):
-        feature = FOREIGN_FLAGS[match[1]].feature
+        feature = FOREIGN_FLAGS[match[1]].feature if match[1] in FOREIGN_FLAGS else "variants of forks"
         return ("features", feature) if feature else ("rewrites", match[1])
     if match := re.match(rf"{JSON_NAME}: `([\w.]+)` is not accepted", problem):
         return ("features", _JSON_SECTIONS[match[1]]) if match[1] in _JSON_SECTIONS else ("others", match[1])
@@ -183,6 +182,10 @@ def _reason(problem: str) -> tuple[str, str]:
     if match := re.match(r"`(--[\w-]+)` must be .* but is `(\S+?)`", problem):
         feature = _CHOICES.get((match[1], match[2]))
         return ("features", feature) if feature else ("others", f"{match[1]} {match[2]}")
+    if " cannot be read: " in problem:
+        return "others", "layers over stages"
+    if re.match(r"`--[\w-]+` must be set \(.*\), but is missing", problem):
+        return "others", "the model is not given"
     if "must be set one way" in problem or re.match(rf"{JSON_NAME}: `train_batch_size` must", problem):
         return "others", "flags contradict the JSON"
     return "others", problem

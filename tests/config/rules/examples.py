@@ -67,6 +67,7 @@ EXTENDED = {
 
 # rule -> the changes to the base configuration that break it alone, on 4 ranks
 EXAMPLES: dict[str, dict[str, Any]] = {
+    "padded_vocabulary_fits": {"model.pad_vocab_size_to": 100, "model.vocab_size": 101},
     "hidden_multiple_of_heads": {"model.hidden_size": 66},
     "query_groups_divide_heads": {"model.num_query_groups": 3},
     "rotary_dim_even": {"model.position_embedding_type": "rope", "model.kv_channels": 15},
@@ -160,6 +161,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model.moe_router_load_balancing_type": ("aux_loss", "none"),
         "model.moe_aux_loss_coeff": (0.1, 0.0),
     },
+    "assignment_alone": {
+        **EXPERTS,
+        "model.moe_router_load_balancing_type": ("sinkhorn",),
+        "model.moe_aux_loss_coeff": (0.1,),
+    },
     "balance_has_coefficients": {
         **EXPERTS,
         "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
@@ -174,6 +180,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "ramp_whole_increments": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 16, 100)},
     "ramp_increments": {"batch.global_batch_size": 8_000_000, "batch.rampup_batch_size": (8, 8, 10**7)},
     "ramp_multiples": {"batch.global_batch_size": 32, "batch.rampup_batch_size": (8, 4, 100)},
+    "batch_steps_begin_and_rise": {"batch.step_batch_size_schedule": ("64:8", "128:16")},
+    "batch_steps_end_at_global_batch": {
+        "batch.step_batch_size_schedule": ("0:8", "128:16"),
+        "batch.global_batch_size": 8,
+    },
+    "batch_steps_multiples": {"batch.step_batch_size_schedule": ("0:8", "128:11")},
     "samples_fill_a_batch": {"training.train_iters": None, "training.train_samples": 7},
     "layers_fill_virtual_stages": {
         "parallel.pipeline_model_parallel_size": 2,
@@ -209,6 +221,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "offload_blocks_are_pages": {"offload.block_size": 5000},
     "training_length_given": {"training.train_iters": None},
     "tokens_countable": {"training.eval_iters": 10**17},
+    "decoupled_min_lr_below_lr": {"optimizer.decoupled_lr": 1e-4, "optimizer.min_lr": 5e-4},
     "min_lr_below_lr": {"optimizer.min_lr": 2e-3},
     "warmup_starts_below_lr": {"optimizer.lr_warmup_init": 2e-3},
     "one_lr_unit": {"optimizer.lr_decay_iters": 90, "optimizer.lr_warmup_samples": 9},
@@ -237,6 +250,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "recompute.modules": ("moe",),
     },
     "data_source_given": {"data.data_path": ()},
+    "prepared_index_of_one_dataset": {
+        **{f"data.train_{kind}_idx_path": f"{kind}.npy" for kind in ("doc", "sample", "shuffle")},
+        "data.data_path": ("a", "b"),
+    },
     "one_data_source": {"data.mock_data": True},
     "training_data_given": {"data.data_path": (), "data.valid_data_path": ("v",)},
     "blend_in_pairs": {"data.data_path": ("0.5", "a", "b")},

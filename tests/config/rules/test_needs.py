@@ -27,7 +27,7 @@ _VALUES: Mapping[Kind, tuple[Any, ...]] = MappingProxyType(
         Kind.INT: (2, 1, 0, None),
         Kind.FLOAT: (0.25, 2.0, 1.0, None),
         Kind.TEXT: ("a", "M", None),
-        Kind.TEXTS: (("a",), (), ("a", "b"), None),
+        Kind.TEXTS: (("a",), (), ("a", "b"), None, ("0:8",)),
         Kind.INTS: ((8,), (8, 8, 100), (), None, (8, 0)),
         Kind.METRICS: (({"name": "rarity", "schedule_type": "fixed_discrete"},),),
     }
@@ -101,7 +101,7 @@ def test_the_sentences() -> None:
 @pytest.mark.parametrize(
     ("setting", "value", "remedy"),
     [
-        ("recompute.num_layers", 2, "`--recompute-granularity full`"),
+        ("recompute.offload", True, "`--recompute-granularity full`"),
         ("zero.hpz_partition_size", 2, "`--zero-stage 3`"),
         ("offload.delayed_param_update", True, "`--offload-optimizer cpu`"),
         ("precision.loss_scale", 1024.0, "`--fp16` or `--bf16`"),

@@ -144,7 +144,7 @@ def test_rules_on_unsound_fields_are_left_out() -> None:
         (("a", "b"), True),  # each in proportion to its size, as in Megatron-Core
         (("a", "b", "c"), True),
         (("0.3", "a", "0.7", "b"), True),
-        (("0", "a", "1", "b"), False),
+        (("-1", "a", "1", "b"), False),
         (("a", "0.3", "b", "0.7"), False),
         (("0.3", "a", "b", "c"), False),
     ],

@@ -39,10 +39,14 @@ def test_file_of_another_kind_is_refused_by_naming_it(kind, tmp_path):
         build_tokenizer(spec)
 
 
-def test_a_name_on_a_hub_is_told_that_nothing_is_fetched(tmp_path):
+def test_a_name_on_a_hub_is_told_how_to_fetch_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(DataError, match=r"correct `--tokenizer-model`"):
         build_tokenizer(TokenizerSpec("HFTokenizer", model=str(tmp_path / "tokenizer.json")))
-    with pytest.raises(DataError, match="gpt2 is not there; if it is a model's name on a hub, download"):
+    with pytest.raises(
+        DataError, match="gpt2 is not there.*run `hf download openai-community/gpt2 tokenizer.json"
+    ):
         build_tokenizer(TokenizerSpec("HFTokenizer", model="openai-community/gpt2"))
 
 

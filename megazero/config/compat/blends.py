@@ -1,0 +1,89 @@
+"""Blends in a file, or with a part of each dataset, in the forms of Megatron-LM and its forks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megazero.errors import DataError
+from megazero.regular_file import read_regular_text
+
+MARK = "@"
+"""It begins the name of a file with a blend, where the blend itself could stand."""
+
+_PART = re.compile(r"(?P<prefix>.+)\[(?P<start>[\d.]+):(?P<stop>[\d.]+)\]")
+
+
+def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
+    """`--data-path` or a sibling of it, as prefixes and weights.
+
+    Args:
+        entries: as given, or ``@FILE``: words as on a command line, lines of weight, prefix and corpus, a
+            JSON with a list for each split, or BigScience's groups ``NAME: WEIGHT START:STOP PREFIX, ...``.
+        split: train, valid or test, whose blend is asked for.
+
+    Raises:
+        DataError: the file is not there, or of no such form.
+    """
+    if len(entries) != 1 or not entries[0].startswith(MARK):
+        return tuple(entries)
+    path = Path(entries[0].removeprefix(MARK))
+    try:
+        text = read_regular_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"a file with a blend must be readable text, but {path} is not ({error}).") from error
+    if text.lstrip().startswith("{"):
+        return _of_json(text, split, path)
+    if re.search(r"[\d.]+:[\d.]+\s", text):
+        return tuple(weighted(text))
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    if all(len(line) == 3 for line in lines):
+        return tuple(word for line in lines for word in line[:2])
+    return tuple(word for line in lines for word in line)
+
+
+def _of_json(text: str, split: str, path: Path) -> tuple[str, ...]:
+    try:
+        blend = json.loads(text)[split]
+    except (ValueError, KeyError) as error:
+        raise DataError(f"{path} must be a JSON with a blend for {split}, but is not ({error!r}).") from error
+    words = blend if isinstance(blend, list) else str(blend).split()
+    return tuple(str(word) for word in words)
+
+
+def weighted(text: str) -> Iterator[str]:
+    """The weights and prefixes of groups ``NAME: WEIGHT START:STOP PREFIX, ...``, with their parts.
+
+    Several groups, which BigScience evaluates apart, are one blend. Raises DataError for another form.
+    """
+    for entry in re.split(r"[,\n]", re.sub(r"\b[\w.-]+:(?=\s)", ",", re.sub(r"[\"']", " ", text))):
+        words = entry.split()
+        if not words:
+            continue
+        if len(words) != 3 or ":" not in words[1]:
+            raise DataError(
+                "a dataset of a weighted blend must be WEIGHT START:STOP PREFIX, but is "
+                f"`{' '.join(words)[:80]}`; correct it."
+            )
+        yield words[0]
+        yield words[2] if _whole(words[1]) else f"{words[2]}[{words[1]}]"
+
+
+def _whole(part: str) -> bool:
+    return re.fullmatch(r"0(\.0*)?:1(\.0*)?", part) is not None
+
+
+def prefix_of(name: str) -> str:
+    """The prefix of ``PREFIX[0.1:0.5]``, or of a name without a part."""
+    match = _PART.fullmatch(name)
+    return name if match is None else match["prefix"]
+
+
+def part_of(name: str, count: int) -> range:
+    """The part of a dataset's `count` sequences that ``PREFIX[0.1:0.5]`` names; all without a part."""
+    match = _PART.fullmatch(name)
+    ends = ("0", "1") if match is None else (match["start"], match["stop"])
+    start, stop = (min(round(float(end) * count), count) for end in ends)
+    return range(start, stop)

@@ -1,0 +1,50 @@
+"""An index of a GPT's samples that a Megatron has prepared, in three .npy files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megazero.data.index_build import GPTIndex, SamplePlan
+from megazero.errors import DataError
+
+
+def prepared_index(files: Sequence[str], sequences: int, prefix: str) -> tuple[GPTIndex, int]:
+    """The index in these files, and its epochs.
+
+    Args:
+        files: the order of documents, the begins of samples and the order of samples.
+        sequences: how many the training has.
+        prefix: the dataset, for messages.
+
+    Raises:
+        DataError: a file cannot be read, or the documents are not those of whole epochs.
+    """
+    index = GPTIndex(*map(_read, files))
+    epochs, rest = divmod(len(index.document_index), max(1, sequences))
+    if rest or not epochs:
+        raise DataError(
+            f"the prepared index {files[0]} must have each of the {sequences} sequences of the train split "
+            f"of {prefix} as often, but has {len(index.document_index)} in all; give the `--split` that it "
+            "is of."
+        )
+    return index, epochs
+
+
+def check_prepared(fault: str | None, plan: SamplePlan, num_samples: int | None, prefix: str) -> None:
+    """Refuse an index with a fault, or with fewer samples than the training needs. Raises DataError."""
+    if fault is None and plan.samples < (num_samples or 1):
+        fault = f"its {plan.samples} samples are fewer than the {num_samples} of the training"
+    if fault is not None:
+        raise DataError(f"the prepared index does not fit {prefix}: {fault}.")
+
+
+def _read(path: str) -> np.ndarray:
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"a prepared index must be a .npy file, but {path} cannot be read ({error})."
+        ) from error
+    return array

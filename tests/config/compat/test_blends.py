@@ -1,0 +1,53 @@
+"""Blends in files and parts of datasets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megazero.config.compat.blends import expanded, part_of, prefix_of, weighted
+from megazero.errors import DataError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.3 a\n0.7 b\n", ("0.3", "a", "0.7", "b")),
+        ("a b", ("a", "b")),
+        ("0.3 a stack\n0.7 b wiki\n", ("0.3", "a", "0.7", "b")),
+        ('{"train": ["1", "a"], "valid": ["b"], "test": []}', ("1", "a")),
+        ('"train: 0.2 0:0.95 a, 0.8 0:1 b"', ("0.2", "a[0:0.95]", "0.8", "b")),
+        ('"train: 1 0:1 a" "more: 2 0.5:1 b"', ("1", "a", "2", "b[0.5:1]")),
+    ],
+)
+def test_a_file_has_a_blend_in_one_of_the_known_forms(
+    text: str, expected: tuple[str, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "blend"
+    path.write_text(text, encoding="utf-8")
+    assert expanded((f"@{path}",), "train") == expected
+
+
+def test_what_is_no_file_stays() -> None:
+    assert expanded(("1", "a", "2", "b"), "train") == ("1", "a", "2", "b")
+
+
+def test_a_file_that_is_not_there_or_says_nothing_of_the_split(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="must be readable text"):
+        expanded((f"@{tmp_path}/none",), "train")
+    (tmp_path / "blend").write_text('{"valid": []}', encoding="utf-8")
+    with pytest.raises(DataError, match="must be a JSON with a blend for train"):
+        expanded((f"@{tmp_path}/blend",), "train")
+
+
+def test_parts_are_shares_of_the_sequences() -> None:
+    """As BigScience's `get_split_by_range_`: both ends are rounded."""
+    assert (prefix_of("a[0.1:0.55]"), part_of("a[0.1:0.55]", 10)) == ("a", range(1, 6))
+    assert (prefix_of("a"), part_of("a", 10)) == ("a", range(10))
+    assert part_of("a[0.95:1.0]", 100) == range(95, 100)
+
+
+def test_a_group_of_another_form_is_refused() -> None:
+    with pytest.raises(DataError, match="must be WEIGHT START:STOP PREFIX, but is `0.5 a`"):
+        list(weighted("train: 0.5 a"))

@@ -1,0 +1,220 @@
+"""Flags of forks: read as what they mean here, accepted without effect, or refused with a reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from megazero.config.compat.dialects import DIALECTS
+from megazero.config.flags import FLAGS, scan
+from megazero.config.resolve import parse_config
+from megazero.errors import ConfigError
+from tests.config.samples import BASE_FLAGS
+
+
+def settings(argv: str) -> dict[str, object]:
+    result = scan(argv.split())
+    assert result.problems == []
+    return {setting.spec.path: setting.value for setting in result.settings}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in FLAGS if "-" in name[2:]))
+def test_underscores_stand_for_dashes(name: str) -> None:
+    plain, other = scan([name, "1"]), scan([f"--{name[2:].replace('-', '_')}", "1"])
+    assert [(s.spec.path, s.value) for s in plain.settings] == [
+        (s.spec.path, s.value) for s in other.settings
+    ]
+    assert len(plain.problems) == len(other.problems)
+
+
+@pytest.mark.parametrize(
+    ("fork", "argv", "expected"),
+    [
+        ("bigscience", "--pp-partition-method type:transformer|embedding",
+         {"parallel.pipeline_partition": "type:transformer|embedding"}),
+        ("bigscience", "--pad-vocab-size-to 250880", {"model.pad_vocab_size_to": 250_880}),
+        ("bigscience", "--skip-train-iteration-range 3-5 8-8",
+         {"guards.iterations_to_skip": (3, 4, 5, 8)}),
+        ("bigscience", "--train-weighted-split-paths-path f.txt", {"data.train_data_path": ("@f.txt",)}),
+        ("bigscience", "--glu-activation swiglu", {"model.activation": "swiglu"}),
+        ("pai", "--patch-tokenizer-type LLamaTokenizer --load hf --extra-vocab-size 256",
+         {"tokenizer.tokenizer_type": "HFTokenizer", "tokenizer.tokenizer_model": "hf",
+          "checkpoint.load": "hf", "model.extra_vocab_size": 256}),
+        ("pai", "--optimizer hybridadam", {"optimizer.optimizer": "adam", "offload.optimizer": "cpu"}),
+        ("megatron_llm", "--use_rms_norm --no_tie_embed_logits",
+         {"model.normalization": "RMSNorm", "model.untie_embeddings_and_output_weights": True}),
+        ("megatron_llm", "--rope_scaling_factor 4", {"model.rotary_seq_len_interpolation_factor": 4.0}),
+        ("megatron_llm", "--vocab_extra_ids_list a,b,c", {"model.extra_vocab_size": 3}),
+        ("megablocks", "--num-layers 12 --moe-num-experts=64 --moe-loss-weight=0.12",
+         {"model.num_layers": 12, "model.num_experts": (64,), "model.moe_layer_freq": (1,),
+          "model.moe_router_pre_softmax": True, "model.moe_aux_loss_coeff": (0.01,)}),
+        ("zero_bubble", "--enable-zero-bubble", {"parallel.pipeline_schedule": "zb-h1"}),
+        ("turing", "--wandb-name n --tokenizer-type JapaneseSentencePiece --vocab-file s.model",
+         {"logging.wandb_exp_name": "n", "tokenizer.tokenizer_type": "GPTSentencePieceTokenizer",
+          "tokenizer.tokenizer_model": "s.model"}),
+        ("habana", "--optimizer fusedadamw --num-key-value-heads 8",
+         {"optimizer.optimizer": "adam", "model.num_query_groups": 8}),
+        ("argonne", "--train-range-to-skip 2 4 9 9", {"guards.iterations_to_skip": (2, 3, 4, 9)}),
+        ("mindspeed", "--context-parallel-algo ulysses_cp_algo", {"parallel.cp_comm_type": ("a2a",)}),
+    ],
+)  # fmt: skip
+def test_a_fork_s_flag_means(fork: str, argv: str, expected: dict[str, object]) -> None:
+    assert settings(f"--dialect {fork} {argv}") == expected
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--use-mpi", "--experiment-name e", "--rank 0 --world-size 8 --dist-url env://",
+        "--wandb-anything a b", "--log-some-figure-to-tensorboard", "--profile-my-kernels 3",
+        "--use-fused-thing", "--codecarbon-dir d", "--clearml-project p", "--no-log-x",
+        "--overlap-everything", "--torch_compile_mode max",
+        "--kill-switch-path k", "--max-padding-length 2048", "--adlr-autoresume",
+    ],
+)  # fmt: skip
+def test_logging_scheduling_and_kernels_stop_no_run(argv: str) -> None:
+    result = scan([*argv.split(), "--num-layers", "7"])
+    assert result.problems == []
+    assert [setting.value for setting in result.settings] == [7]
+    assert {ignored.name.replace("_", "-") for ignored in result.ignored} >= {
+        token for token in argv.replace("_", "-").split() if token.startswith("--") and "kill" not in token
+    }
+
+
+def test_a_line_of_no_named_fork_is_read_as_the_fork_that_knows_most_of_it() -> None:
+    result = scan(
+        [
+            *("--pp-partition-method", "uniform", "--eval-only", "true"),
+            *("--rope_scaling_factor", "8", "--num-layers", "2"),
+        ]
+    )
+    values = {setting.spec.path: setting.value for setting in result.settings}
+    assert values["training.skip_train"] is True
+    assert values["model.rope_scaling_factor"] == 8.0, "it is Megatron-LLM's other meaning only in its lines"
+    (problem,) = scan(["--no_new_tokens", "--rope_scaling_factor", "8"]).problems
+    assert problem.startswith("`--rope-scaling-factor` means another thing to megatron_llm")
+    assert "(`--dialect bigscience` says so)" in result.warnings[0]
+    assert "`--pp-partition-method uniform` as `--pipeline-partition uniform`" in result.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--dialect nobody", "`--dialect` must be one of argonne, bigscience, "),
+        (
+            "--dialect bigscience --glu-activation geglu",
+            "GEGLU, ReGLU and LiGLU are not built; use `--swiglu`",
+        ),
+        ("--dialect pai --dataset LLama-SFT-Raw", "`--dataset LLama-SFT-Raw` is not accepted: it reads"),
+        ("--patch-tokenizer-type T", "must come with `--load`, but it is missing."),
+        (
+            "--dialect bigscience --train-weighted-split-paths a",
+            "must be WEIGHT START:STOP PREFIX, but is `a`",
+        ),
+        ("--pp-partition-method uniform --no-such 1", "unknown flag `--no-such`"),
+    ],
+)
+def test_refused_with_what_to_do(argv: str, says: str) -> None:
+    assert any(says in problem for problem in scan(argv.split()).problems)
+
+
+def test_an_unknown_flag_beside_those_of_a_fork_names_the_fork() -> None:
+    _, problem = scan(["--pp-partition-method", "uniform", "--no-such", "1"]).problems
+    assert (
+        problem == "unknown flags are not those of `--dialect bigscience` either, as others of this line are."
+    )
+
+
+@pytest.mark.parametrize("fork", DIALECTS)
+def test_every_row_leads_to_flags_that_exist_or_to_a_reason(fork: str) -> None:
+    for rows in DIALECTS[fork].values():
+        for row in rows:
+            flags = [token for token in row.same or () if token.startswith("--")]
+            unknown = [flag for flag in flags if "unknown" in " ".join(scan([flag, "1"]).problems)]
+            assert unknown == []
+            assert row.same or len(row.accepted or row.refused or "") > 5
+
+
+def test_a_run_with_a_fork_s_flags_is_that_of_ours() -> None:
+    theirs = "--dialect bigscience --pp-partition-method uniform --pad-vocab-size-to 1024 --vocab-size 1000"
+    ours = "--pipeline-partition uniform --pad-vocab-size-to 1024 --vocab-size 1000"
+    assert (
+        parse_config([*BASE_FLAGS, *theirs.split()], world_size=1).config
+        == parse_config([*BASE_FLAGS, *ours.split()], world_size=1).config
+    )
+
+
+def test_rows_of_a_table_fit_the_ranks_and_the_vocabulary() -> None:
+    argv = "--pad-vocab-size-to 1000 --vocab-size 999 --extra-vocab-size 2"
+    with pytest.raises(ConfigError, match=r"\[rule padded_vocabulary_fits\]"):
+        parse_config([*BASE_FLAGS, *argv.split()], world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--pipeline-model-parallel-layout Et*3|(tt|)*6tL --num-layers 16", ("3,2,2,2,2,2,2,1", 4)),
+        ("--pipeline-model-parallel-layout Ett|ttL --num-layers 4", ("2,2", None)),
+        ("--decoder-first-pipeline-num-layers 1 --num-layers 4", ("1,3", None)),
+        ("--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2 --num-layers 3",
+         ("1,2", None)),
+        ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 6",
+         ("3,3", None)),
+        ("--account-for-loss-in-pipeline-split --num-layers 7", ("4,3", None)),
+    ],
+)  # fmt: skip
+def test_layers_are_dealt_as_megatrons_flags_say(argv: str, expected: tuple[str, int | None]) -> None:
+    values = settings(f"--pipeline-model-parallel-size 2 {argv}")
+    found = (
+        values["parallel.pipeline_partition"],
+        values.get("parallel.num_virtual_stages_per_pipeline_rank"),
+    )
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--pipeline-model-parallel-layout Ett|mL --num-layers 2", "every stage must have a layer"),
+        ("--pipeline-model-parallel-layout abc --num-layers 2", "a layout is made of E, t, m, L, |"),
+        ("--pipeline-model-parallel-layout Et|t|tL --num-layers 3", "3 parts cannot be dealt over 2 stages"),
+        ("--decoder-first-pipeline-num-layers 1 --num-layers 1", "every stage must have a layer"),
+        (
+            "--account-for-loss-in-pipeline-split --num-layers 4",
+            "4 layers do not come out even over 2 stages",
+        ),
+        (
+            "--account-for-loss-in-pipeline-split --num-layers 7 --num-virtual-stages-per-pipeline-rank 2",
+            "with several chunks on a stage",
+        ),
+    ],
+)
+def test_layers_that_cannot_be_dealt_so_are_refused(argv: str, says: str) -> None:
+    problems = scan(f"--pipeline-model-parallel-size 2 {argv}".split()).problems
+    assert any(says in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--rope-theta 5e5 --intermediate-size 64", {"model.rotary_base": 5e5, "model.ffn_hidden_size": 64}),
+        ("--optimizer adamw --normalization rms_norm",
+         {"optimizer.optimizer": "adam", "model.normalization": "RMSNorm"}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads --use-distributed-optimizer",
+         {"zero.stage": 2}),
+        ("--tokenizer-type Qwen2Tokenizer --tokenizer-model f",
+         {"tokenizer.tokenizer_type": "HFTokenizer", "tokenizer.tokenizer_model": "f"}),
+        ("--batch-size 4 --warmup 0.1 --model-parallel-size 2",
+         {"batch.micro_batch_size": 4, "optimizer.lr_warmup_fraction": 0.1,
+          "parallel.tensor_model_parallel_size": 2}),
+        ("--use-something false", {}),
+        ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-5",
+         {"optimizer.decoupled_lr": 1e-4, "optimizer.decoupled_min_lr": 1e-5}),
+    ],
+)  # fmt: skip
+def test_words_of_many_trainers(argv: str, expected: dict[str, object]) -> None:
+    assert settings(argv) == expected
+
+
+@pytest.mark.parametrize("argv", ["--use-attn-bias false", "--enable-final-norm 0", "--use-something true"])
+def test_a_flag_that_turns_off_a_part_of_a_model_asks_for_something(argv: str) -> None:
+    assert "unknown flag" in scan(argv.split()).problems[0]
