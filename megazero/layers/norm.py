@@ -63,17 +63,17 @@ class Norm(nn.Module):
         With `both` and no residual the pair is the norm of x and x, for what comes after to use.
         """
         weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self.centred:
             weight = weight.to(compute_dtype(weight.dtype)) + 1
+            bias = None if bias is None else bias.to(weight.dtype)  # kernels take both alike
         if self.slices is not None:
             return self._over(self.slices, x, weight)
         if both or residual is not None:
-            if self.bias is None:
+            if bias is None:
                 return add_rms_norm(x, residual, weight, self.eps)
-            return add_layer_norm(x, residual, weight, self.bias, self.eps)
-        if self.bias is None:
-            return rms_norm(x, weight, self.eps)
-        return layer_norm(x, weight, self.bias, self.eps)
+            return add_layer_norm(x, residual, weight, bias, self.eps)
+        return rms_norm(x, weight, self.eps) if bias is None else layer_norm(x, weight, bias, self.eps)
 
     def of_heads(self, x: Tensor) -> Tensor:
         """The norm of x [s, b, n, d], of each head or of all heads together, as the scope says."""

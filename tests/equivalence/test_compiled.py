@@ -21,10 +21,14 @@ LAYOUTS = (
     Layout(pp=2, dropout=0.1, recompute="full", zero=2, **TRACED),
     Layout(shape="bert", packed=True, **TRACED),
 )
-# A minute together.
+# Two minutes together.
 MORE_LAYOUTS = (
     Layout(shape="llama", recompute="selective", zero=3, dp=2, dropout=0.1, **TRACED),
     Layout(tp=2, sequence_parallel=True, dropout=0.1, zero=1, **TRACED),
+    Layout(tp=2, sequence_parallel=True, variant="olmo", **TRACED),
+    Layout(variant="qwen", recompute="selective", dropout=0.1, **TRACED),
+    Layout(variant="gemma", shape="llama", **TRACED),
+    Layout(variant="gpt-oss", shape="llama", **TRACED),
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
 from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
 from tests.layouts.layout import DECODERS, ENCODERS, Layout
-from tests.layouts.selection import allowed, covering, variant_layouts, with_stores
+from tests.layouts.selection import allowed, covering, variant_layouts, with_methods, with_stores
 from tests.layouts.variants import VARIANTS
 
 FEW, MANY = 28, 220
@@ -25,7 +25,7 @@ def chosen() -> list[Layout]:
 
 @cache
 def selection(count: int) -> list[Layout]:
-    return in_order(with_stores(chosen()[:count]))
+    return in_order(with_stores(with_methods(chosen()[:count], every=3)))
 
 
 def pytest_generate_tests(metafunc):

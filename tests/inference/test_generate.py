@@ -18,6 +18,7 @@ from megazero.models.gpt import GPT
 from megazero.mpu.context import ParallelContext, make_context
 from megazero.mpu.grid import ProcessGrid
 from tests.inference.samples import GPT2, LLAMA, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB, build, on_threads
+from tests.layouts.variants import VARIANTS as LAYERS
 
 GREEDY = Sampling(greedy=True)
 DRAWN = Sampling(temperature=1.3, top_k=20, top_p=0.95, seed=5)
@@ -113,6 +114,7 @@ VARIANTS = {
     ),
     "alibi": GPT2.model_copy(update={"position_embedding_type": "alibi", "window_size": (4, 0)}),
     "offset": GPT2.model_copy(update={"softmax_type": "learnable"}),
+    **{name: LLAMA.model_copy(update=settings) for name, settings in LAYERS.items() if name},
     "all": GPT2.model_copy(
         update={
             **{"position_embedding_type": "alibi", "softmax_type": "off-by-one"},

@@ -33,9 +33,13 @@ class Softcap:
 
     bound: float
 
+    def of(self, scores: Tensor) -> Tensor:
+        """The bounded scores."""
+        return torch.tanh(scores / self.bound) * self.bound
+
 
 Bias = Tensor | Slopes | Softcap
-"""What is done to the scaled scores of a call before anything is masked."""
+"""The biases of the scaled scores of a call, or a bound of them; both come before anything is masked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,11 +159,6 @@ class AttentionCall:
     def sides(self) -> tuple[int, int]:
         """The most keys before and after its own that a query attends to; -1 for no limit."""
         return self.pattern.sides()
-
-    @property
-    def softcap(self) -> float | None:
-        """The bound of the scaled scores; None: they have none."""
-        return self.bias.bound if isinstance(self.bias, Softcap) else None
 
     def biases(self, s: int, t: int) -> Tensor | None:
         """All that is added to the scaled scores, broadcastable to [b, n, s, t]."""

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from megazero.ops.attention.call import AttentionCall, Part, Slopes, over_pairs
+from megazero.ops.attention.call import AttentionCall, Part, Slopes, Softcap, over_pairs
 from megazero.ops.attention.pattern import Pattern
 
 TILE = 128  # a smaller one is slow, and a layout's block of this size is a whole tile
@@ -120,16 +120,14 @@ def _listed(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _modified(call: AttentionCall, shift: int) -> Callable[..., Tensor] | None:
-    """The scores within their bound and with linear biases by distance, as FlexAttention asks for them."""
-    cap, by_head = call.softcap, call.bias.by_head if isinstance(call.bias, Slopes) else None
-    if cap is None and by_head is None:
+    """The scores within their bound or with biases by distance, as FlexAttention asks for them."""
+    bias = call.bias
+    if isinstance(bias, Softcap):
+        return lambda score, b, h, i, j: bias.of(score)
+    if not isinstance(bias, Slopes):
         return None
-
-    def modified(score: Tensor, _: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        score = score if cap is None else cap * torch.tanh(score / cap)
-        return score if by_head is None else score + by_head[h] * (j - i - shift)
-
-    return modified
+    by_head = bias.by_head
+    return lambda score, b, h, i, j: score + by_head[h] * (j - i - shift)
 
 
 _FLEX = _Flex()

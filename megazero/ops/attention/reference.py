@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megazero.ops.attention.call import AttentionCall
+from megazero.ops.attention.call import AttentionCall, Softcap
 from megazero.ops.attention.kernel import AttentionKernel, Results, above_all_scores
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.dropout import dropout_mask_attention
@@ -75,8 +75,8 @@ class _Reference(AttentionKernel):
         delta = torch.linalg.vecdot(grad, out).permute(1, 2, 0)
         delta = delta if results.grad_lse is None else delta - results.grad_lse
         grad_scores = probs * (grad_probs - delta.unsqueeze(-1)) * given.scale
-        if given.softcap is not None:
-            grad_scores *= 1 - torch.tanh(products * (given.scale / given.softcap)).square()
+        if isinstance(given.bias, Softcap):
+            grad_scores *= 1 - torch.tanh(products * (given.scale / given.bias.bound)).square()
         grad_q = torch.einsum("bnst,tbnd->sbnd", grad_scores, keys)
         grad_k = torch.einsum("bnst,sbnd->tbnd", grad_scores, q)
         grad_v = torch.einsum("bnst,sbne->tbne", kept, grad)
@@ -136,14 +136,13 @@ def attention_with_dropout(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall)
 
 
 def _biased(scores: Tensor, call: AttentionCall) -> tuple[Tensor, float]:
-    """Scores within their bound and with the bias, and the scale that is still to be applied."""
+    """Scores with the bias or within their bound, and the scale that is still to be applied."""
+    if isinstance(call.bias, Softcap):
+        return call.bias.of(scores * call.scale), 1.0
     biases = call.biases(*scores.shape[-2:])
-    if biases is None and call.softcap is None:
+    if biases is None:
         return scores, call.scale
-    scores = scores * call.scale
-    if call.softcap is not None:
-        scores = torch.tanh(scores / call.softcap) * call.softcap
-    return scores if biases is None else scores + biases.to(scores.dtype), 1.0
+    return scores * call.scale + biases.to(scores.dtype), 1.0
 
 
 def _heads_second(x: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class MaskKind(enum.Enum):
 
 
 class BiasKind(enum.Enum):
-    """What is done to the scores of a call."""
+    """The biases of a call's scores, or a bound of them instead."""
 
     NONE = "none"
     SLOPES = "slopes"  # by distance
@@ -80,7 +80,7 @@ class AttentionFacts(CallFacts):
         mask: the restriction of the keys that a query may attend to.
         dropout: whether probabilities are dropped.
         lse: whether the log-sum-exp is needed too.
-        bias: what is done to the scores.
+        bias: the biases of the scores, or a bound of them.
         heads: the widths of queries, keys and values.
     """
 

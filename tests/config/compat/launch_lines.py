@@ -87,6 +87,7 @@ _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("--position-embedding-type", "yarn"): "model variants",
         ("--dataloader-type", "external"): "data variants",
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
+        ("--recompute-modules", "mhc"): "model variants",
         ("--hybrid-layer-pattern", "G-*-/-"): "multi-token prediction",
         ("--hybrid-layer-pattern", "*-*E*E*E/*E"): "multi-token prediction",
     }
