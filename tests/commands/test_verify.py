@@ -80,6 +80,15 @@ def test_both_stacks_are_verified(capsys):
     assert small.decoder_length < small.seq_length
 
 
+def test_each_kind_of_layer_is_left_in_a_hybrid_model_that_is_shrunk(capsys):
+    flags = "--hybrid-layer-pattern M-M-M*M-M-ME --mamba-num-groups 4 --num-experts 8"
+    argv = [*BASE, *flags.split(), "--tensor-model-parallel-size", "2"]
+    assert main([*argv, "--world-size", "2", "--steps", "2"]) == 0
+    assert capsys.readouterr().out.endswith("the same training as one process\n")
+    small = shrink(parse_config([*argv, "--mock-data"], world_size=2).config, 2).config
+    assert (small.model.layer_kinds, check(small, 2)) == ("M-*E", [])
+
+
 def test_tokens_and_layers_are_still_left_out_when_shrunk(capsys):
     skips = "--random-ltd --random-ltd-min-value 16 --random-ltd-require-steps 9 --random-ltd-layer-num 10"
     argv = [*BASE, *skips.split(), "--progressive-layer-drop", "--tensor-model-parallel-size", "2"]

@@ -22,6 +22,8 @@ MOE = ("dense", "fine-grained-shared", "moe-top1", "moe-top2", "pr-moe", "pyrami
         ("gpt_13b_one_gpu", 1, []),
         ("llama_1b_tp2_sp", 8, []),
         ("gpt_pipeline_zero_cpu", 4, []),
+        ("hybrid_tiny_cpu", 1, []),
+        ("hybrid_tiny_cpu", 4, ["--tensor-model-parallel-size", "2", "--pipeline-partition", "cost"]),
         ("gpt3_175b_3d", 1024, []),
         ("deepseek_v3_tiny_cpu", 1, []),
         (

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from megazero.verify.compare import compare
-from megazero.verify.run import run_in_threads, run_in_world
+from megazero.verify.run import run_alone, run_in_threads, run_in_world
 from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
 from tests.layouts.layout import DECODERS, Layout
 from tests.layouts.selection import allowed, covering, hybrid_layouts, with_methods, with_stores
@@ -97,6 +97,12 @@ def test_ways_to_deal_layers_to_stages(partition):
     config = layout.config()
     parallel = config.parallel.model_copy(update={"pipeline_partition": partition})
     check(run_in_threads(config.model_copy(update={"parallel": parallel}), layout.grid), layout)
+
+
+@pytest.mark.slow
+def test_compiled_layers_learn_the_same():
+    layout = Layout(letters="M-*", layers=3, compiled="aot_eager", documents=True)
+    check([run_alone(layout.config())], layout)
 
 
 @pytest.mark.gloo

@@ -179,6 +179,21 @@ def test_attended_keys_are_those_of_the_mask(window, sinks, causal):
     assert found == pytest.approx(counted, abs=0.51)
 
 
+def test_layers_of_one_part_by_hand():
+    """Megatron-LM's count of a mixer: the projections, and 7 for each number of all states."""
+    shape = model(hybrid_layer_pattern="M*-", num_layers=3, mamba_state_dim=64, mamba_num_groups=4)
+    config = make_config().model_copy(update={"model": shape})
+    embedding, *layers, head = gpt_blocks(config, 8192)
+    mixer = 2 * 512 * (2 * 1024 + 2 * 4 * 64 + 16) + 2 * 1024 * 512 + 7 * 1024 * 64
+    attention = 4 * 2 * 512 * 512 + 2 * 2 * 256 * 512
+    assert [(block.kind, block.flops) for block in layers] == [
+        ("Mamba2", mixer),
+        ("SelfAttention", attention),
+        ("MLP", 2 * 2 * 512 * 2048),
+    ]
+    assert (embedding.flops, head.flops) == (0.0, 2 * 512 * 8192)
+
+
 def test_a_window_is_that_of_its_layer():
     config = make_config().model_copy(
         update={"model": model(num_layers=4, window_size=(63, 0), window_attn_skip_freq=(2,))}

@@ -54,6 +54,9 @@ MODELS = {
         Layout(),
         Layout(shape="llama"),
         Layout(shape="bert"),
+        Layout(letters="M*-", layers=3),
+        Layout(letters="ME", experts="shared"),
+        Layout(letters="M"),
         *(Layout(experts=experts) for experts in ("biased", "shared", "noisy", "residual")),
     )
 }
