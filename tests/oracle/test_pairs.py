@@ -12,7 +12,7 @@ from tests.oracle.test_bert import data, name_of  # noqa: F401 - a fixture
 from tests.oracle.trainer import total_samples
 
 CASES = covering(PAIR_FACTORS)
-FEW = 8
+FEW = 5
 
 
 @pytest.mark.parametrize(

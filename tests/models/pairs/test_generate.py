@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -90,3 +91,15 @@ def test_each_step_equals_a_pass_without_a_cache():
     with torch.no_grad():
         logits = ours(replace(batch, decoder_tokens=given))
     assert logits[:, 0, :61].argmax(-1).tolist() == tokens
+
+
+def test_a_text_is_encoded_once():
+    ours, calls = build(t5_shape()), Counter()
+    for name, module in ours.named_modules():
+        if name.endswith(("cross.key_value", "cross.query", "encoder_norm")):
+            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    answers = answer(StagedModel.whole(ours), SOURCES, start=0, end=60, max_new_tokens=NEW)
+    steps = max(map(len, answers))
+    assert steps == NEW
+    assert {calls[name] for name in calls if not name.endswith("query")} == {1}
+    assert {calls[name] for name in calls if name.endswith("query")} == {NEW}
