@@ -14,8 +14,8 @@ from types import MappingProxyType
 from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELDS
 from megazero.config.hybrid.settings import HybridConfig
+from megazero.config.latent import LatentConfig
 from megazero.config.tree.heads import MultiTokenConfig
-from megazero.config.tree.latent import LatentConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.config.tree.transformer import TransformerConfig
 from tests.oracle.text import VOCABULARY

@@ -11,7 +11,6 @@ from megazero.config.rules.context import CONTEXT_RULES
 from megazero.config.rules.curriculum import CURRICULUM_RULES
 from megazero.config.rules.data import DATA_RULES
 from megazero.config.rules.data_sampling import DATA_SAMPLING_RULES
-from megazero.config.rules.encoder_decoder import ENCODER_DECODER_RULES
 from megazero.config.rules.experts import EXPERT_RULES
 from megazero.config.rules.finetuning import FINETUNING_RULES
 from megazero.config.rules.model import BATCH_RULES, MODEL_RULES, PARALLEL_RULES
@@ -30,6 +29,7 @@ from megazero.config.rules.training import (
 )
 from megazero.config.rules.upcycling import UPCYCLING_RULES
 from megazero.config.rules.zero import OFFLOAD_RULES, ZERO_RULES
+from megazero.config.t5.rules import ENCODER_DECODER_RULES
 from megazero.config.tree.config import Config
 from megazero.config.tree.option import Section
 

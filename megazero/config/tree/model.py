@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megazero.config.tree.encoder_decoder import T5Config
+from megazero.config.t5.settings import T5Config
 from megazero.config.tree.experts import ExpertsConfig
 from megazero.config.tree.heads import BertConfig, ClassifierConfig, MultiTokenConfig
 from megazero.config.tree.routing import RoutingConfig

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megazero.config.tree.latent import LatentConfig
+from megazero.config.latent import LatentConfig
 from megazero.config.tree.option import option
 
 _YARN = "position_embedding_type=yarn or multi_latent_attention"

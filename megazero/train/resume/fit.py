@@ -10,9 +10,9 @@ from megazero.checkpoint.part import Part, Source, misfits
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.upcycling import dense_model
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
+from megazero.config.latent import LatentConfig
 from megazero.config.rules.table import check
 from megazero.config.tree.config import Config
-from megazero.config.tree.latent import LatentConfig
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.parallel import ParallelConfig

@@ -1,0 +1,1 @@
+"""Settings and rules of a model of an encoder and a decoder."""
