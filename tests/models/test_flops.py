@@ -80,7 +80,16 @@ def test_llama_2_70b_is_close_to_six_per_parameter():
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"num_query_groups": 2}, {"activation": "swiglu"}, {"kv_channels": 48}], ids=str
+    "fields",
+    [
+        {},
+        {"num_query_groups": 2},
+        {"activation": "swiglu"},
+        {"activation": "quick_geglu"},
+        {"kv_channels": 48},
+        {"attention_output_gate": True},
+    ],
+    ids=str,
 )
 def test_equals_what_torch_counts_in_the_products(fields):
     """One layer and the head written out as products, forward and backward, counted by torch."""
@@ -98,6 +107,8 @@ def test_equals_what_torch_counts_in_the_products(fields):
         q = qkv[:, :query].view(length, heads, -1).transpose(0, 1)
         scores = q @ weight(heads, shape.head_dim, length)
         context = (scores @ weight(heads, length, shape.head_dim)).transpose(0, 1).reshape(length, query)
+        if shape.attention_output_gate:
+            context = context * (x @ weight(hidden, query))
         x = context @ weight(query, hidden)
         inner = sum(x @ weight(hidden, shape.ffn_size) for _ in range(mlp - 1))
         x = inner @ weight(shape.ffn_size, hidden)
