@@ -15,7 +15,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.attention import Pattern
-from tests.inference.samples import GPT2, LLAMA, build
+from tests.inference.samples import GPT2, HYBRID, LLAMA, build
 
 PROMPTS = [list(range(1, 12)), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [7] * 14]
 WINDOW = LLAMA.model_copy(
@@ -41,7 +41,11 @@ def shared(config, ranks: int, tp: int, **how) -> list:
     return world.run(work)
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA, WINDOW, SHIFTED], ids=["gpt2", "llama", "window", "alibi"])
+@pytest.mark.parametrize(
+    "config",
+    [GPT2, LLAMA, WINDOW, SHIFTED, HYBRID],
+    ids=["gpt2", "llama", "window", "alibi", "hybrid"],
+)
 @pytest.mark.parametrize(("ranks", "tp", "chunk"), [(2, 1, None), (3, 1, 4), (2, 2, 3)])
 def test_the_tokens_are_those_of_one_rank(config, ranks, tp, chunk):
     alone = generate(build(config), PROMPTS, max_new_tokens=9, sampling=Sampling())
