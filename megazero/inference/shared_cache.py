@@ -24,6 +24,7 @@ class SharedCache(SharedStore):
         self.sharers, self.block = sharers, block
         self._kept: dict[int, list[KeptRun]] = {}
         self._lengths: dict[int, int] = {}
+        self.states: dict[int, tuple[Tensor, ...]] = {}
 
     @property
     def length(self) -> int:
@@ -34,7 +35,8 @@ class SharedCache(SharedStore):
     def elements(self) -> int:
         """Number of elements in this rank's memory."""
         runs = (run for kept in self._kept.values() for run in kept)
-        return sum(run.keys.numel() + run.values.numel() for run in runs)
+        states = sum(x.numel() for tensors in self.states.values() for x in tensors)
+        return states + sum(run.keys.numel() + run.values.numel() for run in runs)
 
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[int, list[KeptRun]]:
         """As `SharedStore` says. What later positions see no more is let go after this one."""

@@ -12,7 +12,7 @@ from tests.equivalence.one_process import check, in_order, pairs_met, parametriz
 from tests.layouts.layout import DECODERS, Layout
 from tests.layouts.selection import allowed, covering, hybrid_layouts, with_methods, with_stores
 
-FEW, MANY = 40, 200
+FEW, MANY = 42, 200
 
 
 everything = cache(hybrid_layouts)
@@ -105,6 +105,7 @@ def test_compiled_layers_learn_the_same():
     check([run_alone(layout.config())], layout)
 
 
+@pytest.mark.slow
 @pytest.mark.gloo
 def test_processes_equal_one_process(pool):
     layout = Layout(tp=2, zero=1, sequence_parallel=True, letters="M-*", layers=3, documents=True)

@@ -34,6 +34,16 @@ LLAMA = ModelConfig(
 )
 LLAMA_FOUR_GROUPS = LLAMA.model_copy(update={"num_query_groups": 4})
 
+SIZES = {"mamba_state_dim": 5, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_num_heads": 8}
+HYBRID = ModelConfig(
+    **{**COMMON, "num_layers": 5},
+    **SIZES,
+    init_method_std=0.4,
+    hybrid_layer_pattern="-M*M-",
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+)
+
 # Lengths on both sides of each other and a single token; ids within VOCAB.
 PROMPTS = [[5, 17, 3, 44, 8, 21, 9], [52], [0, 1, 2], [30, 30, 31, 7]]
 

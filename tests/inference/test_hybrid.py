@@ -12,18 +12,9 @@ from megazero.inference.staged import StagedModel
 from megazero.layers.state_space.convolution import WIDTH
 from megazero.models.batch import Batch
 from megazero.mpu.context import ParallelContext
-from tests.inference.samples import COMMON, PROMPTS, VOCAB, build, on_threads
+from tests.inference.samples import COMMON, HYBRID, PROMPTS, SIZES, VOCAB, build, on_threads
 from tests.inference.test_generate import DRAWN, GREEDY, NEW, slowly
 
-SIZES = {"mamba_state_dim": 5, "mamba_head_dim": 4, "mamba_num_groups": 2, "mamba_num_heads": 8}
-HYBRID = ModelConfig(
-    **{**COMMON, "num_layers": 5},
-    **SIZES,
-    init_method_std=0.4,
-    hybrid_layer_pattern="-M*M-",
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-)
 LEARNED = ModelConfig(**{**COMMON, "num_layers": 3}, **SIZES, init_method_std=0.4, hybrid_layer_pattern="-MM")
 SHAPES = pytest.mark.parametrize("config", [HYBRID, LEARNED], ids=["hybrid", "learned"])
 

@@ -38,7 +38,13 @@ class KeptRun:
 
 
 class SharedStore(Protocol):
-    """Keys and values of earlier positions, of which each rank keeps some."""
+    """Keys and values of earlier positions, of which each rank keeps some.
+
+    Attributes:
+        states: the memories of layers that keep no keys, by number, whole on each rank.
+    """
+
+    states: dict[int, tuple[Tensor, ...]]
 
     @abstractmethod
     def extend(self, attends: Attends, key: Tensor, value: Tensor) -> tuple[int, list[KeptRun]]:
@@ -62,6 +68,10 @@ class SharedCacheCore(AttentionCore):
 
     store: SharedStore
     sharers: Group
+
+    @property
+    def mixer_states(self) -> dict[int, tuple[Tensor, ...]]:
+        return self.store.states
 
     def __call__(
         self,
