@@ -15,12 +15,8 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.attention import Pattern
-<<<<<<< HEAD
-from tests.inference.samples import GPT2, LLAMA, build
-from tests.layouts.variants import VARIANTS
-=======
 from tests.inference.samples import GPT2, HYBRID, LLAMA, build
->>>>>>> h-mamba
+from tests.layouts.variants import VARIANTS
 
 PROMPTS = [list(range(1, 12)), [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [7] * 14]
 WINDOW = LLAMA.model_copy(
@@ -49,13 +45,8 @@ def shared(config, ranks: int, tp: int, **how) -> list:
 
 @pytest.mark.parametrize(
     "config",
-<<<<<<< HEAD
-    [GPT2, LLAMA, WINDOW, SHIFTED, GEMMA],
-    ids=["gpt2", "llama", "window", "alibi", "gemma"],
-=======
-    [GPT2, LLAMA, WINDOW, SHIFTED, HYBRID],
-    ids=["gpt2", "llama", "window", "alibi", "hybrid"],
->>>>>>> h-mamba
+    [GPT2, LLAMA, WINDOW, SHIFTED, GEMMA, HYBRID],
+    ids=["gpt2", "llama", "window", "alibi", "gemma", "hybrid"],
 )
 @pytest.mark.parametrize(("ranks", "tp", "chunk"), [(2, 1, None), (3, 1, 4), (2, 2, 3)])
 def test_the_tokens_are_those_of_one_rank(config, ranks, tp, chunk):
