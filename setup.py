@@ -117,7 +117,8 @@ setup(
     packages=find_packages(include=["megazero", "megazero.*", "data_tools", "data_tools.*"]),
     package_data={
         "megazero": [
-            *("py.typed", "ops/_native.pyi", "config/tables/*.txt", "config/tables/dialects/*.txt", "config/tables/*.csv"),
+            *("py.typed", "ops/_native.pyi"),
+            *("config/tables/*.txt", "config/tables/dialects/*.txt", "config/tables/*.csv"),
             *("deepspeed/names/*.csv", "deepspeed/path/deepspeed/*.py", "deepspeed/path/*.dist-info/*"),
             "plan/devices/*.json",
         ]
