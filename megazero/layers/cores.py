@@ -24,11 +24,7 @@ from megazero.ops.positions import Positions, position_tensor
 
 
 class KeyValueStore(Protocol):
-    """Keys and values of earlier positions, kept between generation steps.
-
-    Attributes:
-        states: the memories of layers that keep no keys, by number.
-    """
+    """Keys and values of earlier positions, kept between generation steps; `states` of layers without keys."""
 
     states: dict[int, tuple[Tensor, ...]]
 
