@@ -24,7 +24,7 @@ from megazero.ops.positions import Positions, position_tensor
 
 
 class KeyValueStore(Protocol):
-    """Keys and values of earlier positions, kept between generation steps; `states` of layers without keys."""
+    """Keys and values of earlier positions, and `states` of layers without any, between generation steps."""
 
     states: dict[int, tuple[Tensor, ...]]
 
