@@ -23,11 +23,7 @@ from megazero.ops.positions import Positions, position_tensor
 
 
 class KeyValueStore(Protocol):
-    """Keys and values of earlier positions, kept between generation steps.
-
-    Attributes:
-        states: the memories of layers that keep no keys, by number.
-    """
+    """Keys and values of earlier positions, and `states` of layers without any, between generation steps."""
 
     states: dict[int, tuple[Tensor, ...]]
 

@@ -62,10 +62,7 @@ class AttentionCore(Protocol):
 
     @property
     def mixer_states(self) -> MutableMapping[int, tuple[Tensor, ...]]:
-        """The memories of layers that keep no keys, by number; such a layer reads and replaces its own.
-
-        A core that knows no earlier rows has none, and keeps none.
-        """
+        """The states of layers that keep no keys, by number; a core that knows no earlier rows keeps none."""
         return {}
 
     def __call__(

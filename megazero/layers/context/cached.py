@@ -38,11 +38,7 @@ class KeptRun:
 
 
 class SharedStore(Protocol):
-    """Keys and values of earlier positions, of which each rank keeps some.
-
-    Attributes:
-        states: the memories of layers that keep no keys, by number, whole on each rank.
-    """
+    """Keys and values of earlier positions, of which each rank keeps some; `states`, which each has whole."""
 
     states: dict[int, tuple[Tensor, ...]]
 
