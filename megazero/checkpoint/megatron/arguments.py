@@ -110,49 +110,45 @@ def _run(facts: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def optimizer_of(facts: Mapping[str, Any], with_experts: bool) -> dict[str, Any]:
-    """What Megatron stores of the optimizer besides tensors; the experts' have an optimizer of their own.
+def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron stores of the optimizer besides tensors, where experts are not parallel.
 
-    Args:
-        facts: the checkpoint's facts; they are of a run with optimizer state.
-        with_experts: whether the model has experts.
+    Its optimizers of mixed precision look below another `optimizer`, that of fp32 weights does not.
+
+    Raises:
+        CheckpointError: the checkpoint is not of a run with optimizer state.
     """
     if facts.get("updates") is None:
         raise CheckpointError(
             "the checkpoint must be of a run with optimizer state to be written with it, but is not; export "
-            "without --with-optimizer"
+            "with --weights-only"
         )
     settings, scaler = facts["config"]["optimizer"], facts["scaler"]
-
-    def state(of_experts: bool) -> dict[str, Any]:
-        groups = [
-            {
-                "lr": settings["lr"],
-                "max_lr": settings["lr"],
-                "min_lr": settings["min_lr"],
-                "weight_decay": settings["weight_decay"] * decayed,
-                "wd_mult": decayed,
-                "lr_mult": 1.0,
-                "is_expert_parallel": of_experts,
-                "is_decoupled_lr": False,
-                "betas": (settings["adam_beta1"], settings["adam_beta2"]),
-                "eps": settings["adam_eps"],
-                "bias_correction": True,
-                "step": facts["updates"],
-            }
-            for decayed in (1.0, 0.0)
-        ]
-        return {
-            "optimizer": {"param_groups": groups, "state": {"common_step": facts["updates"]}},
-            "param_state_sharding_type": "fully_reshardable",
-            "grad_scaler": {
-                "scale": torch.tensor([scaler["scale"]]),
-                "growth_tracker": scaler["growth_tracker"],
-                "hysteresis_tracker": scaler["hysteresis_left"],
-            },
+    groups = [
+        {
+            "lr": settings["lr"],
+            "max_lr": settings["lr"],
+            "min_lr": settings["min_lr"],
+            "weight_decay": settings["weight_decay"] * decayed,
+            "wd_mult": decayed,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "betas": (settings["adam_beta1"], settings["adam_beta2"]),
+            "eps": settings["adam_eps"],
+            "bias_correction": True,
+            "step": facts["updates"],
         }
-
-    return {"optimizer": {0: state(False), 1: state(True)} if with_experts else state(False)}
+        for decayed in (1.0, 0.0)
+    ]
+    state = {"param_groups": groups, "state": {"common_step": facts["updates"]}}
+    scale = {
+        "scale": torch.tensor([scaler["scale"]]),
+        "growth_tracker": scaler["growth_tracker"],
+        "hysteresis_tracker": scaler["hysteresis_left"],
+    }
+    form = {"param_state_sharding_type": "fully_reshardable", "grad_scaler": scale}
+    return {"optimizer": {"optimizer": state, **form, **state}}
 
 
 def schedule_of(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.regular_file import open_regular
 
 METADATA = ".metadata"
+_OBJECTS = "__0_objects.distcp"
 _FILE_BYTES = 5 << 30
 
 
@@ -237,14 +238,25 @@ class ArrayPart:
 
 
 def write_arrays(
-    disk: Disk, folder: Path, parts: Iterable[ArrayPart], file_bytes: int = _FILE_BYTES
+    disk: Disk,
+    folder: Path,
+    parts: Iterable[ArrayPart],
+    objects: Iterable[str] = (),
+    file_bytes: int = _FILE_BYTES,
 ) -> dict[str, int]:
     """Write tensors, one part in memory at a time, and `.metadata`; returns the files with their sizes.
+
+    Args:
+        disk: makes all changes to the file system.
+        folder: the folder, which has none of these files yet.
+        parts: the tensors.
+        objects: names of objects that have no state, under each of which a None is found.
+        file_bytes: the size at which another file is begun.
 
     Raises:
         OSError: the disk is full, fails, or may not be written to.
     """
-    tensors: dict[str, _TensorRecord] = {}
+    tensors: dict[str, Any] = {}
     stored: dict[_Place, _Stored] = {}
     sizes: dict[str, int] = {}
     for number, run in enumerate(_runs(parts, file_bytes)):
@@ -264,6 +276,16 @@ def write_arrays(
                 at += buffer.getbuffer().nbytes
             file.sync()
         sizes[name] = at
+    buffer = io.BytesIO()
+    torch.save([None], buffer)
+    with disk.create(folder / _OBJECTS) as file:
+        file.write(buffer.getbuffer())
+        file.sync()
+    length = sizes[_OBJECTS] = buffer.getbuffer().nbytes
+    for called in objects:
+        tensors[called] = _BytesRecord()
+        place = _Place(fqn=called, offset=None, index=None)
+        stored[place] = _Stored(relative_path=_OBJECTS, offset=0, length=length)
     buffer = io.BytesIO()
     _Writing(buffer, protocol=4).dump(
         _Metadata(state_dict_metadata=tensors, planner_data=None, storage_data=stored, storage_meta=None)

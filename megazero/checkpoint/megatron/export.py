@@ -86,7 +86,7 @@ def export_megatron(
     ):
         raise CheckpointError(
             f"`{reader.folder}` must hold Adam's two moments to be written with the optimizer, but does not; "
-            f"export without --with-optimizer"
+            f"export with --weights-only"
         )
     iteration = reader.manifest.iteration
     folder = directory / f"iter_{iteration:07d}"
@@ -104,13 +104,13 @@ def export_megatron(
                 "checkpoint_version": 3.0,
                 "iteration": iteration,
                 "content_metadata": _content(model, options),
-                **(optimizer_of(facts, bool(model.num_experts)) if options.with_optimizer else {}),
+                **(optimizer_of(facts) if options.with_optimizer else {}),
                 **(schedule_of(facts) if options.with_optimizer else {}),
             }
             _write_common(disk, partial_folder, common)
             with reader:
                 parts = list(_parts(reader, model, size, arguments["padded_vocab_size"], options))
-                sizes = write_arrays(disk, partial_folder, parts)
+                sizes = write_arrays(disk, partial_folder, parts, _states(model, size))
             disk.sync_folder(partial_folder)
             disk.rename(partial_folder, folder)
         except Exception:
@@ -168,6 +168,21 @@ def _parts(
             key = Key(link.key.name, kind)
             prefix = (f"optimizer.state.{kind}.",)
             yield _part(reader, place, link, key, sliced, rows, torch.float32, prefix)
+
+
+def _states(model: ModelConfig, size: int) -> Iterator[str]:
+    """The names of the states that modules of Core have besides tensors; only 8-bit products have some."""
+    yield "output_layer._extra_state/shard_0_1"
+    for name in links_of(rules(3.0), model, size):
+        place = _place(name, model)
+        for called in place.names:
+            module, _, suffix = called.rpartition(".")
+            where = ".".join(map(str, place.at or (0,))), ".".join(map(str, place.stacked or (1,)))
+            if suffix == "weight" and called.startswith(("decoder.", "encoder.")):
+                yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
+            if called.endswith("linear_qkv.weight"):
+                module = module.replace("linear_qkv", "core_attention")
+                yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
 
 
 @dataclass(frozen=True)
