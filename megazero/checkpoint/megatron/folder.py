@@ -88,7 +88,12 @@ def find_files(source: Path) -> Files:
     files = _rank_files(folder, names)
     if files:
         return Files(folder, Form.DEEPSPEED, (files,), files)
-    ranks = dict(_megatron_ranks(folder, names))
+    listed = list(_megatron_ranks(folder, names))
+    ranks = dict(listed)
+    if len(ranks) < len(listed):
+        raise CheckpointError(
+            f"`{folder}` must hold one file for each rank, but has two for some; keep one checkpoint"
+        )
     stages = _grid(folder, {(tp, pp): path for (tp, pp, ep), path in ranks.items() if not ep})
     experts: dict[Path, tuple[Path, ...]] = defaultdict(tuple)
     for tp, pp, ep in sorted(rank for rank in ranks if rank[2]):

@@ -205,6 +205,9 @@ def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:
 def _experts(arguments: Arguments, core: bool) -> dict[str, Any]:
     if _comparable(arguments.get("num_experts")) in (*_UNSET, 1, (1,)):
         return {}
+    counts = arguments["num_experts"]
+    if isinstance(counts, (list, tuple)) and len(set(counts)) > 1:
+        raise ValueError(f"`num_experts` is {counts!r} (layers with different numbers of experts)")
     fields = {name: arguments[name] for name in EXPERTS if arguments.get(name) is not None}
     if fields.get("moe_layer_freq") == 1:  # what it is if it is not given
         del fields["moe_layer_freq"]

@@ -1,4 +1,4 @@
-"""Megatron-Core's own distributed checkpoints are read, and it loads ours, state of the optimizer included."""
+"""Megatron-Core's own distributed checkpoints are read, and it loads ours, optimizer state included."""
 
 from __future__ import annotations
 
