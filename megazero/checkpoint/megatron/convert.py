@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.convert import KIND
+from megazero.checkpoint.megatron.progress import run_facts
 from megazero.checkpoint.megatron.reader import MegatronReader
 from megazero.checkpoint.writer import later_weights, write_checkpoint
 from megazero.config.tree.tokenizer import TokenizerConfig
@@ -15,7 +17,9 @@ from megazero.errors import CheckpointError
 def import_megatron(
     reader: MegatronReader, directory: str | Path, tokenizer: TokenizerConfig | None = None
 ) -> Path:
-    """Write a checkpoint of iteration 0 with the weights, in fp32, one tensor in memory at a time.
+    """Write a checkpoint with the weights, in fp32, one tensor in memory at a time.
+
+    It is of iteration 0, or of that of the run, if the optimizer's state is taken too.
 
     Args:
         reader: the weights to import.
@@ -31,15 +35,20 @@ def import_megatron(
             f"another folder"
         )
 
-    facts = {
+    tokenizer = tokenizer or TokenizerConfig()
+    iteration = 0
+    facts: dict[str, Any] = {
         "kind": KIND,
         "model": reader.model_settings(),
         "vocab_size": reader.model.vocab_size,
-        "tokenizer": (tokenizer or TokenizerConfig()).model_dump(mode="json"),
-        "converted_from": {
-            "format": reader.files.form.value,
-            "iteration": reader.iteration,
-            "checkpoint_version": reader.checkpoint_version,
-        },
+        "tokenizer": tokenizer.model_dump(mode="json"),
     }
-    return write_checkpoint(directory, 0, later_weights(reader), facts)
+    if reader.options.with_optimizer:
+        facts = run_facts(reader.header, reader.arguments, reader.model, tokenizer)
+        iteration = facts["state"]["iteration"]
+    facts["converted_from"] = {
+        "format": reader.files.form.value,
+        "iteration": reader.iteration,
+        "checkpoint_version": reader.checkpoint_version,
+    }
+    return write_checkpoint(directory, iteration, later_weights(reader), facts)

@@ -1,8 +1,9 @@
 """The files of a checkpoint of Megatron-LM or Megatron-DeepSpeed; only text files are opened here.
 
-Three forms, by pipeline stage PPP and tensor-parallel rank TT::
+Four forms, by pipeline stage PPP, tensor-parallel rank TT and expert-parallel rank EEE::
 
-    iter_0000100/mp_rank_TT[_PPP]/model_optim_rng.pt    Megatron-LM (``release/`` for converted weights)
+    iter_0000100/.metadata, common.pt, *.distcp         Megatron-LM, format ``torch_dist``
+    iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt  Megatron-LM (``release/`` for converted weights)
     global_step100/mp_rank_TT_model_states.pt           Megatron-DeepSpeed without a pipeline
     global_step100/layer_LL-model_TT-model_states.pt    Megatron-DeepSpeed with one: a file per layer
 """
@@ -12,13 +13,13 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
 from megazero.errors import CheckpointError
 
-_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(_\d{3,})?")
+_RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _RANK_FILE = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d{2,})(?:-model_(\d{2,}))?-model_states\.pt")
 _RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -29,6 +30,7 @@ class Form(Enum):
     """The program that wrote it, and whether as a pipeline of layers; see the module."""
 
     MEGATRON = "Megatron-LM"
+    DISTRIBUTED = "Megatron-LM, torch_dist"
     DEEPSPEED = "Megatron-DeepSpeed"
     LAYERS = "Megatron-DeepSpeed, a file per layer"
 
@@ -42,12 +44,21 @@ class Files:
         form: how the model is split over them.
         stages: the files of each part of the model, in order, by tensor-parallel rank.
         ranks: the files that say when and with which arguments they were saved.
+        experts: for the file of a rank, those that hold the experts of the further expert-parallel ranks.
     """
 
     folder: Path
     form: Form
     stages: tuple[tuple[Path, ...], ...]
     ranks: tuple[Path, ...]
+    experts: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
+
+    @property
+    def by_experts(self) -> Files:
+        """The same files, of one pipeline stage, if what looks like the numbers of stages is of experts."""
+        first, *others = self.stages
+        further = {path: tuple(stage[rank] for stage in others) for rank, path in enumerate(first)}
+        return replace(self, stages=(first,), experts=further)
 
     @property
     def tensor_ranks(self) -> int:
@@ -67,6 +78,9 @@ def find_files(source: Path) -> Files:
     except OSError as error:
         raise CheckpointError(f"`{source}` must be a readable folder, but is not: {error}") from error
     _refuse_other_forms(folder, names)
+    if ".metadata" in names and not any(map(_RANK_FOLDER.fullmatch, names)):
+        common = folder / "common.pt"
+        return Files(folder, Form.DISTRIBUTED, ((common,),), (common,))
     layers = {n: match for n in names if (match := _LAYER_FILE.fullmatch(n))}
     if layers:
         places = {(int(m[2] or 0), int(m[1])): folder / n for n, m in layers.items()}
@@ -74,8 +88,22 @@ def find_files(source: Path) -> Files:
     files = _rank_files(folder, names)
     if files:
         return Files(folder, Form.DEEPSPEED, (files,), files)
-    stages = _grid(folder, dict(_megatron_ranks(folder, names)))
-    return Files(folder, Form.MEGATRON, stages, tuple(path for stage in stages for path in stage))
+    listed = list(_megatron_ranks(folder, names))
+    ranks = dict(listed)
+    if len(ranks) < len(listed):
+        raise CheckpointError(
+            f"`{folder}` must hold one file for each rank, but has two for some; keep one checkpoint"
+        )
+    stages = _grid(folder, {(tp, pp): path for (tp, pp, ep), path in ranks.items() if not ep})
+    experts: dict[Path, tuple[Path, ...]] = defaultdict(tuple)
+    for tp, pp, ep in sorted(rank for rank in ranks if rank[2]):
+        if (tp, pp, 0) not in ranks:
+            raise CheckpointError(
+                f"`{folder}` must have the file of the first expert-parallel rank of rank {tp}, stage {pp}, "
+                f"but lacks it; copy all"
+            )
+        experts[ranks[tp, pp, 0]] += (ranks[tp, pp, ep],)
+    return Files(folder, Form.MEGATRON, stages, tuple(ranks[rank] for rank in sorted(ranks)), experts)
 
 
 def _checkpoint_folder(source: Path) -> Path:
@@ -114,16 +142,10 @@ def _is_checkpoint(folder: Path) -> bool:
 
 def _refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
     for name in names:
-        if name == ".metadata" or name.endswith(".distcp"):
+        if "expert_" in name:
             raise CheckpointError(
-                f"`{folder}` must be in Megatron's `torch` format, but is in `torch_dist` ({name}); load "
-                f"it with Megatron and --ckpt-convert-format torch --ckpt-convert-save DIR, and import DIR"
-            )
-        if "expert_" in name or (
-            re.fullmatch(r"mp_rank_\d+_\d{3,}_\d{3,}", name) and _rank_file(folder / name)
-        ):
-            raise CheckpointError(
-                f"`{folder}` must be of a dense GPT, but holds a mixture of experts ({name})"
+                f"`{folder}` must hold experts as Megatron-LM does, but holds them as DeepSpeed does "
+                f"({name}); convert it with DeepSpeed's tools"
             )
         if re.fullmatch(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt", name):
             raise CheckpointError(
@@ -138,11 +160,11 @@ def _rank_files(folder: Path, names: Iterable[str]) -> tuple[Path, ...]:
     return _grid(folder, places)[0] if places else ()
 
 
-def _megatron_ranks(folder: Path, names: Iterable[str]) -> Iterable[tuple[tuple[int, int], Path]]:
+def _megatron_ranks(folder: Path, names: Iterable[str]) -> Iterable[tuple[tuple[int, int, int], Path]]:
     for name in names:
         match = _RANK_FOLDER.fullmatch(name)
-        if match and not match[3] and (path := _rank_file(folder / name)):
-            yield (int(match[1]), int(match[2] or 0)), path
+        if match and (path := _rank_file(folder / name)):
+            yield (int(match[1]), int(match[2] or 0), int(match[3] or 0)), path
 
 
 def _rank_file(folder: Path) -> Path | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.megatron.expert_files import Weights
 from megazero.checkpoint.megatron.names import (
     HEAD,
     HEAD_COPY,
@@ -20,7 +21,7 @@ from megazero.checkpoint.megatron.names import (
     layer_of,
     moved,
 )
-from megazero.checkpoint.megatron.stages import Stages, Weights
+from megazero.checkpoint.megatron.stages import Opened, Stages
 from megazero.checkpoint.naming import Link
 from megazero.errors import CheckpointError
 
@@ -36,7 +37,7 @@ class SavedTensor:
     chunk: str
     name: str
 
-    def tensors(self, stages: Stages) -> tuple[Tensor, ...]:
+    def tensors(self, stages: Opened) -> tuple[Tensor, ...]:
         """The tensor on every rank."""
         return tuple(rank[self.name] for rank in stages.chunks(self.stage)[self.chunk])
 
@@ -116,7 +117,7 @@ def _difference(copies: Sequence[Tensor]) -> float:
 def check(
     inventory: Inventory,
     links: Mapping[str, tuple[Sliced, Link]],
-    stages: Stages,
+    stages: Opened,
     *,
     average_replicas: bool,
 ) -> None:
@@ -176,7 +177,7 @@ def _misfits(
         )
 
 
-def _same(word: TensorRecord, copy: TensorRecord, stages: Stages) -> bool:
+def _same(word: TensorRecord, copy: TensorRecord, stages: Opened) -> bool:
     if (word.shapes, word.dtypes) != (copy.shapes, copy.dtypes):
         return False
     # Copied, because opening the other stage closes this one; one rank's at a time.

@@ -13,7 +13,19 @@ from dataclasses import dataclass, replace
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.masked import with_binary_head, with_masked_head, with_types
-from megazero.checkpoint.naming import Link, Table, TensorRule, always, biased, qkv_biased, untied
+from megazero.checkpoint.naming import (
+    Link,
+    Table,
+    TensorRule,
+    always,
+    biased,
+    qkv_biased,
+    untied,
+    with_experts,
+    with_shared_experts,
+    without_experts,
+)
+from megazero.checkpoint.part import ROUTER, WEIGHT, Key
 from megazero.config.tree.model import ModelConfig
 
 WORD = "embedding.word_embeddings.weight"
@@ -51,14 +63,16 @@ _RENAMED = tuple(
         (rf"^({_LAYER})mlp\.linear_fc1\.layer_norm_", r"\1pre_mlp_layernorm."),
     )
 )
-_NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:_extra_state|inv_freq)")
+_NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:_extra_state|inv_freq|local_tokens_per_expert)")
+EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)\.(.*)")
+"""The name of one expert's tensor: what is before its number, the number, and what is after it."""
 _NUMBERED = re.compile(_LAYER)
 
 # Names that show a model that we do not support; the first match says which kind.
 _FOREIGN = tuple(
     (re.compile(pattern), kind)
     for pattern, kind in (
-        (r"experts?\b|\.router\.|\.gate\.wg\.|moe", "mixture of experts"),
+        (r"experts?\b|\.router\.|\.gate\.wg\.|moe", "mixture of experts other than the arguments say"),
         (r"retro|retriever|chunked_cross|neighbor", "RETRO"),
         (
             r"inter_attention|cross_attention|cross_attn|^language_model\.decoder\.|^encoder\.",
@@ -125,26 +139,27 @@ def foreign_kind(names: Iterable[str]) -> str | None:
 
 @dataclass(frozen=True)
 class Sliced:
-    """A rule, and the letter of the dim that tensor-parallel ranks split; None if each holds all.
+    """A rule, the letter of the dim that tensor-parallel ranks split (None if each holds all), and our kind.
 
     A vocabulary (letter v) is padded at its end; only the number of its rows in the files says by how much.
     """
 
     rule: TensorRule
     letter: str | None = None
+    kind: str = WEIGHT
 
     def boxes(self, link: Link, ranks: int, rows: int) -> Iterator[Box]:
         """The part of our tensor that each rank holds; `rows` is the first dim of its tensor."""
         if self.letter is None:
-            yield from [Box.whole(link.shape)] * ranks
+            yield from [link.box] * ranks
             return
         dim = self.rule.dims.split().index(self.letter)
         size = link.shape[dim]
         step = rows if self.letter == "v" else size // ranks
         for rank in range(ranks):
             start, stop = min(size, rank * step), min(size, (rank + 1) * step)
-            offset = tuple(start if d == dim else 0 for d in range(len(link.shape)))
-            shape = tuple(stop - start if d == dim else n for d, n in enumerate(link.shape))
+            offset = tuple(start if d == dim else o for d, o in enumerate(link.box.offset))
+            shape = tuple(stop - start if d == dim else n for d, n in enumerate(link.box.shape))
             yield Box(offset, shape)
 
     def shape(self, link: Link, ranks: int) -> tuple[int, ...] | None:
@@ -190,6 +205,75 @@ def _with_positions(model: ModelConfig) -> bool:
     return model.position_embedding_type == "learned_absolute"
 
 
+def _with_shared_gate(model: ModelConfig) -> bool:
+    return model.moe_shared_expert_gate
+
+
+def _balanced_by_bias(model: ModelConfig) -> bool:
+    return model.moe_router_enable_expert_bias
+
+
+def _mlp_rows() -> Iterator[Sliced]:
+    """Three kinds of MLP: a dense layer's, a layer's experts, and those that all tokens go through."""
+    core, conditions = "decoder.layers.{i}.mlp", (_gated, _gated_biased, _plain, _plain_biased)
+    kinds = (
+        ("mlp", "", "f", core, without_experts),
+        ("mlp.experts", "x ", "m", f"{core}.experts.local_experts.{{x}}", with_experts),
+        ("mlp.shared", "", "w", f"{core}.shared_experts", with_shared_experts),
+    )
+    for ours, expert, letter, theirs, layer in kinds:
+        merged = f"({expert}c {letter})", f"({expert}{letter})"
+        tables = (
+            *(("up", "weight", f"{expert}c {letter} h", "linear_fc1.weight", f"{merged[0]} h", letter, 0),),
+            *(("up", "bias", f"{expert}c {letter}", "linear_fc1.bias", merged[0], letter, 1),),
+            *(("up", "weight", f"{expert}{letter} h", "linear_fc1.weight", f"{merged[1]} h", letter, 2),),
+            *(("up", "bias", f"{expert}{letter}", "linear_fc1.bias", merged[1], letter, 3),),
+            *(
+                (
+                    "down",
+                    "weight",
+                    f"{expert}h {letter}",
+                    "linear_fc2.weight",
+                    f"({expert}h) {letter}",
+                    letter,
+                    None,
+                ),
+            ),
+            *(("down", "bias", f"{expert}h", "linear_fc2.bias", f"({expert}h)", None, None),),
+        )
+        for which, suffix, dims, name, their_dims, cut, condition in tables:
+            when = biased if suffix == "bias" and condition is None else always
+            when = when if condition is None else conditions[condition]
+            rule = TensorRule(
+                f"layers.{{i}}.{ours}.{which}.{suffix}",
+                dims,
+                f"{theirs}.{name}",
+                their_dims,
+                None,
+                when,
+                layer,
+            )
+            yield Sliced(rule, cut)
+    router = f"{core}.router"
+    yield Sliced(
+        TensorRule("layers.{i}.mlp.router.weight", "x h", f"{router}.weight", "x h", layer=with_experts)
+    )
+    yield Sliced(
+        TensorRule(
+            "layers.{i}.mlp.router.bias",
+            "x",
+            f"{router}.expert_bias",
+            "x",
+            None,
+            _balanced_by_bias,
+            with_experts,
+        ),
+        kind=ROUTER,
+    )
+    gate = "layers.{i}.mlp.shared_gate.weight", f"{core}.shared_experts.gate_weight"
+    yield Sliced(TensorRule(gate[0], "u h", gate[1], "u h", None, _with_shared_gate, with_shared_experts))
+
+
 def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     """The table. The order of a rank's queries, keys and values has changed twice.
 
@@ -216,9 +300,8 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         )
 
     ours, core = "layers.{i}", "decoder.layers.{i}"
-    attention, mlp = f"{core}.self_attention", f"{core}.mlp"
+    attention = f"{core}.self_attention"
     softmax = f"{attention}.core_attention"
-    fc1, fc2 = f"{mlp}.linear_fc1", f"{mlp}.linear_fc2"
     return (
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
         *norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
@@ -242,12 +325,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
         row(f"{ours}.attention.softmax_offset", "q", f"{softmax}.softmax_offset", "q", "q", _with_offset),
         *norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),
-        row(f"{ours}.mlp.up.weight", "c f h", f"{fc1}.weight", "(c f) h", "f", _gated),
-        row(f"{ours}.mlp.up.bias", "c f", f"{fc1}.bias", "(c f)", "f", _gated_biased),
-        row(f"{ours}.mlp.up.weight", "f h", f"{fc1}.weight", "f h", "f", _plain),
-        row(f"{ours}.mlp.up.bias", "f", f"{fc1}.bias", "f", "f", _plain_biased),
-        row(f"{ours}.mlp.down.weight", "h f", f"{fc2}.weight", "h f", "f"),
-        row(f"{ours}.mlp.down.bias", "h", f"{fc2}.bias", "h", when=biased),
+        *_mlp_rows(),
         *norm("final_norm", "decoder.final_layernorm"),
         row("head.weight", "v h", HEAD, "v h", "v", untied),
         *(
@@ -269,7 +347,7 @@ def links_of(
 ) -> Mapping[str, tuple[Sliced, Link]]:
     """Core's name -> its rule and which part of ours it is, for a model of this shape."""
     return {
-        name: (sliced, link)
+        name: (sliced, replace(link, key=Key(link.key.name, sliced.kind)))
         for sliced in table
         for name, link in Table.of([sliced.rule], model, vocab_size).by_theirs.items()
     }
@@ -279,4 +357,5 @@ def held_whole(name: str) -> bool:
     """Whether each tensor-parallel rank has all of a tensor with this (Core) name."""
     number = layer_of(name)
     template = name if number is None else name.replace(f"layers.{number}.", "layers.{i}.", 1)
+    template = EXPERT.sub(r"\1{x}.\3", template)
     return any(sliced.rule.theirs == template and sliced.letter is None for sliced in rules(3.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.megatron.dist_stages import IN_USE, DistStages
 from megazero.checkpoint.megatron.folder import Form, find_files
 from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, check, take_inventory
 from megazero.checkpoint.megatron.masked import family_settings
 from megazero.checkpoint.megatron.names import VERSIONS, WORD, Sliced, links_of, rules
+from megazero.checkpoint.megatron.progress import MOMENTS
 from megazero.checkpoint.megatron.settings import read_settings
-from megazero.checkpoint.megatron.stages import Header, Stages
+from megazero.checkpoint.megatron.stages import Header, Opened, Stages
 from megazero.checkpoint.naming import Link
-from megazero.checkpoint.part import Key, Part, Source
+from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.errors import CheckpointError, ConfigError
 
 
@@ -32,6 +35,7 @@ class ImportOptions:
         arguments: Megatron's arguments, to add to those in the checkpoint or to correct them.
         average_replicas: whether copies that differ over the tensor-parallel ranks are averaged.
         inert: classes whose objects in the files are not needed, by full name.
+        with_optimizer: whether masters, moments and progress are read too, so that the run goes on.
     """
 
     trust_pickle: bool = False
@@ -39,6 +43,16 @@ class ImportOptions:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     average_replicas: bool = False
     inert: tuple[str, ...] = ()
+    with_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A tensor of theirs: which part of ours it is, how ranks split it, and where it is saved."""
+
+    sliced: Sliced
+    link: Link
+    saved: SavedTensor
 
 
 class MegatronReader:
@@ -72,10 +86,15 @@ class MegatronReader:
                 f"can name any function to be called. Only those that make tensors are called; still, give "
                 f"the flag only if you trust whoever wrote the files"
             )
-        self.files = find_files(Path(source))
+        self.options = options
         self._average = options.average_replicas
-        self._stages = Stages(self.files, options.inert)
-        inventory = take_inventory(self._stages)
+        files = find_files(Path(source))
+        distributed = DistStages(files, options.inert) if files.form is Form.DISTRIBUTED else None
+        opened = distributed or Stages(files, options.inert)
+        self._stages: Opened = opened
+        self.files = opened.files
+        inventories = {IN_USE: take_inventory(opened)} if isinstance(opened, Stages) else opened.inventories
+        inventory = inventories.get(IN_USE, {})
         header = self._agreed_header()
         self.iteration, self.checkpoint_version = header.iteration, header.version
         if header.arguments is None and not options.arguments:
@@ -83,7 +102,8 @@ class MegatronReader:
                 f"`{self.files.ranks[0]}` must hold Megatron's `args`, but does not; give those of the "
                 f"model as a JSON file with --megatron-args"
             )
-        arguments = {**(header.arguments or {}), **options.arguments}
+        self.arguments: Mapping[str, Any] = {**(header.arguments or {}), **options.arguments}
+        self.header, arguments = header, self.arguments
         self._check_ranks(arguments)
         core = not any(tensor.saved.name.startswith("language_model.") for tensor in inventory.values())
         family = family_settings(inventory, arguments)
@@ -98,11 +118,16 @@ class MegatronReader:
         self.model = settings.model.model_copy(update={"vocab_size": size})
         links = links_of(rules(self.checkpoint_version), self.model, size)
         check(inventory, links, self._stages, average_replicas=self._average)
-        self._places: Mapping[Key, tuple[Sliced, Link, SavedTensor]] = MappingProxyType(
-            {links[n][1].key: (*links[n], tensor.saved) for n, tensor in inventory.items() if n in links}
-        )
+        pieces: dict[Key, list[_Piece]] = defaultdict(list)
+        for kind, records in self._wanted(inventories, links).items():
+            for name, (sliced, link) in links.items():
+                saved = records[name].saved
+                key = link.key if link.key.kind != WEIGHT else Key(link.key.name, kind)
+                pieces[key].append(_Piece(sliced, link, saved))
+        by_stage = sorted(pieces.items(), key=lambda item: item[1][0].saved.stage)
+        self._pieces: Mapping[Key, list[_Piece]] = MappingProxyType(dict(by_stage))
         self.shapes: Mapping[Key, tuple[int, ...]] = MappingProxyType(
-            {key: link.shape for key, (_, link, _) in self._by_stage()}
+            {key: pieces[0].link.shape for key, pieces in by_stage}
         )
 
     def __enter__(self) -> MegatronReader:
@@ -122,10 +147,13 @@ class MegatronReader:
     @torch.no_grad()
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of parts; see `Source`."""
-        for part in sorted(parts, key=lambda part: self._places[part.key][2].stage):
-            sliced, link, saved = self._places[part.key]
+        todo = [(part, piece) for part in parts for piece in self._pieces[part.key]]
+        for part, piece in sorted(todo, key=lambda item: item[1].saved.stage):
+            sliced, link = piece.sliced, piece.link
             assert part.shape == link.shape, f"{part.key} has shape {link.shape}, not {part.shape}"
-            theirs = saved.tensors(self._stages)
+            if link.box.overlap(part.box) is None:
+                continue
+            theirs = piece.saved.tensors(self._stages)
             if sliced.letter is None:
                 theirs = (_mean(theirs) if self._average else theirs[0],)
             boxes = sliced.boxes(link, len(theirs), theirs[0].shape[0])
@@ -136,8 +164,30 @@ class MegatronReader:
                     ours = link.as_ours(rows.contiguous(), box)
                     part.tensor[shared.within(part.box)].copy_(ours[shared.within(box)])
 
-    def _by_stage(self) -> list[tuple[Key, tuple[Sliced, Link, SavedTensor]]]:
-        return sorted(self._places.items(), key=lambda item: item[1][2].stage)
+    def _wanted(
+        self, inventories: Mapping[str, Inventory], links: Mapping[str, tuple[Sliced, Link]]
+    ) -> Mapping[str, Inventory]:
+        """The tensors of each of our kinds: weights, which are masters where there are some, and moments."""
+        in_use = inventories[IN_USE]
+        if not self.options.with_optimizer:
+            return {WEIGHT: in_use}
+        kinds = {WEIGHT: {**in_use, **inventories.get(WEIGHT, {})}}
+        for kind in (*MOMENTS, *(inventories.keys() - {IN_USE, WEIGHT, *MOMENTS})):
+            kinds[kind] = {**in_use, **inventories.get(kind, {})}
+        lacking = {
+            f"{kind} of {name}"
+            for kind in MOMENTS
+            for name, (_, link) in links.items()
+            if link.key.kind == WEIGHT and name not in inventories.get(kind, {})
+        }
+        further = kinds.keys() - {WEIGHT, *MOMENTS}
+        if lacking or further:
+            raise CheckpointError(
+                f"`{self.files.folder}` must hold Adam's two moments by names of weights to go on from, but "
+                + (f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}")
+                + "; save it with --dist-ckpt-optim-fully-reshardable, or import without --with-optimizer"
+            )
+        return kinds
 
     def _agreed_header(self) -> Header:
         """The first rank's header, if all were saved after the same step and under the same version."""
@@ -162,11 +212,14 @@ class MegatronReader:
     def _check_ranks(self, arguments: Mapping[str, Any]) -> None:
         """Refuse missing ranks: if the last rank's file is missing, there is no gap in what is there."""
         files = self.files
+        if files.form is Form.DISTRIBUTED:
+            return
+        experts = 1 + max(map(len, files.experts.values()), default=0)
         ranks = arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")
         ranks = ranks if isinstance(ranks, int) else files.tensor_ranks
         stages = 1 if files.form is Form.DEEPSPEED else arguments.get("pipeline_model_parallel_size")
-        stages = stages if isinstance(stages, int) else len(files.ranks) // ranks
-        if (files.tensor_ranks, len(files.ranks)) != (ranks, ranks * stages):
+        stages = stages if isinstance(stages, int) else len(files.ranks) // ranks // experts
+        if (files.tensor_ranks, len(files.ranks)) != (ranks, ranks * stages * experts):
             raise CheckpointError(
                 f"`{files.folder}` must have the files of {ranks} tensor-parallel ranks in {stages} stages, "
                 f"but has {len(files.ranks)} files of {files.tensor_ranks} tensor-parallel ranks; copy all"

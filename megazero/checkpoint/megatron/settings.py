@@ -18,7 +18,8 @@ Arguments = Mapping[str, Any]
 # Arguments that make Megatron compute what ours does not: name, values that are fine, what others mean.
 _UNSET = (None, False, "", ())
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("num_experts", (*_UNSET, 1, (1,)), "a mixture of experts"),
+    ("moe_apply_probs_on_input", _UNSET, "weights of experts before their MLPs"),
+    ("moe_latent_size", _UNSET, "experts of another width than the model"),
     ("retro_add_retriever", _UNSET, "RETRO"),
     ("multi_latent_attention", _UNSET, "multi-latent attention"),
     ("qk_layernorm", _UNSET, "norms of queries and keys"),
@@ -42,6 +43,13 @@ _SAME_NAME = (
     *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear", "add_qkv_bias"),
     *("embed_layernorm", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
 )
+EXPERTS = (
+    *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"),
+    *("moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk", "moe_z_loss_coeff"),
+    *("moe_router_topk_scaling_factor", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+    *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_input_jitter_eps"),
+    *("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_expert_capacity_factor"),
+)
 _POSITIONS = MappingProxyType(
     {
         "learned_absolute": "learned_absolute",
@@ -59,6 +67,9 @@ _YARN = (
     *("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
     *("yarn_correction_range_round_to_int", "mscale", "mscale_all_dim"),
 )
+COPIED = (*_SAME_NAME, *_SCALING, *_YARN)
+"""The settings that both sides call alike, but for those about experts."""
+
 _NORMS = MappingProxyType({"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"})
 
 
@@ -104,6 +115,7 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
         _normalization,
         _activation,
         _attention,
+        _experts,
     )
     for part in parts:
         try:
@@ -188,6 +200,24 @@ def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:
     if window in _UNSET:
         return fields
     return {**fields, "window_size": window, "window_attn_skip_freq": arguments.get("window_attn_skip_freq")}
+
+
+def _experts(arguments: Arguments, core: bool) -> dict[str, Any]:
+    if _comparable(arguments.get("num_experts")) in (*_UNSET, 1, (1,)):
+        return {}
+    counts = arguments["num_experts"]
+    if isinstance(counts, (list, tuple)) and len(set(counts)) > 1:
+        raise ValueError(f"`num_experts` is {counts!r} (layers with different numbers of experts)")
+    fields = {name: arguments[name] for name in EXPERTS if arguments.get(name) is not None}
+    if fields.get("moe_layer_freq") == 1:  # what it is if it is not given
+        del fields["moe_layer_freq"]
+    # Training's factor holds for evaluation too, where Megatron knows no other.
+    capacity = fields.get("moe_expert_capacity_factor")
+    one = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+    listed = {
+        n: fields[n] if isinstance(fields[n], (list, tuple)) else (fields[n],) for n in one if n in fields
+    }
+    return {**fields, **listed, **({} if capacity is None else {"moe_eval_capacity_factor": capacity})}
 
 
 def _vocab_size(arguments: Arguments) -> int | None:

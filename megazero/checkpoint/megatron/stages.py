@@ -7,11 +7,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.megatron.expert_files import Weights, experts_moved, one_by_one
 from megazero.checkpoint.megatron.folder import Files, Form
 from megazero.checkpoint.megatron.names import prefix_of_layer_file
 from megazero.checkpoint.megatron.pickles import Inert, PositionEmbedding, load_pickle
@@ -19,9 +20,6 @@ from megazero.errors import CheckpointError
 
 _MODEL = re.compile(r"model\d*")
 _DEEPEST = 16
-
-Weights = Mapping[str, Tensor]
-"""The tensors of one model chunk on one rank, by their names there."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +31,29 @@ class Header:
         iteration: the iteration after which it was saved, or None.
         version: the checkpoint's version; 0 if it does not say, as with the oldest.
         original_vocab_size: entries before padding, or None.
+        optimizer: the numbers of the optimizer's groups and of its loss scaler, or None.
     """
 
     arguments: Mapping[str, Any] | None
     iteration: int | None
     version: float
     original_vocab_size: int | None
+    optimizer: Any = None
 
 
-class Stages:
+class Opened(Protocol):
+    """The tensors of a checkpoint, by stage; see `Stages`."""
+
+    files: Files
+    headers: dict[Path, Header]
+
+    def close(self) -> None: ...
+
+    def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
+        """The model chunks of a stage, by their names in its files, each with the weights of every rank."""
+
+
+class Stages(Opened):
     """The files of a checkpoint by stage. Those of the last stage asked for stay open.
 
     Args:
@@ -64,6 +76,13 @@ class Stages:
         if files.form is Form.LAYERS:
             for path in files.ranks:
                 self._load(path)
+        if files.form is Form.MEGATRON and len(files.stages) > 1 and not files.experts:
+            self._load(files.ranks[0])
+            arguments = self.headers[files.ranks[0]].arguments or {}
+            stages = arguments.get("pipeline_model_parallel_size")
+            # Without a pipeline, the second number of a folder is that of an expert-parallel rank.
+            if stages == 1 and arguments.get("expert_model_parallel_size") == len(files.stages):
+                self.files = files.by_experts
 
     def close(self) -> None:
         """Close the open files."""
@@ -83,6 +102,14 @@ class Stages:
         return self._held[1]
 
     def _weights(self, path: Path) -> dict[str, Weights]:
+        """The model chunks in a file, with the experts of all expert-parallel ranks."""
+        chunks = self._chunks(path)
+        for number, other in enumerate(self.files.experts.get(path, ()), 1):
+            for chunk, weights in self._chunks(other).items():
+                chunks[chunk] = {**chunks[chunk], **dict(experts_moved(weights, number))}
+        return chunks
+
+    def _chunks(self, path: Path) -> dict[str, Weights]:
         loaded = self._load(path)
         if self.files.form is Form.LAYERS:
             names = dict(flatten(path, loaded))
@@ -99,7 +126,8 @@ class Stages:
                 f"`{path}` must hold `module`, `model`, or `model0`, `model1` and so on, but holds "
                 f"{', '.join(sorted(map(str, loaded)))[:200] or 'nothing'}; copy all files of the checkpoint"
             )
-        return {name: dict(flatten(path, weights)) for name, weights in chunks.items()}
+        arguments = self.headers[path].arguments or {}
+        return {name: one_by_one(dict(flatten(path, part)), arguments) for name, part in chunks.items()}
 
     def _load(self, path: Path) -> Mapping[str, Any]:
         loaded = load_pickle(path, self._inert)
@@ -108,6 +136,17 @@ class Stages:
         if path in self.files.ranks:
             self.headers[path] = _header(loaded)
         return loaded
+
+
+def read_header(path: Path, inert: Iterable[str] = ()) -> Header:
+    """The contents of a file besides weights.
+
+    Raises:
+        CheckpointError: it names something that may not be called; DamagedCheckpointError if it cannot be
+            read.
+    """
+    loaded = load_pickle(path, inert)
+    return _header(loaded if isinstance(loaded, Mapping) else {})
 
 
 def _header(loaded: Mapping[str, Any]) -> Header:
@@ -124,6 +163,7 @@ def _header(loaded: Mapping[str, Any]) -> Header:
         iteration if isinstance(iteration, int) else None,
         float(version) if isinstance(version, (int, float)) else 0.0,
         size if isinstance(size, int) else None,
+        loaded.get("optimizer"),
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.locate import one_checkpoint
+from megazero.checkpoint.megatron.export import ExportOptions, export_megatron
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later
@@ -24,6 +25,7 @@ from megazero.commands.show import printable, size_text
 from megazero.errors import CheckpointError
 from megazero.version import VERSION
 
+OURS, TORCH_DIST = "megazero", "torch_dist"
 _DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 
 
@@ -50,6 +52,13 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument(
         *("--max-shard-size", "--shard-size"), default="5GB", help="most tensor bytes per file (default 5GB)"
     )
+    parser.add_argument(
+        "--format",
+        choices=[OURS, TORCH_DIST],
+        default=OURS,
+        help=f"{TORCH_DIST} writes the model as Megatron-LM reads it, with optimizer state and progress "
+        "unless --weights-only (default megazero)",
+    )
     parser.set_defaults(run=run, trouble=1)
 
 
@@ -71,6 +80,14 @@ class Choice:
 def run(flags: argparse.Namespace) -> int:
     """Convert, and print the result."""
     dtype = None if flags.dtype is None else dict(_DTYPES)[flags.dtype]
+    if flags.format == TORCH_DIST:
+        options = ExportOptions(dtype or torch.float32, not flags.weights_only)
+        exported = export_megatron(CheckpointReader(one_checkpoint(Path(flags.source))), flags.out, options)
+        print(f"wrote  {printable(exported.folder)}: {exported.tensors} tensors, {size_text(exported.size)}")
+        print(
+            f"load it with Megatron-LM's --load {printable(exported.folder.parent)} --ckpt-format torch_dist"
+        )
+        return 0
     choice = Choice(dtype, flags.weights_only, parse_size(flags.max_shard_size))
     with CheckpointReader(one_checkpoint(Path(flags.source))) as reader:
         written = CheckpointReader(convert(reader, Path(flags.out), choice))

@@ -14,6 +14,7 @@ from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.convert import import_megatron
 from megazero.checkpoint.megatron.folder import Form
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
+from megazero.checkpoint.part import WEIGHT
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
 from megazero.regular_file import read_regular_text
@@ -55,6 +56,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="take the mean if copies of a tensor differ over the tensor-parallel ranks",
     )
     parser.add_argument(
+        "--with-optimizer",
+        action="store_true",
+        help="take masters, Adam's moments, iteration and consumed samples too, so that a run goes on where "
+        "Megatron stopped; from torch_dist checkpoints",
+    )
+    parser.add_argument(
         "--inert-class",
         action="append",
         default=[],
@@ -80,6 +87,7 @@ def _run(flags: argparse.Namespace) -> None:
         {} if flags.megatron_args is None else _read_arguments(flags.megatron_args),
         flags.average_replicas,
         tuple(flags.inert_class),
+        flags.with_optimizer,
     )
     with MegatronReader(flags.source, options) as reader:
         folder = import_megatron(reader, flags.out, tokenizer)
@@ -88,7 +96,9 @@ def _run(flags: argparse.Namespace) -> None:
 
 def report(reader: MegatronReader, folder: Path) -> str:
     """Describe what was read and written, and how to train on it."""
-    elements = sum(Box.whole(shape).numel for shape in reader.shapes.values())
+    shapes = {key.name: shape for key, shape in reader.shapes.items() if key.kind == WEIGHT}
+    elements = sum(Box.whole(shape).numel for shape in shapes.values())
+    goes_on = reader.options.with_optimizer
     files = reader.files
     parts = "modules" if files.form is Form.LAYERS else "pipeline stages"
     after = "" if reader.iteration is None else f", iteration {reader.iteration}"
@@ -98,7 +108,7 @@ def report(reader: MegatronReader, folder: Path) -> str:
             f"from        {files.tensor_ranks} tensor-parallel ranks x {len(files.stages)} {parts}",
             f"vocabulary  {reader.model.vocab_size} of {reader.padded_vocab_size} rows, the rest was padding",
             f"wrote       {folder}: {len(reader.shapes)} tensors, {elements:,} parameters, fp32",
-            f"train on it with --load {folder.parent} --finetune",
+            f"train on it with --load {folder.parent}{'' if goes_on else ' --finetune'}",
         ]
     )
 

@@ -1,0 +1,178 @@
+"""Our settings as Megatron-LM's arguments, and what it stores beside tensors: the reverse of `settings`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megazero.checkpoint.megatron.progress import SECTIONS
+from megazero.checkpoint.megatron.settings import COPIED, EXPERTS, read_settings
+from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
+from megazero.config.tree.model import ModelConfig
+from megazero.errors import CheckpointError
+
+
+def arguments_of(
+    model: ModelConfig, vocab_size: int, facts: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Megatron-LM's arguments for a model and its run.
+
+    Raises:
+        CheckpointError: Megatron-LM has no such model; names the settings.
+    """
+    padded = math.ceil(vocab_size / model.make_vocab_size_divisible_by) * model.make_vocab_size_divisible_by
+    arguments = {
+        **{name: getattr(model, name) for name in COPIED if hasattr(model, name)},
+        "ffn_hidden_size": model.ffn_size,
+        "kv_channels": model.head_dim,
+        "max_position_embeddings": model.positions,
+        "group_query_attention": model.kv_heads != model.num_attention_heads,
+        "num_query_groups": model.kv_heads,
+        "position_embedding_type": model.position_embedding_type,
+        "rotary_base": model.rotary_base,
+        "rotary_percent": model.rotary_percent,
+        "normalization": model.normalization,
+        "layernorm_epsilon": model.norm_epsilon,
+        "swiglu": model.activation == "swiglu",
+        "squared_relu": model.activation == "squared_relu",
+        "bias_gelu_fusion": model.activation == "gelu",
+        "softmax_type": model.softmax_type,
+        "window_size": model.window_size,
+        "window_attn_skip_freq": _alone(model.window_attn_skip_freq),
+        **_experts(model),
+        "padded_vocab_size": padded,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "params_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "ckpt_format": "torch_dist",
+        "use_dist_ckpt": True,
+        "no_save_rng": True,
+        **_run(facts),
+    }
+    family = {} if model.family == "gpt" else {n: getattr(model, n) for n in _BERT if n != "family"}
+    read = read_settings(arguments, family={"family": model.family, **family}, core=True).model
+    # How experts are balanced is no part of the model.
+    names = [name for name in ModelConfig.model_fields if name not in FREE_EXPERT_FIELDS | {"vocab_size"}]
+    if differing := model_differences(model, read, names):
+        wrong = ", ".join(f"{name} is {ours}" for name, ours, _ in differing)
+        raise CheckpointError(
+            f"the model must be one that Megatron-LM has, but {wrong}; it has no such setting"
+        )
+    return arguments
+
+
+_BERT = ("family", "bert_binary_head", "bert_token_types", "bert_head_activation")
+
+
+def _alone(value: tuple[int, ...] | None) -> Any:
+    return value if value is None or len(value) != 1 else value[0]
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    if not model.num_experts:
+        return {"num_experts": None}
+    if len(set(model.num_experts)) > 1 or model.mlp_type != "standard":
+        raise CheckpointError(
+            "the model must be one that Megatron-LM has, but its layers have different numbers of experts, "
+            "or an MLP beside them; it has no such setting"
+        )
+    places = [int(count > 0) for count in model.experts_by_layer]
+    return {
+        **{name: getattr(model, name) for name in EXPERTS},
+        "num_experts": model.num_experts[0],
+        "moe_layer_freq": 1 if all(places) else places,
+        "moe_ffn_hidden_size": model.expert_ffn_size,
+        "moe_router_load_balancing_type": _alone(model.moe_router_load_balancing_type),  # type: ignore[arg-type]
+        "moe_aux_loss_coeff": _alone(model.moe_aux_loss_coeff),  # type: ignore[arg-type]
+    }
+
+
+def _run(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's settings, and how far it is; nothing for converted weights."""
+    sections, state = facts.get("config"), facts.get("state")
+    if not sections or not state:
+        return {}
+    settings = {name: value for section in SECTIONS for name, value in (sections.get(section) or {}).items()}
+    return {
+        **settings,
+        "global_batch_size": facts["global_batch_size"],
+        "seed": facts["stream_seed"],
+        "iteration": state["iteration"],
+        "consumed_train_samples": state["consumed_samples"],
+        "consumed_train_tokens": state["consumed_tokens"],
+        "consumed_valid_samples": 0,
+    }
+
+
+def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron stores of the optimizer besides tensors, where experts are not parallel.
+
+    Its optimizers of mixed precision look below another `optimizer`, that of fp32 weights does not.
+
+    Raises:
+        CheckpointError: the checkpoint is not of a run with optimizer state.
+    """
+    if facts.get("updates") is None:
+        raise CheckpointError(
+            "the checkpoint must be of a run with optimizer state to be written with it, but is not; export "
+            "with --weights-only"
+        )
+    settings, scaler = facts["config"]["optimizer"], facts["scaler"]
+    groups = [
+        {
+            "lr": settings["lr"],
+            "max_lr": settings["lr"],
+            "min_lr": settings["min_lr"],
+            "weight_decay": settings["weight_decay"] * decayed,
+            "wd_mult": decayed,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+            "betas": (settings["adam_beta1"], settings["adam_beta2"]),
+            "eps": settings["adam_eps"],
+            "bias_correction": True,
+            "step": facts["updates"],
+        }
+        for decayed in (1.0, 0.0)
+    ]
+    state = {"param_groups": groups, "state": {"common_step": facts["updates"]}}
+    scale = {
+        "scale": torch.tensor([scaler["scale"]]),
+        "growth_tracker": scaler["growth_tracker"],
+        "hysteresis_tracker": scaler["hysteresis_left"],
+    }
+    form = {"param_state_sharding_type": "fully_reshardable", "grad_scaler": scale}
+    return {"optimizer": {"optimizer": state, **form, **state}}
+
+
+def schedule_of(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron stores of the learning rate's schedule, whose lengths it counts in samples."""
+    settings, batch = facts["config"]["optimizer"], facts["global_batch_size"]
+    training = facts["config"]["training"]
+
+    def samples(name: str) -> int:
+        return int(settings[f"{name}_samples"] or (settings[f"{name}_iters"] or 0) * batch)
+
+    decay = samples("lr_decay") or training["train_samples"] or (training["train_iters"] or 0) * batch
+    fraction = settings["lr_warmup_fraction"]
+    decays = {end: settings[f"{end}_weight_decay"] for end in ("start", "end")}
+    return {
+        "opt_param_scheduler": {
+            "max_lr": settings["lr"],
+            "min_lr": settings["min_lr"],
+            "lr_warmup_steps": samples("lr_warmup") if fraction is None else int(fraction * decay),
+            "lr_decay_steps": decay,
+            "lr_decay_style": settings["lr_decay_style"],
+            "num_steps": facts["state"]["consumed_samples"],
+            "start_wd": settings["weight_decay"] if decays["start"] is None else decays["start"],
+            "end_wd": settings["weight_decay"] if decays["end"] is None else decays["end"],
+            "wd_incr_style": settings["weight_decay_incr_style"],
+            "wd_incr_steps": decay,
+        }
+    }

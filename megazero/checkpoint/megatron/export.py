@@ -1,0 +1,251 @@
+"""A megazero checkpoint -> Megatron-LM's `torch_dist` format, so that a user can go back."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megazero.checkpoint.box import Box
+from megazero.checkpoint.described import check_saved_model
+from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.manifest import STATE
+from megazero.checkpoint.megatron.arguments import arguments_of, optimizer_of, schedule_of
+from megazero.checkpoint.megatron.dist_file import ArrayPart, write_arrays
+from megazero.checkpoint.megatron.names import EXPERT, Sliced, layer_of, links_of, rules
+from megazero.checkpoint.megatron.progress import MOMENTS
+from megazero.checkpoint.naming import Link
+from megazero.checkpoint.part import WEIGHT, Key, Part
+from megazero.checkpoint.reader import CheckpointReader
+from megazero.checkpoint.tensor_file import Later
+from megazero.config.derive import experts_of
+from megazero.config.tree.model import ModelConfig
+from megazero.errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_LAYER = re.compile(r"decoder\.layers\.\d+\.(.*)")
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """A user's decisions about an export.
+
+    Attributes:
+        dtype: the type of the model's weights.
+        with_optimizer: whether masters, moments and progress are written too.
+    """
+
+    dtype: torch.dtype = torch.float32
+    with_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the folder, and the numbers of tensors and bytes in it."""
+
+    folder: Path
+    tensors: int
+    size: int
+
+
+def export_megatron(
+    reader: CheckpointReader, directory: str | Path, options: ExportOptions, disk: Disk | None = None
+) -> Exported:
+    """Write a checkpoint for Megatron-LM, one tensor in memory at a time. Nothing is left if that fails.
+
+    Args:
+        reader: the checkpoint.
+        directory: the run folder for Megatron's.
+        options: see `ExportOptions`.
+        disk: makes all changes to the file system.
+
+    Raises:
+        CheckpointError: the model is one that Megatron-LM has not, the checkpoint lacks what is asked for, or
+            the folder cannot be written.
+    """
+    disk, directory = disk or Disk(), Path(directory)
+    facts = reader.facts
+    sections = facts.get("config") or facts
+    model = ModelConfig.model_validate(sections["model"])
+    size = int(facts["vocab_size"])
+    check_saved_model(model, size, reader.shapes, reader.folder / STATE)
+    arguments = arguments_of(model, size, facts, options.dtype)
+    arguments["no_save_optim"] = not options.with_optimizer
+    if options.with_optimizer and any(
+        Key("embedding.word.weight", kind) not in reader.shapes for kind in MOMENTS
+    ):
+        raise CheckpointError(
+            f"`{reader.folder}` must hold Adam's two moments to be written with the optimizer, but does not; "
+            f"export with --weights-only"
+        )
+    iteration = reader.manifest.iteration
+    folder = directory / f"iter_{iteration:07d}"
+    partial_folder = directory / f".{folder.name}.partial"
+    try:
+        disk.make_parents(directory)
+        if folder.exists():
+            raise CheckpointError(f"`{folder}` must not exist yet, but does; name another folder")
+        if partial_folder.exists():
+            disk.remove(partial_folder)
+        disk.make_folder(partial_folder)
+        try:
+            common = {
+                "args": arguments,
+                "checkpoint_version": 3.0,
+                "iteration": iteration,
+                "content_metadata": _content(model, options),
+                **(optimizer_of(facts) if options.with_optimizer else {}),
+                **(schedule_of(facts) if options.with_optimizer else {}),
+            }
+            _write_common(disk, partial_folder, common)
+            with reader:
+                parts = list(_parts(reader, model, size, arguments["padded_vocab_size"], options))
+                sizes = write_arrays(disk, partial_folder, parts, _states(model, size))
+            disk.sync_folder(partial_folder)
+            disk.rename(partial_folder, folder)
+        except Exception:
+            # The first failure says more than a failure to clean up after it.
+            with contextlib.suppress(OSError):
+                disk.remove(partial_folder)
+            raise
+        disk.write_text(directory / TRACKER, str(iteration))
+        disk.sync_folder(directory)
+    except OSError as error:
+        raise CheckpointError(f"`{directory}` must be written, but cannot be: {error}") from error
+    return Exported(folder, len({name for part in parts for name in part.names}), sum(sizes.values()))
+
+
+def _write_common(disk: Disk, folder: Path, common: Mapping[str, Any]) -> None:
+    buffer = io.BytesIO()
+    torch.save({**common, "args": Namespace(**common["args"])}, buffer)
+    form = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    form |= {"common_backend": "torch", "common_backend_version": 1}
+    for name, content in (("common.pt", buffer.getvalue()), ("metadata.json", json.dumps(form).encode())):
+        with disk.create(folder / name) as file:
+            file.write(content)
+            file.sync()
+
+
+def _content(model: ModelConfig, options: ExportOptions) -> dict[str, Any]:
+    """How Megatron is to name what it looks for."""
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if options.with_optimizer:
+        content["distrib_optim_sharding_type"] = "fully_reshardable"
+    return {**content, "non_homogeneous_layers": not _alike(model)}
+
+
+def _alike(model: ModelConfig) -> bool:
+    """Whether all layers have the same tensors, so that Megatron stacks them."""
+    return len({experts_of(model, number) for number in range(model.num_layers)}) == 1
+
+
+def _parts(
+    reader: CheckpointReader, model: ModelConfig, size: int, rows: int, options: ExportOptions
+) -> Iterator[ArrayPart]:
+    for name, (sliced, link) in links_of(rules(3.0), model, size).items():
+        place = _place(name, model)
+        if link.key.kind != WEIGHT:
+            if link.key in reader.shapes:  # a router of converted weights has no bias yet
+                yield _part(reader, place, link, link.key, sliced, rows, torch.float32, ("",))
+            continue
+        masters = ("optimizer.state.param.", "optimizer.state.fp32_param.") if options.with_optimizer else ()
+        same = options.dtype is torch.float32
+        used = ("", *masters) if same else ("",)
+        yield _part(reader, place, link, link.key, sliced, rows, options.dtype, used)
+        if masters and not same:
+            yield _part(reader, place, link, link.key, sliced, rows, torch.float32, masters)
+        for kind in MOMENTS if options.with_optimizer else ():
+            key = Key(link.key.name, kind)
+            prefix = (f"optimizer.state.{kind}.",)
+            yield _part(reader, place, link, key, sliced, rows, torch.float32, prefix)
+
+
+def _states(model: ModelConfig, size: int) -> Iterator[str]:
+    """The names of the states that modules of Core have besides tensors; only 8-bit products have some."""
+    yield "output_layer._extra_state/shard_0_1"
+    for name in links_of(rules(3.0), model, size):
+        place = _place(name, model)
+        for called in place.names:
+            module, _, suffix = called.rpartition(".")
+            where = ".".join(map(str, place.at or (0,))), ".".join(map(str, place.stacked or (1,)))
+            if suffix == "weight" and called.startswith(("decoder.", "encoder.")):
+                yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
+            if called.endswith("linear_qkv.weight"):
+                module = module.replace("linear_qkv", "core_attention")
+                yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
+
+
+@dataclass(frozen=True)
+class _Where:
+    """The names under which a tensor lies in Megatron's, its place in the stacked dims, and their sizes."""
+
+    names: tuple[str, ...]
+    at: tuple[int, ...] = ()
+    stacked: tuple[int, ...] = ()
+
+
+def _place(name: str, model: ModelConfig) -> _Where:
+    number = layer_of(name)
+    at: tuple[int, ...] = ()
+    stacked: tuple[int, ...] = ()
+    if number is not None:
+        experts = experts_of(model, number)
+        plain = _LAYER.sub(r"\1", name)
+        if _alike(model):
+            at, stacked, block = (number,), (model.num_layers,), "decoder.layers."
+        else:
+            block = f"decoder.layers.{number}."
+        if match := EXPERT.fullmatch(name):
+            at, stacked = (*at, int(match[2])), (*stacked, experts)
+            plain = f"mlp.experts.experts.{match[3]}"
+        fused = plain.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        fused = fused.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        # Beside experts, Core's layers with and without Transformer Engine call that norm differently.
+        names = {fused, plain} if experts and plain.startswith("pre_mlp") else {fused}
+        others = tuple(f"{block}{called}" for called in sorted(names))
+    else:
+        others = (name,)
+    if model.family == "bert":
+        others = tuple(re.sub(r"^decoder\.", "encoder.", called) for called in others)
+    return _Where(others, at, stacked)
+
+
+def _part(
+    reader: CheckpointReader,
+    where: _Where,
+    link: Link,
+    key: Key,
+    sliced: Sliced,
+    rows: int,
+    dtype: torch.dtype,
+    prefixes: tuple[str, ...],
+) -> ArrayPart:
+    own = link.their_shape
+    padded = (rows, *own[1:]) if sliced.letter == "v" else own
+    shape, box = (*where.stacked, *padded), Box((*where.at, *[0] * len(own)), (*[1] * len(where.at), *padded))
+    names = tuple(f"{prefix}{name}" for prefix in prefixes for name in where.names)
+    make = partial(_theirs, reader, link, key, padded, dtype)
+    return ArrayPart(names, shape, box, Later(dtype, box.shape, make))
+
+
+def _theirs(
+    reader: CheckpointReader, link: Link, key: Key, shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Their tensor, with zeros where the vocabulary is padded."""
+    theirs = torch.zeros(shape)
+    own = theirs[: link.their_shape[0]] if shape else theirs
+    reader.read([Part(key, link.shape, link.box, link.as_ours(own))])
+    made = theirs.to(dtype)
+    if dtype != torch.float32 and (made.isinf() & ~theirs.isinf()).any():
+        raise CheckpointError(f"`{key}` must fit into {dtype}, but does not; take bfloat16 or float32")
+    return made

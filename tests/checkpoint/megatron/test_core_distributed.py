@@ -1,0 +1,66 @@
+"""Megatron-Core's own distributed checkpoints are read, and it loads ours, optimizer state included."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from megazero.checkpoint.megatron.convert import import_megatron
+from megazero.checkpoint.megatron.export import ExportOptions, export_megatron
+from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
+from megazero.checkpoint.part import WEIGHT, Key
+from megazero.checkpoint.reader import CheckpointReader
+from tests.checkpoint.megatron.core_distributed import MODELS, STEPS
+from tests.checkpoint.megatron.core_models import PADDED
+from tests.source_tree import ROOT
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+OPTIONS = ImportOptions(trust_pickle=True, vocab_size=PADDED, with_optimizer=True)
+
+
+def run(*words: object) -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.megatron.core_distributed"]
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
+    ran = subprocess.run(
+        [*command, *map(str, words)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("core") / "saved"
+    out.mkdir()
+    run("save", out)
+    return out
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_there_and_back(saved, tmp_path, name):
+    """Core's checkpoint, ours, and Core's again: every weight and moment has the same bits."""
+    with MegatronReader(saved / name, OPTIONS) as reader:
+        ours = import_megatron(reader, tmp_path / "ours")
+    read = CheckpointReader(ours)
+    assert read.manifest.iteration == 7
+    assert (read.facts["updates"], read.facts["state"]["consumed_samples"]) == (STEPS, 28)
+    kinds = {key.kind for key in read.shapes}
+    assert kinds == {WEIGHT, "exp_avg", "exp_avg_sq"} | ({"router"} if name == "experts" else set())
+    expected = torch.load(saved / f"{name}.pt")
+    qkv = Key("layers.1.attention.qkv.weight", "exp_avg")
+    stored = next(
+        v for n, v in expected.items() if n.startswith("exp_avg/") and "1.self_attention.linear_qkv.w" in n
+    )
+    assert torch.equal(read.tensor(qkv).reshape(stored.shape), stored)
+
+    written = export_megatron(read, tmp_path / "back", ExportOptions(with_optimizer=True))
+    run("load", written.folder, name, tmp_path / "loaded.pt")
+    loaded = torch.load(tmp_path / "loaded.pt")
+    assert (loaded["step"], loaded["iteration"], loaded["samples"]) == (STEPS, 7, 28)
+    assert loaded["tensors"].keys() == expected.keys()
+    assert all(torch.equal(loaded["tensors"][n], tensor) for n, tensor in expected.items())
