@@ -18,6 +18,7 @@ g     groups of heads that share a key and a value
 s     slots of a group: its queries, key and value
 d     channels of a head
 a     channels of all query heads
+k     channels of all keys
 q     query heads
 f     inner width of the MLP
 c     halves of a gated MLP: gate, up
@@ -202,6 +203,7 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
             "s": model.num_attention_heads // model.kv_heads + 2,
             "d": model.head_dim,
             "a": model.num_attention_heads * model.head_dim,
+            "k": model.kv_heads * model.head_dim,
             "q": model.num_attention_heads,
             "f": model.ffn_size,
             "c": 2,

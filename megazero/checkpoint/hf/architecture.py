@@ -91,7 +91,6 @@ COMMON_LIMITS = (
         lambda m: m.hidden_size % m.num_attention_heads == 0,
         "the hidden size must be a multiple of the number of heads",
     ),
-    Limit(lambda m: m.softmax_type == "vanilla", "`softmax_type` must be vanilla"),
     Limit(
         lambda m: not m.has_windows or not m.window_sink_tokens,
         "a window must hide the first tokens too, without `window_sink_tokens`",

@@ -20,7 +20,10 @@ from megazero.checkpoint.hf.bert import (
 )
 from megazero.checkpoint.hf.bloom import BLOOM
 from megazero.checkpoint.hf.class_names import names_of, naming
+from megazero.checkpoint.hf.gemma import GEMMA2, GEMMA3
 from megazero.checkpoint.hf.gpt2 import GPT2
+from megazero.checkpoint.hf.gpt_oss import GPT_OSS
+from megazero.checkpoint.hf.granite import GRANITE
 from megazero.checkpoint.hf.llama import LLAMA
 from megazero.checkpoint.hf.megatron_bert import (
     MEGATRON_BERT_CLASSIFICATION,
@@ -30,14 +33,34 @@ from megazero.checkpoint.hf.megatron_bert import (
 )
 from megazero.checkpoint.hf.mistral import MISTRAL
 from megazero.checkpoint.hf.mixtral import MIXTRAL
+from megazero.checkpoint.hf.olmo import OLMO2, OLMOE
+from megazero.checkpoint.hf.phi3 import PHI3
 from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
+from megazero.checkpoint.hf.qwen3 import QWEN3, QWEN3_MOE
 from megazero.checkpoint.hf.windows import without_idle_windows
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
-DECODERS: tuple[Architecture, ...] = (GPT2, BLOOM, LLAMA, QWEN2, MISTRAL, MIXTRAL, QWEN2_MOE)
+DECODERS: tuple[Architecture, ...] = (
+    GPT2,
+    BLOOM,
+    LLAMA,
+    QWEN2,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    OLMO2,
+    OLMOE,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    GPT_OSS,
+    GRANITE,
+)
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
     MEGATRON_BERT_MASKED_LM,
@@ -64,6 +87,27 @@ _FREE = frozenset(
         "fp32_residual_connection",
         "mtp_loss_scaling_factor",
     }
+)
+# Our fields that change what a model computes, and that few architectures have.
+_VARIANTS = (
+    "softmax_type",
+    "softmax_scale",
+    "attn_logit_softcapping",
+    "qk_layernorm",
+    "attention_output_gate",
+    "apply_layernorm_1p",
+    "norm_position",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_multiplier",
+    "final_logit_softcapping",
+    "window_rotary_base",
+    "sparse_attention",
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "moe_router_bias",
 )
 
 
@@ -305,9 +349,9 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         for setting in architecture.settings
         if setting.words
     ]
-    # None of theirs has such layouts, and those with latent attention or further tokens are not among these.
-    allowed += [("sparse_attention", ["dense"]), ("multi_latent_attention", [False])]
-    allowed.append(("mtp_num_layers", [None]))
+    named = {field for field, _ in (*architecture.ours_fixed, *architecture.implied)}
+    named |= {setting.ours for setting in architecture.settings}
+    allowed += [(field, [ModelConfig.model_fields[field].default]) for field in _VARIANTS if field not in named]
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed

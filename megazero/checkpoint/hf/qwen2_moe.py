@@ -111,6 +111,9 @@ def dense_layers(model: ModelConfig) -> list[int]:
     return [number for number in range(model.num_layers) if not experts_of(model, number)]
 
 
+EXPERTS_SOMEWHERE = Limit(
+    lambda m: not m.num_experts or m.expert_places > 0, "at least one layer must have experts"
+)
 QWEN2_LAYERS = 24
 QWEN2_MOE = replace(
     LLAMA,
@@ -156,7 +159,7 @@ QWEN2_MOE = replace(
     limits=(
         *LIMITS,
         qwen2.PLAIN_HEADS,
-        Limit(lambda m: not m.num_experts or m.expert_places > 0, "at least one layer must have experts"),
+        EXPERTS_SOMEWHERE,
         Limit(
             lambda m: m.moe_shared_expert_intermediate_size is None or m.moe_shared_expert_gate,
             "shared experts must be weighed by a gate (`moe_shared_expert_gate`)",

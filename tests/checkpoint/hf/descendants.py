@@ -1,0 +1,184 @@
+"""Small models of Llama's many descendants: what transformers is told to make, and what that is to us."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from megazero.config.tree.model import ModelConfig
+from tests.checkpoint.hf.samples import LLAMA, VOCAB
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A model of transformers, and ours.
+
+    Attributes:
+        name: what its two classes begin with, as in ``Qwen3Config`` and ``Qwen3ForCausalLM``.
+        theirs: arguments of the configuration.
+        ours: the model.
+        config: the name of the configuration's class, if it begins otherwise.
+    """
+
+    name: str
+    theirs: Mapping[str, Any]
+    ours: ModelConfig
+    config: str | None = None
+    buffers: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        """transformers' model with random weights everywhere, also where initial ones are ones and zeros."""
+        import transformers
+
+        config = getattr(transformers, self.config or f"{self.name}Config")(
+            **self.theirs, bos_token_id=1, eos_token_id=2, pad_token_id=None, attn_implementation="eager"
+        )
+        model = getattr(transformers, f"{self.name}ForCausalLM")(config).eval()
+        if hasattr(model, "set_experts_implementation"):
+            model.set_experts_implementation("eager")
+        torch.manual_seed(3)
+        for name, parameter in model.named_parameters():
+            drawn = torch.randn_like(parameter) * 0.15
+            parameter.data.copy_(drawn + (1.0 if parameter.dim() == 1 and "bias" not in name else 0.0))
+        return model
+
+
+# Ragged on purpose: no two sizes alike, and nothing that is a default.
+THEIRS = {
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 31,
+    "hidden_size": 36,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 58,
+    "rms_norm_eps": 3e-4,
+    "initializer_range": 0.08,
+    "attention_dropout": 0.3,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+BARE = LLAMA.model_copy(update={"kv_channels": None})
+NORMED = {"qk_layernorm": True}
+ALL_NORMED = {"qk_layernorm": True, "qk_layernorm_scope": "projection"}
+EXPERTS = {"num_experts": (4,), "moe_router_topk": 2}
+GEMMA = LLAMA.model_copy(
+    update={
+        **{"activation": "geglu", "apply_layernorm_1p": True, "norm_position": "both"},
+        **{"embedding_multiplier": 6.0, "softmax_scale": 7**-0.5, "window_size": (3, 0)},
+    }
+)
+GEMMA_THEIRS = {**THEIRS, "head_dim": 10, "query_pre_attn_scalar": 7, "sliding_window": 4}
+YARN = {
+    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "truncate": False},
+    **{"beta_fast": 2.0, "beta_slow": 0.1, "rope_theta": 500.0},
+}
+OUR_YARN = {
+    **{"position_embedding_type": "yarn", "rotary_scaling_factor": 4.0, "yarn_beta_fast": 2.0},
+    **{"yarn_original_max_position_embeddings": 8, "yarn_beta_slow": 0.1},
+    "yarn_correction_range_round_to_int": False,
+}
+LISTED = ["sliding_attention", "full_attention"]
+
+
+def of(base: ModelConfig, *updates: Mapping[str, Any]) -> ModelConfig:
+    """The model with other settings."""
+    return base.model_copy(update={name: value for update in updates for name, value in update.items()})
+
+
+SAMPLES: Mapping[str, Sample] = {
+    "qwen3": Sample("Qwen3", {**THEIRS, "head_dim": 10}, of(LLAMA, NORMED)),
+    "qwen3-windows": Sample(
+        "Qwen3",
+        {
+            **THEIRS,
+            **{"head_dim": 10, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        of(LLAMA, NORMED, {"window_size": (4, 0), "window_attn_skip_freq": (0, 1)}),
+    ),
+    "qwen3-moe": Sample(
+        "Qwen3Moe",
+        {
+            **THEIRS,
+            **{"head_dim": 10, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 14},
+            **{"norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+        },
+        of(LLAMA, NORMED, EXPERTS, {"moe_ffn_hidden_size": 14, "num_layers": 3, "moe_layer_freq": (1, 0, 1)}),
+    ),
+    "olmo2": Sample("Olmo2", THEIRS, of(BARE, ALL_NORMED, {"norm_position": "output"})),
+    "olmoe": Sample(
+        "Olmoe",
+        {**THEIRS, "num_experts": 4, "num_experts_per_tok": 2},
+        of(BARE, ALL_NORMED, EXPERTS, {"moe_router_pre_softmax": True}),
+    ),
+    "gemma2": Sample(
+        "Gemma2",
+        {
+            **GEMMA_THEIRS,
+            **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True},
+            "layer_types": LISTED,
+        },
+        of(
+            GEMMA,
+            {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "window_attn_skip_freq": (1, 0)},
+            {"untie_embeddings_and_output_weights": False},
+        ),
+    ),
+    "gemma3": Sample(
+        "Gemma3",
+        {
+            **GEMMA_THEIRS,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+            "layer_types": LISTED,
+        },
+        of(
+            GEMMA,
+            NORMED,
+            {"rotary_base": 900.0, "rotary_seq_len_interpolation_factor": 3.0, "window_rotary_base": 50.0},
+            {"window_attn_skip_freq": (1, 0)},
+        ),
+        config="Gemma3TextConfig",
+    ),
+    "phi3": Sample(
+        "Phi3",
+        {**THEIRS, "num_key_value_heads": 6, "sliding_window": 4, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
+        of(BARE, {"num_query_groups": 6, "window_size": (3, 0), "hidden_dropout": 0.2}),
+    ),
+    "gpt-oss": Sample(
+        "GptOss",
+        {
+            **THEIRS,
+            **{"head_dim": 10, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+            **{"rope_parameters": YARN, "layer_types": LISTED, "swiglu_limit": 0.6},
+        },
+        of(
+            LLAMA,
+            EXPERTS,
+            OUR_YARN,
+            {"add_bias_linear": True, "activation": "quick_geglu", "glu_linear_offset": 1.0},
+            {"activation_func_clamp_value": 0.6, "softmax_type": "learnable", "moe_router_bias": True},
+            {"window_size": (3, 0), "window_attn_skip_freq": (1, 0)},
+        ),
+    ),
+    "granite": Sample(
+        "Granite",
+        {
+            **THEIRS,
+            **{"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3},
+            "logits_scaling": 3.0,
+        },
+        of(
+            BARE,
+            {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "softmax_scale": 0.3},
+            {"logits_multiplier": 1 / 3.0},
+        ),
+    ),
+}
