@@ -308,8 +308,8 @@ def _read(setting: FieldPair, config: Json) -> Any:
     raise ValueError(f"`{setting.theirs}` must be one of {known}, but is {value!r:.40}; it is not supported")
 
 
-def architecture_of(model: ModelConfig) -> Architecture:
-    """The first architecture that can express this model.
+def architecture_of(model: ModelConfig, name: str | None = None) -> Architecture:
+    """The first architecture that can express this model, or the one of this name.
 
     Raises:
         CheckpointError: none can; the reasons against each of its family are named, unless they are those
@@ -327,6 +327,10 @@ def architecture_of(model: ModelConfig) -> Architecture:
             f"{model.num_classes}: the classifiers that transformers makes of such models, as "
             "GPT2ForSequenceClassification, have no bias; `finetune.py --epochs 0` evaluates it here"
         )
+    if name is not None and name not in [architecture.name for architecture in family]:
+        known = ", ".join(architecture.name for architecture in family)
+        raise CheckpointError(f"the architecture must be one of {known}, but is {name!r}")
+    family = [architecture for architecture in family if name in (None, architecture.name)]
     against = {architecture.name: objections(architecture, model) for architecture in family}
     for architecture in family:
         if not against[architecture.name]:
@@ -351,7 +355,9 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
     ]
     named = {field for field, _ in (*architecture.ours_fixed, *architecture.implied)}
     named |= {setting.ours for setting in architecture.settings}
-    allowed += [(field, [ModelConfig.model_fields[field].default]) for field in _VARIANTS if field not in named]
+    allowed += [
+        (field, [ModelConfig.model_fields[field].default]) for field in _VARIANTS if field not in named
+    ]
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed
@@ -379,6 +385,8 @@ def config_of(
         "model_type": architecture.model_type,
         **architecture.complete({**fields, **dict(architecture.fixed)}),
         **(naming(labels) if labels else {}),
+        # Left out, it would be what some decoders assume, which a small vocabulary may not have.
+        **({} if dict(architecture.ours_fixed)["family"] != "gpt" else {"pad_token_id": None}),
         **tokens.as_json(),
         "torch_dtype": dtype,
         "use_cache": True,

@@ -62,7 +62,9 @@ def plain_gemma3(config: Json) -> dict[str, Any]:
     if isinstance(rotations, dict):
         windowed, others = (rotations.get(f"{kind}_attention") or {} for kind in ("sliding", "full"))
         if windowed.get("rope_type", "default") != "default":
-            raise ValueError(f"`{_PARAMETERS}` must not scale layers with a window, but is {rotations!r:.200}")
+            raise ValueError(
+                f"`{_PARAMETERS}` must not scale layers with a window, but is {rotations!r:.200}"
+            )
         local = windowed.get("rope_theta", local)
         out[_PARAMETERS] = others
     out = {"rope_theta": 1e6, **_plain(out, interval)}
@@ -128,7 +130,9 @@ _SETTINGS = (
         max_position_embeddings=8192,
         tie_word_embeddings=True,
     ),
-    FieldPair("hidden_activation", "activation", "gelu_pytorch_tanh", words=(("gelu_pytorch_tanh", "geglu"),)),
+    FieldPair(
+        "hidden_activation", "activation", "gelu_pytorch_tanh", words=(("gelu_pytorch_tanh", "geglu"),)
+    ),
     FieldPair(
         "query_pre_attn_scalar",
         "softmax_scale",

@@ -54,9 +54,7 @@ GPT_OSS = replace(
                 TensorRule(
                     f"{_OURS}.experts.up.bias", "x c m", f"{_THEIRS}.experts.gate_up_proj_bias", "x (m c)"
                 ),
-                TensorRule(
-                    f"{_OURS}.experts.down.weight", "x h m", f"{_THEIRS}.experts.down_proj", "x m h"
-                ),
+                TensorRule(f"{_OURS}.experts.down.weight", "x h m", f"{_THEIRS}.experts.down_proj", "x m h"),
                 TensorRule(f"{_OURS}.experts.down.bias", "x h", f"{_THEIRS}.experts.down_proj_bias", "x h"),
             )
         ),

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.checkpoint.hf.architecture import DENSE_LIMITS, FieldPair, Limit
-from megazero.checkpoint.hf.llama import EVEN_HEADS, LAYER, LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults
+from megazero.checkpoint.hf.llama import (
+    EVEN_HEADS,
+    LAYER,
+    LLAMA,
+    UNBIASED_SETTINGS,
+    rules_with,
+    with_defaults,
+)
 from megazero.checkpoint.hf.mistral import ALIKE, WINDOW
 from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
 from megazero.checkpoint.naming import TensorRule

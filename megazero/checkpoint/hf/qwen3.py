@@ -7,8 +7,10 @@ experts.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from megazero.checkpoint.hf.architecture import Limit
+from megazero.checkpoint.hf import qwen2_moe
+from megazero.checkpoint.hf.architecture import Json, Limit
 from megazero.checkpoint.hf.experts import LIMITS, OURS_FIXED, expert_rules
 from megazero.checkpoint.hf.llama import EVEN_HEADS, HEAD_NORMS, LAYER, LLAMA, MLP, rules_with, with_defaults
 from megazero.checkpoint.hf.qwen2 import QWEN2
@@ -18,7 +20,19 @@ from megazero.checkpoint.naming import without_experts
 
 HEADS_NORMED = (("qk_layernorm", True), ("qk_layernorm_scope", "head"), ("add_qkv_bias", False))
 UNSHARED = Limit(lambda m: m.moe_shared_expert_intermediate_size is None, "there must be no shared experts")
+_EXPERTS = ("num_experts", "num_local_experts")
 _OTHERWISE = ("qkv_bias", "shared_expert_intermediate_size", WIDTH, KINDS)
+
+
+def plain_moe(config: Json) -> dict[str, Any]:
+    """`config` as Qwen2-MoE has it; version 5 of transformers writes another name for the number of experts.
+
+    Raises:
+        ValueError: see `qwen2_moe.plain`.
+    """
+    name, other = _EXPERTS
+    return qwen2_moe.plain({name: config[other], **config} if other in config else config)
+
 
 QWEN3 = replace(
     QWEN2,
@@ -58,6 +72,7 @@ QWEN3_MOE = replace(
     ours_fixed=(*OURS_FIXED, *HEADS_NORMED),
     implied=LLAMA.implied,
     limits=(*LIMITS, NO_WINDOWS, EVEN_HEADS, EXPERTS_SOMEWHERE, UNSHARED),
+    plain=plain_moe,
     complete=LLAMA.complete,
     seen=LLAMA.seen,
 )

@@ -46,11 +46,13 @@ class ModelFiles:
         tokens: the special tokens.
         files: (name, content) of the tokenizer's files.
         labels: the names of a classifier's classes, or of the choices; empty if they have none.
+        architecture: the class in transformers; None for the first one that can express the model.
     """
 
     tokens: TokenIds = NO_TOKENS
     files: tuple[tuple[str, bytes], ...] = ()
     labels: tuple[str, ...] = ()
+    architecture: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def write_hf(
         raise CheckpointError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {dtype}")
     if max_shard_bytes < 1:
         raise CheckpointError(f"`max_shard_bytes` must be positive, but is {max_shard_bytes}")
-    architecture = architecture_of(model)
+    architecture = architecture_of(model, extras.architecture)
     table = Table.of(architecture.rules, model, vocab_size)
     check_source(source, table)
     links = (*table.links, *Table.of(architecture.blank, model, vocab_size).links)
