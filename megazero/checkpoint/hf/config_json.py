@@ -20,6 +20,7 @@ from megazero.checkpoint.hf.bert import (
 )
 from megazero.checkpoint.hf.bloom import BLOOM
 from megazero.checkpoint.hf.class_names import names_of, naming
+from megazero.checkpoint.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megazero.checkpoint.hf.gemma import GEMMA2, GEMMA3
 from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.gpt_oss import GPT_OSS
@@ -60,6 +61,8 @@ DECODERS: tuple[Architecture, ...] = (
     PHI3,
     GPT_OSS,
     GRANITE,
+    DEEPSEEK_V3,
+    DEEPSEEK_V2,
 )
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,

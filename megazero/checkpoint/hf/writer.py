@@ -133,7 +133,7 @@ def check_source(source: Source, table: Table) -> None:
         CheckpointError: some are missing, superfluous or have other shapes.
     """
     weights = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
-    wrong = misfits(weights, table.shapes)
+    wrong = misfits(weights, {key: shape for key, shape in table.shapes.items() if key.kind == WEIGHT})
     wrong += [f"{key} is unknown to transformers" for key in weights if key not in table.shapes]
     if wrong:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ class Sample:
     theirs: Mapping[str, Any]
     ours: ModelConfig
     config: str | None = None
-    buffers: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self) -> nn.Module:
         """transformers' model with random weights everywhere, also where initial ones are ones and zeros."""
@@ -44,6 +43,9 @@ class Sample:
         for name, parameter in model.named_parameters():
             drawn = torch.randn_like(parameter) * 0.15
             parameter.data.copy_(drawn + (1.0 if parameter.dim() == 1 and "bias" not in name else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
         return model
 
 
@@ -83,6 +85,21 @@ OUR_YARN = {
     "yarn_correction_range_round_to_int": False,
 }
 LISTED = ["sliding_attention", "full_attention"]
+
+DEEPSEEK_THEIRS = {
+    **{key: value for key, value in THEIRS.items() if key != "num_key_value_heads"},
+    **{"kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10},
+    **{"rms_norm_eps": 1e-6, "num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 14},
+    **{"n_shared_experts": 2, "num_key_value_heads": 6},
+}
+DEEPSEEK = LLAMA.model_copy(
+    update={
+        **{"kv_channels": None, "num_query_groups": None, "multi_latent_attention": True},
+        **{"qk_layernorm": True, "kv_lora_rank": 14, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4},
+        **{"v_head_dim": 10, "norm_epsilon": 1e-6, "num_layers": 3, "moe_layer_freq": (0, 1, 1)},
+        **{"moe_ffn_hidden_size": 14, "moe_shared_expert_intermediate_size": 28},
+    }
+)
 
 
 def of(base: ModelConfig, *updates: Mapping[str, Any]) -> ModelConfig:
@@ -179,6 +196,43 @@ SAMPLES: Mapping[str, Sample] = {
             BARE,
             {"embedding_multiplier": 2.0, "residual_multiplier": 0.7, "softmax_scale": 0.3},
             {"logits_multiplier": 1 / 3.0},
+        ),
+    ),
+    "deepseek-v3": Sample(
+        "DeepseekV3",
+        {
+            **DEEPSEEK_THEIRS,
+            **{"q_lora_rank": 16, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4},
+            **{"topk_group": 2, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.3}},
+            "routed_scaling_factor": 1.7,
+        },
+        of(
+            DEEPSEEK,
+            {**OUR_YARN, "position_embedding_type": "rope", "mscale": 0.8, "mscale_all_dim": 0.3},
+            {"q_lora_rank": 16, "num_experts": (8,), "moe_router_topk": 4, "moe_router_num_groups": 4},
+            {"moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 1.7},
+            {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        ),
+    ),
+    "deepseek-v2-lite": Sample(
+        "DeepseekV2",
+        {**DEEPSEEK_THEIRS, "q_lora_rank": None, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        of(DEEPSEEK, EXPERTS, {"moe_router_pre_softmax": True, "rope_type": "rope"}),
+    ),
+    "deepseek-v2": Sample(
+        "DeepseekV2",
+        {
+            **DEEPSEEK_THEIRS,
+            **{"q_lora_rank": 16, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4},
+            **{"topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7},
+            "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7},
+        },
+        of(
+            DEEPSEEK,
+            {**OUR_YARN, "position_embedding_type": "rope", "mscale": 0.7, "mscale_all_dim": 0.7},
+            {"q_lora_rank": 16, "num_experts": (8,), "moe_router_topk": 2, "moe_router_num_groups": 4},
+            {"moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 1.7},
+            {"moe_router_pre_softmax": True},
         ),
     ),
 }
