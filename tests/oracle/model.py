@@ -99,9 +99,11 @@ class Model:
     def layer(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
         """Layer i."""
         flags = self.flags
+        first = x
         for half, work in (("input_norm", self._attention), ("mlp_norm", self._mlp)):
             position = flags.get("norm-position", "input")
-            normed = x if position == "output" else self._norm(w, f"layers.{i}.{half}", x)
+            read = first if flags.get("use-parallel-residual") else x
+            normed = read if position == "output" else self._norm(w, f"layers.{i}.{half}", read)
             out = work(w, i, normed.to(w["head.weight"].dtype), text)
             kind = "attention" if half == "input_norm" else "mlp"
             if position != "input":

@@ -109,6 +109,7 @@ CASES = {
             "num-experts": (4, 8),
             "moe-layer-freq": 1,
             "moe-router-topk": 3,
+            "moe-router-bias": True,
             "moe-expert-capacity-factor": 0.7,
             "moe-token-drop-policy": "probs",
             "moe-pad-expert-input-to-capacity": True,

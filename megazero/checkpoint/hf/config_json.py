@@ -34,6 +34,7 @@ from megazero.checkpoint.hf.megatron_bert import (
 )
 from megazero.checkpoint.hf.mistral import MISTRAL
 from megazero.checkpoint.hf.mixtral import MIXTRAL
+from megazero.checkpoint.hf.neox import FALCON, GPT_NEOX
 from megazero.checkpoint.hf.olmo import OLMO2, OLMOE
 from megazero.checkpoint.hf.phi3 import PHI3
 from megazero.checkpoint.hf.qwen2 import QWEN2
@@ -63,6 +64,8 @@ DECODERS: tuple[Architecture, ...] = (
     GRANITE,
     DEEPSEEK_V3,
     DEEPSEEK_V2,
+    GPT_NEOX,
+    FALCON,
 )
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
@@ -102,6 +105,7 @@ _VARIANTS = (
     "norm_position",
     "glu_linear_offset",
     "activation_func_clamp_value",
+    "use_parallel_residual",
     "embedding_multiplier",
     "residual_multiplier",
     "logits_multiplier",

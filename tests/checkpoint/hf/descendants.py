@@ -101,6 +101,18 @@ DEEPSEEK = LLAMA.model_copy(
     }
 )
 
+_NEOX_NAMES = ("intermediate_size", "layer_norm_eps")
+NEOX_THEIRS = {
+    **{key: THEIRS[key] for key in THEIRS if key not in ("num_key_value_heads", "rms_norm_eps")},
+    **{"layer_norm_eps": 3e-4, "hidden_dropout": 0.2},
+}
+NEOX = LLAMA.model_copy(
+    update={
+        **{"kv_channels": None, "num_query_groups": None, "normalization": "LayerNorm"},
+        **{"add_bias_linear": True, "activation": "gelu_exact", "hidden_dropout": 0.2},
+    }
+)
+
 
 def of(base: ModelConfig, *updates: Mapping[str, Any]) -> ModelConfig:
     """The model with other settings."""
@@ -234,5 +246,40 @@ SAMPLES: Mapping[str, Sample] = {
             {"moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 1.7},
             {"moe_router_pre_softmax": True},
         ),
+    ),
+    "gpt-neox": Sample(
+        "GPTNeoX",
+        {
+            **{key: value for key, value in NEOX_THEIRS.items() if key != "rope_parameters"},
+            "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.67, "rope_type": "default"},
+        },
+        of(NEOX, {"use_parallel_residual": True, "rotary_percent": 0.67}),
+    ),
+    "gpt-neox-one-by-one": Sample(
+        "GPTNeoX",
+        {
+            **NEOX_THEIRS,
+            "use_parallel_residual": False,
+            "hidden_act": "gelu_new",
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                **{"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+                "partial_rotary_factor": 0.34,
+            },
+        },
+        of(
+            NEOX,
+            {"rotary_percent": 0.34, "rotary_seq_len_interpolation_factor": 3.0, "activation": "gelu"},
+            {"untie_embeddings_and_output_weights": False},
+        ),
+    ),
+    "falcon": Sample(
+        "Falcon",
+        {
+            **{name: value for name, value in NEOX_THEIRS.items() if name not in _NEOX_NAMES},
+            **{"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 58},
+            **{"layer_norm_epsilon": 3e-4, "rope_parameters": THEIRS["rope_parameters"]},
+        },
+        of(NEOX, {"use_parallel_residual": True, "num_query_groups": 2, "add_bias_linear": False}),
     ),
 }
