@@ -80,6 +80,7 @@ CASES = {
         {
             "num-experts": (4,),
             "moe-router-topk": 2,
+            "moe-router-bias": True,
             "moe-ffn-hidden-size": 24,
             "moe-shared-expert-intermediate-size": 32,
             "moe-shared-expert-gate": True,
@@ -109,7 +110,6 @@ CASES = {
             "num-experts": (4, 8),
             "moe-layer-freq": 1,
             "moe-router-topk": 3,
-            "moe-router-bias": True,
             "moe-expert-capacity-factor": 0.7,
             "moe-token-drop-policy": "probs",
             "moe-pad-expert-input-to-capacity": True,
