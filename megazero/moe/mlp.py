@@ -58,7 +58,8 @@ class MoEMLP(nn.Module):
         self.dispatch: Dispatch = (
             all_to_all_dispatch if placement.token_dispatcher == "alltoall" else all_gather_dispatch
         )
-        weight, bias = (make(layer, self.total, config, placement) for make in (router_weight, router_bias))
+        weight = router_weight(layer, self.total, config, placement)
+        bias = router_bias(layer, self.total, config, placement)
         self.router = Router(layer, weight, config, bias)
         self.experts = Experts(layer, self.total, config, placement, again=recompute.again("moe_act"))
         self.shared: MLP | None = None

@@ -51,6 +51,20 @@ class FieldPair:
         return {ours: theirs for theirs, ours in reversed(self.words)}[value] if self.words else value
 
 
+TIED = FieldPair(
+    "tie_word_embeddings",
+    "untie_embeddings_and_output_weights",
+    False,
+    words=((True, False), (False, True)),
+)
+GELUS = (
+    ("gelu_new", "gelu"),
+    ("gelu_pytorch_tanh", "gelu"),
+    ("gelu", "gelu_exact"),
+    ("relu2", "squared_relu"),
+)
+
+
 class TensorLike(Protocol):
     """A tensor in a file: its shape, and its rows if they are asked for."""
 

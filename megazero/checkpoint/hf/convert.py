@@ -15,7 +15,8 @@ from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.approximation import Approximation
-from megazero.checkpoint.hf.config_json import DECODERS, TokenIds, objections
+from megazero.checkpoint.hf.architectures import DECODERS
+from megazero.checkpoint.hf.config_json import TokenIds, objections
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf

@@ -17,17 +17,9 @@ from megazero.checkpoint.hf.experts import (
     OURS_FIXED,
     expert_rules,
     number_of_experts,
+    shared_rules,
 )
-from megazero.checkpoint.hf.llama import (
-    GATE,
-    LAYER,
-    LLAMA,
-    MLP,
-    UNBIASED_SETTINGS,
-    UP,
-    rules_with,
-    with_defaults,
-)
+from megazero.checkpoint.hf.llama import LAYER, LLAMA, MLP, UNBIASED_SETTINGS, rules_with, with_defaults
 from megazero.checkpoint.hf.qwen2_moe import EXPERTS_SOMEWHERE
 from megazero.checkpoint.hf.rope import plain_rope
 from megazero.checkpoint.hf.windows import NO_WINDOWS
@@ -63,26 +55,11 @@ _LATENT = (
     _attention("latent_up", "q y l", "kv_b_proj", "(q y) l"),
     _attention("out", "h a", "o_proj", "h a"),
 )
-_SHARED_RULES = tuple(
-    TensorRule(
-        f"layers.{{i}}.mlp.shared.{ours}.weight",
-        dims,
-        f"{_BLOCK}.shared_experts.{theirs}.weight",
-        their_dims,
-        take,
-        layer=with_shared_experts,
-    )
-    for ours, dims, theirs, their_dims, take in (
-        ("up", "c w h", "gate_proj", "(c w) h", GATE),
-        ("up", "c w h", "up_proj", "(c w) h", UP),
-        ("down", "h w", "down_proj", "h w", None),
-    )
-)
 _RULES = rules_with(
     (
         *(replace(rule, layer=without_experts) for rule in MLP),
         *expert_rules(_BLOCK, "gate_proj", "up_proj", "down_proj"),
-        *_SHARED_RULES,
+        *(replace(rule, layer=with_shared_experts) for rule in shared_rules(f"{_BLOCK}.shared_experts")),
     ),
     attention=_LATENT,
 )
@@ -99,6 +76,7 @@ _CHOICE_BIAS = TensorRule(
 def _plain(config: Json, assumed: Json) -> dict[str, Any]:
     """`config` with a flat rotation, the places of experts, and the width of all shared ones together."""
     out = {**assumed, **config}
+    out.pop("auto_map", None)  # the code that comes with older folders is in transformers now
     for field in ("rope_scaling", "rope_parameters"):
         scaling = out.get(field)
         if isinstance(scaling, dict) and scaling.get("mscale_all_dim") and not scaling.get("mscale"):

@@ -88,3 +88,13 @@ def stacked_rules(block: str) -> tuple[TensorRule, ...]:
         TensorRule(_DOWN, "x h m", f"{block}.experts.down_proj", "x h m"),
     )
     return tuple(replace(rule, layer=with_experts) for rule in rules)
+
+
+def shared_rules(block: str) -> tuple[TensorRule, ...]:
+    """The matrices of the shared experts, whose names begin with `block`."""
+    ours = f"{_OURS}.shared"
+    return (
+        TensorRule(f"{ours}.up.weight", "c w h", f"{block}.gate_proj.weight", "(c w) h", GATE),
+        TensorRule(f"{ours}.up.weight", "c w h", f"{block}.up_proj.weight", "(c w) h", UP),
+        TensorRule(f"{ours}.down.weight", "h w", f"{block}.down_proj.weight", "h w"),
+    )

@@ -134,11 +134,7 @@ _SETTINGS = (
         "hidden_activation", "activation", "gelu_pytorch_tanh", words=(("gelu_pytorch_tanh", "geglu"),)
     ),
     FieldPair(
-        "query_pre_attn_scalar",
-        "softmax_scale",
-        256,
-        resolved=_scalar,
-        taken=lambda scalar: scalar**-0.5,
+        "query_pre_attn_scalar", "softmax_scale", 256, resolved=_scalar, taken=lambda scalar: scalar**-0.5
     ),
     FieldPair(_ROOT, "embedding_multiplier", 1.0),
     FieldPair(_SCORES, "attn_logit_softcapping", None, float),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, TIED, Architecture, FieldPair, Limit
 from megazero.checkpoint.hf.rope import ROPE_SETTINGS, plain_rope, with_rope_parameters
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, biased, qkv_biased, untied
@@ -125,12 +125,7 @@ LLAMA = Architecture(
         *ROPE_SETTINGS,
         FieldPair("attention_dropout", "attention_dropout", 0.0),
         FieldPair("initializer_range", "init_method_std", 0.02),
-        FieldPair(
-            "tie_word_embeddings",
-            "untie_embeddings_and_output_weights",
-            False,
-            words=((True, False), (False, True)),
-        ),
+        TIED,
     ),
     ours_fixed=(
         ("family", "gpt"),

@@ -9,7 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Json, Limit
+from megazero.checkpoint.hf.architecture import (
+    DENSE_LIMITS,
+    GELUS,
+    TIED,
+    Architecture,
+    FieldPair,
+    Json,
+    Limit,
+)
 from megazero.checkpoint.hf.llama import LLAMA
 from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
 from megazero.checkpoint.hf.rope import ROPE_SETTINGS, plain_rope, with_rope_parameters
@@ -93,24 +101,6 @@ def _complete_neox(config: Json) -> dict[str, Any]:
     return {**out, _BASE[0]: base, _SCALINGS[0]: {**out[_SCALINGS[0]], _SHARE[1]: share}}
 
 
-_TIED = FieldPair(
-    "tie_word_embeddings",
-    "untie_embeddings_and_output_weights",
-    False,
-    words=((True, False), (False, True)),
-)
-_GELU = FieldPair(
-    "hidden_act",
-    "activation",
-    "gelu",
-    words=(
-        ("gelu", "gelu_exact"),
-        ("gelu_new", "gelu"),
-        ("gelu_fast", "gelu"),
-        ("gelu_pytorch_tanh", "gelu"),
-        ("relu2", "squared_relu"),
-    ),
-)
 _OURS_FIXED = (
     ("family", "gpt"),
     ("normalization", "LayerNorm"),
@@ -142,7 +132,7 @@ GPT_NEOX = Architecture(
         FieldPair("num_attention_heads", "num_attention_heads", 64),
         FieldPair("intermediate_size", "ffn_hidden_size", 24576, resolved="ffn_size"),
         FieldPair("max_position_embeddings", "max_position_embeddings", 2048, resolved="positions"),
-        _GELU,
+        FieldPair("hidden_act", "activation", "gelu", words=GELUS),
         FieldPair("layer_norm_eps", "norm_epsilon", 1e-5),
         *ROPE_SETTINGS,
         FieldPair(_SHARE[0], "rotary_percent", 0.25),
@@ -150,7 +140,7 @@ GPT_NEOX = Architecture(
         FieldPair("attention_dropout", "attention_dropout", 0.0),
         FieldPair("initializer_range", "init_method_std", 0.02),
         FieldPair("use_parallel_residual", "use_parallel_residual", True),
-        _TIED,
+        TIED,
     ),
     fixed=(("attention_bias", True),),
     ours_fixed=(*_OURS_FIXED, ("add_bias_linear", True)),
@@ -191,21 +181,16 @@ FALCON = Architecture(
         FieldPair("num_kv_heads", "num_query_groups", None, int, resolved="kv_heads"),
         FieldPair("ffn_hidden_size", "ffn_hidden_size", None, int, resolved="ffn_size"),
         FieldPair("max_position_embeddings", "max_position_embeddings", 2048, resolved="positions"),
-        replace(_GELU, theirs="activation"),
+        FieldPair("activation", "activation", "gelu", words=GELUS),
         FieldPair("layer_norm_epsilon", "norm_epsilon", 1e-5),
         *ROPE_SETTINGS,
         FieldPair("bias", "add_bias_linear", False),
         FieldPair("hidden_dropout", "hidden_dropout", 0.0),
         FieldPair("attention_dropout", "attention_dropout", 0.0),
         FieldPair("initializer_range", "init_method_std", 0.02),
-        replace(_TIED, default=True),
+        replace(TIED, default=True),
     ),
-    fixed=(
-        ("alibi", False),
-        (_NEWER, True),
-        ("parallel_attn", True),
-        (_NORMS, 2),
-    ),
+    fixed=(("alibi", False), (_NEWER, True), ("parallel_attn", True), (_NORMS, 2)),
     ours_fixed=(*_OURS_FIXED, ("rotary_percent", 1.0), ("use_parallel_residual", True)),
     limits=(*LLAMA.limits, PLAIN_HEADS),
     plain=plain_falcon,

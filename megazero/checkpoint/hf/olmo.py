@@ -51,10 +51,7 @@ OLMOE = replace(
     LLAMA,
     name="OlmoeForCausalLM",
     model_type="olmoe",
-    rules=(
-        *rules_with(expert_rules(f"{LAYER}.mlp", "gate_proj", "up_proj", "down_proj")),
-        *PROJECTION_NORMS,
-    ),
+    rules=(*rules_with(expert_rules(f"{LAYER}.mlp", "gate_proj", "up_proj", "down_proj")), *PROJECTION_NORMS),
     stacked=stacked_rules(f"{LAYER}.mlp"),
     settings=(
         *with_defaults(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, FieldPair, Limit
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, FieldPair, Json, Limit
 from megazero.checkpoint.hf.llama import (
     EVEN_HEADS,
     LAYER,
@@ -13,9 +14,21 @@ from megazero.checkpoint.hf.llama import (
     rules_with,
     with_defaults,
 )
-from megazero.checkpoint.hf.mistral import ALIKE, WINDOW
 from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
+from megazero.checkpoint.hf.rope import plain_rope
+from megazero.checkpoint.hf.windows import ALIKE, WINDOW
 from megazero.checkpoint.naming import TensorRule
+
+
+def plain(config: Json) -> dict[str, Any]:
+    """`config` with a flat rotation.
+
+    Raises:
+        ValueError: see `plain_rope`.
+    """
+    # The code that comes with older folders is in transformers now.
+    return plain_rope({name: value for name, value in config.items() if name != "auto_map"})
+
 
 PHI3 = replace(
     LLAMA,
@@ -68,4 +81,5 @@ PHI3 = replace(
             "rotary positions must not be scaled",
         ),
     ),
+    plain=plain,
 )

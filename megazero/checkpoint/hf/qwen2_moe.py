@@ -17,15 +17,14 @@ from megazero.checkpoint.hf.experts import (
     OURS_FIXED,
     expert_rules,
     number_of_experts,
+    shared_rules,
     stacked_rules,
 )
 from megazero.checkpoint.hf.llama import (
-    GATE,
     LAYER,
     LLAMA,
     MLP,
     UNBIASED_SETTINGS,
-    UP,
     rules_with,
     with_defaults,
 )
@@ -41,9 +40,7 @@ _STEP, _DENSE = "decoder_sparse_step", "mlp_only_layers"
 _MOST_LAYERS = 10_000
 
 _SHARED_RULES = (
-    TensorRule("layers.{i}.mlp.shared.up.weight", "c w h", f"{_SHARED}.gate_proj.weight", "(c w) h", GATE),
-    TensorRule("layers.{i}.mlp.shared.up.weight", "c w h", f"{_SHARED}.up_proj.weight", "(c w) h", UP),
-    TensorRule("layers.{i}.mlp.shared.down.weight", "h w", f"{_SHARED}.down_proj.weight", "h w"),
+    *shared_rules(_SHARED),
     TensorRule("layers.{i}.mlp.shared_gate.weight", "u h", f"{_SHARED}_gate.weight", "u h"),
 )
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from megazero.checkpoint.hf.approximation import APPROXIMATIONS
-from megazero.checkpoint.hf.config_json import ARCHITECTURES
+from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.writer import DTYPES, Exported
 from megazero.config.fields import FIELDS
