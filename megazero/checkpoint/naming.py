@@ -17,7 +17,12 @@ h     hidden
 g     groups of heads that share a key and a value
 s     slots of a group: its queries, key and value
 d     channels of a head
-a     channels of all query heads
+a     channels of the values of all query heads
+k     channels of all keys
+r     width of what latent attention makes queries of
+l     width of the small vector of latent attention
+z     that and its rotated key, together
+y     channels of a head that it makes of the small vector
 q     query heads
 f     inner width of the MLP
 c     halves of a gated MLP: gate, up
@@ -48,7 +53,7 @@ from types import MappingProxyType
 from torch import Tensor
 
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.part import Key
+from megazero.checkpoint.part import WEIGHT, Key
 from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 
@@ -109,6 +114,7 @@ class TensorRule:
         take: the part of ours that theirs holds; None for all.
         when: says whether a model has these tensors.
         layer: says whether a layer, given the model and the layer's number, has them, as layers may differ.
+        kind: which of the tensors of that name ours is; see `Key`.
     """
 
     ours: str
@@ -118,6 +124,7 @@ class TensorRule:
     take: Take | None = None
     when: Callable[[ModelConfig], bool] = always
     layer: Callable[[ModelConfig, int], bool] = every_layer
+    kind: str = WEIGHT
 
 
 @dataclass(frozen=True)
@@ -202,7 +209,12 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
             "g": model.kv_heads,
             "s": model.num_attention_heads // model.kv_heads + 2,
             "d": model.head_dim,
-            "a": model.num_attention_heads * model.head_dim,
+            "a": model.num_attention_heads * model.value_dim,
+            "k": model.kv_heads * model.head_dim,
+            "r": model.q_lora_rank or model.hidden_size,
+            "l": model.kv_lora_rank,
+            "z": model.kv_lora_rank + model.qk_pos_emb_head_dim,
+            "y": model.qk_head_dim + model.v_head_dim,
             "q": model.num_attention_heads,
             "f": model.ffn_size,
             "c": 2,
@@ -285,7 +297,7 @@ def _link(
             template = template.replace(mark, str(value))
         return template
 
-    return Link(Key(name(rule.ours)), shape, box, name(rule.theirs), merged)
+    return Link(Key(name(rule.ours), rule.kind), shape, box, name(rule.theirs), merged)
 
 
 def groups_of(dims: str) -> tuple[tuple[str, ...], ...]:

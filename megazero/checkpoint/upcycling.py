@@ -29,7 +29,8 @@ def dense_model(model: ModelConfig) -> ModelConfig:
 
 def router_names(model: ModelConfig) -> tuple[str, ...]:
     """The weights that a dense model has nothing for."""
-    return tuple(f"layers.{layer}.mlp.router.weight" for layer in moe_layers(model))
+    kinds = ("weight", "logit_bias") if model.moe_router_bias else ("weight",)
+    return tuple(f"layers.{layer}.mlp.router.{kind}" for layer in moe_layers(model) for kind in kinds)
 
 
 class Upcycled:

@@ -1,4 +1,4 @@
-"""One transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), or with norms of what is added."""
+"""One transformer layer: x + attention(norm(x)), then x + mlp(norm(x)), or both at once."""
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ class TransformerLayer(nn.Module):
         self.placement = placement
         self.dropout = config.hidden_dropout
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
+        self.parallel = config.use_parallel_residual
         self.branch_scale = config.residual_multiplier
 
         def norm(name: str, position: str) -> Norm | None:
@@ -73,13 +74,17 @@ class TransformerLayer(nn.Module):
         inputs = inputs.narrowed()
         out, bias = self._added(self.attention_out_norm, out, bias, inputs)
         dropout = self._dropout(inputs, "attention_out")
-        if bias is None and dropout is None and self.mlp_norm is not None:
+        if self.parallel:
+            normed, read = _normed(self.mlp_norm, residual)
+            x = bias_dropout_add(out.to(read.dtype), bias, read, dropout)
+        elif bias is None and dropout is None and self.mlp_norm is not None:
             normed, x = self.mlp_norm(out.to(residual.dtype), residual)
         else:
             x = bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)
             normed, x = _normed(self.mlp_norm, x)
         del out  # it has been added to x, and need not be there while the MLP runs
-        out, bias, sums = self._half(self.mlp, self.mlp_norm, (normed, x), inputs, again=self.mlp_again)
+        read = read if self.parallel else x
+        out, bias, sums = self._half(self.mlp, self.mlp_norm, (normed, read), inputs, again=self.mlp_again)
         out, bias = self._added(self.mlp_out_norm, out, bias, inputs)
         residual = normed if self.residual_after_norm else x
         dropout = self._dropout(inputs, "mlp_out")

@@ -19,7 +19,7 @@ from megazero.moe.capacity import capacity, factor_of, kept_choices
 from megazero.moe.dispatch import Dispatch, ExpertPlacement, all_gather_dispatch, all_to_all_dispatch
 from megazero.moe.experts import Experts
 from megazero.moe.losses import router_terms
-from megazero.moe.router import Router, router_weight
+from megazero.moe.router import Router, router_bias, router_weight
 from megazero.moe.tokens import give_back, take_share
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import InitialValues, ParamSpec
@@ -59,7 +59,9 @@ class MoEMLP(nn.Module):
         self.dispatch: Dispatch = (
             all_to_all_dispatch if placement.token_dispatcher == "alltoall" else all_gather_dispatch
         )
-        self.router = Router(layer, router_weight(layer, self.total, config, placement), config)
+        weight = router_weight(layer, self.total, config, placement)
+        bias = router_bias(layer, self.total, config, placement)
+        self.router = Router(layer, weight, config, bias)
         self.experts = Experts(layer, self.total, config, placement, again=recompute.again("moe_act"))
         self.shared: MLP | None = None
         self.shared_gate: _TokenLinear | None = None

@@ -56,6 +56,14 @@ def router_weight(layer: int, experts: int, config: TransformerConfig, placement
     )
 
 
+def router_bias(layer: int, experts: int, config: RouterConfig, placement: Placement) -> nn.Parameter | None:
+    """The bias [E] of the logits of a layer's router; None if they have none."""
+    if not config.moe_router_bias:
+        return None
+    name, zeros, partial = f"{router_name(layer)}.logit_bias", InitialValues("zeros"), placement.tp.size > 1
+    return placement.parameter(ParamSpec(name, (experts,), zeros, weight_decay=False, partial_grad=partial))
+
+
 class Router(nn.Module):
     """Scores E experts for each token and chooses k.
 
@@ -71,15 +79,19 @@ class Router(nn.Module):
         layer: number of the layer.
         weight: [E, h].
         config: how experts are chosen and weighed.
+        logit_bias: [E], added to the logits; None for none.
     """
 
-    def __init__(self, layer: int, weight: nn.Parameter, config: RouterConfig):
+    def __init__(
+        self, layer: int, weight: nn.Parameter, config: RouterConfig, logit_bias: nn.Parameter | None = None
+    ):
         super().__init__()
         self.layer = layer
         self.experts = len(weight)
         self.config = config
         self.name = router_name(layer)
         self.weight = weight
+        self.logit_bias = logit_bias
         # Both float32 [E], the same on every rank: added to the scores for the choice, and each expert's
         # share of the choices of the last step. None is zeros.
         self.bias: Tensor | None = None
@@ -97,7 +109,7 @@ class Router(nn.Module):
         if config.moe_input_jitter_eps and noise.on:
             eps = config.moe_input_jitter_eps
             x = x * (1 + eps * (2 * noise.uniform("jitter", x.shape[1]) - 1))
-        logits = F.linear(x, weight)
+        logits = F.linear(x, weight, None if self.logit_bias is None else self.logit_bias.float())
         sigmoid = config.moe_router_score_function == "sigmoid"
         with torch.no_grad():
             ranking = logits.sigmoid() if sigmoid else logits

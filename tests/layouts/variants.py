@@ -35,11 +35,13 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "window_attn_skip_freq": (2,),
             "window_rotary_base": 50.0,
         },
+        "neox": {"use_parallel_residual": True},
         "gpt-oss": {
             "activation": "quick_geglu",
             "glu_linear_offset": 1.0,
             "activation_func_clamp_value": 2.0,
             "softmax_type": "learnable",
+            "moe_router_bias": True,
             "residual_multiplier": 0.7,
             "logits_multiplier": 1.5,
             "window_size": (4, 0),

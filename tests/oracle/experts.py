@@ -94,7 +94,7 @@ class ExpertModel(Model):
         name, flags = f"layers.{i}.mlp", self.flags
         if i not in self.states:
             return super()._mlp(w, i, x, text)
-        logits = x @ w[f"{name}.router.weight"].t()
+        logits = x @ w[f"{name}.router.weight"].t() + w.get(f"{name}.router.logit_bias", 0)
         chosen, weights, probabilities = self._choose(logits, self.states[i].bias)
         self._balance(i, logits, chosen, probabilities)
         kept = self._kept(chosen, weights, logits.shape[-1])

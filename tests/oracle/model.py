@@ -99,9 +99,11 @@ class Model:
     def layer(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
         """Layer i."""
         flags = self.flags
+        first = x
         for norm, kind, work in self._parts(i):
             position = flags.get("norm-position", "input")
-            normed = x if position == "output" else self._norm(w, f"layers.{i}.{norm}", x)
+            read = first if flags.get("use-parallel-residual") else x
+            normed = read if position == "output" else self._norm(w, f"layers.{i}.{norm}", read)
             out = work(w, i, normed.to(w["head.weight"].dtype), text)
             if position != "input":
                 out = self._norm(w, f"layers.{i}.{kind}_out_norm", out)
@@ -109,10 +111,6 @@ class Model:
             residual = normed if flags["apply-residual-connection-post-layernorm"] else x
             x = residual + self._dropped(out, "hidden-dropout", place, text)
         return x
-
-    def _parts(self, i: int) -> Sequence[tuple[str, str, Callable[[Weights, int, Tensor, Text], Tensor]]]:
-        """The parts of a layer: its norm's name, its kind, and its work."""
-        return ("input_norm", "attention", self._attention), ("mlp_norm", "mlp", self._mlp)
 
     def _parts(self, i: int) -> Sequence[tuple[str, str, Callable[[Weights, int, Tensor, Text], Tensor]]]:
         """The parts of a layer: its norm's name, its kind, and its work."""

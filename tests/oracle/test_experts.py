@@ -80,6 +80,7 @@ CASES = {
         {
             "num-experts": (4,),
             "moe-router-topk": 2,
+            "moe-router-bias": True,
             "moe-ffn-hidden-size": 24,
             "moe-shared-expert-intermediate-size": 32,
             "moe-shared-expert-gate": True,

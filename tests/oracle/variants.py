@@ -17,6 +17,7 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, object]]] = MappingProxyType(
             "output": {"norm-position": "output"},
             "both": {"norm-position": "both"},
         },
+        "halves": {"one-by-one": {}, "at-once": {"use-parallel-residual": True}},
         "gains": {"of-1": {}, "of-0": {"apply-layernorm-1p": True}},
         "bounds": {
             "none": {},
@@ -54,6 +55,8 @@ TWO_BASES: Mapping[str, object] = MappingProxyType(
 NEVER = (
     # A window's base needs a window.
     frozenset({("positions", "two-bases"), ("window", "none")}),
+    # The MLP would read the sum.
+    frozenset({("halves", "at-once"), ("residual", "after-norm")}),
     # There is no norm before the residual is taken.
     frozenset({("norms", "output"), ("residual", "after-norm")}),
     frozenset({("norms", "output"), ("recompute", "parts")}),

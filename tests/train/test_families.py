@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from megazero.checkpoint.hf.config_json import ARCHITECTURES
+from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.config.tree.model import ModelConfig
 from megazero.models.chunk import Block
 from megazero.mpu.context import solo_context

@@ -1,13 +1,14 @@
 """hf: models of Hugging Face transformers, read as logical tensors and written from them.
 
 `architecture` says what there is to know about an architecture, its tensors in the notation of
-`checkpoint/naming.py`; `gpt2`, `llama`, `megatron_bert` and `bert` hold them, and `encoder_classifier` what
-makes classifiers of the last two. `reader` presents a folder as a `Source`, `writer` makes a folder from any
-`Source`; `convert` connects both to checkpoints. Nothing here imports transformers, and nothing unpickles.
+`checkpoint/naming.py`; `architectures` lists all. `reader` presents a folder as a `Source`, `writer` makes a
+folder from any `Source`; `convert` connects both to checkpoints. Nothing here imports transformers, and
+nothing unpickles.
 """
 
 from megazero.checkpoint.hf.architecture import Architecture
-from megazero.checkpoint.hf.config_json import ARCHITECTURES, DECODERS, ENCODERS, Description, TokenIds
+from megazero.checkpoint.hf.architectures import ARCHITECTURES, DECODERS, ENCODERS
+from megazero.checkpoint.hf.config_json import Description, TokenIds
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import TokenizerFiles, tokenizer_files, tokenizer_settings

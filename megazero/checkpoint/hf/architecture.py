@@ -52,6 +52,20 @@ class FieldPair:
         return {ours: theirs for theirs, ours in reversed(self.words)}[value] if self.words else value
 
 
+TIED = FieldPair(
+    "tie_word_embeddings",
+    "untie_embeddings_and_output_weights",
+    False,
+    words=((True, False), (False, True)),
+)
+GELUS = (
+    ("gelu_new", "gelu"),
+    ("gelu_pytorch_tanh", "gelu"),
+    ("gelu", "gelu_exact"),
+    ("relu2", "squared_relu"),
+)
+
+
 class TensorLike(Protocol):
     """A tensor in a file: its shape, and its rows if they are asked for."""
 
@@ -92,7 +106,6 @@ COMMON_LIMITS = (
         lambda m: m.hidden_size % m.num_attention_heads == 0,
         "the hidden size must be a multiple of the number of heads",
     ),
-    Limit(lambda m: m.softmax_type == "vanilla", "`softmax_type` must be vanilla"),
     Limit(
         lambda m: not m.has_windows or not m.window_sink_tokens,
         "a window must hide the first tokens too, without `window_sink_tokens`",
@@ -111,6 +124,7 @@ VARIANTS = MappingProxyType(
         "logits_multiplier": 1.0,
         "final_logit_softcapping": None,
         "window_rotary_base": None,
+        "softmax_type": "vanilla",
         "softmax_scale": None,
         "attn_logit_softcapping": None,
         "qk_layernorm": False,
@@ -118,6 +132,9 @@ VARIANTS = MappingProxyType(
         "multi_latent_attention": False,
         "mtp_num_layers": None,
         "is_hybrid_model": False,
+        "use_parallel_residual": False,
+        "moe_router_bias": False,
+        "sparse_attention": "dense",
     }
 )
 """The variants of layers, and the values that an architecture has if its tables do not name them."""

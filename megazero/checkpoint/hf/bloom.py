@@ -5,9 +5,12 @@ Its fused queries, keys and values lie head by head, as ours do.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megazero.checkpoint.hf.architecture import (
     DENSE_LIMITS,
     PLAIN_EMBEDDING,
+    TIED,
     Architecture,
     FieldPair,
     Limit,
@@ -66,12 +69,7 @@ BLOOM = Architecture(
         FieldPair("hidden_dropout", "hidden_dropout", 0.0),
         FieldPair("attention_dropout", "attention_dropout", 0.0),
         FieldPair("initializer_range", "init_method_std", 0.02),
-        FieldPair(
-            "tie_word_embeddings",
-            "untie_embeddings_and_output_weights",
-            True,
-            words=((True, False), (False, True)),
-        ),
+        replace(TIED, default=True),
     ),
     ours_fixed=(
         ("family", "gpt"),

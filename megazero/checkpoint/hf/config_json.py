@@ -12,45 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from megazero.checkpoint.hf.architecture import NEVER, VARIANTS, Architecture, FieldPair, Json, TensorLike
-from megazero.checkpoint.hf.bert import (
-    BERT_CLASSIFICATION,
-    BERT_MASKED_LM,
-    BERT_MULTIPLE_CHOICE,
-    BERT_PRETRAINING,
-)
-from megazero.checkpoint.hf.bloom import BLOOM
+from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.checkpoint.hf.class_names import names_of, naming
-from megazero.checkpoint.hf.gpt2 import GPT2
-from megazero.checkpoint.hf.llama import LLAMA
-from megazero.checkpoint.hf.megatron_bert import (
-    MEGATRON_BERT_CLASSIFICATION,
-    MEGATRON_BERT_MASKED_LM,
-    MEGATRON_BERT_MULTIPLE_CHOICE,
-    MEGATRON_BERT_PRETRAINING,
-)
-from megazero.checkpoint.hf.mistral import MISTRAL
-from megazero.checkpoint.hf.mixtral import MIXTRAL
-from megazero.checkpoint.hf.qwen2 import QWEN2
-from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
-from megazero.checkpoint.hf.t5 import T5_GENERATION
 from megazero.checkpoint.hf.windows import without_idle_windows
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
-DECODERS: tuple[Architecture, ...] = (GPT2, BLOOM, LLAMA, QWEN2, MISTRAL, MIXTRAL, QWEN2_MOE)
-ENCODERS: tuple[Architecture, ...] = (
-    MEGATRON_BERT_PRETRAINING,
-    MEGATRON_BERT_MASKED_LM,
-    BERT_PRETRAINING,
-    BERT_MASKED_LM,
-    MEGATRON_BERT_CLASSIFICATION,
-    MEGATRON_BERT_MULTIPLE_CHOICE,
-    BERT_CLASSIFICATION,
-    BERT_MULTIPLE_CHOICE,
-)
-ENCODER_DECODERS: tuple[Architecture, ...] = (T5_GENERATION,)
-ARCHITECTURES = DECODERS + ENCODERS + ENCODER_DECODERS
 CONFIG = "config.json"
 _LARGEST_JSON = 100 << 20
 # Our fields that change how a model is trained or laid out, but not what given weights compute.
@@ -269,8 +237,8 @@ def _read(setting: FieldPair, config: Json) -> Any:
     raise ValueError(f"`{setting.theirs}` must be one of {known}, but is {value!r:.40}; it is not supported")
 
 
-def architecture_of(model: ModelConfig) -> Architecture:
-    """The first architecture that can express this model.
+def architecture_of(model: ModelConfig, name: str | None = None) -> Architecture:
+    """The first architecture that can express this model, or the one of this name.
 
     Raises:
         CheckpointError: none can; the reasons against each of its family are named, unless they are those
@@ -288,6 +256,10 @@ def architecture_of(model: ModelConfig) -> Architecture:
             f"{model.num_classes}: the classifiers that transformers makes of such models, as "
             "GPT2ForSequenceClassification, have no bias; `finetune.py --epochs 0` evaluates it here"
         )
+    if name is not None and name not in [architecture.name for architecture in family]:
+        known = ", ".join(architecture.name for architecture in family)
+        raise CheckpointError(f"the architecture must be one of {known}, but is {name!r}")
+    family = [architecture for architecture in family if name in (None, architecture.name)]
     against = {architecture.name: objections(architecture, model) for architecture in family}
     for architecture in family:
         if not against[architecture.name]:
@@ -311,7 +283,6 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         if setting.words
     ]
     allowed += [(field, [value]) for field, value in VARIANTS.items() if field not in architecture.named]
-    allowed.append(("sparse_attention", ["dense"]))  # none of theirs has such layouts
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed
@@ -339,6 +310,8 @@ def config_of(
         "model_type": architecture.model_type,
         **architecture.complete({**fields, **dict(architecture.fixed)}),
         **(naming(labels) if labels else {}),
+        # Left out, it would be what some decoders assume, which a small vocabulary may not have.
+        **({} if dict(architecture.ours_fixed)["family"] != "gpt" else {"pad_token_id": None}),
         **tokens.as_json(),
         "torch_dtype": dtype,
         "use_cache": True,

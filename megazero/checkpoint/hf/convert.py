@@ -15,7 +15,8 @@ from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.approximation import Approximation
-from megazero.checkpoint.hf.config_json import TokenIds
+from megazero.checkpoint.hf.architectures import DECODERS
+from megazero.checkpoint.hf.config_json import TokenIds, objections
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf
@@ -96,6 +97,7 @@ def convert_to_hf(
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = SHARD_BYTES,
     tokenizer: TokenizerConfig | None = None,
+    architecture: str | None = None,
     approximations: Iterable[Approximation] = (),
     disk: Disk | None = None,
 ) -> tuple[Exported, str | None]:
@@ -107,6 +109,8 @@ def convert_to_hf(
         dtype: the type of the tensors.
         max_shard_bytes: the size at which another file is begun.
         tokenizer: used instead of the run's own settings.
+        architecture: the class in transformers; by default the one that the model was converted from, or the
+            first one that can express it.
         approximations: what may be written otherwise than it was trained.
         disk: writes the files.
 
@@ -140,7 +144,9 @@ def convert_to_hf(
             out,
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
-            extras=ModelFiles(facts.tokens or files.tokens, files.files, facts.labels),
+            extras=ModelFiles(
+                facts.tokens or files.tokens, files.files, facts.labels, architecture or facts.origin(model)
+            ),
             disk=disk,
         )
     return exported, files.remark
@@ -153,6 +159,12 @@ class _Facts:
     tokenizer: TokenizerConfig
     tokens: TokenIds | None
     labels: tuple[str, ...]
+    converted_from: str | None
+
+    def origin(self, model: ModelConfig) -> str | None:
+        """The architecture that the weights were converted from, if it can still express the model."""
+        origins = [architecture for architecture in DECODERS if architecture.name == self.converted_from]
+        return next((origin.name for origin in origins if not objections(origin, model)), None)
 
 
 def _facts_of(reader: CheckpointReader) -> _Facts:
@@ -178,4 +190,6 @@ def _facts_of(reader: CheckpointReader) -> _Facts:
             f"`{reader.folder}` must name as many classes as it has, but names {len(labels)}, and "
             f"`num_classes` is {model.num_classes}"
         )
-    return _Facts(model, vocab_size, tokenizer, tokens, labels)
+    origin = facts.get("converted_from")
+    converted_from = origin.get("architecture") if isinstance(origin, dict) else None
+    return _Facts(model, vocab_size, tokenizer, tokens, labels, converted_from)

@@ -22,9 +22,7 @@ OURS_FIXED = (
     ("mlp_type", "standard"),
     ("moe_router_score_function", "softmax"),
 )
-LIMITS = (
-    *COMMON_LIMITS,
-    EVEN_HEADS,
+ALIKE_EXPERTS = (
     Limit(lambda m: bool(m.num_experts), "there must be experts"),
     Limit(
         lambda m: len(set(m.num_experts)) <= 1, "all layers with experts must have the same number of them"
@@ -33,6 +31,16 @@ LIMITS = (
         lambda m: not m.num_experts or m.moe_router_topk <= min(m.num_experts),
         "a token must not be sent to more experts than there are",
     ),
+)
+NO_DROPS = Limit(
+    lambda m: m.moe_expert_capacity_factor is None and m.moe_eval_capacity_factor is None,
+    "nothing may limit how many tokens an expert takes, as transformers drops none; `--ignore-capacity` "
+    "writes it all the same",
+)
+LIMITS = (
+    *COMMON_LIMITS,
+    EVEN_HEADS,
+    *ALIKE_EXPERTS,
     Limit(
         lambda m: not m.moe_router_enable_expert_bias, "no bias of the experts may take part in their choice"
     ),
@@ -40,11 +48,7 @@ LIMITS = (
     Limit(
         lambda m: m.moe_router_topk_scaling_factor in (None, 1.0), "the experts' weights must not be scaled"
     ),
-    Limit(
-        lambda m: m.moe_expert_capacity_factor is None and m.moe_eval_capacity_factor is None,
-        "nothing may limit how many tokens an expert takes, as transformers drops none; `--ignore-capacity` "
-        "writes it all the same",
-    ),
+    NO_DROPS,
 )
 
 
@@ -84,3 +88,13 @@ def stacked_rules(block: str) -> tuple[TensorRule, ...]:
         TensorRule(_DOWN, "x h m", f"{block}.experts.down_proj", "x h m"),
     )
     return tuple(replace(rule, layer=with_experts) for rule in rules)
+
+
+def shared_rules(block: str) -> tuple[TensorRule, ...]:
+    """The matrices of the shared experts, whose names begin with `block`."""
+    ours = f"{_OURS}.shared"
+    return (
+        TensorRule(f"{ours}.up.weight", "c w h", f"{block}.gate_proj.weight", "(c w) h", GATE),
+        TensorRule(f"{ours}.up.weight", "c w h", f"{block}.up_proj.weight", "(c w) h", UP),
+        TensorRule(f"{ours}.down.weight", "h w", f"{block}.down_proj.weight", "h w"),
+    )

@@ -5,7 +5,9 @@ Its linear layers are `Conv1D` and hold [in, out], the transpose of ours; one ma
 
 from __future__ import annotations
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit
+from dataclasses import replace
+
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, GELUS, TIED, Architecture, FieldPair, Limit
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, untied
 
@@ -48,28 +50,13 @@ GPT2 = Architecture(
         FieldPair("n_head", "num_attention_heads", 12),
         FieldPair("n_positions", "max_position_embeddings", 1024, resolved="positions"),
         FieldPair("n_inner", "ffn_hidden_size", None, int, resolved="ffn_size"),
-        FieldPair(
-            "activation_function",
-            "activation",
-            "gelu_new",
-            words=(
-                ("gelu_new", "gelu"),
-                ("gelu_pytorch_tanh", "gelu"),
-                ("gelu", "gelu_exact"),
-                ("relu2", "squared_relu"),
-            ),
-        ),
+        FieldPair("activation_function", "activation", "gelu_new", words=GELUS),
         FieldPair("layer_norm_epsilon", "norm_epsilon", 1e-5),
         FieldPair("resid_pdrop", "hidden_dropout", 0.1),
         FieldPair("embd_pdrop", "hidden_dropout", 0.1),
         FieldPair("attn_pdrop", "attention_dropout", 0.1),
         FieldPair("initializer_range", "init_method_std", 0.02),
-        FieldPair(
-            "tie_word_embeddings",
-            "untie_embeddings_and_output_weights",
-            True,
-            words=((True, False), (False, True)),
-        ),
+        replace(TIED, default=True),
     ),
     fixed=(
         ("scale_attn_weights", True),

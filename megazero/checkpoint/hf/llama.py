@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, TIED, Architecture, FieldPair, Limit
 from megazero.checkpoint.hf.rope import ROPE_SETTINGS, plain_rope, with_rope_parameters
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, biased, qkv_biased, untied
@@ -21,7 +21,6 @@ GATE, UP = ("c", slice(0, 1)), ("c", slice(1, 2))
 
 _EMBEDDING = (TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),)
 _ATTENTION = (
-    TensorRule("layers.{i}.input_norm.weight", "h", f"{LAYER}.input_layernorm.weight", "h"),
     *(
         rule
         for name, take in (("q_proj", _QUERIES), ("k_proj", _KEY), ("v_proj", _VALUE))
@@ -45,8 +44,17 @@ _ATTENTION = (
     ),
     TensorRule("layers.{i}.attention.out.weight", "h a", f"{LAYER}.self_attn.o_proj.weight", "h a"),
     TensorRule("layers.{i}.attention.out.bias", "h", f"{LAYER}.self_attn.o_proj.bias", "h", when=biased),
-    TensorRule("layers.{i}.mlp_norm.weight", "h", f"{LAYER}.post_attention_layernorm.weight", "h"),
 )
+HEAD_NORMS = tuple(
+    TensorRule(f"layers.{{i}}.attention.{name}.weight", "d", f"{LAYER}.self_attn.{name}.weight", "d")
+    for name in ("q_norm", "k_norm")
+)
+"""Norms of queries and keys that all heads share."""
+PROJECTION_NORMS = tuple(
+    TensorRule(f"layers.{{i}}.attention.{name}.weight", dim, f"{LAYER}.self_attn.{name}.weight", dim)
+    for name, dim in (("q_norm", "a"), ("k_norm", "k"))
+)
+"""Norms of all queries, and of all keys, together."""
 MLP = (
     *(
         rule
@@ -65,9 +73,24 @@ _END = (
 )
 
 
-def rules_with(mlp: tuple[TensorRule, ...]) -> tuple[TensorRule, ...]:
-    """The tensors of a model of Llama's kind whose layers have these MLPs."""
-    return (*_EMBEDDING, *_ATTENTION, *mlp, *_END)
+def layer_norms(**theirs: str) -> tuple[TensorRule, ...]:
+    """The norms of a layer: their names by ours."""
+    return tuple(
+        TensorRule(f"layers.{{i}}.{ours}.weight", "h", f"{LAYER}.{name}.weight", "h")
+        for ours, name in theirs.items()
+    )
+
+
+_INPUT_NORMS = layer_norms(input_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+
+
+def rules_with(
+    mlp: tuple[TensorRule, ...],
+    norms: tuple[TensorRule, ...] = _INPUT_NORMS,
+    attention: tuple[TensorRule, ...] = _ATTENTION,
+) -> tuple[TensorRule, ...]:
+    """The tensors of a model of Llama's kind whose layers have these MLPs, norms and attention."""
+    return (*_EMBEDDING, *norms, *attention, *mlp, *_END)
 
 
 def with_defaults(settings: tuple[FieldPair, ...], **defaults: Any) -> tuple[FieldPair, ...]:
@@ -102,12 +125,7 @@ LLAMA = Architecture(
         *ROPE_SETTINGS,
         FieldPair("attention_dropout", "attention_dropout", 0.0),
         FieldPair("initializer_range", "init_method_std", 0.02),
-        FieldPair(
-            "tie_word_embeddings",
-            "untie_embeddings_and_output_weights",
-            False,
-            words=((True, False), (False, True)),
-        ),
+        TIED,
     ),
     ours_fixed=(
         ("family", "gpt"),

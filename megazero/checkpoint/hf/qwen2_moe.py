@@ -17,15 +17,14 @@ from megazero.checkpoint.hf.experts import (
     OURS_FIXED,
     expert_rules,
     number_of_experts,
+    shared_rules,
     stacked_rules,
 )
 from megazero.checkpoint.hf.llama import (
-    GATE,
     LAYER,
     LLAMA,
     MLP,
     UNBIASED_SETTINGS,
-    UP,
     rules_with,
     with_defaults,
 )
@@ -41,9 +40,7 @@ _STEP, _DENSE = "decoder_sparse_step", "mlp_only_layers"
 _MOST_LAYERS = 10_000
 
 _SHARED_RULES = (
-    TensorRule("layers.{i}.mlp.shared.up.weight", "c w h", f"{_SHARED}.gate_proj.weight", "(c w) h", GATE),
-    TensorRule("layers.{i}.mlp.shared.up.weight", "c w h", f"{_SHARED}.up_proj.weight", "(c w) h", UP),
-    TensorRule("layers.{i}.mlp.shared.down.weight", "h w", f"{_SHARED}.down_proj.weight", "h w"),
+    *shared_rules(_SHARED),
     TensorRule("layers.{i}.mlp.shared_gate.weight", "u h", f"{_SHARED}_gate.weight", "u h"),
 )
 
@@ -111,6 +108,9 @@ def dense_layers(model: ModelConfig) -> list[int]:
     return [number for number in range(model.num_layers) if not experts_of(model, number)]
 
 
+EXPERTS_SOMEWHERE = Limit(
+    lambda m: not m.num_experts or m.expert_places > 0, "at least one layer must have experts"
+)
 QWEN2_LAYERS = 24
 QWEN2_MOE = replace(
     LLAMA,
@@ -156,7 +156,7 @@ QWEN2_MOE = replace(
     limits=(
         *LIMITS,
         qwen2.PLAIN_HEADS,
-        Limit(lambda m: not m.num_experts or m.expert_places > 0, "at least one layer must have experts"),
+        EXPERTS_SOMEWHERE,
         Limit(
             lambda m: m.moe_shared_expert_intermediate_size is None or m.moe_shared_expert_gate,
             "shared experts must be weighed by a gate (`moe_shared_expert_gate`)",

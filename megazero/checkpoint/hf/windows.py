@@ -52,7 +52,8 @@ WINDOWED_LAYERS = FieldPair(KINDS, "window_attn_skip_freq", None, tuple, resolve
 
 def without_idle_windows(model: ModelConfig) -> ModelConfig:
     """The model without a window as long as its longest sequence, which hides nothing there."""
-    if model.window is None or model.window[0] < model.positions - 1:
+    hides = model.window is not None and model.window[0] < model.positions - 1
+    if model.window is None or hides or model.window_rotary_base is not None:
         return model
     return model.model_copy(update={"window_size": None, "window_attn_skip_freq": None})
 
@@ -106,5 +107,34 @@ def with_layers(complete: Callable[[Json], dict[str, Any]]) -> Callable[[Json], 
         kinds = [_SLIDING if flag else _FULL for flag in windowed]
         # Versions that read no kinds give a window to all layers from this one on.
         return {**out, USED: True, WIDTH: width, KINDS: kinds, FIRST: kinds.index(_SLIDING)}
+
+    return completed
+
+
+def plain_listed(config: Json, layers: int, width: int, interval: int) -> dict[str, Any]:
+    """`plain_layers` of an architecture whose layers all have a window but for every `interval`-th.
+
+    Args:
+        config: it may list the layers otherwise.
+        layers, width: the number of layers and the width of windows that transformers assumes.
+        interval: see above.
+
+    Raises:
+        ValueError: see `plain_layers`.
+    """
+    count = config.get("num_hidden_layers", layers)
+    given = {WIDTH: width, **config, USED: True}
+    if given.get(KINDS) is None and type(count) is int and count <= _MOST_LAYERS:
+        given[KINDS] = [_SLIDING if (number + 1) % interval else _FULL for number in range(count)]
+    return plain_layers(given, layers, None)
+
+
+def with_listed(complete: Callable[[Json], dict[str, Any]]) -> Callable[[Json], dict[str, Any]]:
+    """The opposite of `plain_listed`, after what else is to complete ``config.json``."""
+
+    def completed(config: Json) -> dict[str, Any]:
+        out = complete(config)
+        windowed = out[KINDS] or (0,) * out["num_hidden_layers"]
+        return {**out, KINDS: [_SLIDING if flag else _FULL for flag in windowed]}
 
     return completed

@@ -46,11 +46,13 @@ class ModelFiles:
         tokens: the special tokens.
         files: (name, content) of the tokenizer's files.
         labels: the names of a classifier's classes, or of the choices; empty if they have none.
+        architecture: the class in transformers; None for the first one that can express the model.
     """
 
     tokens: TokenIds = NO_TOKENS
     files: tuple[tuple[str, bytes], ...] = ()
     labels: tuple[str, ...] = ()
+    architecture: str | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def write_hf(
         raise CheckpointError(f"`dtype` must be one of {', '.join(DTYPES)}, but is {dtype}")
     if max_shard_bytes < 1:
         raise CheckpointError(f"`max_shard_bytes` must be positive, but is {max_shard_bytes}")
-    architecture = architecture_of(model)
+    architecture = architecture_of(model, extras.architecture)
     table = Table.of(architecture.rules, model, vocab_size)
     check_source(source, table)
     links = (*table.links, *Table.of(architecture.blank, model, vocab_size).links)
@@ -131,7 +133,7 @@ def check_source(source: Source, table: Table) -> None:
         CheckpointError: some are missing, superfluous or have other shapes.
     """
     weights = {key: tuple(shape) for key, shape in source.shapes.items() if key.kind == WEIGHT}
-    wrong = misfits(weights, table.shapes)
+    wrong = misfits(weights, {key: shape for key, shape in table.shapes.items() if key.kind == WEIGHT})
     wrong += [f"{key} is unknown to transformers" for key in weights if key not in table.shapes]
     if wrong:
         more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""

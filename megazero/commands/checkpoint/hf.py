@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 
 from megazero.checkpoint.hf.approximation import APPROXIMATIONS
+from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.writer import DTYPES, Exported
 from megazero.config.fields import FIELDS
@@ -40,6 +41,13 @@ def to_hf_parser() -> argparse.ArgumentParser:
         help="type of the tensors (default float32, which loses nothing)",
     )
     parser.add_argument("--max-shard-size", default="5GB", help="most tensor bytes per file (default 5GB)")
+    parser.add_argument(
+        "--architecture",
+        choices=[architecture.name for architecture in ARCHITECTURES],
+        metavar="CLASS",
+        help="the class in transformers, such as Phi3ForCausalLM; default: the one that the model was "
+        "converted from, or else the first one that can express it",
+    )
     parser.add_argument("--tokenizer-type", choices=_KINDS, help="use another tokenizer than the run's")
     parser.add_argument("--vocab-file", help="vocab.json for GPT2BPETokenizer, vocab.txt for BERT's")
     parser.add_argument("--merge-file", help="merges.txt for GPT2BPETokenizer")
@@ -56,8 +64,7 @@ def from_hf_parser() -> argparse.ArgumentParser:
     """The flags of `from-hf`."""
     parser = argparse.ArgumentParser(
         prog="megazero checkpoint from-hf",
-        description="Write the weights of a local Hugging Face model (GPT-2, Llama, Qwen2, Mixtral, "
-        "Qwen2-MoE or BERT) as a checkpoint.",
+        description="Write the weights of a local Hugging Face model such as Llama or BERT as a checkpoint.",
     )
     parser.add_argument("hf", help="folder with config.json and model.safetensors or its shards")
     parser.add_argument("out", help="folder of the new run; it must hold no checkpoints")
@@ -157,6 +164,7 @@ def _to_hf(flags: argparse.Namespace) -> None:
         dtype=DTYPES[dict(_SHORT_DTYPES).get(flags.dtype, flags.dtype)],
         max_shard_bytes=parse_size(flags.max_shard_size),
         tokenizer=_tokenizer(flags),
+        architecture=flags.architecture,
         approximations=asked,
     )
     print(describe_export(exported, remark))

@@ -48,6 +48,7 @@ class HybridConfig(TransformerConfig):
             "expert_interval=None: the pattern says which layers have experts",
             "apply_residual_connection_post_layernorm=False: such layers take the residual before the norm",
             "norm_position=input: such layers have one norm",
+            "use_parallel_residual=False: such layers have one part",
             "mtp_num_layers=None: the pattern has no letter for further tokens",
             "distillation.kd=False: the pattern is of the student's depth",
         ),

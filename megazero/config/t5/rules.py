@@ -27,6 +27,7 @@ _ALONE: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType(
         "model.attention_output_gate": (False,),
         "model.norm_position": ("input",),
         "model.residual_multiplier": (1.0,),
+        "model.use_parallel_residual": (False,),
         "recompute.modules": (("core_attn",),),
         "finetune.task": (None,),
         "parallel.context_parallel_size": (1,),

@@ -31,6 +31,11 @@ class ChoiceConfig(Section):
         "how the router's logits become scores",
         refused={"sqrtsoftplus": "is not offered"},
     )
+    moe_router_bias: bool = option(
+        False,
+        "add a learned bias to the router's logits (gpt-oss); Megatron-LM does wherever linear layers have "
+        "biases",
+    )
     moe_router_pre_softmax: bool = option(
         False, "take the softmax over all experts before the choice instead of over the chosen ones after it"
     )

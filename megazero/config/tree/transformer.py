@@ -116,6 +116,11 @@ class TransformerConfig(Section):
     apply_residual_connection_post_layernorm: bool = option(
         False, "take the residual after the normalization instead of before"
     )
+    use_parallel_residual: bool = option(
+        False,
+        "let the MLP read the input of attention instead of its result, and add both (GPT-NeoX, Falcon)",
+        needs="apply_residual_connection_post_layernorm=False",
+    )
     embedding_multiplier: PositiveFloat = option(
         1.0, "factor of the words' embeddings, where they enter the layers; Gemma has sqrt(hidden size)"
     )

@@ -15,7 +15,7 @@ from typing import Any, Generic
 import numpy as np
 
 from megazero.checkpoint.hf.architecture import Architecture
-from megazero.checkpoint.hf.config_json import DECODERS, ENCODER_DECODERS, ENCODERS
+from megazero.checkpoint.hf.architectures import DECODERS, ENCODER_DECODERS, ENCODERS
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.data.build import Datasets, bert_datasets, gpt_datasets, t5_datasets

@@ -121,7 +121,7 @@ class StageKeeper(Keeper):
 
 
 class Routers(StageKeeper):
-    """The loads and biases of routers. Converted models have none: their routers begin evenly."""
+    """The loads and biases of routers. Most converted models have none: their routers begin evenly."""
 
     kind = ROUTER
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 from megazero.checkpoint.hf.reader import HFReader
-from megazero.checkpoint.part import WEIGHT, Source
+from megazero.checkpoint.part import ROUTER, WEIGHT, Key, Part, Source
 from megazero.checkpoint.saver import together
 from megazero.checkpoint.shards import parts_to_read, state_keys
 from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
@@ -63,7 +63,7 @@ def take_weights(
     spare: tuple[str, ...] | None = None,
     without: tuple[str, ...] = (),
 ) -> tuple[list[str], list[str]]:
-    """Take weights from a source; every rank calls this.
+    """Take weights from a source, and what routers remember if it is there; every rank calls this.
 
     Args:
         engine: the new engine, with the seed's weights.
@@ -98,6 +98,8 @@ def take_weights(
                 for part in parts_to_read(engine.optimizer, context, moments=False)
                 if part.key.name not in kept
             ]
+            biases = [(Key(name, ROUTER), tensor) for name, tensor in engine.loads.state().items()]
+            parts += [Part.whole(key, tensor) for key, tensor in biases if key in source.shapes]
             check_tensors(source, parts, path, surplus)
             source.read(parts)
 

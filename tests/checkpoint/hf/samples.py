@@ -15,7 +15,7 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.hf.config_json import TokenIds, architecture_of, config_of
 from megazero.checkpoint.naming import Table
-from megazero.checkpoint.part import Key, Part, Source
+from megazero.checkpoint.part import ROUTER, Key, Part, Source
 from megazero.checkpoint.shards import parts_of_parameters
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.collectives import gather_features
@@ -23,6 +23,7 @@ from megazero.layers.placement import Placement
 from megazero.models.batch import Batch
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
+from megazero.moe.router import Router
 from megazero.mpu.context import ParallelContext, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
@@ -163,8 +164,20 @@ def logits_of(source: Source, model: ModelConfig, tokens: Tensor, tp: int = 1, p
         context: ParallelContext = thread_context(world, ProcessGrid(tp=tp), rank)
         gpt = GPT(Slice(model, (VOCAB, padded), Placement.of(context, torch.float32)))
         with torch.no_grad():
-            source.read(parts_of_parameters(gpt.parameters(), context))
+            source.read([*parts_of_parameters(gpt.parameters(), context), *choice_biases(gpt, model)])
             logits = gather_features(gpt(Batch(tokens)), context.tp)
         return logits[..., :VOCAB].transpose(0, 1)
 
     return world.run(work)[-1]
+
+
+def choice_biases(gpt: GPT, model: ModelConfig) -> list[Part]:
+    """The biases of experts in their choice, made for each router."""
+    routers = [module for module in gpt.modules() if isinstance(module, Router)]
+    for router in routers if model.moe_router_enable_expert_bias else ():
+        router.bias = torch.zeros(router.experts)
+    return [
+        Part.whole(Key(f"{router.name}.bias", ROUTER), router.bias)
+        for router in routers
+        if router.bias is not None
+    ]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megazero.checkpoint.hf.approximation import ONE_GELU
-from megazero.checkpoint.hf.config_json import ARCHITECTURES, TokenIds, architecture_of, objections
+from megazero.checkpoint.hf.architectures import ARCHITECTURES
+from megazero.checkpoint.hf.config_json import TokenIds, architecture_of, objections
 from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.writer import ModelFiles, write_hf

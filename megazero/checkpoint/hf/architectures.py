@@ -1,0 +1,68 @@
+"""All architectures, in the order in which they are tried for a model of ours."""
+
+from __future__ import annotations
+
+from megazero.checkpoint.hf.architecture import Architecture
+from megazero.checkpoint.hf.bert import (
+    BERT_CLASSIFICATION,
+    BERT_MASKED_LM,
+    BERT_MULTIPLE_CHOICE,
+    BERT_PRETRAINING,
+)
+from megazero.checkpoint.hf.bloom import BLOOM
+from megazero.checkpoint.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megazero.checkpoint.hf.gemma import GEMMA2, GEMMA3
+from megazero.checkpoint.hf.gpt2 import GPT2
+from megazero.checkpoint.hf.gpt_oss import GPT_OSS
+from megazero.checkpoint.hf.granite import GRANITE
+from megazero.checkpoint.hf.llama import LLAMA
+from megazero.checkpoint.hf.megatron_bert import (
+    MEGATRON_BERT_CLASSIFICATION,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_MULTIPLE_CHOICE,
+    MEGATRON_BERT_PRETRAINING,
+)
+from megazero.checkpoint.hf.mistral import MISTRAL
+from megazero.checkpoint.hf.mixtral import MIXTRAL
+from megazero.checkpoint.hf.neox import FALCON, GPT_NEOX
+from megazero.checkpoint.hf.olmo import OLMO2, OLMOE
+from megazero.checkpoint.hf.phi3 import PHI3
+from megazero.checkpoint.hf.qwen2 import QWEN2
+from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
+from megazero.checkpoint.hf.qwen3 import QWEN3, QWEN3_MOE
+from megazero.checkpoint.hf.t5 import T5_GENERATION
+
+DECODERS: tuple[Architecture, ...] = (
+    GPT2,
+    BLOOM,
+    LLAMA,
+    QWEN2,
+    MISTRAL,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    OLMO2,
+    OLMOE,
+    GEMMA2,
+    GEMMA3,
+    PHI3,
+    GPT_OSS,
+    GRANITE,
+    DEEPSEEK_V3,
+    DEEPSEEK_V2,
+    GPT_NEOX,
+    FALCON,
+)
+ENCODERS: tuple[Architecture, ...] = (
+    MEGATRON_BERT_PRETRAINING,
+    MEGATRON_BERT_MASKED_LM,
+    BERT_PRETRAINING,
+    BERT_MASKED_LM,
+    MEGATRON_BERT_CLASSIFICATION,
+    MEGATRON_BERT_MULTIPLE_CHOICE,
+    BERT_CLASSIFICATION,
+    BERT_MULTIPLE_CHOICE,
+)
+ENCODER_DECODERS: tuple[Architecture, ...] = (T5_GENERATION,)
+ARCHITECTURES = DECODERS + ENCODERS + ENCODER_DECODERS

@@ -1,0 +1,80 @@
+"""OLMo-2 and OLMoE (OLMo Team 2024, Muennighoff et al. 2024) as transformers' Olmo2- and OlmoeForCausalLM.
+
+Both are Llama's kind with norms of all queries and of all keys together. OLMo-2 normalizes what attention and
+MLP add to the residual instead of what goes into them; OLMoE has experts in every layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, FieldPair, Limit
+from megazero.checkpoint.hf.experts import LIMITS, OURS_FIXED, expert_rules, number_of_experts, stacked_rules
+from megazero.checkpoint.hf.llama import (
+    EVEN_HEADS,
+    LAYER,
+    LLAMA,
+    MLP,
+    PROJECTION_NORMS,
+    UNBIASED_SETTINGS,
+    layer_norms,
+    rules_with,
+    with_defaults,
+)
+from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
+from megazero.checkpoint.hf.qwen3 import UNSHARED
+from megazero.checkpoint.hf.windows import NO_WINDOWS
+
+_NORMED = (("qk_layernorm", True), ("qk_layernorm_scope", "projection"), ("add_qkv_bias", False))
+_WIDTH = "intermediate_size"
+
+OLMO2 = replace(
+    LLAMA,
+    name="Olmo2ForCausalLM",
+    model_type="olmo2",
+    rules=(
+        *rules_with(
+            MLP,
+            layer_norms(
+                attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"
+            ),
+        ),
+        *PROJECTION_NORMS,
+    ),
+    settings=with_defaults(UNBIASED_SETTINGS, rms_norm_eps=1e-5),
+    fixed=(("attention_bias", False),),
+    ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), ("norm_position", "output"), *_NORMED),
+    limits=(*DENSE_LIMITS, NO_WINDOWS, EVEN_HEADS, PLAIN_HEADS),
+)
+
+OLMOE = replace(
+    LLAMA,
+    name="OlmoeForCausalLM",
+    model_type="olmoe",
+    rules=(*rules_with(expert_rules(f"{LAYER}.mlp", "gate_proj", "up_proj", "down_proj")), *PROJECTION_NORMS),
+    stacked=stacked_rules(f"{LAYER}.mlp"),
+    settings=(
+        *with_defaults(
+            tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs != _WIDTH),
+            num_hidden_layers=16,
+            hidden_size=2048,
+            num_attention_heads=16,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        # Where all layers have experts, ours need no other width.
+        FieldPair(_WIDTH, "ffn_hidden_size", 2048, resolved="expert_ffn_size"),
+        number_of_experts("num_experts", 64),
+        FieldPair("num_experts_per_tok", "moe_router_topk", 8),
+        FieldPair("norm_topk_prob", "moe_router_pre_softmax", False, words=((True, False), (False, True))),
+    ),
+    fixed=(("attention_bias", False), ("clip_qkv", None)),
+    ours_fixed=(*OURS_FIXED, *_NORMED),
+    limits=(
+        *LIMITS,
+        NO_WINDOWS,
+        PLAIN_HEADS,
+        UNSHARED,
+        Limit(lambda m: m.expert_places == m.num_layers, "all layers must have experts"),
+    ),
+)

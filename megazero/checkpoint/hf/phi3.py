@@ -1,0 +1,85 @@
+"""Phi-3 (Abdin et al. 2024) as transformers' Phi3ForCausalLM: Llama with two pairs of fused matrices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, FieldPair, Json, Limit
+from megazero.checkpoint.hf.llama import (
+    EVEN_HEADS,
+    LAYER,
+    LLAMA,
+    UNBIASED_SETTINGS,
+    rules_with,
+    with_defaults,
+)
+from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
+from megazero.checkpoint.hf.rope import plain_rope
+from megazero.checkpoint.hf.windows import ALIKE, WINDOW
+from megazero.checkpoint.naming import TensorRule
+
+
+def plain(config: Json) -> dict[str, Any]:
+    """`config` with a flat rotation.
+
+    Raises:
+        ValueError: see `plain_rope`.
+    """
+    # The code that comes with older folders is in transformers now.
+    return plain_rope({name: value for name, value in config.items() if name != "auto_map"})
+
+
+PHI3 = replace(
+    LLAMA,
+    name="Phi3ForCausalLM",
+    model_type="phi3",
+    rules=rules_with(
+        (
+            TensorRule("layers.{i}.mlp.up.weight", "c f h", f"{LAYER}.mlp.gate_up_proj.weight", "(c f) h"),
+            TensorRule("layers.{i}.mlp.down.weight", "h f", f"{LAYER}.mlp.down_proj.weight", "h f"),
+        ),
+        attention=(
+            TensorRule(
+                "layers.{i}.attention.qkv.weight",
+                "g s d h",
+                f"{LAYER}.self_attn.qkv_proj.weight",
+                "(s g d) h",
+            ),
+            TensorRule("layers.{i}.attention.out.weight", "h a", f"{LAYER}.self_attn.o_proj.weight", "h a"),
+        ),
+    ),
+    settings=(
+        *with_defaults(
+            UNBIASED_SETTINGS,
+            hidden_size=3072,
+            intermediate_size=8192,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        FieldPair("resid_pdrop", "hidden_dropout", 0.0),
+        FieldPair("embd_pdrop", "hidden_dropout", 0.0),
+        WINDOW,
+    ),
+    ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), ("add_qkv_bias", False)),
+    implied=(),
+    limits=(
+        *DENSE_LIMITS,
+        EVEN_HEADS,
+        PLAIN_HEADS,
+        ALIKE,
+        Limit(
+            lambda m: m.kv_heads == m.num_attention_heads,
+            "the number of key/value heads must equal the number of query heads, where one matrix makes all",
+        ),
+        Limit(
+            lambda m: (
+                m.position_embedding_type == "rope"
+                and not m.use_rope_scaling
+                and m.rotary_seq_len_interpolation_factor is None
+            ),
+            "rotary positions must not be scaled",
+        ),
+    ),
+    plain=plain,
+)

@@ -1,0 +1,78 @@
+"""Qwen3 and Qwen3-MoE (Yang et al. 2025) as transformers' Qwen3ForCausalLM and Qwen3MoeForCausalLM.
+
+They are Qwen2 and Qwen2-MoE with norms of each head's queries and keys instead of biases, and without shared
+experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megazero.checkpoint.hf import qwen2_moe
+from megazero.checkpoint.hf.architecture import Json, Limit
+from megazero.checkpoint.hf.experts import LIMITS, OURS_FIXED, expert_rules
+from megazero.checkpoint.hf.llama import EVEN_HEADS, HEAD_NORMS, LAYER, LLAMA, MLP, rules_with, with_defaults
+from megazero.checkpoint.hf.qwen2 import QWEN2
+from megazero.checkpoint.hf.qwen2_moe import EXPERTS_SOMEWHERE, QWEN2_MOE
+from megazero.checkpoint.hf.windows import KINDS, NO_WINDOWS, WIDTH
+from megazero.checkpoint.naming import without_experts
+
+HEADS_NORMED = (("qk_layernorm", True), ("qk_layernorm_scope", "head"), ("add_qkv_bias", False))
+UNSHARED = Limit(lambda m: m.moe_shared_expert_intermediate_size is None, "there must be no shared experts")
+_EXPERTS = ("num_experts", "num_local_experts")
+_OTHERWISE = ("qkv_bias", "shared_expert_intermediate_size", WIDTH, KINDS)
+
+
+def plain_moe(config: Json) -> dict[str, Any]:
+    """`config` as Qwen2-MoE has it; version 5 of transformers writes another name for the number of experts.
+
+    Raises:
+        ValueError: see `qwen2_moe.plain`.
+    """
+    name, other = _EXPERTS
+    return qwen2_moe.plain({name: config[other], **config} if other in config else config)
+
+
+QWEN3 = replace(
+    QWEN2,
+    name="Qwen3ForCausalLM",
+    model_type="qwen3",
+    rules=(*LLAMA.rules, *HEAD_NORMS),
+    settings=with_defaults(QWEN2.settings, head_dim=128),
+    fixed=(("attention_bias", False),),
+    ours_fixed=(*LLAMA.ours_fixed, ("add_bias_linear", False), *HEADS_NORMED),
+    limits=tuple(limit for limit in LLAMA.limits if limit is not NO_WINDOWS),
+)
+
+QWEN3_MOE = replace(
+    QWEN2_MOE,
+    name="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    rules=(
+        *rules_with(
+            (
+                *(replace(rule, layer=without_experts) for rule in MLP),
+                *expert_rules(f"{LAYER}.mlp", "gate_proj", "up_proj", "down_proj"),
+            )
+        ),
+        *HEAD_NORMS,
+    ),
+    blank=(),
+    settings=with_defaults(
+        tuple(setting for setting in QWEN2_MOE.settings if setting.theirs not in _OTHERWISE),
+        intermediate_size=6144,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    ),
+    fixed=(("attention_bias", False),),
+    ours_fixed=(*OURS_FIXED, *HEADS_NORMED),
+    implied=LLAMA.implied,
+    limits=(*LIMITS, NO_WINDOWS, EVEN_HEADS, EXPERTS_SOMEWHERE, UNSHARED),
+    plain=plain_moe,
+    complete=LLAMA.complete,
+    seen=LLAMA.seen,
+)
