@@ -399,7 +399,7 @@ def test_layers_from_max_window_layers_on_have_a_window():
         (LLAMA, {"softmax_type": "learnable"}, "`softmax_type` must be vanilla"),
         (LLAMA, {"position_embedding_type": "alibi"}, "`position_embedding_type` must be rope or yarn"),
         (LLAMA, {"embed_layernorm": True}, "there must be no norm of the embedding"),
-        (LLAMA, {"qk_layernorm": True}, "`qk_layernorm` must be False, but is True"),
+        (GPT2, {"qk_layernorm": True}, "`qk_layernorm` must be False, but is True"),
         (LLAMA, {"norm_position": "both"}, "`norm_position` must be input, but is both"),
         (GPT2, {"final_logit_softcapping": 30.0}, "`final_logit_softcapping` must be None, but is 30.0"),
         (MISTRAL, {"window_rotary_base": 50.0}, "`window_rotary_base` must be None, but is 50.0"),
