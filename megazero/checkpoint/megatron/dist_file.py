@@ -42,26 +42,22 @@ class _Record:
         self.__dict__.update(state if isinstance(state, dict) else {"values": state})
 
 
-class _Metadata(_Record):
-    pass
-
-
 class _TensorRecord(_Record):
     properties: Any
     size: Any
     chunks: Any
 
 
-class _BytesRecord(_Record):
-    pass
+class _BytesRecord(_Record): ...
 
 
-class _Chunk(_Record):
-    pass
+class _Extent(_Record): ...
 
 
-class _Stored(_Record):
-    pass
+class _Stored(_Record): ...
+
+
+class _Metadata(_Record): ...
 
 
 class _Properties(_Record):
@@ -99,7 +95,7 @@ _NAMES: tuple[tuple[str, str, Any], ...] = (
     (_MODULE, "Metadata", _Metadata),
     (_MODULE, "TensorStorageMetadata", _TensorRecord),
     (_MODULE, "BytesStorageMetadata", _BytesRecord),
-    (_MODULE, "ChunkStorageMetadata", _Chunk),
+    (_MODULE, "ChunkStorageMetadata", _Extent),
     (_MODULE, "MetadataIndex", _Place),
     (_MODULE, "TensorProperties", _Properties),
     (_MODULE, "_MEM_FORMAT_ENCODING", _MemoryFormat),
@@ -269,8 +265,8 @@ def write_arrays(
                 for called in part.names:
                     record = tensors.setdefault(called, _record(part))
                     place = _Place(fqn=called, offset=torch.Size(part.box.offset), index=len(record.chunks))
-                    chunk = _Chunk(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.shape))
-                    record.chunks.append(chunk)
+                    extent = _Extent(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.shape))
+                    record.chunks.append(extent)
                     length = buffer.getbuffer().nbytes
                     stored[place] = _Stored(relative_path=name, offset=at, length=length)
                 at += buffer.getbuffer().nbytes

@@ -22,6 +22,7 @@ from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.manifest import STATE
 from megazero.checkpoint.megatron.arguments import arguments_of, optimizer_of, schedule_of
 from megazero.checkpoint.megatron.dist_file import ArrayPart, write_arrays
+from megazero.checkpoint.megatron.masked import with_masked_head
 from megazero.checkpoint.megatron.names import EXPERT, Sliced, layer_of, links_of, rules
 from megazero.checkpoint.megatron.progress import MOMENTS
 from megazero.checkpoint.naming import Link
@@ -51,7 +52,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the folder, and the numbers of tensors and bytes in it."""
+    """The folder that was written, and the numbers of tensors and bytes in it."""
 
     folder: Path
     tensors: int
@@ -215,7 +216,7 @@ def _place(name: str, model: ModelConfig) -> _Where:
         others = tuple(f"{block}{called}" for called in sorted(names))
     else:
         others = (name,)
-    if model.family == "bert":
+    if with_masked_head(model):
         others = tuple(re.sub(r"^decoder\.", "encoder.", called) for called in others)
     return _Where(others, at, stacked)
 
