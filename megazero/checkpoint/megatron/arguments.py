@@ -112,19 +112,19 @@ def _run(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of the optimizer besides tensors, as Megatron stores it where experts are not parallel.
+    """Return the state of the optimizer besides tensors, as Megatron has it where experts are not parallel.
 
     Its optimizers of mixed precision look below another `optimizer`, that of fp32 weights does not.
 
     Raises:
-        CheckpointError: the checkpoint is not of a run with optimizer state.
+        CheckpointError: the checkpoint is not of a run with Adam's state.
     """
-    if facts.get("updates") is None:
+    settings, scaler = (facts.get("config") or {}).get("optimizer") or {}, facts.get("scaler")
+    if facts.get("updates") is None or scaler is None or settings.get("optimizer") != "adam":
         raise CheckpointError(
-            "the checkpoint must be of a run with optimizer state to be written with it, but is not; export "
-            "with --weights-only"
+            f"the checkpoint must be of a run of Adam to be written with the optimizer, but is of "
+            f"{settings.get('optimizer', 'none')!r}; export with --weights-only"
         )
-    settings, scaler = facts["config"]["optimizer"], facts["scaler"]
     groups = [
         {
             "lr": settings["lr"],

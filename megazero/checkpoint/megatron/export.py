@@ -29,6 +29,7 @@ from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import SHARD_BYTES
 from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
@@ -44,10 +45,12 @@ class ExportOptions:
     Attributes:
         dtype: the type of the model's weights.
         with_optimizer: whether masters, moments and progress are written too.
+        file_bytes: the size at which another file is begun.
     """
 
     dtype: torch.dtype = torch.float32
     with_optimizer: bool = False
+    file_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,7 @@ def export_megatron(
     check_saved_model(model, size, reader.shapes, reader.folder / STATE)
     arguments = arguments_of(model, size, facts, options.dtype)
     arguments["no_save_optim"] = not options.with_optimizer
-    if options.with_optimizer and any(
-        Key("embedding.word.weight", kind) not in reader.shapes for kind in MOMENTS
-    ):
-        raise CheckpointError(
-            f"`{reader.folder}` must hold Adam's two moments to be written with the optimizer, but does not; "
-            f"export with --weights-only"
-        )
+    beside = {**optimizer_of(facts), **schedule_of(facts)} if options.with_optimizer else {}
     iteration = reader.manifest.iteration
     folder = directory / f"iter_{iteration:07d}"
     partial_folder = directory / f".{folder.name}.partial"
@@ -105,13 +102,12 @@ def export_megatron(
                 "checkpoint_version": 3.0,
                 "iteration": iteration,
                 "content_metadata": _content(model, options),
-                **(optimizer_of(facts) if options.with_optimizer else {}),
-                **(schedule_of(facts) if options.with_optimizer else {}),
+                **beside,
             }
             _write_common(disk, partial_folder, common)
             with reader:
                 parts = list(_parts(reader, model, size, arguments["padded_vocab_size"], options))
-                sizes = write_arrays(disk, partial_folder, parts, _states(model, size))
+                sizes = write_arrays(disk, partial_folder, parts, _states(model, size), options.file_bytes)
             disk.sync_folder(partial_folder)
             disk.rename(partial_folder, folder)
         except Exception:
