@@ -18,7 +18,9 @@ import torch.distributed.checkpoint as dcp
 from megazero.checkpoint.megatron.arguments import arguments_of as megatron_arguments
 from megazero.checkpoint.megatron.arguments import optimizer_of
 from megazero.checkpoint.megatron.convert import import_megatron
+from megazero.checkpoint.megatron.dist_stages import DistStages
 from megazero.checkpoint.megatron.export import ExportOptions, export_megatron
+from megazero.checkpoint.megatron.folder import find_files
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.part import RANDOM, WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
@@ -184,6 +186,20 @@ def test_state_of_other_optimizers_is_refused(tmp_path, rename, match):
     save_distributed(tmp_path, {rename(n): t for n, t in state.items()}, arguments, {"step": 3})
     with pytest.raises(CheckpointError, match=match):
         MegatronReader(tmp_path, GOES_ON)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_flattened_state_of_transposed_experts_is_not_taken_for_that_of_others(tmp_path, legacy):
+    name = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    weight = torch.arange(48.0).view(2, 2, 4, 3)
+    state = {name: weight, f"optimizer.state.exp_avg.{name}": flattened(weight, (2, 2, 2, 1))}
+    arguments = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": legacy}
+    stages = DistStages(find_files(save_distributed(tmp_path, state, arguments, None)))
+    assert ("exp_avg" in stages.inventories) != legacy
+    if not legacy:
+        (tensors,) = stages.chunks(0)["model"]
+        one = "exp_avg/decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
+        assert torch.equal(tensors[one], weight[1, 0])
 
 
 class Hostile:
