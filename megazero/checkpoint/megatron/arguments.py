@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megazero.checkpoint.megatron.masked import with_masked_head
 from megazero.checkpoint.megatron.progress import SECTIONS
 from megazero.checkpoint.megatron.settings import COPIED, EXPERTS, read_settings
 from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
@@ -55,8 +56,8 @@ def arguments_of(
         "no_save_rng": True,
         **_run(facts),
     }
-    family = {} if model.family == "gpt" else {n: getattr(model, n) for n in _BERT if n != "family"}
-    read = read_settings(arguments, family={"family": model.family, **family}, core=True).model
+    family = {name: getattr(model, name) for name in _BERT} if with_masked_head(model) else {}
+    read = read_settings(arguments, family=family, core=True).model
     # How experts are balanced is no part of the model.
     names = [name for name in ModelConfig.model_fields if name not in FREE_EXPERT_FIELDS | {"vocab_size"}]
     if differing := model_differences(model, read, names):
@@ -111,19 +112,19 @@ def _run(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What Megatron stores of the optimizer besides tensors, where experts are not parallel.
+    """Return the state of the optimizer besides tensors, as Megatron has it where experts are not parallel.
 
     Its optimizers of mixed precision look below another `optimizer`, that of fp32 weights does not.
 
     Raises:
-        CheckpointError: the checkpoint is not of a run with optimizer state.
+        CheckpointError: the checkpoint is not of a run with Adam's state.
     """
-    if facts.get("updates") is None:
+    settings, scaler = (facts.get("config") or {}).get("optimizer") or {}, facts.get("scaler")
+    if facts.get("updates") is None or scaler is None or settings.get("optimizer") != "adam":
         raise CheckpointError(
-            "the checkpoint must be of a run with optimizer state to be written with it, but is not; export "
-            "with --weights-only"
+            f"the checkpoint must be of a run of Adam to be written with the optimizer, but is of "
+            f"{settings.get('optimizer', 'none')!r}; export with --weights-only"
         )
-    settings, scaler = facts["config"]["optimizer"], facts["scaler"]
     groups = [
         {
             "lr": settings["lr"],
@@ -152,7 +153,7 @@ def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def schedule_of(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What Megatron stores of the learning rate's schedule, whose lengths it counts in samples."""
+    """Return the state of the learning rate's schedule as Megatron stores it, with lengths in samples."""
     settings, batch = facts["config"]["optimizer"], facts["global_batch_size"]
     training = facts["config"]["training"]
 

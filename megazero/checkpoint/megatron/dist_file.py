@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from torch import Tensor
 from megazero.checkpoint.box import Box, gaps_or_overlaps
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import SHARD_BYTES, deal
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.regular_file import open_regular
 
 METADATA = ".metadata"
 _OBJECTS = "__0_objects.distcp"
-_FILE_BYTES = 5 << 30
 
 
 class _Record:
@@ -42,26 +42,22 @@ class _Record:
         self.__dict__.update(state if isinstance(state, dict) else {"values": state})
 
 
-class _Metadata(_Record):
-    pass
-
-
 class _TensorRecord(_Record):
     properties: Any
     size: Any
     chunks: Any
 
 
-class _BytesRecord(_Record):
-    pass
+class _BytesRecord(_Record): ...
 
 
-class _Chunk(_Record):
-    pass
+class _Extent(_Record): ...
 
 
-class _Stored(_Record):
-    pass
+class _Stored(_Record): ...
+
+
+class _Metadata(_Record): ...
 
 
 class _Properties(_Record):
@@ -99,7 +95,7 @@ _NAMES: tuple[tuple[str, str, Any], ...] = (
     (_MODULE, "Metadata", _Metadata),
     (_MODULE, "TensorStorageMetadata", _TensorRecord),
     (_MODULE, "BytesStorageMetadata", _BytesRecord),
-    (_MODULE, "ChunkStorageMetadata", _Chunk),
+    (_MODULE, "ChunkStorageMetadata", _Extent),
     (_MODULE, "MetadataIndex", _Place),
     (_MODULE, "TensorProperties", _Properties),
     (_MODULE, "_MEM_FORMAT_ENCODING", _MemoryFormat),
@@ -242,7 +238,7 @@ def write_arrays(
     folder: Path,
     parts: Iterable[ArrayPart],
     objects: Iterable[str] = (),
-    file_bytes: int = _FILE_BYTES,
+    file_bytes: int = SHARD_BYTES,
 ) -> dict[str, int]:
     """Write tensors, one part in memory at a time, and `.metadata`; returns the files with their sizes.
 
@@ -259,7 +255,8 @@ def write_arrays(
     tensors: dict[str, Any] = {}
     stored: dict[_Place, _Stored] = {}
     sizes: dict[str, int] = {}
-    for number, run in enumerate(_runs(parts, file_bytes)):
+    runs = deal(parts, lambda part: part.box.numel * part.later.dtype.itemsize, file_bytes)
+    for number, run in enumerate(runs):
         name, at = f"__0_{number}.distcp", 0
         with disk.create(folder / name) as file:
             for part in run:
@@ -269,8 +266,8 @@ def write_arrays(
                 for called in part.names:
                     record = tensors.setdefault(called, _record(part))
                     place = _Place(fqn=called, offset=torch.Size(part.box.offset), index=len(record.chunks))
-                    chunk = _Chunk(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.shape))
-                    record.chunks.append(chunk)
+                    extent = _Extent(offsets=torch.Size(part.box.offset), sizes=torch.Size(part.box.shape))
+                    record.chunks.append(extent)
                     length = buffer.getbuffer().nbytes
                     stored[place] = _Stored(relative_path=name, offset=at, length=length)
                 at += buffer.getbuffer().nbytes
@@ -299,17 +296,3 @@ def write_arrays(
 def _record(part: ArrayPart) -> _TensorRecord:
     facts = (part.later.dtype, torch.strided, False, _MemoryFormat(0), False)
     return _TensorRecord(properties=_Properties(*facts), size=torch.Size(part.shape), chunks=[])
-
-
-def _runs(parts: Iterable[ArrayPart], most: int) -> Iterator[list[ArrayPart]]:
-    run: list[ArrayPart] = []
-    room = most
-    for part in parts:
-        size = part.box.numel * part.later.dtype.itemsize
-        if run and size > room:
-            yield run
-            run, room = [], most
-        run.append(part)
-        room -= size
-    if run:
-        yield run

@@ -66,7 +66,6 @@ class DistStages(Opened):
     Attributes:
         headers: the header of `common.pt`.
         inventories: kind -> the tensors of this kind, by Core's names.
-        unread: names of the optimizer's state that is stored otherwise than by weights.
 
     Raises:
         CheckpointError: it is written in another form.
@@ -79,16 +78,21 @@ class DistStages(Opened):
         self.headers: dict[Path, Header] = {files.ranks[0]: read_header(files.ranks[0], inert)}
         arrays = read_metadata(files.folder)
         self._slots: dict[str, _Slot] = {}
-        self.unread: list[str] = []
+        arguments = self.headers[files.ranks[0]].arguments or {}
+        # `GroupedMLP` flattened the state of its experts as it has them, transposed.
+        transposed = arguments.get("moe_grouped_gemm") and (
+            arguments.get("moe_use_legacy_grouped_gemm") or arguments.get("transformer_impl") == "local"
+        )
         inventories: dict[str, dict[str, TensorRecord]] = defaultdict(dict)
         for name, array in sorted(arrays.items()):
             match = _OF_OPTIMIZER.match(name)
             if match and match[1] is None:
-                self.unread.append(name)
-                continue
+                continue  # stored otherwise than by weights
             plain, kind = (name[match.end() :], match[1]) if match else (name, IN_USE)
             kind = _KINDS.get(kind, kind)
             model = arrays[plain].shape if plain in arrays else array.shape
+            if transposed and ".experts." in plain and len(array.shape) > len(model):
+                continue
             for mine, slot in _separate(plain, array, model):
                 called = core_name(mine)
                 if called is not None:

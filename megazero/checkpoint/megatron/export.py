@@ -22,12 +22,14 @@ from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.manifest import STATE
 from megazero.checkpoint.megatron.arguments import arguments_of, optimizer_of, schedule_of
 from megazero.checkpoint.megatron.dist_file import ArrayPart, write_arrays
+from megazero.checkpoint.megatron.masked import with_masked_head
 from megazero.checkpoint.megatron.names import EXPERT, Sliced, layer_of, links_of, rules
 from megazero.checkpoint.megatron.progress import MOMENTS
 from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.writer import SHARD_BYTES
 from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
@@ -43,15 +45,17 @@ class ExportOptions:
     Attributes:
         dtype: the type of the model's weights.
         with_optimizer: whether masters, moments and progress are written too.
+        file_bytes: the size at which another file is begun.
     """
 
     dtype: torch.dtype = torch.float32
     with_optimizer: bool = False
+    file_bytes: int = SHARD_BYTES
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: the folder, and the numbers of tensors and bytes in it."""
+    """The folder that was written, and the numbers of tensors and bytes in it."""
 
     folder: Path
     tensors: int
@@ -81,13 +85,7 @@ def export_megatron(
     check_saved_model(model, size, reader.shapes, reader.folder / STATE)
     arguments = arguments_of(model, size, facts, options.dtype)
     arguments["no_save_optim"] = not options.with_optimizer
-    if options.with_optimizer and any(
-        Key("embedding.word.weight", kind) not in reader.shapes for kind in MOMENTS
-    ):
-        raise CheckpointError(
-            f"`{reader.folder}` must hold Adam's two moments to be written with the optimizer, but does not; "
-            f"export with --weights-only"
-        )
+    beside = {**optimizer_of(facts), **schedule_of(facts)} if options.with_optimizer else {}
     iteration = reader.manifest.iteration
     folder = directory / f"iter_{iteration:07d}"
     partial_folder = directory / f".{folder.name}.partial"
@@ -104,13 +102,12 @@ def export_megatron(
                 "checkpoint_version": 3.0,
                 "iteration": iteration,
                 "content_metadata": _content(model, options),
-                **(optimizer_of(facts) if options.with_optimizer else {}),
-                **(schedule_of(facts) if options.with_optimizer else {}),
+                **beside,
             }
             _write_common(disk, partial_folder, common)
             with reader:
                 parts = list(_parts(reader, model, size, arguments["padded_vocab_size"], options))
-                sizes = write_arrays(disk, partial_folder, parts, _states(model, size))
+                sizes = write_arrays(disk, partial_folder, parts, _states(model, size), options.file_bytes)
             disk.sync_folder(partial_folder)
             disk.rename(partial_folder, folder)
         except Exception:
@@ -215,7 +212,7 @@ def _place(name: str, model: ModelConfig) -> _Where:
         others = tuple(f"{block}{called}" for called in sorted(names))
     else:
         others = (name,)
-    if model.family == "bert":
+    if with_masked_head(model):
         others = tuple(re.sub(r"^decoder\.", "encoder.", called) for called in others)
     return _Where(others, at, stacked)
 

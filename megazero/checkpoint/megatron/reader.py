@@ -121,8 +121,10 @@ class MegatronReader:
         pieces: dict[Key, list[_Piece]] = defaultdict(list)
         for kind, records in self._wanted(inventories, links).items():
             for name, (sliced, link) in links.items():
+                if kind != WEIGHT != link.key.kind:
+                    continue  # the optimizer moves weights alone
                 saved = records[name].saved
-                key = link.key if link.key.kind != WEIGHT else Key(link.key.name, kind)
+                key = link.key if kind == WEIGHT else Key(link.key.name, kind)
                 pieces[key].append(_Piece(sliced, link, saved))
         by_stage = sorted(pieces.items(), key=lambda item: item[1][0].saved.stage)
         self._pieces: Mapping[Key, list[_Piece]] = MappingProxyType(dict(by_stage))
@@ -185,7 +187,8 @@ class MegatronReader:
             raise CheckpointError(
                 f"`{self.files.folder}` must hold Adam's two moments by names of weights to go on from, but "
                 + (f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}")
-                + "; save it with --dist-ckpt-optim-fully-reshardable, or import without --with-optimizer"
+                + "; save it as torch_dist with --dist-ckpt-optim-fully-reshardable, or import without "
+                "--with-optimizer"
             )
         return kinds
 

@@ -81,7 +81,8 @@ def run(flags: argparse.Namespace) -> int:
     """Convert, and print the result."""
     dtype = None if flags.dtype is None else dict(_DTYPES)[flags.dtype]
     if flags.format == TORCH_DIST:
-        options = ExportOptions(dtype or torch.float32, not flags.weights_only)
+        most = parse_size(flags.max_shard_size)
+        options = ExportOptions(dtype or torch.float32, not flags.weights_only, most)
         exported = export_megatron(CheckpointReader(one_checkpoint(Path(flags.source))), flags.out, options)
         print(f"wrote  {printable(exported.folder)}: {exported.tensors} tensors, {size_text(exported.size)}")
         print(

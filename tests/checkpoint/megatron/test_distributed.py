@@ -16,11 +16,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megazero.checkpoint.megatron.arguments import arguments_of as megatron_arguments
+from megazero.checkpoint.megatron.arguments import optimizer_of
 from megazero.checkpoint.megatron.convert import import_megatron
+from megazero.checkpoint.megatron.dist_stages import DistStages
 from megazero.checkpoint.megatron.export import ExportOptions, export_megatron
+from megazero.checkpoint.megatron.folder import find_files
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.part import RANDOM, WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
+from megazero.commands.checkpoint import main
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.errors import CheckpointError
@@ -184,6 +188,20 @@ def test_state_of_other_optimizers_is_refused(tmp_path, rename, match):
         MegatronReader(tmp_path, GOES_ON)
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+def test_flattened_state_of_transposed_experts_is_not_taken_for_that_of_others(tmp_path, legacy):
+    name = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    weight = torch.arange(48.0).view(2, 2, 4, 3)
+    state = {name: weight, f"optimizer.state.exp_avg.{name}": flattened(weight, (2, 2, 2, 1))}
+    arguments = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": legacy}
+    stages = DistStages(find_files(save_distributed(tmp_path, state, arguments, None)))
+    assert ("exp_avg" in stages.inventories) != legacy
+    if not legacy:
+        (tensors,) = stages.chunks(0)["model"]
+        one = "exp_avg/decoder.layers.1.mlp.experts.local_experts.0.linear_fc1.weight"
+        assert torch.equal(tensors[one], weight[1, 0])
+
+
 class Hostile:
     def __reduce__(self):
         return exec, ("raise SystemExit('ran')",)
@@ -313,7 +331,15 @@ def test_models_that_megatron_has_not_are_not_written(settings, match):
         megatron_arguments(model, VOCAB, {}, torch.float32)
 
 
-def test_weights_of_another_type_and_without_an_optimizer(tmp_path):
+def test_state_of_another_optimizer_is_not_written():
+    facts = {"config": {"optimizer": {"optimizer": "lamb"}}, "updates": 3, "scaler": {"scale": 1.0}}
+    with pytest.raises(CheckpointError, match="run of Adam .* but is of 'lamb'; export with --weights-only"):
+        optimizer_of(facts)
+    with pytest.raises(CheckpointError, match="but is of 'none'"):
+        optimizer_of({"kind": "converted"})
+
+
+def test_weights_of_another_type_and_without_an_optimizer(tmp_path, capsys):
     """With bf16 weights, masters lie beside them; weights that do not fit are refused."""
     run = Run(layers=1)
     config, context = run.config(), thread_context(ThreadWorld(1), run.grid, 0)
@@ -329,7 +355,15 @@ def test_weights_of_another_type_and_without_an_optimizer(tmp_path):
         with pytest.raises(CheckpointError, match="must not exist yet"):
             export_megatron(ours, tmp_path / "half", ExportOptions())
         expected = {key.name: ours.tensor(key) for key in ours.shapes if key.kind == WEIGHT}
+    command = ["convert", str(tmp_path / "run"), str(tmp_path / "small"), "--format", "torch_dist"]
+    assert main([*command, "--weights-only", "--max-shard-size", "2KB", "--dtype", "bf16"]) == 0
+    assert len(list((tmp_path / "small" / "iter_0000000").glob("__0_*.distcp"))) > 5
+    assert main([*command[:2], str(tmp_path / "whole"), *command[3:]]) == 0
+    words = ["import-megatron", "--trust-pickle", "--with-optimizer", "--vocab-size", str(VOCABULARY)]
+    assert main([*words, str(tmp_path / "whole"), str(tmp_path / "back")]) == 0
+    assert f"train on it with --load {tmp_path / 'back'}\n" in capsys.readouterr().out
     options = ImportOptions(trust_pickle=True, vocab_size=VOCABULARY)
+    assert read_all(MegatronReader(tmp_path / "small", options)).keys() == expected.keys()
     assert_same(
         read_all(MegatronReader(half.folder, options)), {n: t.bfloat16().float() for n, t in expected.items()}
     )
