@@ -178,8 +178,8 @@ SAMPLES: Mapping[str, Sample] = {
     ),
     "phi3": Sample(
         "Phi3",
-        {**THEIRS, "num_key_value_heads": 6, "sliding_window": 4, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
-        of(BARE, {"num_query_groups": 6, "window_size": (3, 0), "hidden_dropout": 0.2}),
+        {**THEIRS, "sliding_window": 4, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
+        of(BARE, {"window_size": (3, 0), "hidden_dropout": 0.2}),
     ),
     "gpt-oss": Sample(
         "GptOss",
