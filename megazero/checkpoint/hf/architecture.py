@@ -13,6 +13,8 @@ from megazero.checkpoint.naming import TensorRule
 from megazero.config.tree.model import ModelConfig
 
 Json = Mapping[str, Any]
+GENERATING = "AutoModelForCausalLM"
+"""`Architecture.auto` of those that generate text."""
 
 
 def same(value: Any) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.hf.architecture import GENERATING
 from megazero.checkpoint.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
 from megazero.checkpoint.hf.folder import INDEX, SINGLE
 from megazero.checkpoint.naming import Link, Table, cut
@@ -35,7 +36,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 GENERATION = "generation_config.json"
-GENERATING = "AutoModelForCausalLM"
 _MOST_NAMED = 8
 
 
