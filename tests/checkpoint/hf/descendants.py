@@ -42,7 +42,10 @@ class Sample:
         torch.manual_seed(3)
         for name, parameter in model.named_parameters():
             drawn = torch.randn_like(parameter) * 0.15
-            parameter.data.copy_(drawn + (1.0 if parameter.dim() == 1 and "bias" not in name else 0.0))
+            gain = (
+                parameter.dim() == 1 and "bias" not in name and "Gemma" not in self.name
+            )  # theirs are less 1
+            parameter.data.copy_(drawn + (1.0 if gain else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
