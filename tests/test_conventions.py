@@ -24,7 +24,7 @@ LARGE_CONSTRUCTORS = {
     "data_tools.preprocessing.pipeline.PreprocessRun": 9,
     "data_tools.preprocessing.progress.Totals": 10,
     "megazero.ablate.corpus._Recipe": 8,
-    "megazero.checkpoint.hf.architecture.Architecture": 19,
+    "megazero.checkpoint.hf.architecture.Architecture": 20,
     "megazero.commands.checkpoint.summary.Summary": 9,
     "megazero.config.compat.foreign.Foreign": 9,
     "megazero.config.deepspeed.extras.Extras": 15,

@@ -106,7 +106,8 @@ class TensorRule:
     """One of their tensors, and which part of ours it is; see the module.
 
     Attributes:
-        ours: global name; ``{i}`` stands for every layer's number.
+        ours: global name, behind which ``/kind`` says which of its tensors, unless it is the weight (see
+            `Key`); ``{i}`` stands for every layer's number.
         dims: our dims, a letter each.
         theirs: their name; ``{i-1}`` stands for the number of the layer before, ``{last}`` for the last
             one's, ``{j}`` for a decoder's layer's own after an encoder, ``{x}`` for every expert's.
@@ -114,7 +115,6 @@ class TensorRule:
         take: the part of ours that theirs holds; None for all.
         when: says whether a model has these tensors.
         layer: says whether a layer, given the model and the layer's number, has them, as layers may differ.
-        kind: which of the tensors of that name ours is; see `Key`.
     """
 
     ours: str
@@ -124,7 +124,6 @@ class TensorRule:
     take: Take | None = None
     when: Callable[[ModelConfig], bool] = always
     layer: Callable[[ModelConfig, int], bool] = every_layer
-    kind: str = WEIGHT
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,8 @@ def _link(
             template = template.replace(mark, str(value))
         return template
 
-    return Link(Key(name(rule.ours), rule.kind), shape, box, name(rule.theirs), merged)
+    ours, _, kind = name(rule.ours).partition("/")
+    return Link(Key(ours, kind or WEIGHT), shape, box, name(rule.theirs), merged)
 
 
 def groups_of(dims: str) -> tuple[tuple[str, ...], ...]:

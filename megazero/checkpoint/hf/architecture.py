@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -14,6 +14,8 @@ from megazero.checkpoint.naming import TensorRule
 from megazero.config.tree.model import ModelConfig
 
 Json = Mapping[str, Any]
+GENERATING = "AutoModelForCausalLM"
+"""`Architecture.auto` of those that generate text."""
 
 
 def same(value: Any) -> Any:
@@ -167,6 +169,7 @@ class Architecture:
             form. They take the place of the rules for the same tensors of ours where a file has their names.
         copies: (name, name of the tensor that it equals); files may leave either out, unless the first is a
             tensor of its own here.
+        fused: (their tensor, those of `rules` that it holds one below the other, in order of rows), by layer.
         blank: tensors that theirs has and ours has not; they are written as zeros, and must be zeros.
         ignored: regular expressions for buffers that are not weights.
         renamed: (regular expression, replacement) for names in older files.
@@ -199,6 +202,7 @@ class Architecture:
     plain: Callable[[Json], dict[str, Any]] = dict
     complete: Callable[[Json], dict[str, Any]] = dict
     stacked: tuple[TensorRule, ...] = ()
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     blank: tuple[TensorRule, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     classifies: bool = False
@@ -222,6 +226,15 @@ class Architecture:
             elif not any(other.ours == rule.ours for other in kept):
                 kept += [other for other in stacked if other.ours == rule.ours]
         return tuple(kept)
+
+    def fused_in(self, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """`fused` of each layer."""
+        for number in range(layers):
+            for whole, parts in self.fused:
+                yield (
+                    whole.replace("{i}", str(number)),
+                    tuple(part.replace("{i}", str(number)) for part in parts),
+                )
 
 
 def _is_held(rule: TensorRule, names: Iterable[str]) -> bool:

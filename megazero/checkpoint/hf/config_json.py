@@ -11,7 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.checkpoint.hf.architecture import NEVER, VARIANTS, Architecture, FieldPair, Json, TensorLike
+from megazero.checkpoint.hf.architecture import (
+    GENERATING,
+    NEVER,
+    VARIANTS,
+    Architecture,
+    FieldPair,
+    Json,
+    TensorLike,
+)
 from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.checkpoint.hf.class_names import names_of, naming
 from megazero.checkpoint.hf.windows import without_idle_windows
@@ -311,7 +319,7 @@ def config_of(
         **architecture.complete({**fields, **dict(architecture.fixed)}),
         **(naming(labels) if labels else {}),
         # Left out, it would be what some decoders assume, which a small vocabulary may not have.
-        **({} if dict(architecture.ours_fixed)["family"] != "gpt" else {"pad_token_id": None}),
+        **({"pad_token_id": None} if architecture.auto == GENERATING else {}),
         **tokens.as_json(),
         "torch_dtype": dtype,
         "use_cache": True,

@@ -64,12 +64,11 @@ _RULES = rules_with(
     attention=_LATENT,
 )
 _CHOICE_BIAS = TensorRule(
-    "layers.{i}.mlp.router.bias",
+    f"layers.{{i}}.mlp.router.bias/{ROUTER}",
     "x",
     f"{_BLOCK}.gate.e_score_correction_bias",
     "x",
     layer=with_experts,
-    kind=ROUTER,
 )
 
 

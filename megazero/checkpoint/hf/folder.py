@@ -42,6 +42,11 @@ class Stored:
             return self
         return replace(self, shape=(math.prod(self.shape[:-1]), self.shape[-1]))
 
+    def cut(self, first: int, stop: int) -> Stored:
+        """The tensor that some of its rows are."""
+        start = self.start + first * math.prod(self.shape[1:]) * self.dtype.itemsize
+        return replace(self, shape=(stop - first, *self.shape[1:]), start=start)
+
     def rows(self, rows: slice) -> Tensor:
         """Some of its rows (indexes of the first dim), in new memory."""
         tensor = torch.empty((rows.stop - rows.start, *self.shape[1:]), dtype=self.dtype)

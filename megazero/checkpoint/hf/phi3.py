@@ -38,15 +38,12 @@ PHI3 = replace(
         (
             TensorRule("layers.{i}.mlp.up.weight", "c f h", f"{LAYER}.mlp.gate_up_proj.weight", "(c f) h"),
             TensorRule("layers.{i}.mlp.down.weight", "h f", f"{LAYER}.mlp.down_proj.weight", "h f"),
-        ),
-        attention=(
-            TensorRule(
-                "layers.{i}.attention.qkv.weight",
-                "g s d h",
-                f"{LAYER}.self_attn.qkv_proj.weight",
-                "(s g d) h",
-            ),
-            TensorRule("layers.{i}.attention.out.weight", "h a", f"{LAYER}.self_attn.o_proj.weight", "h a"),
+        )
+    ),
+    fused=(
+        (
+            f"{LAYER}.self_attn.qkv_proj.weight",
+            tuple(f"{LAYER}.self_attn.{name}_proj.weight" for name in "qkv"),
         ),
     ),
     settings=(
@@ -68,10 +65,6 @@ PHI3 = replace(
         EVEN_HEADS,
         PLAIN_HEADS,
         ALIKE,
-        Limit(
-            lambda m: m.kv_heads == m.num_attention_heads,
-            "the number of key/value heads must equal the number of query heads, where one matrix makes all",
-        ),
         Limit(
             lambda m: (
                 m.position_embedding_type == "rope"

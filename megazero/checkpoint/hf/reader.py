@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Set
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ class HFReader(Source):
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""
-        present = self._without_copies(present)
+        present = self._parted(self._without_copies(present))
         for link in self._table(self.description.architecture.blank).links:
             present.pop(link.theirs, None)  # zeros, as the architecture has seen
         wrong = []
@@ -173,6 +174,18 @@ class HFReader(Source):
                 wrong.append(f"hold {name} as {stored.dtype} {actual} instead of floats {expected}")
         if wrong:
             raise self._misfit("they " + "; ".join(wrong[:8]))
+        return present
+
+    def _parted(self, present: dict[str, Stored]) -> dict[str, Stored]:
+        """Cut tensors that are several of the table's."""
+        present, table = dict(present), self.table.by_theirs
+        model, architecture = self.description.model, self.description.architecture
+        for whole, parts in architecture.fused_in(model.num_layers):
+            rows = [table[part].their_shape[0] for part in parts]
+            if whole in present and present[whole].shape[0] == sum(rows):
+                stored = present.pop(whole)
+                for part, below in zip(parts, accumulate(rows), strict=True):
+                    present[part] = stored.cut(below - table[part].their_shape[0], below)
         return present
 
     def _without_copies(self, present: dict[str, Stored]) -> dict[str, Stored]:

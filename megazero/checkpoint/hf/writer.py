@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.hf.architecture import GENERATING
 from megazero.checkpoint.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
 from megazero.checkpoint.hf.folder import INDEX, SINGLE
 from megazero.checkpoint.naming import Link, Table, cut
@@ -34,7 +36,6 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 )
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 GENERATION = "generation_config.json"
-GENERATING = "AutoModelForCausalLM"
 _MOST_NAMED = 8
 
 
@@ -77,6 +78,31 @@ class Exported:
     files: tuple[tuple[str, int], ...]
 
 
+@dataclass(frozen=True)
+class Rows:
+    """One of their tensors: links whose rows lie one below the other, in most a single one.
+
+    Attributes:
+        theirs: its name.
+        links: the links.
+    """
+
+    theirs: str
+    links: tuple[Link, ...]
+
+    @property
+    def their_shape(self) -> tuple[int, ...]:
+        """Shape of their tensor."""
+        rows = sum(link.their_shape[0] for link in self.links)
+        return (rows, *self.links[0].their_shape[1:])
+
+    @classmethod
+    def joined(cls, links: Iterable[Link], fused: Mapping[str, str]) -> tuple[Rows, ...]:
+        """The tensors that hold all links; `fused` names those that hold several, by the links' names."""
+        runs = groupby(links, lambda link: fused.get(link.theirs, link.theirs))
+        return tuple(cls(name, tuple(run)) for name, run in runs)
+
+
 def write_hf(
     source: Source,
     model: ModelConfig,
@@ -112,7 +138,8 @@ def write_hf(
     architecture = architecture_of(model, extras.architecture)
     table = Table.of(architecture.rules, model, vocab_size)
     check_source(source, table)
-    links = (*table.links, *Table.of(architecture.blank, model, vocab_size).links)
+    fused = {part: whole for whole, parts in architecture.fused_in(model.num_layers) for part in parts}
+    links = Rows.joined((*table.links, *Table.of(architecture.blank, model, vocab_size).links), fused)
     config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
     export = _Export(source, dtype, plan_shards(links, dtype.itemsize, max_shard_bytes))
     small = {CONFIG: _json(config), **dict(extras.files)}
@@ -142,7 +169,7 @@ def check_source(source: Source, table: Table) -> None:
         )
 
 
-def plan_shards(links: Sequence[Link], itemsize: int, max_shard_bytes: int) -> list[tuple[str, list[Link]]]:
+def plan_shards(links: Sequence[Rows], itemsize: int, max_shard_bytes: int) -> list[tuple[str, list[Rows]]]:
     """File names and what goes into each: in order, at most `max_shard_bytes` or one larger tensor."""
     shards = deal(links, lambda link: math.prod(link.their_shape) * itemsize, max_shard_bytes)
     if len(shards) == 1:
@@ -174,7 +201,7 @@ def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
 class _Export:
     source: Source
     dtype: torch.dtype
-    shards: list[tuple[str, list[Link]]]
+    shards: list[tuple[str, list[Rows]]]
 
     def write(self, disk: Disk, folder: Path, small: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
         """Write all files into `folder`; yields name and size of each after it is written."""
@@ -188,12 +215,17 @@ class _Export:
             write_bytes(disk, folder / name, data)
             yield name, len(data)
 
-    def _later(self, link: Link) -> Later:
+    def _later(self, rows: Rows) -> Later:
+        def make() -> Tensor:
+            tensors = [self._tensor(link) for link in rows.links]
+            return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+        return Later(self.dtype, rows.their_shape, make)
+
+    def _tensor(self, link: Link) -> Tensor:
         if link.key not in self.source.shapes:  # ours does without it
-            return Later(
-                self.dtype, link.their_shape, lambda: torch.zeros(link.their_shape, dtype=self.dtype)
-            )
-        return Later(self.dtype, link.their_shape, lambda: read_theirs(self.source, link, self.dtype))
+            return torch.zeros(link.their_shape, dtype=self.dtype)
+        return read_theirs(self.source, link, self.dtype)
 
     def _index(self) -> dict[str, Any]:
         elements = sum(math.prod(link.their_shape) for _, links in self.shards for link in links)

@@ -42,7 +42,10 @@ class Sample:
         torch.manual_seed(3)
         for name, parameter in model.named_parameters():
             drawn = torch.randn_like(parameter) * 0.15
-            parameter.data.copy_(drawn + (1.0 if parameter.dim() == 1 and "bias" not in name else 0.0))
+            gain = (
+                parameter.dim() == 1 and "bias" not in name and "Gemma" not in self.name
+            )  # theirs are less 1
+            parameter.data.copy_(drawn + (1.0 if gain else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
@@ -178,8 +181,8 @@ SAMPLES: Mapping[str, Sample] = {
     ),
     "phi3": Sample(
         "Phi3",
-        {**THEIRS, "num_key_value_heads": 6, "sliding_window": 4, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
-        of(BARE, {"num_query_groups": 6, "window_size": (3, 0), "hidden_dropout": 0.2}),
+        {**THEIRS, "sliding_window": 4, "resid_pdrop": 0.2, "embd_pdrop": 0.2},
+        of(BARE, {"window_size": (3, 0), "hidden_dropout": 0.2}),
     ),
     "gpt-oss": Sample(
         "GptOss",

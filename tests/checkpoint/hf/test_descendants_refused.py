@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megazero.checkpoint.hf.architecture import Architecture
 from megazero.checkpoint.hf.architectures import ARCHITECTURES, DECODERS
@@ -27,6 +28,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from tests.checkpoint.hf.descendants import SAMPLES
 from tests.checkpoint.hf.samples import LLAMA, VOCAB, MemorySource
+from tests.checkpoint.hf.test_writer import loaded
 
 
 def named(name: str) -> Architecture:
@@ -78,7 +80,6 @@ def test_an_architecture_without_a_variant_refuses_it_by_name(field):
         ("gemma2", {"embedding_multiplier": 5.0}, "`embedding_multiplier` must be the root of the hidden"),
         ("gemma2", {"softmax_scale": 0.3}, r"`softmax_scale` must be 1 / sqrt\(a whole number\)"),
         ("gemma3", {"window_rotary_base": None}, "`window_rotary_base` must be set where layers have a"),
-        ("phi3", {"num_query_groups": 2}, "key/value heads must equal the number of query heads"),
         ("phi3", {"position_embedding_type": "yarn"}, "rotary positions must not be scaled"),
         ("gpt-oss", {"moe_router_bias": False}, "`moe_router_bias` must be True, but is False"),
         ("gpt-oss", {"activation_func_clamp_value": None}, "the values of gates must be bounded"),
@@ -214,3 +215,19 @@ def test_each_architecture_names_our_fields_and_theirs_once():
         assert len(theirs) == len(set(theirs)), architecture.name
         assert json.dumps(dict(architecture.fixed))
         assert dataclasses.is_dataclass(architecture)
+
+
+def test_a_matrix_of_queries_keys_and_values_must_have_the_rows_of_all(tmp_path):
+    model = SAMPLES["phi3"].ours
+    write_hf(
+        weights_of(model, named("phi3")),
+        model,
+        VOCAB,
+        tmp_path,
+        extras=ModelFiles(architecture="Phi3ForCausalLM"),
+    )
+    tensors, name = loaded(tmp_path), "model.layers.1.self_attn.qkv_proj.weight"
+    assert tensors[name].shape == (36 + 12 + 12, 36)
+    save_file({**tensors, name: tensors[name][:-1].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lack .*k_proj.* also hold .*1\.self_attn\.qkv_proj"):
+        HFReader(tmp_path)
