@@ -162,28 +162,41 @@ class GPT(LanguageModel):
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
             return ChunkResult(hidden, sums.terms, sums.tallies)
-        losses, hidden = self._read(hidden, batch.labels, deferred)
+        losses, hidden = self._read(hidden, batch.labels, deferred, more=len(self.further))
         terms = {"lm": batch.total(losses)}
         if self.further:
             inputs, _ = self.inputs_of(batch, deferred=deferred)
         for depth, (block, ahead) in enumerate(zip(self.further, batch.ahead, strict=True), 1):
             hidden, more = block(hidden, ahead.tokens, inputs)
-            losses, hidden = self._read(hidden, ahead.labels, deferred, normed=True)
+            more_follow = len(self.further) - depth
+            losses, hidden = self._read(hidden, ahead.labels, deferred, more=more_follow, normed=True)
             terms[term_of(depth)] = ahead.total(losses)
             sums = sums.plus(more)
         return ChunkResult(None, {**sums.terms, **terms}, sums.tallies)
 
     def _read(
-        self, hidden: Tensor, labels: Tensor | None, deferred: Deferred | None, *, normed: bool = False
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        deferred: Deferred | None,
+        *,
+        more: int,
+        normed: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The cross-entropy of each position, float32 [s, b], and the hidden states behind the norm."""
+        """The cross-entropy of each position, float32 [s, b], and the hidden states behind the norm.
+
+        The latter only where `more` further tokens read them: a second result of the head that nothing reads
+        would have its weights gathered once more in backward.
+        """
         assert self.head is not None, "only a chunk with the head has losses"
         assert labels is not None, "a batch to learn from has labels"
+        given = None if self.recompute.logits else deferred
+        ours = labels if self.recompute.logits else None
+        result = self.head(hidden, given, ours, normed=normed, both=more > 0)
+        read, hidden = result if isinstance(result, tuple) else (result, hidden)
         if self.recompute.logits:
-            result: tuple[Tensor, Tensor] = self.head(hidden, labels=labels, normed=normed, both=True)
-            return result
-        logits, hidden = self.head(hidden, deferred, normed=normed, both=True)
-        return self.token_losses(logits, labels, overwrite=True), hidden
+            return read, hidden
+        return self.token_losses(read, labels, overwrite=True), hidden
 
     def losses(self, logits: Tensor, batch: Batch, *, overwrite: bool = False) -> dict[str, Tensor]:
         """The sums that the head adds to the loss terms, from its logits [s, b, v/tp].

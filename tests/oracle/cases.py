@@ -15,6 +15,8 @@ from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELDS
 from megazero.config.hybrid.settings import HybridConfig
 from megazero.config.latent import LatentConfig
+from megazero.config.t5.settings import T5Config
+from megazero.config.tree.attention import AttentionConfig
 from megazero.config.tree.heads import MultiTokenConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.config.tree.transformer import TransformerConfig
@@ -187,6 +189,7 @@ DEEPSEEK_FIELDS = tuple(
 """The settings of latent attention and of further tokens."""
 
 _SIGNS = "rounding turns signs around, and each moves by the learning rate: tests/optim/test_conformance.py"
+T5_FIELDS = T5Config.model_fields.keys() - AttentionConfig.model_fields.keys()
 # Settings of these sections that no case states, and why.
 SECTIONS = ("model", "data", "batch", "optimizer", "precision")
 NOT_STATED = MappingProxyType(
@@ -196,6 +199,11 @@ NOT_STATED = MappingProxyType(
         **dict.fromkeys(
             (f"model.{name}" for name in DEEPSEEK_FIELDS),
             "DeepSeek's shapes have cases of their own: tests/oracle/test_deepseek.py",
+        ),
+        "data.t5_columns": "pairs of texts: tests/train/test_pairs.py",
+        **dict.fromkeys(
+            (f"model.{name}" for name in sorted(T5_FIELDS)),
+            "an encoder and a decoder have cases of their own: tests/oracle/test_pairs.py",
         ),
         **dict.fromkeys(
             (f"model.{name}" for name in EXPERT_FIELDS),

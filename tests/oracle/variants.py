@@ -43,7 +43,7 @@ ACTIVATIONS: Mapping[str, Mapping[str, object]] = MappingProxyType(
             **{"activation": "quick_geglu", "glu-linear-offset": 1.0},
             "activation-func-clamp-value": 0.6,
         },
-        "swiglu-bounded": {"activation": "swiglu", "activation-func-clamp-value": 0.9},
+        "swiglu-bounded": {"activation": "swiglu", "activation-func-clamp-value": 1.1},
     }
 )
 TWO_BASES: Mapping[str, object] = MappingProxyType(
@@ -67,4 +67,6 @@ NEVER = (
         for name in ("lamb", "lamb-bounded")
     ),
     *(frozenset({("bounds", name), ("recompute", "logits")}) for name in ("logits", "both")),
+    # Linear biases are added to scores that have no bound.
+    *(frozenset({("bounds", name), ("positions", "alibi")}) for name in ("scores", "both")),
 )

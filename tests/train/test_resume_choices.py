@@ -320,7 +320,7 @@ def test_facts_of_another_version_are_refused(run, change, message):
 
 def test_facts_that_a_later_version_adds_are_left_alone(run):
     edit(run.state, lambda facts: facts.update(later=1, state={**facts["state"], "epochs": 3}))
-    edit(run.state, saying(True, "config", "model", "qk_layernorm"))
+    edit(run.state, saying(True, "config", "model", "a_later_setting"))
     assert again(config_of(run.folder)).state.iteration == STEPS
 
 
