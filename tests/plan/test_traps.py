@@ -7,8 +7,12 @@ from collections.abc import Mapping
 import pytest
 
 from megazero.config.resolve import parse_config
+from megazero.pipeline.schedules import build_schedule
+from megazero.pipeline.simulate import Costs, simulate
+from megazero.plan.device import Device
 from megazero.plan.job import Job
 from megazero.plan.plan import Plan
+from megazero.plan.report import Report
 from megazero.plan.times import StepTimes, duration_of
 from megazero.plan.training import Model
 from megazero.plan.work import Call, Kernel, Pricing, Wait
@@ -132,3 +136,24 @@ def test_an_update_on_the_host_takes_longer_and_frees_the_device():
     assert held(on_host, 0, "moments") == 0
     times = [StepTimes.of(paper.stages, Prices()).update for paper in (on_device, on_host)]
     assert times[1].total - times[1].kernels - (times[0].total - times[0].kernels) == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(4, 2), (4, 3), (2, 7)])
+def test_29_few_micro_batches_and_uneven_stages_wait(stages, micro_batches):
+    """(p - 1) / (m + p - 1) where stages are equal, also for few m; more where they are not."""
+    program = build_schedule("1f1b", stages, micro_batches, 1)
+    even = simulate(program, Costs())
+    assert even.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+    chunks = range(stages)
+    uneven = Costs(
+        forward=tuple(2.0 if chunk == 0 else 1.0 for chunk in chunks),
+        backward=tuple(4.0 if chunk == 0 else 2.0 for chunk in chunks),
+    )
+    assert simulate(program, uneven).bubble > even.bubble
+
+
+def test_31_experts_are_taken_to_be_evenly_used_and_the_report_says_so():
+    flags = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2"
+    report = Report(plan(flags, 2), Device.load("h100"), 8)
+    assert any("spread evenly over experts" in line for line in report.warnings())
+    assert not any("experts" in line for line in Report(plan("", 2), Device.load("h100"), 8).warnings())
