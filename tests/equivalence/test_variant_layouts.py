@@ -12,7 +12,7 @@ from tests.layouts.layout import DECODERS, ENCODERS, Layout
 from tests.layouts.selection import allowed, covering, variant_layouts, with_methods, with_stores
 from tests.layouts.variants import VARIANTS
 
-FEW, MANY = 13, 220
+FEW, MANY = 14, 220
 
 
 everything = cache(variant_layouts)

@@ -75,8 +75,8 @@ def test_a_description_may_say_no_more_than_its_tensors_hold(config):
     check_described(config, vocab, shapes(config), layers, "x")
     for changes, says in (
         ({"mtp_num_layers": 10**15}, r"`num_layers` makes 1000000000000\d+, and they are of at most"),
-        ({"kv_lora_rank": 10**12}, "it makes at least"),
-        ({"v_head_dim": 10**12}, "it makes at least"),
+        ({"kv_lora_rank": 10**12}, r"makes (at least )?\d+"),
+        ({"v_head_dim": 10**12}, r"makes (at least )?\d+"),
     ):
         with pytest.raises(CheckpointError, match=says):
             check_described(config.model_copy(update=changes), vocab, shapes(config), layers, "x")
