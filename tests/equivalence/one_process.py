@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -13,7 +13,7 @@ from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone
 from tests.layouts.layout import Layout
-from tests.layouts.selection import allowed
+from tests.layouts.selection import allowed, covering, with_methods, with_stores
 
 
 @cache
@@ -33,28 +33,84 @@ def check(records: list[Record], layout: Layout) -> None:
     assert not bad, "\n".join(bad)
 
 
-def parametrize(
-    metafunc: pytest.Metafunc,
-    everything: Callable[[], Iterable[Layout]],
-    selection: Callable[[int], list[Layout]],
-    counts: tuple[int, int],
-    mark: pytest.MarkDecorator,
-) -> None:
-    """Give a test that takes `selected` the layouts that the command line asks for.
+@dataclass(frozen=True)
+class Sweep:
+    """Layouts of one kind, of which a module trains some by default, and more with ``--slow``.
 
-    Args:
-        metafunc: of the test.
-        everything: all layouts, allowed or not.
-        selection: chooses so many of them.
-        counts: how many are chosen by default, and with ``--slow``.
-        mark: for some small ones, in which each setting has each of its values.
+    Attributes:
+        of: gives all of them, allowed or not.
+        few, many: how many are trained by default, and with ``--slow``.
+        every: one in so many also trains by a method; 0: none does.
+        few_ranks: the number of ranks that the choice prefers.
     """
-    if "selected" in metafunc.fixturenames:
-        options = metafunc.config.option
-        layouts = filter(allowed, everything()) if options.all_layouts else selection(counts[options.slow])
-        marked = set(representatives(selection(counts[0])))
-        chosen = [pytest.param(x, marks=[mark] * (x in marked), id=x.name) for x in layouts]
-        metafunc.parametrize("selected", chosen)
+
+    of: Callable[[], Iterable[Layout]]
+    few: int
+    many: int
+    every: int = 2
+    few_ranks: int = 4
+
+    def everything(self) -> list[Layout]:
+        """All of them, allowed or not."""
+        return _everything(self.of)
+
+    def selection(self, count: int) -> list[Layout]:
+        """`count` of those that are chosen, with stores and methods."""
+        return _selection(self, count)
+
+    def parametrize(self, metafunc: pytest.Metafunc) -> None:
+        """Give a test that takes `selected` the layouts that the command line asks for.
+
+        Some small ones, in which each setting has each of its values, are marked as fast.
+        """
+        if "selected" in metafunc.fixturenames:
+            options = metafunc.config.option
+            count = self.many if options.slow else self.few
+            layouts = filter(allowed, self.everything()) if options.all_layouts else self.selection(count)
+            marked = set(representatives(self.selection(self.few)))
+            chosen = [pytest.param(x, marks=[pytest.mark.fast] * (x in marked), id=x.name) for x in layouts]
+            metafunc.parametrize("selected", chosen)
+
+    def holds_every_pair(
+        self, names: Iterable[str], others: Iterable[str] | None = None, *, least: int, slow: bool = False
+    ) -> None:
+        """Assert that the selections are whole, and that every pair of settings that may meet does.
+
+        Args:
+            names: settings.
+            others: the settings that each of them meets; by default the same.
+            least: the number of layouts that the larger selection must have.
+            slow: whether they meet in the larger selection alone.
+        """
+        few, many = self.selection(self.few), self.selection(self.many)
+        assert len(few) == len(set(few)) == self.few
+        assert len(many) == len(set(many)) == self.many >= least
+        assert set(few) < set(many)
+        names = list(names)
+        pairs = (names, names if others is None else others)
+        assert pairs_met(many if slow else few, *pairs) == pairs_met(self.everything(), *pairs, allowed)
+
+    def few_have(self, expected: Mapping[str, set]) -> None:
+        """Assert that settings have exactly these values in the default selection."""
+        few = self.selection(self.few)
+        for name, values in expected.items():
+            assert {getattr(layout, name) for layout in few} == values, name
+
+
+@cache
+def _everything(of: Callable[[], Iterable[Layout]]) -> list[Layout]:
+    return list(of())
+
+
+@cache
+def _chosen(sweep: Sweep) -> list[Layout]:
+    return covering(sweep.everything(), sweep.many, few_ranks=sweep.few_ranks, allowed=allowed)
+
+
+@cache
+def _selection(sweep: Sweep, count: int) -> list[Layout]:
+    chosen = _chosen(sweep)[:count]
+    return in_order(with_stores(with_methods(chosen, every=sweep.every) if sweep.every else chosen))
 
 
 def representatives(layouts: Sequence[Layout], most_ranks: int = 4) -> list[Layout]:

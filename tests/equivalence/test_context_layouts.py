@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from megazero.verify.run import run_in_threads, run_in_world
-from tests.equivalence.one_process import check, in_order, pairs_met, parametrize
+from tests.equivalence.one_process import Sweep, check
 from tests.layouts.layout import ATTENDS, DECODERS, ENCODERS, Layout
-from tests.layouts.selection import allowed, context_layouts, covering, with_methods, with_stores
+from tests.layouts.selection import context_layouts
 
-FEW, MANY = 63, 220
-
-
-everything = cache(context_layouts)
-
-
-@cache
-def chosen() -> list[Layout]:
-    return covering(everything(), MANY, few_ranks=4, allowed=allowed)
-
-
-@cache
-def selection(count: int) -> list[Layout]:
-    return in_order(with_stores(with_methods(chosen()[:count], every=2)))
+SWEEP = Sweep(context_layouts, 63, 220, every=2, few_ranks=4)
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, everything, selection, (FEW, MANY), pytest.mark.fast)
+    SWEEP.parametrize(metafunc)
 
 
 def test_layout_equals_one_process(selected):
@@ -36,10 +21,6 @@ def test_layout_equals_one_process(selected):
 
 
 def test_the_selections_hold_every_pair_of_settings():
-    few, many = selection(FEW), selection(MANY)
-    assert len(few) == len(set(few)) == FEW
-    assert set(few) < set(many)
-    assert len(many) == len(set(many)) == MANY >= 200
     expected = {
         "cp": {2, 3, 4},
         "comm": {"p2p", "a2a", "all_gather", "a2a+p2p", "mixed"},
@@ -57,9 +38,8 @@ def test_the_selections_hold_every_pair_of_settings():
         "dropout": {0.0, 0.1},
         "shape": {*DECODERS, *ENCODERS},
     }
-    for name, values in expected.items():
-        assert {getattr(layout, name) for layout in few} == values, name
-    assert pairs_met(few, expected, expected) == pairs_met(everything(), expected, expected, allowed)
+    SWEEP.few_have(expected)
+    SWEEP.holds_every_pair(expected, least=200)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,6 @@ micro-batch is one sample, nothing in it counts for the first loss.
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 from torch import Tensor
 
@@ -17,28 +15,15 @@ from megazero.mpu.context import solo_context
 from megazero.verify.compare import compare
 from megazero.verify.record import micro_batches
 from megazero.verify.run import run_in_threads, run_in_world
-from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
+from tests.equivalence.one_process import Sweep, check, serial
 from tests.layouts.layout import ENCODERS, Layout
-from tests.layouts.selection import allowed, covering, encoder_layouts, with_methods, with_stores
+from tests.layouts.selection import encoder_layouts
 
-FEW, MANY = 33, 120
-
-
-everything = cache(encoder_layouts)
-
-
-@cache
-def chosen() -> list[Layout]:
-    return covering(everything(), MANY, few_ranks=2, allowed=allowed)
-
-
-@cache
-def selection(count: int) -> list[Layout]:
-    return in_order(with_stores(with_methods(chosen()[:count], every=3)))
+SWEEP = Sweep(encoder_layouts, 33, 120, every=3, few_ranks=2)
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, everything, selection, (FEW, MANY), pytest.mark.fast)
+    SWEEP.parametrize(metafunc)
 
 
 def test_layout_equals_one_process(selected):
@@ -46,10 +31,6 @@ def test_layout_equals_one_process(selected):
 
 
 def test_the_selections_hold_every_pair_of_settings():
-    few, many = selection(FEW), selection(MANY)
-    assert len(few) == len(set(few)) == FEW
-    assert set(few) < set(many)
-    assert len(many) == len(set(many)) == MANY >= 120
     expected = {
         "tp": {1, 2, 4},
         "pp": {1, 2, 4},
@@ -66,9 +47,8 @@ def test_the_selections_hold_every_pair_of_settings():
         "packed": {False, True},
         "optimizer": {"adam", "lamb"},
     }
-    for name, values in expected.items():
-        assert {getattr(layout, name) for layout in few} == values
-    assert pairs_met(few, expected, expected) == pairs_met(everything(), expected, expected, allowed)
+    SWEEP.few_have(expected)
+    SWEEP.holds_every_pair(expected, least=120)
 
 
 def test_what_the_samples_are():

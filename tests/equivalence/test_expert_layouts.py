@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 from torch import Tensor
 
 from megazero.verify.compare import compare
 from megazero.verify.run import run_in_threads, run_in_world
-from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
+from tests.equivalence.one_process import Sweep, check, serial
 from tests.layouts.layout import DECODERS, ENCODERS, EXPERTS, Layout
-from tests.layouts.selection import allowed, covering, expert_layouts, with_methods, with_stores
+from tests.layouts.selection import expert_layouts
 
-FEW, MANY = 84, 160
-
-
-everything = cache(expert_layouts)
-
-
-@cache
-def chosen() -> list[Layout]:
-    return covering(everything(), MANY, few_ranks=2, allowed=allowed)
-
-
-@cache
-def selection(count: int) -> list[Layout]:
-    return in_order(with_stores(with_methods(chosen()[:count], every=2)))
+SWEEP = Sweep(expert_layouts, 84, 160, every=2, few_ranks=2)
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, everything, selection, (FEW, MANY), pytest.mark.fast)
+    SWEEP.parametrize(metafunc)
 
 
 def test_layout_equals_one_process(selected):
@@ -38,10 +23,6 @@ def test_layout_equals_one_process(selected):
 
 
 def test_the_selections_hold_every_pair_of_settings():
-    few, many = selection(FEW), selection(MANY)
-    assert len(few) == len(set(few)) == FEW
-    assert set(few) < set(many)
-    assert len(many) == len(set(many)) == MANY >= 150
     expected = {
         "tp": {1, 2, 4},
         "pp": {1, 2, 4},
@@ -57,9 +38,8 @@ def test_the_selections_hold_every_pair_of_settings():
         "experts": set(EXPERTS) - {""},
         "dispatcher": {"alltoall", "allgather"},
     }
-    for name, values in expected.items():
-        assert {getattr(layout, name) for layout in few} == values
-    assert pairs_met(few, expected, expected) == pairs_met(everything(), expected, expected, allowed)
+    SWEEP.few_have(expected)
+    SWEEP.holds_every_pair(expected, least=150)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in EXPERTS if kind])

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from megazero.verify.compare import compare
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
+from tests.equivalence.one_process import Sweep, check, serial
 from tests.layouts.layout import DECODERS, Layout
-from tests.layouts.selection import allowed, covering, hybrid_layouts, with_methods, with_stores
+from tests.layouts.selection import hybrid_layouts
 
-FEW, MANY = 42, 200
-
-
-everything = cache(hybrid_layouts)
-
-
-@cache
-def chosen() -> list[Layout]:
-    return covering(everything(), MANY, few_ranks=2, allowed=allowed)
-
-
-@cache
-def selection(count: int) -> list[Layout]:
-    return in_order(with_stores(with_methods(chosen()[:count], every=2)))
+SWEEP = Sweep(hybrid_layouts, 42, 200, every=2, few_ranks=2)
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, everything, selection, (FEW, MANY), pytest.mark.fast)
+    SWEEP.parametrize(metafunc)
 
 
 def test_layout_equals_one_process(selected):
@@ -37,10 +22,6 @@ def test_layout_equals_one_process(selected):
 
 
 def test_the_selections_hold_every_pair_of_settings():
-    few, many = selection(FEW), selection(MANY)
-    assert len(few) == len(set(few)) == FEW
-    assert set(few) < set(many)
-    assert len(many) == len(set(many)) == MANY >= 200
     expected = {
         "letters": {"M", "M-", "-M*", "MM*-", "ME*"},
         "tp": {1, 2, 4},
@@ -54,9 +35,8 @@ def test_the_selections_hold_every_pair_of_settings():
         "dropout": {0.0, 0.1},
         "shape": {*DECODERS},
     }
-    for name, values in expected.items():
-        assert {getattr(layout, name) for layout in few} == values, name
-    assert pairs_met(few, expected, expected) == pairs_met(everything(), expected, expected, allowed)
+    SWEEP.few_have(expected)
+    SWEEP.holds_every_pair(expected, least=200)
 
 
 MIXER = (

@@ -7,29 +7,17 @@ and some more so that every store and method meets all of them; `--slow` runs se
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
+from tests.equivalence.one_process import Sweep, check, serial
 from tests.layouts.layout import DECODERS, Layout
-from tests.layouts.selection import allowed, candidates, covering, with_methods, with_stores
+from tests.layouts.selection import candidates, covering
 
-FEW, MANY = 53, 200
-
-
-@cache
-def chosen() -> list[Layout]:
-    return covering(candidates(), MANY, allowed=allowed)
-
-
-@cache
-def selection(count: int) -> list[Layout]:
-    return in_order(with_stores(with_methods(chosen()[:count], every=2)))
+SWEEP = Sweep(candidates, 53, 200)
 
 
 def run(layout: Layout) -> list[Record]:
@@ -37,7 +25,7 @@ def run(layout: Layout) -> list[Record]:
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, candidates, selection, (FEW, MANY), pytest.mark.fast)
+    SWEEP.parametrize(metafunc)
 
 
 def test_layout_equals_one_process(selected):
@@ -45,13 +33,9 @@ def test_layout_equals_one_process(selected):
 
 
 def test_the_selections_hold_every_pair_of_settings():
-    few, many = selection(FEW), selection(MANY)
-    assert len(few) == len(set(few)) == FEW
-    assert set(few) < set(many)
-    assert len(many) == len(set(many)) == MANY >= 200
     names = ("tp", "pp", "dp", "schedule", "zero", "recompute")
     others = ("zero", "shape", "untied", "sequence_parallel", "micro_batch")
-    assert pairs_met(few, names, others) == pairs_met(candidates(), names, others, allowed)
+    SWEEP.holds_every_pair(names, others, least=200)
 
 
 def test_covering_takes_the_few_that_hold_all_pairs():

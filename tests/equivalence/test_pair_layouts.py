@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 from torch import Tensor
 
@@ -15,28 +13,15 @@ from megazero.verify.record import micro_batches
 from megazero.verify.run import run_in_threads, run_in_world
 from proofs.reshard_sweep import Case
 from proofs.reshard_sweep import check as resharded
-from tests.equivalence.one_process import check, in_order, pairs_met, parametrize, serial
+from tests.equivalence.one_process import Sweep, check, serial
 from tests.layouts.layout import PAIRS, Layout
-from tests.layouts.selection import allowed, covering, pair_layouts, with_stores
+from tests.layouts.selection import pair_layouts
 
-FEW, MANY = 14, 120
-
-
-everything = cache(pair_layouts)
-
-
-@cache
-def chosen() -> list[Layout]:
-    return covering(everything(), MANY, few_ranks=2, allowed=allowed)
-
-
-@cache
-def selection(count: int) -> list[Layout]:
-    return in_order(with_stores(chosen()[:count]))
+SWEEP = Sweep(pair_layouts, 14, 120, every=0, few_ranks=2)
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, everything, selection, (FEW, MANY), pytest.mark.fast)
+    SWEEP.parametrize(metafunc)
 
 
 def test_layout_equals_one_process(selected):
@@ -44,10 +29,6 @@ def test_layout_equals_one_process(selected):
 
 
 def test_the_selections_hold_every_setting_and_every_pair_of_them():
-    few, many = selection(FEW), selection(MANY)
-    assert len(few) == len(set(few)) == FEW
-    assert set(few) < set(many)
-    assert len(many) == len(set(many)) == MANY
     expected = {
         "tp": {1, 2, 4},
         "pp": {1, 2, 4},
@@ -62,9 +43,8 @@ def test_the_selections_hold_every_setting_and_every_pair_of_them():
         "dropout": {0.0, 0.1},
         "optimizer": {"adam", "lamb"},
     }
-    for name, values in expected.items():
-        assert {getattr(layout, name) for layout in few} == values
-    assert pairs_met(many, expected, expected) == pairs_met(everything(), expected, expected, allowed)
+    SWEEP.few_have(expected)
+    SWEEP.holds_every_pair(expected, least=120, slow=True)
 
 
 def test_what_the_samples_are():

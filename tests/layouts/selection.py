@@ -80,18 +80,51 @@ def candidates(most_ranks: int = 8) -> Iterator[Layout]:
             )
 
 
+def _drawn(
+    draw: Callable[[random.Random], Layout],
+    most_ranks: int,
+    count: int,
+    seed: int,
+    *also: Callable[[Layout], bool],
+) -> list[Layout]:
+    """`count` distinct layouts on at most `most_ranks` ranks, drawn until there are as many.
+
+    Left out are schedules and shared rows that one rank cannot have, and what `also` does not hold for.
+    """
+    dice, drawn = random.Random(seed), dict[Layout, None]()
+    while len(drawn) < count:
+        layout = draw(dice)
+        staged = layout.pp > 1 or layout.schedule not in ("gpipe", "interleaved")
+        sliced = layout.tp > 1 or not layout.sequence_parallel
+        if staged and sliced and layout.world_size <= most_ranks and all(holds(layout) for holds in also):
+            drawn[layout] = None
+    return list(drawn)
+
+
+def _is_quick(layout: Layout) -> bool:
+    """Many ranks and many micro-batches take long and show no more together."""
+    interleaved = layout.schedule == "interleaved"
+    needed = GLOBAL_BATCH if layout.world_size <= 2 else layout.pp if interleaved else 2
+    return layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
+
+
+def _experts_fit(layout: Layout) -> bool:
+    """The ranks of the replicas divide by those that share experts."""
+    return layout.tp * layout.dp % (layout.ep * (layout.etp or layout.tp)) == 0
+
+
 def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
     """`count` distinct layouts of an encoder on at most `most_ranks` ranks, allowed or not.
 
     There are too many to list.
     """
-    dice, drawn = random.Random(seed), dict[Layout, None]()
-    while len(drawn) < count:
+
+    def draw(dice: random.Random) -> Layout:
         schedule, virtual = dice.choice(_SCHEDULES)
         pp = dice.choice((1, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
         dropout, packed = dice.choice(((0.0, False), (0.1, False), (0.0, True), (0.1, True)))
-        layout = Layout(
+        return Layout(
             tp=dice.choice((1, 2, 4)),
             pp=pp,
             dp=dice.choice((1, 2)),
@@ -109,26 +142,18 @@ def encoder_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> li
             dropout=dropout,
             packed=packed,
         )
-        if pp == 1 and schedule in ("gpipe", "interleaved"):
-            continue
-        if layout.sequence_parallel and layout.tp == 1:
-            continue
-        # Many ranks and many micro-batches take long and show no more together.
-        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
-        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
-        if layout.world_size <= most_ranks and quick:
-            drawn[layout] = None
-    return list(drawn)
+
+    return _drawn(draw, most_ranks, count, seed, _is_quick)
 
 
 def pair_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
     """`count` distinct layouts of an encoder and a decoder, allowed or not."""
-    dice, drawn = random.Random(seed), dict[Layout, None]()
-    while len(drawn) < count:
+
+    def draw(dice: random.Random) -> Layout:
         schedule, virtual = dice.choice(_SCHEDULES)
         pp = dice.choice((1, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
-        layout = Layout(
+        return Layout(
             tp=dice.choice((1, 2, 4)),
             pp=pp,
             dp=dice.choice((1, 2)),
@@ -144,28 +169,21 @@ def pair_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[
             layers=max(1, chunks // 2),  # of each of the two
             dropout=dice.choice((0.0, 0.1)),
         )
-        if pp == 1 and schedule in ("gpipe", "interleaved"):
-            continue
-        if layout.sequence_parallel and layout.tp == 1:
-            continue
-        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
-        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
-        if layout.world_size <= most_ranks and quick:
-            drawn[layout] = None
-    return list(drawn)
+
+    return _drawn(draw, most_ranks, count, seed, _is_quick)
 
 
 def context_layouts(most_ranks: int = 8, count: int = 2400, seed: int = 1) -> list[Layout]:
     """`count` distinct layouts whose sequences several ranks share, allowed or not."""
-    dice, drawn = random.Random(seed), dict[Layout, None]()
-    while len(drawn) < count:
+
+    def draw(dice: random.Random) -> Layout:
         schedule, virtual = dice.choice(_SCHEDULES)
         pp = dice.choice((1, 1, 2, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
         shape = dice.choice((*DECODERS, *DECODERS, *ENCODERS))
         experts = dice.choice(("", "top2", "first-come", "shared"))
         cp = dice.choice((2, 2, 3, 4, 4))
-        layout = Layout(
+        return Layout(
             tp=dice.choice((1, 1, 2, 4)),
             pp=pp,
             dp=dice.choice((1, 2)),
@@ -187,25 +205,20 @@ def context_layouts(most_ranks: int = 8, count: int = 2400, seed: int = 1) -> li
             attends=dice.choice(("", *ATTENDS)),
             sequence=24 if cp == 3 else 16,
         )
-        if pp == 1 and schedule in ("gpipe", "interleaved"):
-            continue
-        if layout.sequence_parallel and layout.tp == 1:
-            continue
-        if layout.world_size <= most_ranks:
-            drawn[layout] = None
-    return list(drawn)
+
+    return _drawn(draw, most_ranks, count, seed)
 
 
 def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> list[Layout]:
     """`count` distinct layouts with experts on at most `most_ranks` ranks, allowed or not."""
-    dice, drawn = random.Random(seed), dict[Layout, None]()
-    while len(drawn) < count:
+
+    def draw(dice: random.Random) -> Layout:
         schedule, virtual = dice.choice(_SCHEDULES)
         experts = dice.choice(tuple(EXPERTS)[1:])
         pp = dice.choice((1, 1, 2)) if experts == "pyramid" else dice.choice((1, 1, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
         tp = dice.choice((1, 2, 4))
-        layout = Layout(
+        return Layout(
             tp=tp,
             pp=pp,
             dp=dice.choice((1, 2, 4)),
@@ -222,29 +235,20 @@ def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> lis
             etp=dice.choice((0, 1, 2)),
             dispatcher=dice.choice(_DISPATCHERS),
         )
-        if pp == 1 and schedule in ("gpipe", "interleaved"):
-            continue
-        if layout.sequence_parallel and layout.tp == 1:
-            continue
-        if layout.tp * layout.dp % (layout.ep * (layout.etp or layout.tp)):
-            continue
-        needed = GLOBAL_BATCH if layout.world_size <= 2 else pp if schedule == "interleaved" else 2
-        quick = layout.dp * layout.micro_batch * needed >= GLOBAL_BATCH
-        if layout.world_size <= most_ranks and quick:
-            drawn[layout] = None
-    return list(drawn)
+
+    return _drawn(draw, most_ranks, count, seed, _is_quick, _experts_fit)
 
 
 def variant_layouts(most_ranks: int = 8, count: int = 2400, seed: int = 1) -> list[Layout]:
     """`count` distinct layouts whose layers are of a variant, allowed or not."""
-    dice, drawn = random.Random(seed), dict[Layout, None]()
-    while len(drawn) < count:
+
+    def draw(dice: random.Random) -> Layout:
         schedule, virtual = dice.choice(_SCHEDULES)
         pp = dice.choice((1, 1, 2, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
         shape, cp = dice.choice((*DECODERS, *DECODERS, *ENCODERS)), dice.choice((1, 1, 2))
         experts = dice.choice(("", "", "top2", "shared"))
-        layout = Layout(
+        return Layout(
             tp=dice.choice((1, 2, 4)),
             pp=pp,
             dp=dice.choice((1, 2)),
@@ -265,25 +269,20 @@ def variant_layouts(most_ranks: int = 8, count: int = 2400, seed: int = 1) -> li
             comm=dice.choice(_COMMS) if cp > 1 else "p2p",
             variant=dice.choice(tuple(VARIANTS)[1:]),
         )
-        if pp == 1 and schedule in ("gpipe", "interleaved"):
-            continue
-        if layout.sequence_parallel and layout.tp == 1:
-            continue
-        if layout.world_size <= most_ranks:
-            drawn[layout] = None
-    return list(drawn)
+
+    return _drawn(draw, most_ranks, count, seed)
 
 
 def latent_layouts(most_ranks: int = 8, count: int = 1600, seed: int = 1) -> list[Layout]:
     """`count` distinct layouts with latent attention, and further tokens or not, allowed or not."""
-    dice, drawn = random.Random(seed), dict[Layout, None]()
-    while len(drawn) < count:
+
+    def draw(dice: random.Random) -> Layout:
         schedule, virtual = dice.choice(_SCHEDULES)
         pp = dice.choice((1, 1, 2, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
         experts = dice.choice(("", "", "biased", "shared", "first-come"))
         cp = dice.choice((1, 1, 1, 2))
-        layout = Layout(
+        return Layout(
             tp=dice.choice((1, 1, 2, 4)),
             pp=pp,
             dp=dice.choice((1, 2)),
@@ -304,25 +303,20 @@ def latent_layouts(most_ranks: int = 8, count: int = 1600, seed: int = 1) -> lis
             comm="p2p" if cp == 1 else dice.choice(_COMMS),
             attends=dice.choice(("", "", "window")),
         )
-        if pp == 1 and schedule in ("gpipe", "interleaved"):
-            continue
-        if layout.sequence_parallel and layout.tp == 1:
-            continue
-        if layout.world_size <= most_ranks:
-            drawn[layout] = None
-    return list(drawn)
+
+    return _drawn(draw, most_ranks, count, seed)
 
 
 def hybrid_layouts(most_ranks: int = 4, count: int = 1200, seed: int = 1) -> list[Layout]:
     """`count` distinct layouts of hybrid models on at most `most_ranks` ranks, allowed or not."""
-    dice, drawn = random.Random(seed), dict[Layout, None]()
-    while len(drawn) < count:
+
+    def draw(dice: random.Random) -> Layout:
         schedule, virtual = dice.choice(_SCHEDULES)
         pp = dice.choice((1, 1, 2, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
         letters = dice.choice(("M", "M-", "-M*", "MM*-", "ME*"))
         experts = dice.choice(("top2", "shared")) if "E" in letters else ""
-        layout = Layout(
+        return Layout(
             tp=dice.choice((1, 2, 4)),
             pp=pp,
             dp=dice.choice((1, 2)),
@@ -340,15 +334,8 @@ def hybrid_layouts(most_ranks: int = 4, count: int = 1200, seed: int = 1) -> lis
             experts=experts,
             ep=dice.choice((1, 2)) if experts else 1,
         )
-        if pp == 1 and schedule in ("gpipe", "interleaved"):
-            continue
-        if layout.sequence_parallel and layout.tp == 1:
-            continue
-        if layout.tp * layout.dp % (layout.ep * layout.tp):
-            continue
-        if layout.world_size <= most_ranks:
-            drawn[layout] = None
-    return list(drawn)
+
+    return _drawn(draw, most_ranks, count, seed, _experts_fit)
 
 
 def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
