@@ -21,7 +21,7 @@ from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.norm import Norm
 from megazero.layers.sums import Sums
-from megazero.layers.transformer import Forward, TransformerLayer, use_forward
+from megazero.layers.transformer import Forward, layers_of, use_forward
 
 
 def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
@@ -39,7 +39,7 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
     Raises:
         ConfigError: a tool that the compiler needs is not installed.
     """
-    layers = [block for block in blocks if isinstance(block, TransformerLayer)]
+    layers = layers_of(blocks)
     if backend == "inductor" and layers:
         _check_tools(layers[0].placement.device)
     for layer in layers:

@@ -24,7 +24,7 @@ from megazero.config.tree.precision import PrecisionConfig
 from megazero.layers.collectives import gather_rows, reduce_scatter_rows
 from megazero.layers.inputs import Deferred
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megazero.layers.transformer import TransformerLayer
+from megazero.layers.transformer import layers_of
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.solo_group import SoloGroup
@@ -353,19 +353,21 @@ def use_fp8(
     Args:
         blocks: the blocks of a chunk; embedding and head stay as they are.
         config: the recipe, and which layers at both ends of the model are left out.
-        layers: the number of layers of the whole model.
+        layers: the number of layers of the whole model; those of further tokens are never left out.
         device: the scales' device; parameters may still be on the meta device.
         keeps: whether codes of weights may be kept during a step, a byte or two for each element.
 
     Returns:
         The scales, which an `Fp8State` keeps.
     """
+    if config.fp8_format == "none":
+        return []
     recipe, left_out = Fp8Recipe.of(config), config.layers_in_16_bits(layers)
     scalings = []
-    for block in blocks:
-        if not isinstance(block, TransformerLayer) or block.layer in left_out:
+    for layer in layers_of(blocks):
+        if layer.layer in left_out:
             continue
-        for module in block.modules():
+        for module in layer.modules():
             if isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
                 sliced_gradient = isinstance(module, ColumnParallelLinear)
                 name = spec_of(module.weight).name.removesuffix(".weight")

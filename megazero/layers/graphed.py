@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.sums import Sums
-from megazero.layers.transformer import Forward, TransformerLayer, use_forward
+from megazero.layers.transformer import Forward, TransformerLayer, layers_of, use_forward
 from megazero.ops.autograd import Gradients, apply
 
 Work = Callable[[], Sequence[Tensor | None]]
@@ -63,9 +63,8 @@ def graph_layers(blocks: Iterable[nn.Module], graphs: Graphs, warm_calls: int = 
         graphs: the recorder.
         warm_calls: the number of calls of a layer before its capture.
     """
-    for block in blocks:
-        if isinstance(block, TransformerLayer):
-            use_forward(block, _GraphedForward(block, graphs, warm_calls))
+    for layer in layers_of(blocks):
+        use_forward(layer, _GraphedForward(layer, graphs, warm_calls))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,9 @@ def activated(inner: Tensor, config: TransformerConfig) -> Tensor:
     activation, offset = config.activation, config.glu_linear_offset
     clamp = config.activation_func_clamp_value
     if activation == "relu":
-        return torch.relu(inner)
+        return torch.threshold(
+            inner, 0.0, 0.0
+        )  # which saves what it is given, and not its result, as relu does
     if activation in ("swiglu", "geglu", "quick_geglu"):
         halves = inner.unflatten(-1, (2, inner.shape[-1] // 2))
         if activation == "swiglu" and not offset and clamp is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -121,6 +121,11 @@ class TransformerLayer(nn.Module):
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
         return inputs.layer_dropout(self.dropout, self.layer, site)
+
+
+def layers_of(blocks: Iterable[nn.Module]) -> list[TransformerLayer]:
+    """The layers among some blocks of a chunk, those of further tokens too."""
+    return [m for block in blocks for m in block.modules() if isinstance(m, TransformerLayer)]
 
 
 def use_forward(layer: nn.Module, forward: Forward) -> None:

@@ -22,10 +22,9 @@ def assignment(logits: Tensor, tokens: Tokens) -> Tensor:
         logits: float32 [n, E].
         tokens: this rank's share.
     """
-    every = tokens.everywhere()
-    order = every.number.argsort(stable=True)
+    order = tokens.whole(tokens.number).argsort(stable=True)
     whole = tokens.whole(logits)[order]
-    real = None if every.real is None else every.real[order]
+    real = None if tokens.real is None else tokens.whole(tokens.real)[order]
     balanced = sinkhorn(whole, real)
     return tokens.own(torch.empty_like(balanced).index_copy_(0, order, balanced))
 

@@ -51,7 +51,8 @@ _EMBEDDING_AND_HEAD = ("embedding.word.weight", "head.weight")
 def _second_group(units: Sequence[Unit]) -> dict[int, int]:
     """The parameter groups, by ``id``, of the word embedding and the output head, as Megatron-LM has them."""
     params = (param for unit in units for param in unit.params)
-    return {id(param): 1 for param in params if spec_of(param).name in _EMBEDDING_AND_HEAD}
+    specs = ((param, spec_of(param)) for param in params)  # a copy on another stage has a name of its own
+    return {id(p): 1 for p, spec in specs if (spec.tied_with or spec.name) in _EMBEDDING_AND_HEAD}
 
 
 def build_engine(

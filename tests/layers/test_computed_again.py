@@ -79,6 +79,8 @@ def test_an_mlp_keeps_its_input_alone():
 
 def test_experts_forget_their_activations():
     assert saved(MIXED, "moe_act") == CHOICES * INNER
+    plain, relu = (MIXED.model_copy(update={"activation": name}) for name in ("gelu", "relu"))
+    assert saved(relu, "moe_act") == saved(plain, "moe_act") > 0
     assert saved(MIXED, "shared_experts") == 3 * INNER
 
 

@@ -490,8 +490,8 @@ class Layout:
             optimizer=OptimizerConfig(
                 optimizer=self.optimizer,
                 lr=1e-2,
-                # Two of the shapes train their embedding and head at a rate of their own.
-                decoupled_lr=2e-2 if self.shape in ("llama", "bert") else None,
+                # Some of the shapes train their embedding and head at a rate of their own.
+                decoupled_lr={"llama": 2e-2, "bert": 2e-2, "deepseek": 5e-3}.get(self.shape),
                 clip_grad=0.5,
                 lr_warmup_iters=2,
                 weight_decay=0.1,

@@ -35,6 +35,7 @@ _ALONE: MappingProxyType[str, tuple[Any, ...]] = MappingProxyType(
         "skipping.random_ltd": (False,),
         "skipping.progressive_layer_drop": (False,),
         "acceleration.compile": (False,),
+        "profiling.flops_profiler": (False,),
         "acceleration.cuda_graph": (False,),
         "precision.fp8_format": ("none",),
         "optimizer.optimizer": (*ELEMENTWISE_NAMES, "lamb", "muon"),

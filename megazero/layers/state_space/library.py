@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,8 +19,12 @@ _CHUNK = 128
 
 def scan_of(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
     """The scan that computes on a device, with the arguments of `selective_scan`."""
-    installed = device.type == "cuda" and importlib.util.find_spec("mamba_ssm") is not None
-    return library_scan if installed else selective_scan
+    return library_scan if device.type == "cuda" and _is_installed() else selective_scan
+
+
+@cache
+def _is_installed() -> bool:
+    return importlib.util.find_spec("mamba_ssm") is not None
 
 
 def scan_remarks(model: ModelConfig, device: torch.device) -> Iterator[str]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from megazero.config.tree.model import ModelConfig
+from megazero.layers.computed_again import computed_again
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, residual_std
 from megazero.layers.placement import Placement
@@ -15,7 +14,6 @@ from megazero.layers.state_space.convolution import WIDTH, causal_convolution
 from megazero.layers.state_space.initial import LOG_RATES, STEPS, TAPS
 from megazero.layers.state_space.library import scan_of
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
-from megazero.ops.attention import Documents
 from megazero.ops.chunks import compute_dtype
 
 _ONES = InitialValues("ones")
@@ -77,18 +75,17 @@ class Mamba2(nn.Module):
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         made = self.input(x, inputs.deferred)
         made = made.unflatten(-1, self.input.local_shape)  # [s, b, g/tp, 2 r p + 2 n + r]
-        if self.recompute and not inputs.generating:
-            mixed = checkpoint(self._mix, made, inputs, use_reentrant=False, preserve_rng_state=False)
-        else:
-            mixed = self._mix(made, inputs)
+        mixed = computed_again(self.recompute, self._mix, made, inputs)
         result: tuple[Tensor, Tensor | None] = self.output(mixed, inputs.deferred)
         return result
 
     def _mix(self, made: Tensor, inputs: LayerInputs) -> Tensor:
         """From the projection to the context of the wanted rows, [s or r, b, g r p / tp]."""
-        segments = segments_of(inputs.rows.documents)
-        memory = inputs.core.mixer_states if inputs.core is not None else {}
-        before, state = memory.get(self.layer, (None, None))
+        documents = inputs.rows.documents
+        segments = None if documents is None else documents.run_numbers
+        # In training there is none: what asks for the layer's number makes a graph of its own for each.
+        memory = None if inputs.core is None else inputs.core.mixer_states
+        before, state = (None, None) if memory is None else memory.get(self.layer, (None, None))
         gate, mixed, dt = made.split(self.parts, -1)
         wide = compute_dtype(made.dtype)
         taps, bias = self.conv_weight.to(wide), self.conv_bias.to(wide)
@@ -97,16 +94,9 @@ class Mamba2(nn.Module):
         x = x.unflatten(-1, (-1, self.head_dim))
         dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
         y, state = scan_of(x.device)(x, dt, -self.a_log.to(wide).exp(), b, c, state, segments)
-        memory[self.layer] = before, state
+        if memory is not None:
+            memory[self.layer] = before, state
         y = (y + self.skip.to(wide).unsqueeze(-1) * x).flatten(-2)
         gated = inputs.narrow(y * F.silu(gate.to(wide)))
         normed = F.rms_norm(gated, gated.shape[-1:], eps=self.eps) * self.norm_weight
         return normed.flatten(2).to(made.dtype)
-
-
-def segments_of(documents: Documents | None) -> Tensor | None:
-    """int [b, s]: the number, in its row, of the run of equal ids that a position is in; None for one run."""
-    if documents is None:
-        return None
-    ids = documents.ids
-    return torch.cat((torch.zeros_like(ids[:, :1]), (ids[:, 1:] != ids[:, :-1]).to(ids.dtype).cumsum(1)), 1)

@@ -88,6 +88,12 @@ class Documents:
         stop.scatter_(1, order, order.gather(1, to_here) + 1)
         return first.to(torch.int32), stop.to(torch.int32)
 
+    @cached_property
+    def run_numbers(self) -> Tensor:
+        """int [b, t]: the number, in its row, of the run of equal ids that a position is in."""
+        changes = (self.ids[:, 1:] != self.ids[:, :-1]).to(self.ids.dtype).cumsum(1)
+        return torch.cat((torch.zeros_like(self.ids[:, :1]), changes), 1)
+
     def part(self, columns: range) -> Documents:
         """The documents of some columns, the same value whenever it is asked for; of all, this one."""
         if columns == range(self.ids.shape[1]):

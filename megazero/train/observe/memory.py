@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megazero.layers.input_offload import Shelf
-from megazero.models.trunk import Trunk
+from megazero.layers.recompute import InputKeeping
 from megazero.pipeline.sharding import Sharding
 from megazero.train.step.engine import Engine
 from megazero.zero.store.store import HELD, Sizes, Store
@@ -52,8 +52,10 @@ class MemoryMeter:
     def of(cls, engine: Engine) -> MemoryMeter:
         """A meter for an engine's store, sharding and chunks."""
         modules = (m for chunk in engine.executor.chunks.values() for m in _modules(chunk))
-        trunks = (m for m in modules if isinstance(m, Trunk))
-        shelves = [trunk.keeping.shelf for trunk in trunks if trunk.keeping.shelf is not None]
+        keepings = (
+            keeping for m in modules if isinstance(keeping := getattr(m, "keeping", None), InputKeeping)
+        )
+        shelves = [keeping.shelf for keeping in keepings if keeping.shelf is not None]
         return cls(engine.optimizer.store, engine.executor.sharding, engine.context.device, shelves)
 
     @contextmanager

@@ -59,11 +59,14 @@ def stand_in(
 
 @pytest.fixture
 def installed(monkeypatch):
+    library._is_installed.cache_clear()
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "mamba_ssm.ops.triton.ssd_combined"):
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
     module.mamba_chunk_scan_combined = stand_in
+    yield
+    library._is_installed.cache_clear()
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "documents"])
@@ -81,6 +84,7 @@ def test_it_is_chosen_on_a_gpu_where_it_is_installed(installed, monkeypatch):
     assert scan_of(CUDA) is library_scan
     assert scan_of(CPU) is selective_scan
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
+    library._is_installed.cache_clear()
     assert scan_of(CUDA) is selective_scan
 
 

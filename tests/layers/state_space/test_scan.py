@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.layers.state_space.convolution import WIDTH, causal_convolution
-from megazero.layers.state_space.mixer import segments_of
 from megazero.layers.state_space.scan import selective_scan
 from megazero.ops.attention import Documents
 
@@ -135,7 +134,6 @@ def test_a_convolution_sees_its_document_alone():
 def test_segments_are_numbered_by_where_ids_change():
     ids = torch.tensor([[4, 4, 2, 2, -1], [7, 7, 7, 7, 7], [1, 2, 1, 1, 2]])
     expected = [[0, 0, 1, 1, 2], [0, 0, 0, 0, 0], [0, 1, 2, 2, 3]]
-    numbers = segments_of(Documents(ids))
-    assert numbers is not None
-    assert numbers.tolist() == expected
-    assert segments_of(None) is None
+    documents = Documents(ids)
+    assert documents.run_numbers.tolist() == expected
+    assert documents.run_numbers is documents.run_numbers  # once for all layers

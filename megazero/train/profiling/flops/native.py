@@ -271,8 +271,8 @@ class AttentionShapes:
             return
         if isinstance(module, SelfAttention):
             projection = module.qkv
-            groups, per_group, width = projection.local_shape
-            channels = groups * (per_group - 2) * 2 * width
+            groups, _, width = projection.local_shape
+            channels = groups * module.heads[0] * 2 * width  # queries of a group, without their gates
         else:
             projection = module.query
             heads, width = projection.local_shape
