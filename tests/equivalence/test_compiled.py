@@ -72,6 +72,12 @@ def test_all_layers_share_one_graph_without_breaks():
     assert not counters["graph_break"]
 
 
+def test_layers_of_a_kind_share_a_graph_in_a_hybrid_model():
+    losses_of(Layout(letters="M", layers=10, compiled="eager", samples=2).config())
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+
+
 def test_a_compiler_that_is_missing_is_named(monkeypatch):
     chunk = next(iter(engine_of(Layout()).executor.chunks.values()))
     monkeypatch.setattr("shutil.which", lambda name: None)
