@@ -15,7 +15,7 @@ import pytest
 from tests.durations import ROOT, read_durations
 
 SECONDS = 1.0
-MARKED = re.compile(r"\bmark\.fast\b")
+MARKED = re.compile(r"\bmark\.fast\b|\bSWEEP\.parametrize\b")
 
 
 class FastTier:

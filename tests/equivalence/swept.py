@@ -10,6 +10,6 @@ def swept(many: bool) -> list[Layout]:
     """All that the default suite trains, or those of `--slow`."""
     return [
         layout
-        for sweep in (test_layouts, test_encoder_layouts, test_expert_layouts)
-        for layout in sweep.selection(sweep.MANY if many else sweep.FEW)
+        for sweep in (test_layouts.SWEEP, test_encoder_layouts.SWEEP, test_expert_layouts.SWEEP)
+        for layout in sweep.selection(sweep.many if many else sweep.few)
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,20 +16,16 @@ _MODULE = "mamba_ssm.ops.triton.ssd_combined"
 _CHUNK = 128
 
 
-def scan_of(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The scan that computes on a device, with the arguments of `selective_scan`."""
-    return library_scan if device.type == "cuda" and _is_installed() else selective_scan
-
-
-@cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("mamba_ssm") is not None
+def cuda_scan() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The scan that computes on a GPU, with the arguments of `selective_scan`."""
+    return selective_scan if importlib.util.find_spec("mamba_ssm") is None else library_scan
 
 
 def scan_remarks(model: ModelConfig, device: torch.device) -> Iterator[str]:
     """A sentence that names the implementation of the scan, for a model that has one."""
     if model.mamba_heads is not None:
-        name = "mamba-ssm" if scan_of(device) is library_scan else "products of matrices"
+        library = device.type == "cuda" and cuda_scan() is library_scan
+        name = "mamba-ssm" if library else "products of matrices"
         yield f"state-space scan: {name} on {device.type}"
 
 

@@ -12,7 +12,8 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, resi
 from megazero.layers.placement import Placement
 from megazero.layers.state_space.convolution import WIDTH, causal_convolution
 from megazero.layers.state_space.initial import LOG_RATES, STEPS, TAPS
-from megazero.layers.state_space.library import scan_of
+from megazero.layers.state_space.library import cuda_scan
+from megazero.layers.state_space.scan import selective_scan
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.chunks import compute_dtype
 
@@ -37,6 +38,7 @@ class Mamba2(nn.Module):
         super().__init__()
         assert config.mamba_heads is not None, "the pattern has such a layer"
         self.layer, self.recompute, self.eps = layer, recompute, config.norm_epsilon
+        self.cuda_scan = cuda_scan()
         name, groups, n = f"layers.{layer}.mamba", config.mamba_num_groups, config.mamba_state_dim
         heads = config.mamba_heads // groups
         width = heads * config.mamba_head_dim
@@ -93,7 +95,8 @@ class Mamba2(nn.Module):
         x, b, c = F.silu(mixed).split(self.mixed, -1)
         x = x.unflatten(-1, (-1, self.head_dim))
         dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
-        y, state = scan_of(x.device)(x, dt, -self.a_log.to(wide).exp(), b, c, state, segments)
+        scan = self.cuda_scan if x.is_cuda else selective_scan
+        y, state = scan(x, dt, -self.a_log.to(wide).exp(), b, c, state, segments)
         if memory is not None:
             memory[self.layer] = before, state
         y = (y + self.skip.to(wide).unsqueeze(-1) * x).flatten(-2)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.state_space import library
-from megazero.layers.state_space.library import library_scan, scan_of, scan_remarks
+from megazero.layers.state_space.library import cuda_scan, library_scan, scan_remarks
 from megazero.layers.state_space.scan import selective_scan
 from tests.layers.state_space.test_scan import G, R, inputs, segments
 
@@ -59,14 +59,11 @@ def stand_in(
 
 @pytest.fixture
 def installed(monkeypatch):
-    library._is_installed.cache_clear()
     for name in ("mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton", "mamba_ssm.ops.triton.ssd_combined"):
         module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         monkeypatch.setitem(sys.modules, name, module)
     module.mamba_chunk_scan_combined = stand_in
-    yield
-    library._is_installed.cache_clear()
 
 
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "documents"])
@@ -81,11 +78,9 @@ def test_it_computes_what_ours_does(installed, cut):
 
 
 def test_it_is_chosen_on_a_gpu_where_it_is_installed(installed, monkeypatch):
-    assert scan_of(CUDA) is library_scan
-    assert scan_of(CPU) is selective_scan
+    assert cuda_scan() is library_scan
     monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
-    library._is_installed.cache_clear()
-    assert scan_of(CUDA) is selective_scan
+    assert cuda_scan() is selective_scan
 
 
 def test_the_choice_is_shown(installed):
