@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.commands.training_words import positive, training_words
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.config.shown import shown_config
@@ -20,6 +20,7 @@ from megazero.errors import ConfigError, exit_status
 from megazero.mpu.cores import usable_cores
 from megazero.plan.autotuning import Autotuning
 from megazero.plan.device import Device, known_devices
+from megazero.plan.kept import KeptPlans
 from megazero.plan.layout import Layout
 from megazero.plan.measured import measured_seconds
 from megazero.plan.tuning import Planned, Search, best, explore, reasons
@@ -42,19 +43,19 @@ def build_tune_parser() -> argparse.ArgumentParser:
         epilog=f"The exit status is 0 if a layout fits, and {DOES_NOT_FIT} if none does.",
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file of a training's settings")
-    parser.add_argument("--gpus", "--nproc", type=int, required=True, help="ranks of the training")
+    parser.add_argument("--gpus", "--nproc", type=positive, required=True, help="ranks of the training")
     parser.add_argument(
         "--device", default="h100", help=f"{', '.join(known_devices())}, or a file (default: h100)"
     )
     parser.add_argument(
-        "--gpus-per-node", type=int, help="ranks on each node (default: as the device's nodes have)"
+        "--gpus-per-node", type=positive, help="ranks on each node (default: as the device's nodes have)"
     )
     parser.add_argument(
-        "--plans", type=_positive, help=f"the most layouts that are planned (default: {_PLANS})"
+        "--plans", type=positive, help=f"the most layouts that are planned (default: {_PLANS})"
     )
     parser.add_argument(
         "--measure",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="train the best N for a few steps on this machine, and compare with the plan",
     )
@@ -75,32 +76,25 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
-    if flags.config is None and training is None:
-        raise ConfigError(
-            "`CONFIG` must be a YAML file of a training, or its flags must follow after `--`, but both are "
-            "left out; give one of them"
-        )
-    words = [*([] if flags.config is None else ["--config", flags.config]), *(training or ())]
+    words = training_words(flags.config, training)
     device, json_file = Device.load(flags.device), scan(words).deepspeed_config
     bounds = Autotuning() if json_file is None else Autotuning.read(json_file)
     if bounds.rest is not None:
-        words = [word.replace(str(json_file), bounds.rest) for word in words]
+        words = [_with_json(word, str(json_file), bounds.rest) for word in words]
     if bounds.unheard:
         print(f"without effect on a search on paper: autotuning.{', autotuning.'.join(bounds.unheard)}")
     given = parse_config(words, world_size=flags.gpus).config
     per_node = flags.gpus_per_node or device.inside_node.ranks
     search = Search(given, flags.gpus, device, per_node, bounds.space)
     output = flags.output or (None if bounds.folder is None else Path(bounds.folder))
-    log = None if output is None else _log(output)
-    if bounds.anew and log is not None:
-        log.unlink(missing_ok=True)
+    kept = None if output is None else _kept(output, search, anew=bounds.anew)
     plans = flags.plans or bounds.plans or _PLANS
     print(f"{sum(1 for _ in search.candidates()):,} layouts; at most {plans:,} are planned", flush=True)
-    results = _results(search, plans, bounds.patience, log)
+    results = _results(search, plans, bounds.patience, kept)
     if not any(result.fits for result in results) and not search.space.offload:
         print("none fits with its optimizer on the device; now with masters and moments on the host")
         search = replace(search, space=replace(search.space, offload=True))
-        results += _results(search, plans, bounds.patience, log)
+        results += _results(search, plans, bounds.patience, kept)
     chosen = best(results, max(_SHOWN, flags.measure or 0))
     if not chosen:
         raise ConfigError(
@@ -115,23 +109,20 @@ def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
     return 0 if chosen[0].fits else DOES_NOT_FIT
 
 
-def _results(search: Search, most: int, patience: int | None, log: Path | None) -> list[Planned]:
-    """Results, up to the one after which so many were not better; those of an earlier search are read."""
-    known = {} if log is None or not log.exists() else _read(log)
+def _results(search: Search, most: int, patience: int | None, kept: KeptPlans | None) -> list[Planned]:
+    """Results, up to the one after which so many were not better; those that are kept are not made again."""
+    known = {} if kept is None else kept.known
     results: list[Planned] = []
     quickest, since = math.inf, 0
     torch.set_num_threads(1)
     with multiprocessing.get_context("fork").Pool(usable_cores()) as pool:
 
         def plan(layouts: Sequence[Layout]) -> Iterator[Planned]:
-            yield from (known[layout] for layout in layouts if layout in known)
             missing = [(search, layout) for layout in layouts if layout not in known]
-            for result in pool.imap(_plan, missing):
-                if result is None:
-                    continue
-                if log is not None:
-                    with log.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(result.document()) + "\n")
+            yield from [known[layout] for layout in layouts if layout in known]
+            for result in filter(None, pool.imap(_plan, missing)):
+                if kept is not None:
+                    kept.add(result)
                 yield result
 
         for result in explore(search, plan, most):
@@ -214,25 +205,17 @@ def _write(search: Search, chosen: Sequence[Planned], folder: Path) -> None:
     print(f"written: {folder}/01.yaml to {len(chosen):02}.yaml, {folder}/plans.jsonl")
 
 
-def _log(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"`--output` must be a folder that can be written to, but: {error}") from error
-    return folder / "plans.jsonl"
+def _kept(folder: Path, search: Search, *, anew: bool) -> KeptPlans:
+    path = folder / "plans.jsonl"
+    if anew:
+        path.unlink(missing_ok=True)
+    kept = KeptPlans(path, search)
+    if kept.others:
+        print(f"{path} keeps {kept.others:,} plans of other jobs or devices, which this search does not use")
+    return kept
 
 
-def _read(log: Path) -> dict[Layout, Planned]:
-    """Results of an earlier search; a last line that was cut off is left out."""
-    results = []
-    for line in log.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            results.append(Planned.read(json.loads(line)))
-    return {result.layout: result for result in results}
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
-    return number
+def _with_json(word: str, path: str, content: str) -> str:
+    """A word of a command line with a file's content for its path, if it is the path or a flag with it."""
+    flag, sign, value = word.rpartition("=")
+    return f"{flag}{sign}{content}" if value == path else word

@@ -66,7 +66,15 @@ class Autotuning:
         )
         sizes = document.get(_MICRO_BATCH, "auto")
         given = sizes if isinstance(sizes, list) else [sizes] if _is_count(sizes) else _powers(most)
+        for size in given:
+            if not _is_count(size):
+                raise ConfigError(f"`{_MICRO_BATCH}` must be a list of positive integers, but has {size!r}")
         kept = tuple(size for size in given if least <= size <= most)
+        if not kept:
+            raise ConfigError(
+                f"`autotuning.{_BOUNDS[0]}` and `autotuning.{_BOUNDS[1]}` must leave a micro-batch, but "
+                f"none of {', '.join(map(str, given))} is from {least} to {most}; widen them"
+            )
         space = Space(kept, tensor=section.get("mp_size"))
         rest = {key: value for key, value in document.items() if key != "autotuning"}
         if isinstance(sizes, list):

@@ -1,8 +1,7 @@
 """The layouts that a job could have, and the best of them on paper.
 
 Candidates come from the sizes that divide, are judged by the project's own rules, and are ordered by a bound
-that takes microseconds: FLOPs at the device's rate, the bubble, and bytes at rest. The most promising are
-planned.
+that takes microseconds: FLOPs at the device's rate and the bubble. Those around the best so far are planned.
 """
 
 from __future__ import annotations
@@ -28,9 +27,6 @@ SIZES = (1, 2, 4, 8, 16)
 _STATE = 12  # bytes of a parameter's master and moments
 _OVERHEAD = MappingProxyType({"none": 1.0, "selective": 1.0, "full": 4 / 3})
 _LIKE = 24  # layouts like a given one that are planned
-
-
-Plans = Callable[[Sequence["Layout"]], Iterable["Planned"]]
 
 
 @dataclass(frozen=True)
@@ -217,7 +213,9 @@ class Search:
         return held * (weights + (0 if layout.savings.offload else gradients) + state)
 
 
-def explore(search: Search, plan: Plans, most: int) -> Iterator[Planned]:
+def explore(
+    search: Search, plan: Callable[[Sequence[Layout]], Iterable[Planned]], most: int
+) -> Iterator[Planned]:
     """Plan layouts, at most so many: one of each number of slices and stages, then those around the best.
 
     The first of each are those with the lowest bound. Then those are planned that differ in one setting from
@@ -234,24 +232,22 @@ def explore(search: Search, plan: Plans, most: int) -> Iterator[Planned]:
         firsts.setdefault((layout.slices.tensor, layout.stages.count), layout)
     batch, tried, results = list(firsts.values()), set[Layout](), list[Planned]()
     around: set[Layout] = set()
+
+    def beside(middle: Layout, quickest: Planned) -> list[Layout]:
+        """Layouts that are new, differ in one setting, and may be quicker than the quickest."""
+        around.add(middle)
+        alike = [own for own in bounds if own not in tried and own.distance(middle) == 1]
+        return [own for own in alike if bounds[own] < quickest.seconds or not quickest.fits]
+
     while batch and len(tried) < most:
         batch = batch[: most - len(tried)]
         tried.update(batch)
         for result in plan(batch):
             results.append(result)
             yield result
-        batch = []
-        for middle in best(results, len(results)):
-            quickest = best(results, 1)[0]
-            if middle.layout not in around and not batch:
-                around.add(middle.layout)
-                batch = [
-                    layout
-                    for layout, bound in bounds.items()
-                    if layout not in tried
-                    and layout.distance(middle.layout) == 1
-                    and (bound < quickest.seconds or not quickest.fits)
-                ]
+        ranked = best(results, len(results))
+        middles = (result.layout for result in ranked if result.layout not in around)
+        batch = next(filter(None, (beside(middle, ranked[0]) for middle in middles)), [])
 
 
 def best(results: Iterable[Planned], count: int) -> list[Planned]:

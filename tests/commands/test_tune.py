@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 
-from megazero.commands.tune import _results, main
+from megazero.commands.tune import _results, _with_json, main
 from megazero.config.resolve import parse_config
+from megazero.errors import ConfigError
 from megazero.plan.device import Device
+from megazero.plan.kept import KeptPlans
 from megazero.plan.layout import Layout, Savings, Slices, Stages
 from megazero.plan.tuning import Planned, Search, best, explore
 
@@ -151,14 +154,39 @@ def test_the_section_of_a_json_bounds_the_search(tmp_path, capsys):
     [
         ({"mp_size": 0}, "`autotuning.mp_size` must be a positive integer, but is 0"),
         ({"metric": "beauty"}, "`autotuning.metric` must be throughput, latency or FLOPS_per_gpu"),
+        (
+            {"min_train_micro_batch_size_per_gpu": 3},
+            "`autotuning.min_train_micro_batch_size_per_gpu` and "
+            "`autotuning.max_train_micro_batch_size_per_gpu` must leave a micro-batch, but "
+            "none of 1, 2 is from 3 to 16; widen them",
+        ),
     ],
 )
 def test_a_section_with_wrong_values_is_refused(section, said, tmp_path, capsys):
     path = tmp_path / "f.json"
-    path.write_text(json.dumps({"autotuning": {"enabled": True, **section}}))
+    document = {"train_micro_batch_size_per_gpu": [1, 2], "autotuning": {"enabled": True, **section}}
+    path.write_text(json.dumps(document))
     flags = f"{GPT} --deepspeed --deepspeed_config {path}"
     assert main(["--gpus", "4", "--", *flags.split()]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [0, "2", True])
+def test_a_list_with_what_is_no_size_is_refused(size, tmp_path, capsys):
+    path = tmp_path / "f.json"
+    path.write_text(
+        json.dumps({"train_micro_batch_size_per_gpu": [1, size], "autotuning": {"enabled": True}})
+    )
+    assert main(["--gpus", "4", "--", *f"{GPT} --deepspeed --deepspeed_config {path}".split()]) == 2
+    said = f"`train_micro_batch_size_per_gpu` must be a list of positive integers, but has {size!r}"
+    assert said in capsys.readouterr().err
+
+
+def test_a_path_gives_way_to_its_content_only_where_it_is_the_json():
+    words = ["--deepspeed_config", "f", "--deepspeed_config=f", "--save=f/f", "fold", "--load"]
+    assert [_with_json(word, "f", "e30=") for word in words] == [
+        *("--deepspeed_config", "e30=", "--deepspeed_config=e30=", "--save=f/f", "fold", "--load")
+    ]
 
 
 def test_a_search_ends_after_plans_in_a_row_that_are_not_better(monkeypatch):
@@ -228,6 +256,37 @@ def test_a_search_goes_on_from_its_log_and_writes_what_it_finds(tmp_path, capsys
     assert given.parallel.tensor_model_parallel_size == best_first["layout"]["slices"]["tensor"]
 
 
+def test_plans_of_another_job_or_device_are_not_used_and_stay(tmp_path):
+    path, job = tmp_path / "plans.jsonl", search()
+    plan = Planned(layout(), 5, True, 2.0, 0.25, 0.5, 3.0)
+    KeptPlans(path, job).add(plan)
+    assert KeptPlans(path, job).known == {plan.layout: plan}
+    for other in (
+        search("--weight-decay 0.2"),
+        search(ranks=8),
+        search(device="h100"),
+        replace(job, per_node=4),
+    ):
+        kept = KeptPlans(path, other)
+        assert (kept.known, kept.others) == ({}, 1)
+    kept.add(replace(plan, seconds=3.0))
+    assert KeptPlans(path, job).known == {plan.layout: plan}
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", '{"job": 1', '{"job": "x"', "7"])
+def test_a_line_that_is_no_plan_is_named(line, tmp_path):
+    path = tmp_path / "plans.jsonl"
+    KeptPlans(path, search()).add(Planned(layout(), 5, True, 2.0, 0.25, 0.5, 3.0))
+    path.write_text(path.read_text() + f"{line}\n")
+    with pytest.raises(ConfigError, match="in each line, but line 2 is none; move the file away"):
+        KeptPlans(path, search())
+
+
+def test_what_is_no_file_of_plans_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="must be a file of plans that can be read and written, but"):
+        KeptPlans(tmp_path, search())
+
+
 def test_where_nothing_fits_the_status_and_a_line_say_so(capsys):
     flags = GPT.replace(
         "--num-layers 4 --hidden-size 256", "--num-layers 2 --hidden-size 32768 --ffn-hidden-size 500000"
@@ -254,6 +313,10 @@ def test_where_nothing_fits_the_status_and_a_line_say_so(capsys):
     ("own", "said"),
     [
         (["--gpus", "4"], "`CONFIG` must be a YAML file of a training"),
+        (
+            ["--gpus", "4", "--output", __file__, "--", *GPT.split()],
+            "must be a file of plans that can be read",
+        ),
         (["--gpus", "4", "--device", "abacus", "--", *GPT.split()], "`--device` must be one of"),
     ],
 )

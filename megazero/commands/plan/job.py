@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from megazero.commands.training_words import positive, training_words
 from megazero.config.resolve import BrokenRules, parse_config
 from megazero.errors import ConfigError
 from megazero.pipeline.render import chrome_trace, draw
@@ -33,14 +34,14 @@ def build_job_parser() -> argparse.ArgumentParser:
         "--help` and `megazero plan communicators --help` say more of these parts of a plan.",
     )
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file of a training's settings")
-    parser.add_argument("--nproc", type=_positive, required=True, help="ranks of the training")
+    parser.add_argument("--nproc", type=positive, required=True, help="ranks of the training")
     parser.add_argument(
         "--device",
         default="h100",
         help=f"{', '.join(known_devices())}, or a file that `megazero profile` wrote (default: h100)",
     )
     parser.add_argument(
-        "--gpus-per-node", type=_positive, help="ranks on each node (default: as the device's nodes have)"
+        "--gpus-per-node", type=positive, help="ranks on each node (default: as the device's nodes have)"
     )
     parser.add_argument(
         "--output",
@@ -53,12 +54,7 @@ def build_job_parser() -> argparse.ArgumentParser:
 def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     """Plan a training, print the report, and write files if a folder is given; returns the exit status."""
     flags = build_job_parser().parse_args(own)
-    if flags.config is None and training is None:
-        raise ConfigError(
-            "`CONFIG` must be a YAML file of a training, or its flags must follow after `--`, but both are "
-            "left out; give one of them"
-        )
-    words = [*([] if flags.config is None else ["--config", flags.config]), *(training or ())]
+    words = training_words(flags.config, training)
     device = Device.load(flags.device)
     per_node = flags.gpus_per_node or device.inside_node.ranks
     try:
@@ -126,10 +122,3 @@ def write(report: Report, folder: Path) -> None:
     except OSError as error:
         raise ConfigError(f"`--output` must be a folder that can be written to, but: {error}") from error
     print(f"written: {', '.join(str(folder / name) for name in writers)}")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, but is {number}")
-    return number
