@@ -19,11 +19,13 @@ class Slices:
         tensor: ranks that hold slices of it.
         sequence: whether they share the rows between its products, too.
         expert: ranks that share the experts; 1 without any.
+        context: ranks that share each sequence.
     """
 
     tensor: int = 1
     sequence: bool = False
     expert: int = 1
+    context: int = 1
 
 
 @dataclass(frozen=True, order=True)
@@ -80,6 +82,7 @@ class Layout:
             parallel.tensor_model_parallel_size,
             parallel.sequence_parallel,
             parallel.expert_model_parallel_size,
+            parallel.context_parallel_size,
         )
         usual = parallel.pipeline_schedule in ("1f1b", "interleaved")
         schedule = "auto" if usual else parallel.pipeline_schedule
@@ -91,7 +94,7 @@ class Layout:
         """The job in this layout."""
         slices, stages, savings = self.slices, self.stages, self.savings
         chunk = config.model.num_layers // stages.count // stages.virtual if stages.virtual > 1 else None
-        parallel = {
+        parallel: dict[str, Any] = {
             "tensor_model_parallel_size": slices.tensor,
             "pipeline_model_parallel_size": stages.count,
             "num_layers_per_virtual_pipeline_stage": chunk if stages.schedule == "auto" else None,
@@ -101,6 +104,13 @@ class Layout:
             "expert_model_parallel_size": slices.expert,
             "sequence_parallel": slices.sequence,
         }
+        if slices.context != config.parallel.context_parallel_size:
+            flat = tuple("p2p" if kind == "a2a+p2p" else kind for kind in config.parallel.cp_comm_type)
+            parallel |= {
+                "context_parallel_size": slices.context,
+                "hierarchical_context_parallel_sizes": None,
+                "cp_comm_type": flat,
+            }
         fresh, kept = RecomputeConfig(), ("method", "num_layers", "partition_activations")
         recompute = {"granularity": savings.recompute, **{name: getattr(fresh, name) for name in kept}}
         offload: dict[str, Any] = {}
@@ -133,7 +143,8 @@ class Layout:
 
     def __str__(self) -> str:
         slices, stages, savings = self.slices, self.stages, self.savings
-        sizes = {"T": slices.tensor, "P": stages.count, "V": stages.virtual, "E": slices.expert}
+        sizes = {"T": slices.tensor, "C": slices.context, "P": stages.count, "V": stages.virtual}
+        sizes["E"] = slices.expert
         words = " x ".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1)
         parts = [words or "D alone"]
         parts += [stages.schedule] if stages.schedule != "auto" else []

@@ -26,6 +26,7 @@ SIZES = (1, 2, 4, 8, 16)
 """Samples of a micro-batch."""
 _STATE = 12  # bytes of a parameter's master and moments
 _OVERHEAD = MappingProxyType({"none": 1.0, "selective": 1.0, "full": 4 / 3})
+_ROWS = 4096  # with fewer, ranks that share a sequence would wait for each other
 _LIKE = 24  # layouts like a given one that are planned
 
 
@@ -124,19 +125,26 @@ class Search:
         model, batch = config.model, self._batch
         experts = max(model.experts_by_layer, default=0) or 1
         tensors = _divisors(self.per_node) if self.space.tensor is None else [self.space.tensor]
-        for tensor, pipeline in product(tensors, _divisors(model.num_layers)):
-            shared = tensor * pipeline * config.parallel.context_parallel_size
+        for tensor, context, pipeline in product(tensors, self._contexts(), _divisors(model.num_layers)):
+            shared = tensor * context * pipeline
             if self.ranks % shared or model.num_attention_heads % tensor:
                 continue
             replicas = self.ranks // shared
             sizes = [size for size in self.space.micro_batches if batch % (replicas * size) == 0]
             spread = [e for e in _divisors(experts) if replicas % e == 0]
             stages = list(self._stages(pipeline))
-            parts = product(self._sequence(tensor), spread, stages, self._savings(pipeline, replicas), sizes)
-            for sequence, expert, own, savings, size in parts:
+            savings = self._savings(pipeline, replicas * context)
+            parts = product(self._sequence(tensor), spread, stages, savings, sizes)
+            for sequence, expert, own, saved, size in parts:
                 if own.virtual > 1 and own.schedule == "auto" and batch // replicas // size % pipeline:
                     continue
-                yield Layout(Slices(tensor, sequence, expert), own, savings, size)
+                yield Layout(Slices(tensor, sequence, expert, context), own, saved, size)
+
+    def _contexts(self) -> list[int]:
+        """Ranks that share a sequence: as given, or so many that each has enough rows."""
+        length = self.given.model.seq_length
+        powers = [2**i for i in range(self.ranks.bit_length()) if 2**i * _ROWS <= length]
+        return sorted({1, self.given.parallel.context_parallel_size, *powers})
 
     def _sequence(self, tensor: int) -> tuple[bool, ...]:
         """Whether rows are shared, too: on a GPU it takes no time, and less memory."""
@@ -174,10 +182,10 @@ class Search:
         bounds = []
         for layout in self.candidates():
             stages, savings = layout.stages, layout.savings
-            replicas = self.ranks // (layout.slices.tensor * stages.count)
-            if self._state(model.parameters, layout, replicas) > self.device.allocator_bytes:
+            copies = self.ranks // (layout.slices.tensor * stages.count)  # over which ZeRO slices
+            if self._state(model.parameters, layout, copies) > self.device.allocator_bytes:
                 continue
-            micro_batches = max(1, self._batch // replicas // layout.micro_batch)
+            micro_batches = max(1, self._batch * layout.slices.context // copies // layout.micro_batch)
             work = 3 * model.forward_flops * positions * _OVERHEAD[savings.recompute] / self.ranks / peak
             waiting = 1 / 3 if stages.schedule == "zb-h1" else 0 if stages.schedule == "zb-v" else 1
             bubble = (stages.count - 1) * waiting / (stages.virtual * micro_batches)
@@ -202,21 +210,21 @@ class Search:
     def _batch(self) -> int:
         return int(self.given.batch.final_batch_size or self.ranks)
 
-    def _state(self, parameters: int, layout: Layout, replicas: int) -> float:
+    def _state(self, parameters: int, layout: Layout, copies: int) -> float:
         """Bytes at rest of a rank, if all stages had as much: weights, gradients, and the optimizer's."""
         zero = layout.savings.zero
         held = parameters / (layout.slices.tensor * layout.stages.count)
         width = DTYPES[self.given.precision.dtype].itemsize
-        weights = width / (replicas if zero == 3 else 1)
-        gradients = 4 / (replicas if zero >= 2 else 1)
-        state = 0 if layout.savings.offload else _STATE / (replicas if zero else 1)
+        weights = width / (copies if zero == 3 else 1)
+        gradients = 4 / (copies if zero >= 2 else 1)
+        state = 0 if layout.savings.offload else _STATE / (copies if zero else 1)
         return held * (weights + (0 if layout.savings.offload else gradients) + state)
 
 
 def explore(
     search: Search, plan: Callable[[Sequence[Layout]], Iterable[Planned]], most: int
 ) -> Iterator[Planned]:
-    """Plan layouts, at most so many: one of each number of slices and stages, then those around the best.
+    """Plan layouts, at most so many: one of each number of slices, context ranks and stages, then others.
 
     The first of each are those with the lowest bound. Then those are planned that differ in one setting from
     the best so far, and from the next, without those whose bound is above the best.
@@ -227,9 +235,9 @@ def explore(
         most: the most layouts to plan.
     """
     bounds = {layout: bound for bound, layout in search.ordered() if not search.refused(layout)}
-    firsts: dict[tuple[int, int], Layout] = {}
+    firsts: dict[tuple[int, int, int], Layout] = {}
     for layout in bounds:
-        firsts.setdefault((layout.slices.tensor, layout.stages.count), layout)
+        firsts.setdefault((layout.slices.tensor, layout.slices.context, layout.stages.count), layout)
     batch, tried, results = list(firsts.values()), set[Layout](), list[Planned]()
     around: set[Layout] = set()
 

@@ -53,6 +53,27 @@ def test_on_a_gpu_rows_are_always_shared_and_on_a_cpu_both_ways_are_looked_at():
     assert of_rows("cpu") == {False, True}
 
 
+def test_ranks_share_long_sequences():
+    long, both = search("--seq-length 16384"), search("--context-parallel-size 2", 8)
+    assert {x.slices.context for x in search().candidates()} == {1}
+    assert {x.slices.context for x in both.candidates()} == {1, 2}
+    assert {x.slices.context for x in long.candidates()} == {1, 2, 4}
+    assert all(4 % (x.slices.tensor * x.slices.context * x.stages.count) == 0 for x in long.candidates())
+    small = search("--seq-length 16384 --hidden-size 64 --num-layers 2")
+    shared = [(bound, x) for bound, x in small.ordered() if x.slices.context > 1 and not small.refused(x)]
+    for bound, own in shared[::40]:
+        assert bound <= Planned.of(small, own).seconds
+
+
+def test_blocks_of_context_ranks_stay_where_their_number_does():
+    flags = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+    job = search(f"{flags} --tensor-model-parallel-size 1 --seq-length 16384")
+    same, other = (job.config(Layout(Slices(context=n), Stages(), Savings(), 1)).parallel for n in (4, 2))
+    assert (same.hierarchical_context_parallel_sizes, same.cp_comm_type) == ((2, 2), ("a2a+p2p",))
+    assert (other.hierarchical_context_parallel_sizes, other.cp_comm_type) == (None, ("p2p",))
+    assert str(Layout(Slices(context=2), Stages(), Savings(), 1)) == "C2, ZeRO 1, b 1"
+
+
 def test_rules_judge_candidates():
     assert not search().refused(layout(2, 2, zero=1))
     assert search().refused(layout(4, 1, 2))  # chunks need stages
@@ -75,6 +96,7 @@ def test_a_layout_replaces_the_given_one():
         layout(1, 2, 2, schedule="zb-v", recompute="full"),
         layout(zero=3, micro_batch=2),
         Layout(Slices(2, True), Stages(), Savings(2, "none", True), 2),
+        Layout(Slices(1, context=2), Stages(2), Savings(), 1),
     ],
     ids=str,
 )
