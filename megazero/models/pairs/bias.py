@@ -20,7 +20,8 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, furthe
     """The kind of each distance (the key's place less the query's), int64 of the same shape, below `buckets`.
 
     With `both_ways` half of the kinds are of later keys; otherwise all these are of kind 0. Half of the kinds
-    are single distances, and the others ranges that grow as the logarithm up to `furthest`.
+    are single distances, and the others ranges that grow as the logarithm up to `furthest`. There are at
+    least 4 kinds, and `furthest` is more than half of them.
     """
     first = torch.zeros_like(distances)
     if both_ways:

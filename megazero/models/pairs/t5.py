@@ -262,12 +262,11 @@ class T5(StagedChunk[PairBatch]):
         own = None if keys is None else derive(site_key("decoder"), keys)
         rows = Rows(range(first, first + t), keys=own, spread=spread)
         decoder = replace(encoder, rows=rows, encoded_positions=range(s), store=store)
-        encoded, decoded = range(s) if self.encoder and s else None, None
-        if self.decoder:
-            decoded = range(first, first + t)
-        if self.biases is None or encoded is decoded is None:
+        encodes = range(s) if self.encoder and s else None
+        decodes = range(first, first + t) if self.decoder else None
+        if self.biases is None or (encodes is None and decodes is None):
             return encoder, decoder
-        within, earlier = self.biases(encoded, decoded)
+        within, earlier = self.biases(encodes, decodes)
         if within is not None and batch.mask is not None:
             # Once for all layers: otherwise each would join both, in a tensor of all pairs of rows.
             encoder = replace(encoder, mask=None)
