@@ -19,7 +19,7 @@ from megazero.layers.embedding import Embedding
 from megazero.layers.inputs import AttentionCore, Deferred
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
-from megazero.layers.recompute import recompute_units, run_layers
+from megazero.layers.recompute import Unit, recompute_units, run_layers
 from megazero.layers.rows import Rows
 from megazero.loss import LossTerm
 from megazero.models.chunk import EMBEDDING, HEAD, Block, Slice, StagedChunk, Tie
@@ -137,15 +137,19 @@ class T5(StagedChunk[PairBatch]):
         self.head = self.head_beside(None if self.embedding is None else self.embedding.word)
         self.mark_copied()
 
-    def _units(self) -> tuple[list[tuple[range, bool]], list[tuple[range, bool]]]:
-        """The units of the encoder's layers and of the decoder's, which gets what is left of a number for
-        both.
-        """
-        encoder, decoder, config = len(self.encoder), len(self.decoder), self.recompute
-        first = recompute_units(encoder, config)
-        if config.method == "block":
-            config = config.model_copy(update={"num_layers": max(0, config.num_layers - encoder)})
-        return first, recompute_units(decoder, config)
+    def _units(self) -> tuple[list[Unit], list[Unit]]:
+        """The units of the encoder's layers and of the decoder's: those of all, cut where the stacks meet."""
+        first, both = len(self.encoder), len(self.encoder) + len(self.decoder)
+        units = recompute_units(both, self.recompute)
+
+        def within(stack: range) -> list[Unit]:
+            spans = (
+                (range(max(span.start, stack.start), min(span.stop, stack.stop)), again)
+                for span, again in units
+            )
+            return [(range(s.start - stack.start, s.stop - stack.start), again) for s, again in spans if s]
+
+        return within(range(first)), within(range(first, both))
 
     def _biases(self) -> RelativeBiases | None:
         held = self.held
@@ -273,7 +277,5 @@ class T5(StagedChunk[PairBatch]):
             within = within.masked_fill(~batch.mask, -torch.inf)
         return replace(encoder, bias=within), replace(decoder, bias=earlier)
 
-    def _stack(
-        self, layers: nn.ModuleList, units: list[tuple[range, bool]], x: Tensor, inputs: PairInputs
-    ) -> Tensor:
+    def _stack(self, layers: nn.ModuleList, units: list[Unit], x: Tensor, inputs: PairInputs) -> Tensor:
         return run_layers(list(layers), x, inputs, units, self.keeping)[0] if layers else x

@@ -38,6 +38,7 @@ def chunk_of(parts=None, **recompute) -> T5:
         ("block", 5, [0, 1, 2, 3, 4]),
         ("uniform", 2, [0, 1, 2, 3, 4]),
         ("every", 2, [0, 2, 4]),
+        ("every", 3, [0, 3]),
     ],
 )
 def test_a_number_of_layers_to_recompute_is_of_both_stacks_together(method, number, again):
