@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megazero.config.tree.recompute import RecomputeConfig
+from megazero.layers import norm
 from megazero.layers.initialize import initialize
 from megazero.layers.placement import Placement
 from megazero.models.chunk import Slice
@@ -98,3 +99,17 @@ def test_biases_and_mask_are_joined_once_for_all_layers(monkeypatch):
     assert (first.bias == -torch.inf).equal((~batch.mask).expand(b, 4, s, s))
     assert all(inputs.mask is batch.mask for inputs in decoder)
     assert all(inputs.bias.shape == (1, 4, 16, 16) for inputs in decoder)
+
+
+def test_sums_and_norms_are_computed_in_one_pass(monkeypatch):
+    """The decoder's layers computed each sum by itself, and then its norm."""
+    joint, both = [], norm.add_rms_norm
+
+    def recorded(x, residual, *rest):
+        joint.append(residual is not None)
+        return both(x, residual, *rest)
+
+    monkeypatch.setattr(norm, "add_rms_norm", recorded)
+    chunk = chunk_of()
+    chunk(batch_of(chunk.config))
+    assert joint == [False, True] * len(ENCODER) + [False, True, True] * len(DECODER)
