@@ -69,6 +69,11 @@ def _run(flags: argparse.Namespace) -> None:
         repeated = [prompt for prompt in prompts for _ in range(flags.num_samples)]
         amounts = {"max_new_tokens": flags.max_new_tokens, "batch_size": flags.batch_size}
         if not isinstance(model.any_part, LanguageModel):
+            if flags.prefill_chunk is not None:
+                raise ConfigError(
+                    "`--prefill-chunk` must be left out for a T5, whose encoder sees a prompt whole, but "
+                    f"is {flags.prefill_chunk}; leave it out"
+                )
             given = [""] * len(repeated)
             texts = answer_texts(model, loaded.tokenizer, repeated, sampling=sampling, **amounts)
         else:

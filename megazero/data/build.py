@@ -8,7 +8,6 @@ weights give one epoch each, mixed in proportion to their sizes.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +23,7 @@ from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.index_build import normalized
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
-from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges
+from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges, warn_of_empty
 from megazero.data.t5.builder import T5Builder, pair_datasets
 from megazero.data.t5.dataset import T5Settings
 from megazero.data.t5.vocabulary import SpanVocabulary
@@ -302,12 +301,8 @@ def _build_split(
         )
         sources.append(_Portion(indexed, ids, weight))
     if not any(len(source.units) for source in sources):
-        if _wanted(request, number):
-            warnings.warn(
-                f"the {name} split is empty: split {request.split} gives it none of the "
-                f"{sum(builder.units(s.indexed) for s in sources)} {builder.unit}.",
-                stacklevel=3,
-            )
+        amount = f"{sum(builder.units(s.indexed) for s in sources)} {builder.unit}"
+        warn_of_empty(request.split, number, amount, given=bool(own))
         return None
     for source in sources:
         if not len(source.units):
@@ -317,11 +312,6 @@ def _build_split(
                 "a larger share."
             )
     return _assemble(builder, sources, size, name, epochs)
-
-
-def _wanted(request: DatasetRequest, number: int) -> bool:
-    """Whether the split string gives this split any data."""
-    return bool(request.own_paths[number]) or len(split_ranges(request.split, 1 << 40)[number]) > 0
 
 
 def _assemble(

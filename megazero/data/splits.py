@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import math
 import re
+import warnings
 from itertools import pairwise
 
 from megazero.errors import DataError
@@ -63,3 +64,15 @@ def split_ranges(
         bounds[1:] = [bound - overshoot for bound in bounds[1:]]
     train, valid, test = (range(begin, max(begin, end)) for begin, end in pairwise(bounds))
     return train, valid, test
+
+
+def warn_of_empty(split: str, number: int, amount: str, *, given: bool = False) -> None:
+    """Warn of an empty split, unless its share is 0 and it was `given` no data of its own.
+
+    `amount` is what was divided, as in "100 sequences".
+    """
+    if given or split_ranges(split, 1 << 40)[number]:
+        warnings.warn(
+            f"the {SPLIT_NAMES[number]} split is empty: split {split} gives it none of the {amount}.",
+            stacklevel=4,
+        )

@@ -32,11 +32,6 @@ class KeyValueCache(KeyValueStore):
         self.states: dict[int, tuple[Tensor, ...]] = {}
 
     @property
-    def length(self) -> int:
-        """Number of positions that every layer with keys was given."""
-        return min(self._lengths.values(), default=0)
-
-    @property
     def elements(self) -> int:
         """Number of elements in memory."""
         kept = (*self._buffers.values(), *self._windows.values(), *self.states.values())

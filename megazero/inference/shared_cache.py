@@ -27,11 +27,6 @@ class SharedCache(SharedStore):
         self.states: dict[int, tuple[Tensor, ...]] = {}
 
     @property
-    def length(self) -> int:
-        """Number of positions that every layer was given."""
-        return min(self._lengths.values(), default=0)
-
-    @property
     def elements(self) -> int:
         """Number of elements in this rank's memory."""
         runs = (run for kept in self._kept.values() for run in kept)

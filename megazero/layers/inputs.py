@@ -24,7 +24,10 @@ Unpacked = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Keys [t, b, g, d] and values [t, b, g, e] of two parts that were kept of the same positions."""
 
 PLACES = ("attention", "attention_out", "mlp_out")
-"""The places where a layer draws random numbers: attention probabilities, and the outputs of its halves."""
+"""The places where a layer draws random numbers: attention probabilities, and the outputs of its halves.
+
+A decoder's layers draw at "cross_out" too. These are never compiled, so nobody makes its keys ahead.
+"""
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,12 @@ from megazero.layers.skipping import run_layer
 from megazero.layers.sums import Sums
 from megazero.mpu.group import Group
 
+Unit = tuple[range, bool]
+"""A group of consecutive layers, and whether it is recomputed."""
 
-def recompute_units(num_layers: int, config: RecomputeConfig) -> list[tuple[range, bool]]:
-    """The groups of consecutive layers, as pairs (layers, whether the group is recomputed).
+
+def recompute_units(num_layers: int, config: RecomputeConfig) -> list[Unit]:
+    """The units that some layers make.
 
     ``uniform`` cuts all layers into units of `num_layers`; ``block`` recomputes the first `num_layers` one by
     one and keeps the rest; ``every`` recomputes the first of each `num_layers` and keeps the others.
@@ -107,7 +110,7 @@ def run_layers(
     layers: Sequence[nn.Module],
     x: Tensor,
     inputs: LayerInputs,
-    units: list[tuple[range, bool]],
+    units: list[Unit],
     keeping: InputKeeping | None = None,
     wanted: Tensor | None = None,
     per_token: frozenset[str] = frozenset(),

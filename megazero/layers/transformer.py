@@ -77,11 +77,8 @@ class TransformerLayer(nn.Module):
         if self.parallel:
             normed, read = _normed(self.mlp_norm, residual)
             x = bias_dropout_add(out.to(read.dtype), bias, read, dropout)
-        elif bias is None and dropout is None and self.mlp_norm is not None:
-            normed, x = self.mlp_norm(out.to(residual.dtype), residual)
         else:
-            x = bias_dropout_add(out.to(residual.dtype), bias, residual, dropout)
-            normed, x = _normed(self.mlp_norm, x)
+            normed, x = self._joint((out, bias), residual, dropout, self.mlp_norm)
         del out  # it has been added to x, and need not be there while the MLP runs
         read = read if self.parallel else x
         out, bias, sums = self._half(self.mlp, self.mlp_norm, (normed, read), inputs, again=self.mlp_again)
@@ -89,6 +86,23 @@ class TransformerLayer(nn.Module):
         residual = normed if self.residual_after_norm else x
         dropout = self._dropout(inputs, "mlp_out")
         return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
+
+    def _joint(
+        self,
+        half: tuple[Tensor, Tensor | None],
+        residual: Tensor,
+        dropout: Dropout | None,
+        norm: Norm | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The norm of the residual and a half's contribution (its result, and a bias to add), and that sum.
+
+        Where nothing else is to do, both are computed in one pass.
+        """
+        out, bias = half
+        if bias is None and dropout is None and norm is not None:
+            normed, x = norm(out.to(residual.dtype), residual)
+            return normed, x
+        return _normed(norm, bias_dropout_add(out.to(residual.dtype), bias, residual, dropout))
 
     def _half(
         self,

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.inputs import AttentionCore
 from megazero.layers.placement import Placement
+from megazero.layers.recompute import InputKeeping
 from megazero.moe.router import Router
 from megazero.mpu.param_spec import spec_of
-from megazero.pipeline.chunk import B_contra, Chunk
+from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.pipeline.chunk import B_contra, Boundary, Chunk
 
 Part = int | str
 """A part of a model: a layer, by its number along the model, or another block, by its name."""
@@ -49,6 +52,12 @@ class Tie:
 
     weight: str
     parts: tuple[Part, ...]
+
+
+WORD = "embedding.word.weight"
+"""The global name of the weight that a tied head shares."""
+
+WORD_TIE = Tie(WORD, (EMBEDDING, HEAD))
 
 
 @dataclass(frozen=True)
@@ -100,12 +109,66 @@ class ModelChunk(nn.Module, Chunk[B_contra]):
 
 
 class StagedChunk(ModelChunk[B_contra]):
-    """A chunk that inference can run, as `StagedModel` does; another one may have the head."""
+    """A chunk that inference can run, as `StagedModel` does; another one may have the head.
 
-    config: ModelConfig
-    placement: Placement
-    vocab_size: int
+    Args:
+        held: the part of the model that is here.
+    """
+
     head: nn.Module | None
+
+    def __init__(self, held: Slice):
+        super().__init__()
+        self.held = held
+        self.config, self.placement, self.recompute = held.config, held.placement, held.recompute
+        self.vocab_size = held.vocab[0]
+        self.keeping = InputKeeping.of(held.recompute, held.placement)
+
+    @classmethod
+    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
+        """The weights that several blocks use: the embedding's, if the head shares it."""
+        return () if config.untie_embeddings_and_output_weights else (WORD_TIE,)
+
+    @abstractmethod
+    def build_head(self, tied: nn.Parameter | None) -> nn.Module:
+        """The block that follows the layers; `tied` is the embedding's weight if it shares that."""
+
+    def head_beside(self, word: nn.Parameter | None) -> nn.Module | None:
+        """The head, if it is here; `word` is the embedding's weight, if that is."""
+        if not self.held.holds(HEAD):
+            return None
+        shared = WORD in (tie.weight for tie in self.ties(self.config))
+        return self.build_head(self.held.tied.get(WORD, word if shared else None))
+
+    def mark_copied(self) -> None:
+        """Say of the weights here that other stages hold copies of them."""
+        for name in self.held.copied - self.held.tied.keys():
+            for parameter in self.parameters():
+                if spec_of(parameter).name == name:
+                    vars(parameter)["spec"] = replace(spec_of(parameter), shared=True)
+
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states between chunks."""
+        return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
+
+    def gives(self, batch: B_contra) -> Boundary:
+        """As `takes`: all boundaries of a micro-batch are alike."""
+        return self.takes(batch)
+
+    def token_losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
+        """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s].
+
+        overwrite: whether backward may write over the logits, which nothing else may then read.
+        """
+        return vocab_parallel_cross_entropy(
+            logits,
+            labels.t().contiguous(),
+            self.placement.tp,
+            vocab_start=self.placement.tp.rank * logits.shape[-1],
+            vocab_size=self.vocab_size,
+            overwrite=overwrite,
+        )
 
     @abstractmethod
     def hidden(

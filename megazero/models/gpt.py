@@ -22,13 +22,12 @@ from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.loss import LossTerm
 from megazero.models.batch import Batch
-from megazero.models.chunk import HEAD, Block, Slice, Tie
+from megazero.models.chunk import HEAD, WORD, WORD_TIE, Block, Slice, Tie
 from megazero.models.flops import dense_flops, layer_flops, logits_flops
 from megazero.models.language_model import LanguageModel
 from megazero.models.multi_token.block import further_terms, further_tokens, term_of
-from megazero.models.trunk import WORD, WORD_TIE, routers_of, trunk_blocks
+from megazero.models.trunk import routers_of, trunk_blocks
 from megazero.moe.router import Router
-from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
 from megazero.pipeline.chunk import ChunkResult
 
@@ -52,6 +51,7 @@ class Head(nn.Module):
         self.tiles = tiles
         self.placement, self.vocab_size = placement, vocab[0]
         self.factor, self.bound = config.logits_multiplier, config.final_logit_softcapping
+        self.bias: nn.Parameter | None = None
         self.norm = Norm("final_norm", config, placement)
         self.weight = output_weight(config, vocab, placement) if tied is None else tied
 
@@ -81,7 +81,7 @@ class Head(nn.Module):
         x = x if self.factor == 1.0 else x * self.factor
         tp, sequence_parallel = self.placement.tp, self.placement.sequence_parallel
         if labels is None:
-            logits = column_linear(x, self.weight, None, tp, sequence_parallel, deferred)
+            logits = column_linear(x, self.weight, self.bias, tp, sequence_parallel, deferred)
             return logits if self.bound is None else torch.tanh(logits / self.bound) * self.bound
         # The weight's gradient is never deferred: that would keep the logits' gradient until then.
         # The loss makes a gradient of its own, for this sum alone.
@@ -205,17 +205,6 @@ class GPT(LanguageModel):
         """
         assert batch.labels is not None, "a batch to learn from has labels"
         return {"lm": batch.total(self.token_losses(logits, batch.labels, overwrite=overwrite))}
-
-    def token_losses(self, logits: Tensor, labels: Tensor, *, overwrite: bool = False) -> Tensor:
-        """Cross-entropy of each position, float32 [s, b], from logits [s, b, v/tp] and labels [b, s]."""
-        return vocab_parallel_cross_entropy(
-            logits,
-            labels.t().contiguous(),
-            self.placement.tp,
-            vocab_start=self.placement.tp.rank * logits.shape[-1],
-            vocab_size=self.vocab_size,
-            overwrite=overwrite,
-        )
 
     def position_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """The loss of each position in nats, 0 where it does not count, float32 [s, b]."""

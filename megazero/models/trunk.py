@@ -4,35 +4,27 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.embedding import Embedding
 from megazero.layers.inputs import AttentionCore, Deferred, LayerInputs
-from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
+from megazero.layers.recompute import recompute_units, run_layers
 from megazero.layers.rotary import RotaryOfColumns
 from megazero.layers.rows import Rows
 from megazero.layers.sums import Sums
 from megazero.loss import LossTerm
 from megazero.models.batch import M_contra
-from megazero.models.chunk import EMBEDDING, HEAD, Block, Slice, StagedChunk, Tie
+from megazero.models.chunk import EMBEDDING, Block, Slice, StagedChunk
 from megazero.models.layer import kind_of, layer_of
 from megazero.moe.losses import terms_of
 from megazero.moe.mlp import MoEMLP
 from megazero.moe.router import Router
-from megazero.mpu.param_spec import spec_of
 from megazero.ops.positions import Positions, position_tensor
 from megazero.pipeline.chunk import Boundary
-
-WORD = "embedding.word.weight"
-"""The global name of the weight that a tied head shares."""
-
-WORD_TIE = Tie(WORD, (EMBEDDING, HEAD))
 
 _Columns = TypeVar("_Columns", Positions, Tensor, Tensor | None)
 
@@ -50,41 +42,20 @@ class Trunk(StagedChunk[M_contra]):
     causal: ClassVar[bool]
 
     def __init__(self, held: Slice):
-        super().__init__()
-        self.held = held
-        self.config, self.placement, self.recompute = held.config, held.placement, held.recompute
-        self.vocab_size = held.vocab[0]
-        self.keeping = InputKeeping.of(held.recompute, held.placement)
+        super().__init__(held)
         self.embedding: Embedding | None = None
         if held.holds(EMBEDDING):
             kinds = self.token_types(held.config)
             self.embedding = Embedding(held.config, *held.vocab, held.placement, kinds)
         self.layers = nn.ModuleList(layer_of(number, held, causal=self.causal) for number in held.layers)
         self.units = recompute_units(len(self.layers), held.recompute)
-        self.head: nn.Module | None = None
-        if held.holds(HEAD):
-            tied = held.tied.get(WORD)
-            if tied is None and self.embedding is not None and self.ties(held.config):
-                tied = self.embedding.word
-            self.head = self.build_head(tied)
-        for name in held.copied - held.tied.keys():
-            for parameter in self.parameters():
-                if spec_of(parameter).name == name:
-                    vars(parameter)["spec"] = replace(spec_of(parameter), shared=True)
+        self.head = self.head_beside(None if self.embedding is None else self.embedding.word)
+        self.mark_copied()
 
     @classmethod
     def token_types(cls, config: ModelConfig) -> int:
         """Kinds of tokens that have a vector of their own; 0 for none."""
         return 0
-
-    @classmethod
-    def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
-        """The weights that several blocks use: the embedding's, if the head shares it."""
-        return () if config.untie_embeddings_and_output_weights else (WORD_TIE,)
-
-    @abstractmethod
-    def build_head(self, tied: nn.Parameter | None) -> nn.Module:
-        """The block that follows the layers; `tied` is the embedding's weight if it shares that."""
 
     @property
     @abstractmethod
@@ -100,19 +71,12 @@ class Trunk(StagedChunk[M_contra]):
         """The loss terms of the head, then those of the routers."""
         return (*self.own_terms, *(terms_of(self.config) if self.config.num_experts else ()))
 
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The dtype of the hidden states between chunks."""
-        return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
-
     def takes(self, batch: M_contra) -> Boundary:
         """Hidden states between chunks, of this rank's rows: [s/cp, b, h], or of s/cp/tp of them."""
         b, s = batch.tokens.shape
         spread = self.placement.spread
         rows = spread.count(s * spread.cp.size)
         return Boundary((rows, b, self.config.hidden_size), self.hidden_dtype)
-
-    gives = takes
 
     def blocks(self) -> list[nn.Module]:
         """The blocks that this chunk runs, in order: embedding, layers, head."""

@@ -72,11 +72,6 @@ class ParallelContext:
         return self.groups["replica"]
 
     @property
-    def tied(self) -> Group:
-        """The pipeline stages that hold a tied weight; at other stages, this rank alone."""
-        return self.groups["tied"]
-
-    @property
     def node(self) -> Group:
         """Replicas on one node, which hold a second partition of the parameters (hpZ)."""
         return self.groups["node"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megazero.models.trunk import WORD
+from megazero.models.chunk import WORD
 from megazero.mpu.context import solo_context
 from megazero.optim.build import build_update_rule
 from megazero.plan.job import Job

@@ -70,7 +70,6 @@ def test_blocks_are_dealt_in_turn_and_let_go_behind_a_window():
     start, runs = cache.extend(Attends(0, True), keys[3:], keys[3:])
     assert (start, [(run.start, len(run.keys)) for run in runs]) == (3, [(0, 4), (4, 4), (8, 2)])
     assert torch.cat([run.keys for run in runs]).equal(keys)
-    assert cache.length == 10
     narrow = SharedCache(solo, 2)
     for position in range(10):
         row = keys[position : position + 1]

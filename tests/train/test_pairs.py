@@ -72,6 +72,9 @@ def test_from_text_to_answers(folder, capsys):
     assert generate(argv) == 0
     answers = capsys.readouterr().out.splitlines()[1::2]
     assert answers == [f"{WORDS[(i + 1) % 8]} {WORDS[(i + 2) % 8]}" for i in range(8)]
+    # It was accepted, and did nothing.
+    assert generate([*argv, "--prefill-chunk", "4"]) == 2
+    assert "`--prefill-chunk` must be left out for a T5" in capsys.readouterr().err
 
 
 def test_fewer_sentinels_than_spans_are_refused_before_training(folder):
@@ -82,9 +85,33 @@ def test_fewer_sentinels_than_spans_are_refused_before_training(folder):
         run(folder, "few", *flags, "--mask-prob", "0.5")
 
 
+def test_a_split_without_pairs_is_warned_of(folder):
+    """Its evaluations silently did not happen."""
+    rows = (folder / "pairs.jsonl").read_text().splitlines()[:3]
+    (folder / "few.jsonl").write_text("\n".join(rows))
+    flags = ("--text-to-text-columns", "given", "wanted", "--data-path", folder / "few.jsonl")
+    flags = (*flags, "--split", "9,1,0", "--train-iters", 1, "--lr", "1e-3", "--eval-iters", 1)
+    with pytest.warns(
+        UserWarning, match="the valid split is empty: split 9,1,0 gives it none of the 3 pairs"
+    ):
+        run(folder, "few-pairs", *flags)
+
+
+def test_exact_epochs_of_pairs_are_refused():
+    """They were accepted and ignored."""
+    flags = "--vocab-file v --text-to-text-columns a b --train-data-path p --train-iters 1 --lr 1e-3"
+    parse_config(f"{SHAPE} {flags}".split(), world_size=1)
+    with pytest.raises(
+        ConfigError, match="`t5_columns` must be left out with `train_data_exact_num_epochs` 2"
+    ):
+        parse_config(f"{SHAPE} {flags} --train-data-exact-num-epochs 2".split(), world_size=1)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        ("--relative-attention-num-buckets 32 --relative-attention-max-distance 16", "single distances, but"),
+        ("--relative-attention-num-buckets 3", "`t5_relative_buckets` must be at least 4"),
         ("--num-experts 4", "`num_experts` is"),
         ("--context-parallel-size 2", "`context_parallel_size` is 2"),
         ("--num-layers 7", "`num_layers` must be the layers of a T5's encoder and decoder together"),

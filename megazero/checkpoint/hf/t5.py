@@ -147,6 +147,11 @@ T5_GENERATION = Architecture(
             lambda m: m.kv_heads == m.num_attention_heads,
             "each query head must have keys and values of its own",
         ),
+        Limit(
+            lambda m: m.tells_distances,
+            "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` more "
+            "than half of that",
+        ),
     ),
     plain=_plain,
     complete=_complete,

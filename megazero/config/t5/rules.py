@@ -55,6 +55,11 @@ def _stacks_add_up(case: Case) -> bool:
     return model.family != "t5" or model.encoder_layers < model.num_layers == both
 
 
+def _kinds_of_distance(case: Case) -> bool:
+    model = case.config.model
+    return model.position_embedding_type != "relative" or model.tells_distances
+
+
 def _decoder_fits(case: Case) -> bool:
     model, multiple = case.config.model, sequence_multiple(case.config.parallel)
     length = model.decoder_length
@@ -86,5 +91,13 @@ ENCODER_DECODER_RULES: tuple[Rule, ...] = (
         "raise `--encoder-seq-length` (shorter texts take no more time, as padding is left out), or change "
         "the decoder's",
         _decoder_fits,
+    ),
+    Rule(
+        "relative_kinds",
+        ("model.position_embedding_type", "model.t5_relative_buckets", "model.t5_relative_distance"),
+        "`t5_relative_buckets` must be at least 4, two for keys on either side, and `t5_relative_distance` "
+        "more than half of that, which are single distances",
+        "raise `--relative-attention-num-buckets` or `--relative-attention-max-distance`",
+        _kinds_of_distance,
     ),
 )

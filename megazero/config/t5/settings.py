@@ -69,6 +69,11 @@ class T5Config(AttentionConfig):
         return self.t5_encoder_layers or self.num_layers
 
     @property
+    def tells_distances(self) -> bool:
+        """Whether the kinds of distance are enough for both sides, and reach beyond the single ones."""
+        return self.t5_relative_buckets >= 4 and self.t5_relative_distance > self.t5_relative_buckets // 2
+
+    @property
     def decoder_length(self) -> int:
         """Most tokens that the decoder is given."""
         return self.t5_decoder_seq_length or self.seq_length

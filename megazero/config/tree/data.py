@@ -43,7 +43,11 @@ class DataConfig(Section):
     train_data_exact_num_epochs: PositiveInt | None = option(
         None,
         "exact number of epochs in the index",
-        needs=("dataloader_type=single", "finetune.task=None: `--epochs` takes its place"),
+        needs=(
+            "dataloader_type=single",
+            "t5_columns=None: pairs come again and again, and have no index",
+            "finetune.task=None: `--epochs` takes its place",
+        ),
     )
     train_doc_idx_path: str | None = option(
         None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megazero.config.tree.config import Config
 from megazero.data.bert.builder import BERTBuilder
 from megazero.data.indexed.reader import IndexedDataset
-from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges
+from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges, warn_of_empty
 from megazero.data.t5.dataset import T5Dataset, T5Settings
 from megazero.data.t5.mock import MockT5Dataset
 from megazero.data.t5.pairs import Pair, PairDataset, read_pairs
@@ -35,6 +35,8 @@ def pair_datasets(
 ) -> tuple[PairDataset | None, PairDataset | None, PairDataset | None]:
     """The splits of a run on files of pairs: those of the training are shuffled anew in every epoch.
 
+    A wanted split that gets no pairs is None, of which a warning tells.
+
     Raises:
         DataError: a file is missing or holds no pairs, or there is no tokenizer.
     """
@@ -55,6 +57,9 @@ def pair_datasets(
         whole = pairs_of(data.data_path)
         ranges = split_ranges(data.split, len(whole), SplitReading.MEGATRON_CORE)
         splits = [whole[part.start : part.stop] for part in ranges]
+        for number, (pairs, size) in enumerate(zip(splits, sizes, strict=True)):
+            if not pairs and size != 0:
+                warn_of_empty(data.split, number, f"{len(whole)} pairs")
     train, valid, test = (
         PairDataset(pairs, size, settings.shape, settings.vocabulary, None if number else settings.seed, name)
         if pairs and size != 0

@@ -15,7 +15,6 @@ from megazero.data.shuffle import cyclic_sample
 from megazero.data.t5.spans import Arrays, PairShape
 from megazero.data.t5.vocabulary import SpanVocabulary
 from megazero.data.tokenizers.base import Tokenizer
-from megazero.errors import DataError
 
 Pair = tuple[list[int], list[int]]
 
@@ -36,7 +35,7 @@ class PairDataset(SampleDataset):
     """Pairs of texts, again and again in the order of a cyclic training.
 
     Args:
-        pairs: the ids of both texts of each pair, with the token that ends them.
+        pairs: the ids of both texts of each pair, at least one, with the token that ends them.
         count: the number of samples; None for one epoch.
         shape: the shape of the arrays.
         vocabulary: the ids.
@@ -53,8 +52,6 @@ class PairDataset(SampleDataset):
         seed: int | None,
         name: str = "train",
     ):
-        if not pairs:
-            raise DataError(f"`{name}` split must have pairs of texts, but has none; give a larger share.")
         self.pairs, self.shape, self.vocabulary, self.seed, self.name = pairs, shape, vocabulary, seed, name
         self._count = len(pairs) if count is None else count
 

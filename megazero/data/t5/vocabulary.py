@@ -35,16 +35,16 @@ class SpanVocabulary:
         there is no such token.
 
         Raises:
-            DataError: there is nothing that ends a text or pads it.
+            DataError: there is nothing that ends a text.
         """
         roles, pieces, size = tokenizer.special_ids, tokenizer.word_pieces() or {}, tokenizer.vocab_size
         end = roles.get("eos", tokenizer.eod)
-        pad = roles.get("pad", end)
-        if end is None or pad is None:
+        if end is None:
             raise DataError(
                 f"`--tokenizer-type` must have a token that ends a text for T5, but {tokenizer.name} has "
                 "none; give a vocabulary with </s> or [EOS]."
             )
+        pad = roles.get("pad", end)
         continues = np.zeros(size, dtype=bool)
         continues[[number for piece, number in pieces.items() if piece.startswith(CONTINUES)]] = True
         words = WordPieces(

@@ -20,7 +20,8 @@ def relative_buckets(distances: Tensor, *, both_ways: bool, buckets: int, furthe
     """The kind of each distance (the key's place less the query's), int64 of the same shape, below `buckets`.
 
     With `both_ways` half of the kinds are of later keys; otherwise all these are of kind 0. Half of the kinds
-    are single distances, and the others ranges that grow as the logarithm up to `furthest`.
+    are single distances, and the others ranges that grow as the logarithm up to `furthest`. There are at
+    least 4 kinds, and `furthest` is more than half of them.
     """
     first = torch.zeros_like(distances)
     if both_ways:
@@ -43,18 +44,10 @@ class RelativeBiases(nn.Module):
     Args:
         config: shape of the model.
         placement: ranks, dtype and device.
-        copied: the names of the tables that other stages hold too.
         original: whether these are the ones that the others are copies of.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        placement: Placement,
-        copied: frozenset[str] = frozenset(),
-        *,
-        original: bool,
-    ):
+    def __init__(self, config: ModelConfig, placement: Placement, *, original: bool):
         super().__init__()
         self.buckets, self.furthest = config.t5_relative_buckets, config.t5_relative_distance
 
@@ -65,19 +58,23 @@ class RelativeBiases(nn.Module):
                 InitialValues("normal", config.init_method_std),
                 (Cut(1, "tp"),),
                 tied_with=None if original else name,
-                shared=name in copied,
                 sharers="pp",
             )
             return placement.parameter(spec)
 
         self.encoder, self.decoder = map(table, TABLES)
 
-    def forward(self, encoded: range, decoded: range) -> tuple[Tensor, Tensor]:
-        """The biases between the encoder's places, and from the decoder's to all of its up to the last."""
-        return (
-            self._of(self.encoder, encoded, encoded, both_ways=True),
-            self._of(self.decoder, decoded, range(decoded.stop), both_ways=False),
-        )
+    def forward(self, encoded: range | None, decoded: range | None) -> tuple[Tensor | None, Tensor | None]:
+        """The biases between the encoder's places, and from the decoder's to all of its up to the last.
+
+        None for places gives None.
+        """
+        encoder = decoder = None
+        if encoded is not None:
+            encoder = self._of(self.encoder, encoded, encoded, both_ways=True)
+        if decoded is not None:
+            decoder = self._of(self.decoder, decoded, range(decoded.stop), both_ways=False)
+        return encoder, decoder
 
     def _of(self, table: nn.Parameter, queries: range, keys: range, *, both_ways: bool) -> Tensor:
         q, k = (torch.arange(x.start, x.stop, device=table.device) for x in (queries, keys))

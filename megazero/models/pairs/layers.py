@@ -33,8 +33,8 @@ class PairInputs(LayerInputs):
     """The inputs of a layer of either stack besides its hidden states.
 
     Attributes:
-        bias: [1, n/tp, s, t], added to the scores of attention within the stack; None: none.
-        mask: bool [b, 1, 1, s], which rows of the encoder may be attended to; None: all.
+        bias: [1 or b, n/tp, s, t], added to the scores of attention within the stack; None: none.
+        mask: bool [b, 1, 1, s], which rows of the encoder may be attended to; None: all, or the bias says.
         encoded: [s, b, h] ([s/tp, b, h] under sequence parallelism), the encoder's result; None for its own
             layers.
         encoded_positions: the places of its rows.
@@ -178,21 +178,16 @@ class DecoderLayer(TransformerLayer):
         self.cross = cross
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
-        out, bias = self.attention(self._norm_of(self.input_norm, x), inputs)
-        x = self._sum_of(x, out, bias, inputs, "attention_out")
-        out, bias = self.cross(self._norm_of(self.cross_norm, x), inputs)
-        x = self._sum_of(x, out, bias, inputs, "cross_out")
-        out, bias, sums = self.mlp(self._norm_of(self.mlp_norm, x), inputs)
-        return self._sum_of(x, out, bias, inputs, "mlp_out"), sums
-
-    def _norm_of(self, norm: Norm | None, x: Tensor) -> Tensor:
-        assert norm is not None, "a rule asks for norms of inputs"
-        normed: Tensor = norm(x)
-        return normed.to(self.placement.dtype)
-
-    def _sum_of(self, x: Tensor, out: Tensor, bias: Tensor | None, inputs: LayerInputs, site: str) -> Tensor:
-        dropout = inputs.dropout(self.dropout, "hidden", self.layer, site)
-        return bias_dropout_add(out.to(x.dtype), bias, x, dropout)
+        assert self.input_norm is not None, "a rule asks for norms of inputs"
+        dtype = self.placement.dtype
+        normed, x = self.input_norm(x, both=True)
+        half = self.attention(normed.to(dtype), inputs)
+        normed, x = self._joint(half, x, self._dropout(inputs, "attention_out"), self.cross_norm)
+        half = self.cross(normed.to(dtype), inputs)
+        normed, x = self._joint(half, x, self._dropout(inputs, "cross_out"), self.mlp_norm)
+        del half  # it has been added to x, and need not be there while the MLP runs
+        out, bias, sums = self.mlp(normed.to(dtype), inputs)
+        return bias_dropout_add(out.to(x.dtype), bias, x, self._dropout(inputs, "mlp_out")), sums
 
 
 def layer_of(

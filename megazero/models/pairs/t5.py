@@ -15,25 +15,23 @@ from torch import Tensor, nn
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.cores import CachedCore
-from megazero.layers.embedding import Embedding, output_weight
+from megazero.layers.embedding import Embedding
 from megazero.layers.inputs import AttentionCore, Deferred
-from megazero.layers.linear import column_linear
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
-from megazero.layers.recompute import InputKeeping, recompute_units, run_layers
+from megazero.layers.recompute import Unit, recompute_units, run_layers
 from megazero.layers.rows import Rows
 from megazero.loss import LossTerm
 from megazero.models.chunk import EMBEDDING, HEAD, Block, Slice, StagedChunk, Tie
 from megazero.models.flops import attention_flops, logits_flops, mlp_flops
+from megazero.models.gpt import Head
 from megazero.models.pairs.batch import PairBatch
 from megazero.models.pairs.bias import TABLES, RelativeBiases
 from megazero.models.pairs.layers import DecoderLayer, PairInputs, PairStore, layer_of
-from megazero.models.trunk import WORD
 from megazero.moe.router import Router
-from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec, spec_of
+from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive
-from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
 from megazero.ops.positions import position_tensor
 from megazero.pipeline.chunk import Boundary, ChunkResult
 
@@ -62,33 +60,21 @@ class PairEmbedding(nn.Module):
         return embedded
 
 
-class T5Head(nn.Module):
-    """Final norm and projection to the vocabulary: [t, b, h] -> logits [t, b, v/tp].
-
-    `tied` is the embedding's weight, if it is on this rank.
-    """
+class T5Head(Head):
+    """Final norm and projection to the vocabulary, with the factor or the bias of a tied one."""
 
     def __init__(
         self, config: ModelConfig, vocab: tuple[int, int], placement: Placement, tied: nn.Parameter | None
     ):
-        super().__init__()
-        self.placement = placement
-        self.norm = Norm("final_norm", config, placement)
-        self.weight = output_weight(config, vocab, placement) if tied is None else tied
-        google, untied = config.t5_style == "google", config.untie_embeddings_and_output_weights
-        self.scale = config.hidden_size**-0.5 if google and not untied else 1.0
-        self.bias: nn.Parameter | None = None
-        if not (google or untied):
+        super().__init__(config, vocab, placement, tied)
+        if config.untie_embeddings_and_output_weights:
+            return
+        if config.t5_style == "google":
+            self.factor = config.hidden_size**-0.5
+        else:
             cut = Cut(0, "tp", vocab[1])
             spec = ParamSpec("head.bias", (vocab[0],), InitialValues("zeros"), (cut,), weight_decay=False)
             self.bias = placement.parameter(spec)
-
-    def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
-        x = self.norm(x).to(self.placement.dtype)
-        if self.scale != 1.0:
-            x = x * self.scale
-        tp, sequence_parallel = self.placement.tp, self.placement.sequence_parallel
-        return column_linear(x, self.weight, self.bias, tp, sequence_parallel, deferred)
 
 
 def t5_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
@@ -129,20 +115,12 @@ def _has_biases(model: ModelConfig) -> bool:
 
 
 class T5(StagedChunk[PairBatch]):
-    """An encoder and a decoder (Raffel et al. 2020), or a part of them.
-
-    Args:
-        held: the part of the model that is here.
-    """
+    """An encoder and a decoder (Raffel et al. 2020), or a part of them."""
 
     terms = (LossTerm("lm"),)
 
     def __init__(self, held: Slice):
-        super().__init__()
-        self.held = held
-        self.config, self.placement, self.recompute = held.config, held.placement, held.recompute
-        self.vocab_size = held.vocab[0]
-        self.keeping = InputKeeping.of(held.recompute, held.placement)
+        super().__init__(held)
         config, placement = held.config, held.placement
         self.embedding: PairEmbedding | None = None
         if held.holds(EMBEDDING):
@@ -152,17 +130,26 @@ class T5(StagedChunk[PairBatch]):
         layers = [layer_of(n, config, placement, recompute=again, tiles=tiles) for n in held.layers]
         self.encoder = nn.ModuleList(layer for layer in layers if not isinstance(layer, DecoderLayer))
         self.decoder = nn.ModuleList(layer for layer in layers if isinstance(layer, DecoderLayer))
+        self.units = self._units()
         self.encoder_norm: Norm | None = None
         if held.holds(ENCODER_NORM):
             self.encoder_norm = Norm(ENCODER_NORM, config, placement)
-        self.head: T5Head | None = None
-        if held.holds(HEAD):
-            tied = held.tied.get(WORD)
-            if tied is None and self.embedding is not None and not config.untie_embeddings_and_output_weights:
-                tied = self.embedding.word
-            self.head = T5Head(config, held.vocab, placement, tied)
-        if self.embedding is not None and WORD in held.copied:
-            vars(self.embedding.word)["spec"] = replace(spec_of(self.embedding.word), shared=True)
+        self.head = self.head_beside(None if self.embedding is None else self.embedding.word)
+        self.mark_copied()
+
+    def _units(self) -> tuple[list[Unit], list[Unit]]:
+        """The units of the encoder's layers and of the decoder's: those of all, cut where the stacks meet."""
+        first, both = len(self.encoder), len(self.encoder) + len(self.decoder)
+        units = recompute_units(both, self.recompute)
+
+        def within(stack: range) -> list[Unit]:
+            spans = (
+                (range(max(span.start, stack.start), min(span.stop, stack.stop)), again)
+                for span, again in units
+            )
+            return [(range(s.start - stack.start, s.stop - stack.start), again) for s, again in spans if s]
+
+        return within(range(first)), within(range(first, both))
 
     def _biases(self) -> RelativeBiases | None:
         held = self.held
@@ -170,7 +157,7 @@ class T5(StagedChunk[PairBatch]):
             held.holds(BIASES) or held.copied.union(held.tied).intersection(TABLES)
         ):
             return None
-        biases = RelativeBiases(held.config, held.placement, held.copied, original=held.holds(BIASES))
+        biases = RelativeBiases(held.config, held.placement, original=held.holds(BIASES))
         biases.encoder = held.tied.get(TABLES[0], biases.encoder)
         biases.decoder = held.tied.get(TABLES[1], biases.decoder)
         return biases
@@ -178,11 +165,15 @@ class T5(StagedChunk[PairBatch]):
     @classmethod
     def ties(cls, config: ModelConfig) -> tuple[Tie, ...]:
         """The weights that several blocks use: the embedding's, and the biases, which every stage has."""
-        word = () if config.untie_embeddings_and_output_weights else (Tie(WORD, (EMBEDDING, HEAD)),)
+        word = super().ties(config)
         if not _has_biases(config):
             return word
         everywhere = (EMBEDDING, BIASES, *range(config.num_layers), ENCODER_NORM, HEAD)
         return (*word, *(Tie(table, everywhere) for table in TABLES))
+
+    def build_head(self, tied: nn.Parameter | None) -> T5Head:
+        """The norm and the projection."""
+        return T5Head(self.config, self.held.vocab, self.placement, tied)
 
     def blocks(self) -> list[nn.Module]:
         """The blocks that this chunk runs, in order."""
@@ -193,17 +184,10 @@ class T5(StagedChunk[PairBatch]):
         """None: a T5 has no experts."""
         return []
 
-    @property
-    def hidden_dtype(self) -> torch.dtype:
-        """The dtype of the hidden states between chunks."""
-        return torch.float32 if self.config.fp32_residual_connection else self.placement.dtype
-
     def takes(self, batch: PairBatch) -> Boundary:
         """Hidden states of both texts between chunks, [s + t, b, h], or a tensor-parallel rank's rows."""
         rows = sum(self._rows(batch))
         return Boundary((rows, len(batch.tokens), self.config.hidden_size), self.hidden_dtype)
-
-    gives = takes
 
     def _rows(self, batch: PairBatch) -> tuple[int, int]:
         count = self.placement.spread.count
@@ -227,14 +211,7 @@ class T5(StagedChunk[PairBatch]):
         if self.head is None:
             return ChunkResult(torch.cat(self.through(batch, hidden, deferred=deferred)))
         logits = self(batch, hidden, deferred=deferred)
-        losses = vocab_parallel_cross_entropy(
-            logits,
-            batch.labels.t().contiguous(),
-            self.placement.tp,
-            vocab_start=self.placement.tp.rank * logits.shape[-1],
-            vocab_size=self.vocab_size,
-            overwrite=True,
-        )
+        losses = self.token_losses(logits, batch.labels, overwrite=True)
         return ChunkResult(None, {"lm": (losses * batch.loss_mask.t()).sum()})
 
     def hidden(
@@ -272,10 +249,10 @@ class T5(StagedChunk[PairBatch]):
             assert hidden is not None, "a chunk without an embedding starts from hidden states"
             encoded, decoded = hidden.split(self._rows(batch))
         if len(encoded):
-            encoded = self._stack(self.encoder, encoded, encoder)
+            encoded = self._stack(self.encoder, self.units[0], encoded, encoder)
             if self.encoder_norm is not None:
                 encoded = self.encoder_norm(encoded)
-        decoded = self._stack(self.decoder, decoded, replace(decoder, encoded=encoded))
+        decoded = self._stack(self.decoder, self.units[1], decoded, replace(decoder, encoded=encoded))
         return encoded, decoded
 
     def _inputs(
@@ -289,11 +266,16 @@ class T5(StagedChunk[PairBatch]):
         own = None if keys is None else derive(site_key("decoder"), keys)
         rows = Rows(range(first, first + t), keys=own, spread=spread)
         decoder = replace(encoder, rows=rows, encoded_positions=range(s), store=store)
-        if self.biases is None or not (self.encoder or self.decoder):
+        encodes = range(s) if self.encoder and s else None
+        decodes = range(first, first + t) if self.decoder else None
+        if self.biases is None or (encodes is None and decodes is None):
             return encoder, decoder
-        biases = self.biases(range(s), range(first, first + t))
-        return replace(encoder, bias=biases[0]), replace(decoder, bias=biases[1])
+        within, earlier = self.biases(encodes, decodes)
+        if within is not None and batch.mask is not None:
+            # Once for all layers: otherwise each would join both, in a tensor of all pairs of rows.
+            encoder = replace(encoder, mask=None)
+            within = within.masked_fill(~batch.mask, -torch.inf)
+        return replace(encoder, bias=within), replace(decoder, bias=earlier)
 
-    def _stack(self, layers: nn.ModuleList, x: Tensor, inputs: PairInputs) -> Tensor:
-        units = recompute_units(len(layers), self.recompute)
+    def _stack(self, layers: nn.ModuleList, units: list[Unit], x: Tensor, inputs: PairInputs) -> Tensor:
         return run_layers(list(layers), x, inputs, units, self.keeping)[0] if layers else x

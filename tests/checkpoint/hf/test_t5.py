@@ -133,6 +133,8 @@ def test_what_transformers_cannot_express_is_refused(changed, reason):
     [
         ({"is_encoder_decoder": False}, "`is_encoder_decoder` must be True, but is False"),
         ({"feed_forward_proj": "gated-silu"}, "`feed_forward_proj` must be one of relu, gated-gelu"),
+        ({"relative_attention_max_distance": 4}, "`relative_attention_max_distance` more than half of that"),
+        ({"relative_attention_num_buckets": 3}, "`relative_attention_num_buckets` must be at least 4"),
     ],
 )
 def test_what_ours_cannot_express_is_refused(changed, reason, tmp_path: Path):

@@ -55,6 +55,7 @@ COMPILED = {"acceleration.compile": True}
 UPCYCLED = {**EXPERTS, "checkpoint.moe_use_upcycling": True, "checkpoint.load": "dense"}
 
 PAIRS = {"model.family": "t5"}
+RELATIVE = {**PAIRS, "model.position_embedding_type": "relative"}
 SPARSE = {"model.sparse_block": 4}  # 8 blocks
 FIXED = {**SPARSE, "model.sparse_attention": "fixed"}
 BIGBIRD = {**SPARSE, "model.sparse_attention": "bigbird"}
@@ -328,6 +329,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "t5_alone": {**PAIRS, "model.softmax_type": "off-by-one"},
     "stacks_add_up": {**PAIRS, "model.t5_encoder_layers": 3, "model.t5_decoder_layers": 2},
     "decoder_fits": {**PAIRS, "model.t5_decoder_seq_length": 33},
+    "relative_kinds": {**RELATIVE, "model.t5_relative_buckets": 32, "model.t5_relative_distance": 16},
 }
 
 # Combinations near a rule's border that must run.
@@ -486,6 +488,8 @@ ACCEPTED: list[dict[str, Any]] = [
     {**FP8, "precision.fp8_amax_history_len": 16, "precision.fp8_amax_compute_algo": "max"},
     {**FP8, "precision.first_last_layers_bf16": True, "precision.num_layers_at_end_in_bf16": 0},
     {**GRAPHED, **FP8, "zero.stage": 2, "recompute.granularity": "selective"},
-    {**PAIRS, "model.position_embedding_type": "relative", "model.t5_style": "google"},
+    {**RELATIVE, "model.t5_style": "google"},
+    {**RELATIVE, "model.t5_relative_buckets": 4, "model.t5_relative_distance": 3},
+    {**RELATIVE, "model.t5_relative_buckets": 32, "model.t5_relative_distance": 17},
     {**PAIRS, "model.t5_encoder_layers": 1, "model.t5_decoder_layers": 3, "model.t5_decoder_seq_length": 32},
 ]

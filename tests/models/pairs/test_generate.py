@@ -11,6 +11,7 @@ import torch
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.inference.text_to_text import answer
+from megazero.models.pairs import bias
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.parts.chunks import build_chunks, schedule_of
@@ -93,7 +94,12 @@ def test_each_step_equals_a_pass_without_a_cache():
     assert logits[:, 0, :61].argmax(-1).tolist() == tokens
 
 
-def test_a_text_is_encoded_once():
+def test_a_text_is_encoded_once(monkeypatch):
+    sides: Counter[bool] = Counter()
+    buckets = bias.relative_buckets
+    monkeypatch.setattr(
+        bias, "relative_buckets", lambda x, **how: sides.update([how["both_ways"]]) or buckets(x, **how)
+    )
     ours, calls = build(t5_shape()), Counter()
     for name, module in ours.named_modules():
         if name.endswith(("cross.key_value", "cross.query", "encoder_norm")):
@@ -103,3 +109,4 @@ def test_a_text_is_encoded_once():
     assert steps == NEW
     assert {calls[name] for name in calls if not name.endswith("query")} == {1}
     assert {calls[name] for name in calls if name.endswith("query")} == {NEW}
+    assert sides == {True: 1, False: NEW}

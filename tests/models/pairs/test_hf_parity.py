@@ -67,7 +67,7 @@ def test_logits_and_gradients_equal_transformers(kind):
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
-@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (8, 12), (4, 20)])
+@pytest.mark.parametrize(("buckets", "furthest"), [(32, 128), (8, 12), (4, 20), (4, 3)])
 def test_kinds_of_distance_equal_transformers(both_ways, buckets, furthest):
     from transformers.models.t5.modeling_t5 import T5Attention
 
