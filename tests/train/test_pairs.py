@@ -10,7 +10,7 @@ import pytest
 from megazero.commands.generate import main as generate
 from megazero.config.resolve import parse_config
 from megazero.data.indexed.writer import IndexedDatasetWriter
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, DataError
 from megazero.mpu.launch import Launch
 from megazero.train.pretraining import pretrain
 
@@ -95,6 +95,15 @@ def test_a_split_without_pairs_is_warned_of(folder):
         UserWarning, match="the valid split is empty: split 9,1,0 gives it none of the 3 pairs"
     ):
         run(folder, "few-pairs", *flags)
+
+
+def test_a_training_without_pairs_is_refused(folder):
+    (folder / "one.jsonl").write_text((folder / "pairs.jsonl").read_text().splitlines()[0])
+    flags = ("--text-to-text-columns", "given", "wanted", "--data-path", folder / "one.jsonl")
+    flags = (*flags, "--split", "1,9,0", "--train-iters", 1, "--lr", "1e-3", "--eval-iters", 1)
+    said = "the train split must have samples, but is empty with `--split` 1,9,0; give it a larger share"
+    with pytest.warns(UserWarning, match="the train split is empty"), pytest.raises(DataError, match=said):
+        run(folder, "one-pair", *flags)
 
 
 def test_exact_epochs_of_pairs_are_refused():

@@ -7,6 +7,7 @@ from megazero.config.tree.config import Config
 from megazero.data.blended import SampleDataset
 from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec
 from megazero.data_efficiency.curriculum import curriculum_sampler
+from megazero.errors import DataError
 from megazero.models.batch import MicroBatch
 from megazero.mpu.context import ParallelContext
 from megazero.train.parts.families import family_of
@@ -34,6 +35,11 @@ def build_feeds(
         training_plan.evaluations.samples,
     )
     train, valid, test = family.datasets(config, vocabulary, sizes)
+    if train is None and sizes[0]:
+        raise DataError(
+            f"the train split must have samples, but is empty with `--split` {data.split}; give it a larger "
+            "share, or more data"
+        )
 
     def feed(
         dataset: SampleDataset | None, ahead: int = 0, seed: int | None = None
