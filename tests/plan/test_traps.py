@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from megazero.config.resolve import parse_config
+from megazero.mpu.launch import Launch
 from megazero.pipeline.schedules import build_schedule
 from megazero.pipeline.simulate import Costs, simulate
 from megazero.plan.device import Device
@@ -16,6 +17,8 @@ from megazero.plan.report import Report
 from megazero.plan.times import StepTimes, duration_of
 from megazero.plan.training import Model
 from megazero.plan.work import Call, Kernel, Pricing, Wait
+from megazero.train.observe.memory import PeakOfOutputs
+from megazero.train.pretraining import pretrain
 
 GPT = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 1000 --mock-data "
@@ -157,3 +160,18 @@ def test_31_experts_are_taken_to_be_evenly_used_and_the_report_says_so():
     report = Report(plan(flags, 2), Device.load("h100"), 8)
     assert any("spread evenly over experts" in line for line in report.warnings())
     assert not any("experts" in line for line in Report(plan("", 2), Device.load("h100"), 8).warnings())
+
+
+def test_19_loading_and_evaluating_take_no_more_than_training(tmp_path):
+    """The whole run makes what is planned, to the byte, and so does one that loads, trains and evaluates."""
+    flags = f"{GPT} --vocab-size 50000 --recompute-granularity full --global-batch-size 4 --device cpu"
+    flags += f" --eval-iters 2 --eval-interval 1 --save {tmp_path} --train-iters"
+    planned, peaks = 0, []
+    for more in ("2", f"2 --load {tmp_path}", f"3 --load {tmp_path}"):
+        config = parse_config(f"{flags} {more}".split(), world_size=1).config
+        planned = Plan.of(Job(config, 1, apart=False, device="cpu")).fullest.device_bytes
+        with PeakOfOutputs() as outputs:
+            pretrain(config, Launch())
+        peaks.append(outputs.most)
+    assert peaks[0] == peaks[2] == planned
+    assert peaks[1] <= planned  # it loads and evaluates
