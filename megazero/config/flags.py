@@ -51,20 +51,24 @@ class Unread:
     stray: Few = field(default_factory=lambda: Few("unexpected arguments"))
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """Settings of forks of a line for what it leaves out, where nothing else sets these fields."""
+
+    forks: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
+
+
 @dataclass
 class Scan:
-    """The result of reading a command line.
-
-    `broken` are paths of fields whose value could not be read, and `left_out` what the fork of the line sets
-    where nothing else does.
-    """
+    """The result of reading a command line. `broken` are paths of fields whose value could not be read."""
 
     settings: list[Setting] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
-    left_out: list[Setting] = field(default_factory=list)
+    left_out: LeftOut = LeftOut()
     config_file: str | None = None
     deepspeed: bool = False
     deepspeed_config: str | None = None
@@ -130,8 +134,8 @@ def scan(argv: Sequence[str]) -> Scan:
     _read_all(result, reading.argv)
     result.settings = _settle(result)
     meant = Scan(problems=result.problems)
-    _read_all(meant, reading.left_out)
-    result.left_out = meant.settings
+    _read_all(meant, reading.left_out.argv)
+    result.left_out = LeftOut(reading.left_out.forks, tuple(meant.settings))
     result.problems += [*result.unread.unknown.rest(), *result.unread.stray.rest(), *_deepspeed_pair(result)]
     if result.unread.unknown.count and reading.assumed:
         fork = reading.assumed[0]

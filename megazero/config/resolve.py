@@ -19,7 +19,7 @@ from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, spoken
-from megazero.config.flags import Scan, Setting, scan
+from megazero.config.flags import LeftOut, Scan, Setting, scan
 from megazero.config.help import format_help
 from megazero.config.rules.notes import notes_on
 from megazero.config.rules.ramps import cut_short
@@ -116,12 +116,13 @@ def _names(flags: Scan) -> set[str]:
     return names | {"--deepspeed"} if flags.deepspeed else names
 
 
-def _leave_to_fork(left_out: list[Setting], settings: dict[str, Setting]) -> list[str]:
+def _leave_to_fork(left_out: LeftOut, settings: dict[str, Setting]) -> list[str]:
     """Add a fork's defaults to the settings of one of its lines; returns what to say of them."""
-    meant = [setting for setting in left_out if setting.spec.path not in settings]
+    meant = [setting for setting in left_out.settings if setting.spec.path not in settings]
     settings |= {setting.spec.path: setting for setting in meant}
     listed = " ".join(f"{setting.source} {spoken(setting.value)}" for setting in meant)
-    return [f"what a line of this fork leaves out means what it means there: `{listed}`."] if meant else []
+    forks = " and ".join(left_out.forks)
+    return [f"what a line of {forks} leaves out means what it means there: `{listed}`."] if meant else []
 
 
 def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) -> list[str]:

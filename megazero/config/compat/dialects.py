@@ -21,6 +21,14 @@ COMMAND = "--dialect"
 """The flag that names the fork whose line follows."""
 
 
+@dataclass(frozen=True)
+class Meant:
+    """Arguments for what a line leaves out, where a fork has another default."""
+
+    forks: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
+
+
 @dataclass
 class Reading:
     """A command line in the flags of this project.
@@ -32,7 +40,7 @@ class Reading:
         problems: why it cannot be read.
         replaced: the flag of a fork, with its values -> what is read instead.
         given: every flag of the line, with dashes -> its values.
-        left_out: arguments for what the line leaves out, where the fork's default is another.
+        left_out: what it leaves out.
     """
 
     argv: list[str] = field(default_factory=list)
@@ -41,7 +49,7 @@ class Reading:
     problems: list[str] = field(default_factory=list)
     replaced: dict[str, str] = field(default_factory=dict)
     given: dict[str, list[str]] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    left_out: Meant = Meant()
 
     def warnings(self) -> list[str]:
         """The line on what was read as something else; none if nothing was."""
@@ -63,9 +71,13 @@ def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
     """
     reading = Reading(given=_given(argv))
     named = _named(argv, reading)
-    tables = _tables(known, named, reading)
+    counts = Counter([named]) if named else _counts(known, reading)
+    best = [fork for fork in DIALECTS if counts and counts[fork] == max(counts.values())]
+    reading.assumed = [] if named else best
+    # The forks to ask about a flag, those first that all must agree.
+    tables = [best] if named or not best else [best, [fork for fork in DIALECTS if fork not in best]]
     _read_all(reading, tables, known, argv)
-    _leave_out(reading, tables, known)
+    _leave_out(reading, tables, known, [fork for fork in DIALECTS if fork in counts])
     return reading
 
 
@@ -85,20 +97,23 @@ def _read_all(
         position += 0 if equals else taken
 
 
-def _leave_out(reading: Reading, tables: list[list[str]], known: Mapping[str, str]) -> None:
-    """Add what the fork of this line means by what the line leaves out."""
-    forks = tables[0] if tables else []
+def _leave_out(
+    reading: Reading, tables: list[list[str]], known: Mapping[str, str], forks: Sequence[str]
+) -> None:
+    """Add what the forks of whose flags there are some mean by what the line leaves out."""
     by_fork = {fork: [row for row in LEFT_OUT[fork] if _is_left_out(row, reading)] for fork in forks}
-    if len(set(map(str, by_fork.values()))) > 1:
+    # What goes with a flag of one fork alone is meant by that flag; what goes with none, by the whole line.
+    whole = {tuple(row for row in rows if not row.when.beside) for rows in by_fork.values()}
+    if len(whole) > 1:
         reading.problems.append(
-            f"what is left out means different things to {' and '.join(forks)}; say whose line this is, such "
-            f"as `{COMMAND} {forks[0]}`."
+            f"what is left out means different things to {' and '.join(by_fork)}; say whose line this is, "
+            f"such as `{COMMAND} {forks[0]}`."
         )
         return
     meant = Reading(problems=reading.problems, given=reading.given)
-    for row in by_fork.get(forks[0], []) if forks else []:
+    for row in dict.fromkeys(row for rows in by_fork.values() for row in rows):
         _read_all(meant, tables, known, row.same or ())
-    reading.left_out = meant.argv
+    reading.left_out = Meant(tuple(fork for fork, rows in by_fork.items() if rows), tuple(meant.argv))
 
 
 def _is_left_out(row: Row, reading: Reading) -> bool:
@@ -246,22 +261,14 @@ def _named(argv: Sequence[str], reading: Reading) -> str | None:
     return None
 
 
-def _tables(known: Mapping[str, str], named: str | None, reading: Reading) -> list[list[str]]:
-    """The forks to ask about a flag, those first that all must agree."""
-    if named is not None:
-        return [[named]]
-    counts = Counter(
+def _counts(known: Mapping[str, str], reading: Reading) -> Counter[str]:
+    """Every fork of whose flags there are some -> how many."""
+    return Counter(
         fork
         for name, values in reading.given.items()
         for fork, rows in DIALECTS.items()
         if _tells(rows, name, values, reading, known)
     )
-    if not counts:
-        return []
-    most = max(counts.values())
-    best = [fork for fork in DIALECTS if counts[fork] == most]
-    reading.assumed = best
-    return [best, [fork for fork in DIALECTS if fork not in best]]
 
 
 def _tells(

@@ -340,6 +340,11 @@ def test_what_changes_numbers_is_not_without_effect(argv: str, says: str) -> Non
     [
         ("--use-moe", "say how many experts there are with `--num-experts`"),
         ("--use-gqa", "say how many key/value heads there are with `--num-query-groups`"),
+        ("--use-bias --disable-bias-linear", "it contradicts `--disable-bias-linear`"),
+        (
+            "--no-new-tokens --sync-tp-duplicated-parameters",
+            "what is left out means different things to bigscience and megatron_llm; say whose line this is",
+        ),
         ("--disable-moe --num-experts 4", "it contradicts `--num-experts`"),
         ("--tie-word-embeddings --untie-embeddings-and-output-weights", "it contradicts `--untie-embeddings"),
         ("--causal --model-family bert", "tokens attend to all others in a BERT"),
@@ -378,6 +383,8 @@ def test_what_says_what_a_model_has_is_accepted_where_it_is_true(argv: str) -> N
         ("--no-new-tokens", (2, (0.0,), False)),
         ("--dialect megatron_llm --use-bias", (2, (0.0,), True)),
         ("--no-use-alibi", (2, (0.0,), True)),
+        ("--use-bias --sliding-window-size 16", (2, (0.0,), True)),
+        ("--moe-num-experts 4 --adam-w-mode --sync-tp-duplicated-parameters", (1, (0.025,), True)),
     ],
 )
 def test_what_a_fork_s_line_leaves_out_has_its_default(argv: str, expected: tuple[object, ...]) -> None:
@@ -395,7 +402,7 @@ def test_a_file_of_settings_is_heard_before_a_fork_s_defaults(tmp_path: Path) ->
     assert parse_config([*argv, "--config", str(file)], world_size=1).config.model.add_bias_linear
     said = parse_config(argv, world_size=1).warnings
     assert (
-        "what a line of this fork leaves out means what it means there: `--disable-bias-linear False`."
+        "what a line of megatron_llm leaves out means what it means there: `--disable-bias-linear False`."
         in said
     )
 
