@@ -288,6 +288,7 @@ def test_a_family_takes_no_flag_that_is_misspelled(argv: str) -> None:
         "--persist-momentum", "--swap-norms", "--fused-lr", "--no-fused-qkv-bias", "--dataloader-shuffle",
         "--mamba-conv-kernel", "--async-update-steps", "--bucket-by-length", "--ckpt-convert-formats",
         "--dataloader-inter-document-maskings", "--use-te-activation-funcs",
+        "--use-new-init", "--use-legacy-mlp",
     ],
 )  # fmt: skip
 def test_a_family_takes_no_flag_that_may_change_numbers(name: str) -> None:
