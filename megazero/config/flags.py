@@ -17,7 +17,7 @@ from megazero.config.compat.dialects import translate
 from megazero.config.compat.foreign import FOREIGN_FLAGS, Ignored, verdict
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, FieldSpec, Kind, spoken
 from megazero.config.lists import Unreadable
-from megazero.config.words import Few, dashed, is_flag, nearest, values_after
+from megazero.config.words import Few, dashed, is_flag, nearest, says_on, values_after
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,22 @@ class Setting:
 
 
 @dataclass
+class Unread:
+    """The words of a command line that mean nothing."""
+
+    unknown: Few = field(default_factory=lambda: Few("unknown flags"))
+    stray: Few = field(default_factory=lambda: Few("unexpected arguments"))
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Settings of forks of a line for what it leaves out, where nothing else sets these fields."""
+
+    forks: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
+
+
+@dataclass
 class Scan:
     """The result of reading a command line. `broken` are paths of fields whose value could not be read."""
 
@@ -52,12 +68,12 @@ class Scan:
     warnings: list[str] = field(default_factory=list)
     ignored: list[Ignored] = field(default_factory=list)
     broken: set[str] = field(default_factory=set)
+    left_out: LeftOut = LeftOut()
     config_file: str | None = None
     deepspeed: bool = False
     deepspeed_config: str | None = None
     check_only: bool = False
-    unknown: Few = field(default_factory=lambda: Few("unknown flags"))
-    stray: Few = field(default_factory=lambda: Few("unexpected arguments"))
+    unread: Unread = field(default_factory=Unread)
 
 
 COMMANDS: Mapping[str, str] = MappingProxyType(
@@ -115,25 +131,32 @@ def scan(argv: Sequence[str]) -> Scan:
         warnings=reading.warnings(),
         ignored=reading.ignored,
     )
-    argv, position = reading.argv, 0
-    while position < len(argv):
-        token = argv[position]
-        position += 1
-        if not is_flag(token):
-            result.stray.add(result.problems, partial(_stray, token))
-            continue
-        name, equals, inline = token.partition("=")
-        values = [inline] if equals else []
-        following = [] if equals else values_after(argv, position)
-        position += _read_flag(result, name, values, following)
+    _read_all(result, reading.argv)
     result.settings = _settle(result)
-    result.problems += [*result.unknown.rest(), *result.stray.rest(), *_deepspeed_pair(result)]
-    if result.unknown.count and reading.assumed:
+    meant = Scan(problems=result.problems)
+    _read_all(meant, reading.left_out.argv)
+    result.left_out = LeftOut(reading.left_out.forks, tuple(meant.settings))
+    result.problems += [*result.unread.unknown.rest(), *result.unread.stray.rest(), *_deepspeed_pair(result)]
+    if result.unread.unknown.count and reading.assumed:
         fork = reading.assumed[0]
         result.problems.append(
             f"unknown flags are not those of `--dialect {fork}` either, as others of this line are."
         )
     return result
+
+
+def _read_all(result: Scan, argv: Sequence[str]) -> None:
+    position = 0
+    while position < len(argv):
+        token = argv[position]
+        position += 1
+        if not is_flag(token):
+            result.unread.stray.add(result.problems, partial(_stray, token))
+            continue
+        name, equals, inline = token.partition("=")
+        values = [inline] if equals else []
+        following = [] if equals else values_after(argv, position)
+        position += _read_flag(result, name, values, following)
 
 
 def _deepspeed_pair(result: Scan) -> list[str]:
@@ -156,6 +179,11 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str])
         return _read_command(result, name, inline, following)
     if name in FOREIGN_FLAGS:
         foreign = FOREIGN_FLAGS[name]
+        if foreign.accepted and foreign.most_values == 0 and inline and not says_on(inline[0]):
+            result.problems.append(
+                f"`{name}` is a switch that must stand alone or be true, but is `{inline[0]}`; leave it out."
+            )
+            return 0
         taken = 0 if inline else min(len(following), foreign.most_values)
         outcome = verdict(foreign, inline or following[:taken])
         if isinstance(outcome, Ignored):
@@ -163,7 +191,7 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str])
         else:
             result.problems.append(outcome)
         return taken
-    result.unknown.add(result.problems, partial(_unknown, name))
+    result.unread.unknown.add(result.problems, partial(_unknown, name))
     return len(following)
 
 

@@ -19,7 +19,7 @@ from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, spoken
-from megazero.config.flags import Scan, Setting, scan
+from megazero.config.flags import LeftOut, Scan, Setting, scan
 from megazero.config.help import format_help
 from megazero.config.rules.notes import notes_on
 from megazero.config.rules.ramps import cut_short
@@ -77,6 +77,7 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     layers = (deepspeed.defaults, document.settings, deepspeed.settings, heard)
     settings = {setting.spec.path: setting for layer in layers for setting in layer}
     names = _names(flags)
+    said += _leave_to_fork(flags.left_out, settings)
     said += _leave_to_megatron_deepspeed(names, settings)
     broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
     config = _with_default_tokenizer(_build(settings, broken, problems), broken)
@@ -113,6 +114,15 @@ def _names(flags: Scan) -> set[str]:
     """Names of the flags that were given, except those of commands."""
     names = {setting.source for setting in flags.settings} | {ignored.name for ignored in flags.ignored}
     return names | {"--deepspeed"} if flags.deepspeed else names
+
+
+def _leave_to_fork(left_out: LeftOut, settings: dict[str, Setting]) -> list[str]:
+    """Add a fork's defaults to the settings of one of its lines; returns what to say of them."""
+    meant = [setting for setting in left_out.settings if setting.spec.path not in settings]
+    settings |= {setting.spec.path: setting for setting in meant}
+    listed = " ".join(f"{setting.source} {spoken(setting.value)}" for setting in meant)
+    forks = " and ".join(left_out.forks)
+    return [f"what a line of {forks} leaves out means what it means there: `{listed}`."] if meant else []
 
 
 def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) -> list[str]:

@@ -17,7 +17,10 @@ _SUFFIXES = MappingProxyType({"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12})
 
 def _count(text: str) -> int:
     factor = _SUFFIXES.get(text[-1:].upper(), 1)
-    return int(Decimal(text[:-1] if factor > 1 else text) * factor)
+    count = Decimal(text[:-1] if factor > 1 else text) * factor
+    if count != int(count):
+        raise ValueError(f"{text} is no whole number")
+    return int(count)
 
 
 def _read_stairs(stairs: tuple[str, ...]) -> tuple[str, ...]:

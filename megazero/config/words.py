@@ -77,6 +77,11 @@ def is_flag(token: str) -> bool:
     return token.startswith("-") and len(token) > 1 and not re.match(r"-\.?\d", token)
 
 
+def says_on(text: str) -> bool:
+    """Whether a value of a switch turns it on."""
+    return text.lower() in ("true", "1", "yes", "on")
+
+
 def values_after(argv: Sequence[str], position: int) -> list[str]:
     """The arguments from `position` to the next flag."""
     return list(takewhile(lambda token: not is_flag(token), argv[position:]))
@@ -96,4 +101,6 @@ def _edits(word: str, other: str) -> int | None:
             if i and j and letter == other[j - 1] and word[i - 1] == theirs:
                 cheapest = min(cheapest, earlier[j - 1] + 1)
             row.append(cheapest)
+        if min(*row, *before) > most:
+            return None
     return row[-1] if row[-1] <= most else None

@@ -294,11 +294,10 @@ def _build_split(
             opened[prefix] = open_indexed(prefix, guarded=request.guarded)
         indexed = opened[prefix]
         count = builder.units(indexed)
-        ids = (
-            part_of(name_of_part, count)
-            if own
-            else split_ranges(request.split, count, request.split_reading)[number]
-        )
+        ids = part_of(name_of_part, count)
+        if not own:
+            share = split_ranges(request.split, len(ids), request.split_reading)[number]
+            ids = ids[share.start : share.stop]
         sources.append(_Portion(indexed, ids, weight))
     if not any(len(source.units) for source in sources):
         amount = f"{sum(builder.units(s.indexed) for s in sources)} {builder.unit}"

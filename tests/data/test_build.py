@@ -83,6 +83,16 @@ def test_own_paths_use_whole_datasets(corpora):
     assert valid.indexed.prefix == corpora[1]
 
 
+def test_a_part_of_a_dataset_is_split_within_itself(corpora):
+    """`--data-path x[0:0.5]` was split as the whole dataset."""
+    datasets = build_datasets(request(data_path=(f"{corpora[0]}[0.5:0.9]",)))
+    starts = datasets[0].indexed.offsets // 2
+    for dataset, low, high in zip(datasets, (50, 82, 86), (82, 86, 90), strict=True):
+        ids = dataset.batch(range(len(dataset)))["tokens"]
+        assert starts[low] <= ids.min()
+        assert ids.max() < starts[high]
+
+
 def test_splits_without_share_or_sequences_are_none(corpora):
     assert build_datasets(request(data_path=(corpora[0],), split="1"))[1:] == (None, None)
     with pytest.warns(

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 
 from megazero.cli import VERBS
-from megazero.config.compat.dialects import DIALECTS, SYNONYMS
 from megazero.config.compat.foreign import FOREIGN_FLAGS
+from megazero.config.compat.rows import DIALECTS, SYNONYMS
 from megazero.config.flags import COMMANDS, FLAGS
 from tests.docs.pages import ROOT, Document
 from tests.source_tree import Source

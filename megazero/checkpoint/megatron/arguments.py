@@ -125,22 +125,32 @@ def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
             f"the checkpoint must be of a run of Adam to be written with the optimizer, but is of "
             f"{settings.get('optimizer', 'none')!r}; export with --weights-only"
         )
+    own_rate, own_floor = settings.get("decoupled_lr"), settings.get("decoupled_min_lr")
+    if own_rate is None and own_floor is not None:
+        raise CheckpointError(
+            "`decoupled_min_lr` must come with `decoupled_lr` in a run whose optimizer is written, since "
+            f"Megatron has no second group without it, but is {own_floor}; export with --weights-only"
+        )
+    common = (settings["lr"], settings["min_lr"])
+    own = (own_rate, settings["min_lr"] if own_floor is None else own_floor)
+    # The group of its own is that of the embedding and the head, all of which decays.
+    kinds = [(1.0, False), (0.0, False), *([] if own_rate is None else [(1.0, True)])]
     groups = [
         {
-            "lr": settings["lr"],
-            "max_lr": settings["lr"],
-            "min_lr": settings["min_lr"],
+            "lr": (own if decoupled else common)[0],
+            "max_lr": (own if decoupled else common)[0],
+            "min_lr": (own if decoupled else common)[1],
             "weight_decay": settings["weight_decay"] * decayed,
             "wd_mult": decayed,
             "lr_mult": 1.0,
             "is_expert_parallel": False,
-            "is_decoupled_lr": False,
+            "is_decoupled_lr": decoupled,
             "betas": (settings["adam_beta1"], settings["adam_beta2"]),
             "eps": settings["adam_eps"],
             "bias_correction": True,
             "step": facts["updates"],
         }
-        for decayed in (1.0, 0.0)
+        for decayed, decoupled in kinds
     ]
     state = {"param_groups": groups, "state": {"common_step": facts["updates"]}}
     scale = {

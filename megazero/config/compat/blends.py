@@ -39,9 +39,17 @@ def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
     if re.search(r"[\d.]+:[\d.]+\s", text):
         return tuple(weighted(text))
     lines = [line.split() for line in text.splitlines() if line.strip()]
-    if all(len(line) == 3 for line in lines):
+    if all(list(map(_is_number, line)) == [True, False, False] for line in lines):
         return tuple(word for line in lines for word in line[:2])
     return tuple(word for line in lines for word in line)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _of_json(text: str, split: str, path: Path) -> tuple[str, ...]:
@@ -82,8 +90,18 @@ def prefix_of(name: str) -> str:
 
 
 def part_of(name: str, count: int) -> range:
-    """The part of a dataset's `count` sequences that ``PREFIX[0.1:0.5]`` names; all without a part."""
+    """The part of a dataset's `count` sequences that ``PREFIX[0.1:0.5]`` names; all without a part.
+
+    Raises DataError for one that does not begin before it ends, within 0 and 1.
+    """
     match = _PART.fullmatch(name)
-    ends = ("0", "1") if match is None else (match["start"], match["stop"])
-    start, stop = (min(round(float(end) * count), count) for end in ends)
-    return range(start, stop)
+    try:
+        start, stop = (0.0, 1.0) if match is None else (float(match["start"]), float(match["stop"]))
+    except ValueError:
+        start, stop = 1.0, 0.0
+    if not 0 <= start < stop <= 1:
+        raise DataError(
+            f"a part of a dataset must be two shares such as [0.1:0.5], the lower first, but is `{name}`; "
+            "correct it."
+        )
+    return range(round(start * count), round(stop * count))

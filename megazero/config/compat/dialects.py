@@ -7,54 +7,26 @@ trainer calls its logs, its kernels and its launch, so that such a flag stops no
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from types import MappingProxyType
 
 from megazero.config.compat.blends import weighted
-from megazero.config.compat.foreign import Foreign, Ignored, arity
+from megazero.config.compat.foreign import Foreign, Ignored
 from megazero.config.compat.layouts import of_ends, of_layout
-from megazero.config.tables import blocks, names_in
-from megazero.config.words import dashed, is_flag, values_after
+from megazero.config.compat.rows import DIALECTS, LEFT_OUT, SYNONYMS, Row, first, of_family
+from megazero.config.words import dashed, is_flag, says_on, values_after
 from megazero.errors import DataError
 
 COMMAND = "--dialect"
 """The flag that names the fork whose line follows."""
 
-_ANY = 1_000_000
-
 
 @dataclass(frozen=True)
-class Row:
-    """A fork's flag, and what becomes of it.
+class Meant:
+    """Arguments for what a line leaves out, where a fork has another default."""
 
-    Attributes:
-        name: the flag, with dashes.
-        least: how many values must follow it.
-        most: how many of the arguments after it can be its values.
-        values: the values that it is about, in lower case; empty means any (none for a switch).
-        same: the arguments that say the same here, with places for its values as `_filled` fills them; None
-            for a flag without effect or one that is refused.
-        accepted: why it needs no effect.
-        refused: what to do instead.
-    """
-
-    name: str
-    least: int
-    most: int
-    values: tuple[str, ...] = ()
-    same: tuple[str, ...] | None = None
-    accepted: str | None = None
-    refused: str | None = None
-
-    def fits(self, values: Sequence[str]) -> bool:
-        """Whether the row is about a flag with these values."""
-        if len(values) < self.least:
-            return False
-        if not self.values:
-            return True
-        return bool(values) and any(fnmatchcase(values[0].lower(), value) for value in self.values)
+    forks: tuple[str, ...] = ()
+    argv: tuple[str, ...] = ()
 
 
 @dataclass
@@ -68,6 +40,7 @@ class Reading:
         problems: why it cannot be read.
         replaced: the flag of a fork, with its values -> what is read instead.
         given: every flag of the line, with dashes -> its values.
+        left_out: what it leaves out.
     """
 
     argv: list[str] = field(default_factory=list)
@@ -76,6 +49,7 @@ class Reading:
     problems: list[str] = field(default_factory=list)
     replaced: dict[str, str] = field(default_factory=dict)
     given: dict[str, list[str]] = field(default_factory=dict)
+    left_out: Meant = Meant()
 
     def warnings(self) -> list[str]:
         """The line on what was read as something else; none if nothing was."""
@@ -97,7 +71,19 @@ def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
     """
     reading = Reading(given=_given(argv))
     named = _named(argv, reading)
-    tables = _tables(known, named, reading)
+    counts = Counter([named]) if named else _counts(known, reading)
+    best = [fork for fork in DIALECTS if counts and counts[fork] == max(counts.values())]
+    reading.assumed = [] if named else best
+    # The forks to ask about a flag, those first that all must agree.
+    tables = [best] if named or not best else [best, [fork for fork in DIALECTS if fork not in best]]
+    _read_all(reading, tables, known, argv)
+    _leave_out(reading, tables, known, [fork for fork in DIALECTS if fork in counts])
+    return reading
+
+
+def _read_all(
+    reading: Reading, tables: list[list[str]], known: Mapping[str, str], argv: Sequence[str]
+) -> None:
     position = 0
     while position < len(argv):
         token = argv[position]
@@ -109,7 +95,29 @@ def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:
         values = [inline] if equals else values_after(argv, position)
         taken = _read(reading, tables, known, token, values)
         position += 0 if equals else taken
-    return reading
+
+
+def _leave_out(
+    reading: Reading, tables: list[list[str]], known: Mapping[str, str], forks: Sequence[str]
+) -> None:
+    """Add what the forks of whose flags there are some mean by what the line leaves out."""
+    by_fork = {fork: [row for row in LEFT_OUT[fork] if _is_left_out(row, reading)] for fork in forks}
+    # What goes with a flag of one fork alone is meant by that flag; what goes with none, by the whole line.
+    whole = {tuple(row for row in rows if not row.when.beside) for rows in by_fork.values()}
+    if len(whole) > 1:
+        reading.problems.append(
+            f"what is left out means different things to {' and '.join(by_fork)}; say whose line this is, "
+            f"such as `{COMMAND} {forks[0]}`."
+        )
+        return
+    meant = Reading(problems=reading.problems, given=reading.given)
+    for row in dict.fromkeys(row for rows in by_fork.values() for row in rows):
+        _read_all(meant, tables, known, row.same or ())
+    reading.left_out = Meant(tuple(fork for fork, rows in by_fork.items() if rows), tuple(meant.argv))
+
+
+def _is_left_out(row: Row, reading: Reading) -> bool:
+    return row.name not in reading.given and row.when.is_beside(reading.given)
 
 
 def _read(
@@ -120,7 +128,7 @@ def _read(
     spelled = known.get(dashed(name))
     if dashed(name) == COMMAND:
         return len(values[:1])
-    row = _row(dashed(name), values, tables, reading, is_known=spelled is not None)
+    row = _row(dashed(name), values, tables, reading, known)
     if row is None and spelled is None and _lacks_value(dashed(name), values, tables):
         reading.problems.append(f"`{name}` must be followed by a value.")
         return 0
@@ -129,6 +137,12 @@ def _read(
         return 0
     taken = values[: row.most]
     given = " ".join([name, *taken])
+    said = values[:1] if "=" in token else taken[:1]
+    if row.switch and said and not says_on(said[0]):
+        reading.problems.append(
+            f"`{name}` is a switch that must stand alone or be true, but is `{said[0]}`; leave it out."
+        )
+        return len(taken)
     if row.same is not None:
         try:
             tokens = [word for token in row.same for word in _filled(token, taken, reading.given)]
@@ -192,12 +206,15 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
 
 
 def _row(
-    name: str, values: Sequence[str], tables: list[list[str]], reading: Reading, *, is_known: bool
+    name: str, values: Sequence[str], tables: list[list[str]], reading: Reading, known: Mapping[str, str]
 ) -> Row | None:
     """The row on a flag; None if none fits, or if forks that may be meant differ about it."""
+    is_known, given = name in known, reading.given
     # A flag that is known here means something else only in the fork whose line this is.
     for names in tables[:1] if is_known else tables:
-        meanings = {fork: row for fork in names if (row := _first(DIALECTS[fork], name, values)) is not None}
+        meanings = {
+            fork: row for fork in names if (row := first(DIALECTS[fork], name, values, given)) is not None
+        }
         if len(set(meanings.values())) > 1:
             if is_known:
                 return None
@@ -205,7 +222,12 @@ def _row(
                 f"`{name}` means different things to {' and '.join(meanings)}; say whose line this is, such "
                 f"as `{COMMAND} {next(iter(meanings))}`."
             )
-        if meanings and is_known and reading.assumed and not all(row.values for row in meanings.values()):
+        if (
+            meanings
+            and is_known
+            and reading.assumed
+            and not all(row.when.values for row in meanings.values())
+        ):
             fork = next(iter(meanings))
             reading.problems.append(
                 f"`{name}` means another thing to {fork}, of whose flags there are others; say "
@@ -214,19 +236,15 @@ def _row(
             return None
         if meanings:
             return next(iter(meanings.values()))
-    row = _first(SYNONYMS, name, values)
+    row = first(SYNONYMS, name, values, given)
     if is_known:  # some of its values may have other names, but itself it is read as it is
-        return row if row is not None and row.values else None
-    return row or _of_family(name) or _turned_off(name, values)
+        return row if row is not None and row.when.values else None
+    return row or of_family(name, known)
 
 
 def _lacks_value(name: str, values: Sequence[str], tables: list[list[str]]) -> bool:
     known = [DIALECTS[fork] for names in tables for fork in names] + [SYNONYMS]
-    return any(row.least > len(values) for rows in known for row in rows.get(name, ()))
-
-
-def _first(rows: Mapping[str, tuple[Row, ...]], name: str, values: Sequence[str]) -> Row | None:
-    return next((row for row in rows.get(name, ()) if row.fits(values)), None)
+    return any(row.when.least > len(values) for rows in known for row in rows.get(name, ()))
 
 
 def _named(argv: Sequence[str], reading: Reading) -> str | None:
@@ -243,85 +261,25 @@ def _named(argv: Sequence[str], reading: Reading) -> str | None:
     return None
 
 
-def _tables(known: Mapping[str, str], named: str | None, reading: Reading) -> list[list[str]]:
-    """The forks to ask about a flag, those first that all must agree."""
-    if named is not None:
-        return [[named]]
-    unknown = [name for name in reading.given if name not in known and name not in SYNONYMS]
-    counts = Counter(fork for fork, rows in DIALECTS.items() for name in unknown if name in rows)
-    if not counts:
-        return []
-    most = max(counts.values())
-    best = [fork for fork in DIALECTS if counts[fork] == most]
-    reading.assumed = best
-    return [best, [fork for fork in DIALECTS if fork not in best]]
-
-
-def _rows_of(table: str) -> dict[str, tuple[Row, ...]]:
-    rows: dict[str, list[Row]] = {}
-    for head, words in blocks(table):
-        for row in _rows(head, words, most=_ANY if "/" in table else 0):
-            rows.setdefault(dashed(row.name), []).append(row)
-    return {name: tuple(several) for name, several in rows.items()}
-
-
-def _rows(head: str, words: Sequence[str], most: int) -> Iterator[Row]:
-    """The rows of a block: `same`, `no effect: REASON` or `refused: REASON`, and words under it.
-
-    Args:
-        head, words: the block.
-        most: as many values belong at least to a flag that is not read, whatever its mark says.
-    """
-    verb, _, reason = head.partition(": ")
-    for word in words:
-        theirs, _, ours = word.partition(":")
-        marked, _, choices = theirs.partition("=")
-        few = choices in ("", "*", "?")
-        # What a value only ends with may be followed by more.
-        name, least, many = arity(theirs) if few else (marked, 1, _ANY if choices[0] == "*" else 1)
-        values = () if few else tuple(choices.lower().split(","))
-        if verb == "same":
-            yield Row(name, least, many, values, same=tuple(_tokens(ours)))
-        elif verb == "no effect":
-            yield Row(name, least, max(many, most), values, accepted=reason)
-        else:
-            assert verb == "refused", f"`{head}` of a dialect begins with no known word"
-            yield Row(name, least, max(many, most), values, refused=reason)
-
-
-def _tokens(ours: str) -> Iterator[str]:
-    """The arguments of `--a=1+--b={}`."""
-    for part in ours.split("+"):
-        flag, equals, value = part.partition("=")
-        yield flag
-        if equals:
-            yield value
-
-
-DIALECTS: Mapping[str, Mapping[str, tuple[Row, ...]]] = MappingProxyType(
-    {name: MappingProxyType(_rows_of(f"dialects/{name}.txt")) for name in names_in("dialects")}
-)
-"""Every fork: name -> flag -> its rows, of which the first that fits counts."""
-
-SYNONYMS: Mapping[str, tuple[Row, ...]] = MappingProxyType(_rows_of("synonyms.txt"))
-"""Flag of any trainer -> its rows, of which the first that fits counts."""
-
-_FAMILIES: tuple[tuple[str, str], ...] = tuple(
-    (reason, pattern) for reason, words in blocks("families.txt") for pattern in words
-)
-
-
-def _turned_off(name: str, values: Sequence[str]) -> Row | None:
-    """The row of a flag that nobody knows, and that turns off what it would turn on."""
-    is_off = len(values) == 1 and values[0].lower() in ("false", "0", "none", "off", "no")
-    # A model has biases and norms, so turning those off asks for something.
-    asks = (
-        not name.startswith(("--use-", "--enable-", "--do-", "--with-")) or "bias" in name or "norm" in name
+def _counts(known: Mapping[str, str], reading: Reading) -> Counter[str]:
+    """Every fork of whose flags there are some -> how many."""
+    return Counter(
+        fork
+        for name, values in reading.given.items()
+        for fork, rows in DIALECTS.items()
+        if _tells(rows, name, values, reading, known)
     )
-    return Row(name, 0, 1, accepted="it is off") if is_off and not asks else None
 
 
-def _of_family(name: str) -> Row | None:
-    """The row of a flag that nobody knows, but whose name says that it changes no number."""
-    reason = next((reason for reason, pattern in _FAMILIES if fnmatchcase(name, pattern)), None)
-    return None if reason is None else Row(name, 0, _ANY, accepted=reason)
+def _tells(
+    rows: Mapping[str, tuple[Row, ...]],
+    name: str,
+    values: Sequence[str],
+    reading: Reading,
+    known: Mapping[str, str],
+) -> bool:
+    """Whether a flag with these values is a fork's, of whom these rows are, and nobody else reads it."""
+    row = first(rows, name, values, reading.given)
+    if row is None or first(SYNONYMS, name, values, reading.given) is not None:
+        return False
+    return bool(row.when.values) if name in known else of_family(name, known) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.rules.rule import Case, Rule, value_at
+from megazero.config.tree.data import DataConfig
 
 _SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 _ALL_PATHS = ("data.data_path", *_SPLIT_PATHS)
@@ -24,6 +25,11 @@ def _is_blend(items: tuple[str, ...]) -> bool:
     )
 
 
+def _names_one(data: DataConfig) -> bool:
+    names = data.data_path or data.train_data_path
+    return len(names) <= 1 and not any(name.startswith("@") for name in names)
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
@@ -43,12 +49,9 @@ DATA_RULES: tuple[Rule, ...] = (
     Rule(
         "prepared_index_of_one_dataset",
         ("data.train_doc_idx_path", "data.data_path", "data.train_data_path"),
-        "a prepared index must be of one dataset",
+        "a prepared index must be of one dataset, which is named itself",
         "give the prefix of that dataset alone",
-        lambda c: (
-            c.config.data.train_doc_idx_path is None
-            or len(c.config.data.data_path or c.config.data.train_data_path) <= 1
-        ),
+        lambda c: c.config.data.train_doc_idx_path is None or _names_one(c.config.data),
     ),
     Rule(
         "one_data_source",

@@ -134,10 +134,12 @@ SCHEDULE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "warmup_starts_below_lr",
-        ("optimizer.lr_warmup_init", "optimizer.lr"),
-        "`lr_warmup_init` must be at most `lr`",
+        ("optimizer.lr_warmup_init", "optimizer.lr", "optimizer.decoupled_lr"),
+        "`lr_warmup_init` must be at most `lr`, and at most `decoupled_lr` where that is set",
         "lower `--lr-warmup-init`",
-        lambda c: c.config.optimizer.lr_warmup_init <= c.config.optimizer.lr,
+        lambda c: (
+            c.config.optimizer.lr_warmup_init <= min(c.config.optimizer.lr, decoupled(c.config.optimizer)[0])
+        ),
     ),
     Rule(
         "one_lr_unit",

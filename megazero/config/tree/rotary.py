@@ -60,7 +60,6 @@ class RotaryConfig(LatentConfig):
         4096,
         "YaRN: the sequence length of the first training",
         unit="tokens",
-        aliases=("--original-max-position-embeddings",),
         needs=_YARN,
     )
     yarn_beta_fast: PositiveFloat = option(

@@ -339,6 +339,45 @@ def test_state_of_another_optimizer_is_not_written():
         optimizer_of({"kind": "converted"})
 
 
+ADAM = {
+    **{"optimizer": "adam", "lr": 1e-3, "min_lr": 1e-4, "weight_decay": 0.1},
+    **{"adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8},
+}
+SCALER = {"scale": 1.0, "growth_tracker": 0, "hysteresis_left": 2}
+
+
+@pytest.mark.parametrize(
+    ("decoupled", "rates"),
+    [
+        ({}, [(1e-3, 1e-4, False)] * 2),
+        ({"decoupled_lr": 1e-5}, [*[(1e-3, 1e-4, False)] * 2, (1e-5, 1e-4, True)]),
+        (
+            {"decoupled_lr": 1e-5, "decoupled_min_lr": 0.0},
+            [*[(1e-3, 1e-4, False)] * 2, (1e-5, 0.0, True)],
+        ),
+    ],
+    ids=str,
+)
+def test_the_embedding_s_own_rate_has_a_group(decoupled, rates):
+    """Every group had `max_lr` of `lr`, also that of the embedding and the head."""
+    facts = {"config": {"optimizer": {**ADAM, **decoupled}}, "updates": 3, "scaler": SCALER}
+    groups = optimizer_of(facts)["optimizer"]["param_groups"]
+    assert [(group["max_lr"], group["min_lr"], group["is_decoupled_lr"]) for group in groups] == rates
+    assert [group["wd_mult"] for group in groups] == [1.0, 0.0, 1.0][: len(rates)]
+
+
+def test_a_floor_alone_is_not_written():
+    facts = {
+        "config": {"optimizer": {**ADAM, "decoupled_min_lr": 1e-5}},
+        "updates": 3,
+        "scaler": SCALER,
+    }
+    with pytest.raises(
+        CheckpointError, match="`decoupled_min_lr` must come with .* but is 1e-05; export with"
+    ):
+        optimizer_of(facts)
+
+
 def test_weights_of_another_type_and_without_an_optimizer(tmp_path, capsys):
     """With bf16 weights, masters lie beside them; weights that do not fit are refused."""
     run = Run(layers=1)

@@ -16,6 +16,9 @@ from megazero.errors import DataError
         ("0.3 a\n0.7 b\n", ("0.3", "a", "0.7", "b")),
         ("a b", ("a", "b")),
         ("0.3 a stack\n0.7 b wiki\n", ("0.3", "a", "0.7", "b")),
+        ("a b c\n", ("a", "b", "c")),
+        ("a b c\nd e f\n", ("a", "b", "c", "d", "e", "f")),
+        ("0.3 a stack\n0.7 b 0.5\n", ("0.3", "a", "stack", "0.7", "b", "0.5")),
         ('{"train": ["1", "a"], "valid": ["b"], "test": []}', ("1", "a")),
         ('"train: 0.2 0:0.95 a, 0.8 0:1 b"', ("0.2", "a[0:0.95]", "0.8", "b")),
         ('"train: 1 0:1 a" "more: 2 0.5:1 b"', ("1", "a", "2", "b[0.5:1]")),
@@ -46,6 +49,12 @@ def test_parts_are_shares_of_the_sequences() -> None:
     assert (prefix_of("a[0.1:0.55]"), part_of("a[0.1:0.55]", 10)) == ("a", range(1, 6))
     assert (prefix_of("a"), part_of("a", 10)) == ("a", range(10))
     assert part_of("a[0.95:1.0]", 100) == range(95, 100)
+
+
+@pytest.mark.parametrize("name", ["a[0.9:0.5]", "a[0.5:0.5]", "a[900:1000]", "a[0:1.5]", "a[.:1]"])
+def test_a_part_within_a_dataset_has_two_shares(name: str) -> None:
+    with pytest.raises(DataError, match="must be two shares such as"):
+        part_of(name, 1000)
 
 
 def test_a_group_of_another_form_is_refused() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from megazero.config.compat.dialects import DIALECTS
+from megazero.config.compat.rows import DIALECTS
 from megazero.config.flags import FLAGS, scan
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
@@ -102,7 +104,7 @@ def test_a_line_of_no_named_fork_is_read_as_the_fork_that_knows_most_of_it() -> 
         ("--dialect nobody", "`--dialect` must be one of argonne, bigscience, "),
         (
             "--dialect bigscience --glu-activation geglu",
-            "GEGLU, ReGLU and LiGLU are not built; use `--swiglu`",
+            "use `--swiglu`; GEGLU there is of the exact GELU, and `--activation geglu` of the tanh form",
         ),
         ("--dialect pai --dataset LLama-SFT-Raw", "`--dataset LLama-SFT-Raw` is not accepted: it reads"),
         ("--patch-tokenizer-type T", "must come with `--load`, but it is missing."),
@@ -206,7 +208,18 @@ def test_layers_that_cannot_be_dealt_so_are_refused(argv: str, says: str) -> Non
         ("--batch-size 4 --warmup 0.1 --model-parallel-size 2",
          {"batch.micro_batch_size": 4, "optimizer.lr_warmup_fraction": 0.1,
           "parallel.tensor_model_parallel_size": 2}),
-        ("--use-something false", {}),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params", {"zero.stage": 3}),
+        ("--data-parallel-sharding-strategy optim_grads_params", {}),
+        ("--use-swiglu=true", {"model.activation": "swiglu"}),
+        ("--rope-scaling-type llama3 --original-max-position-embeddings 8192",
+         {"model.use_rope_scaling": True, "model.rope_original_max_position_embeddings": 8192}),
+        ("--use-rope-scaling --original-max-position-embeddings 8192",
+         {"model.use_rope_scaling": True, "model.rope_original_max_position_embeddings": 8192}),
+        ("--position-embedding-type yarn --original-max-position-embeddings 2048",
+         {"model.position_embedding_type": "yarn", "model.yarn_original_max_position_embeddings": 2048}),
+        ("--dialect mindspeed --rope-scaling-original-max-position-embeddings 2048",
+         {"model.yarn_original_max_position_embeddings": 2048}),
+        ("--dialect mindspeed --sparse-mode 2 --pre-tockens 65536 --next-tockens 0", {}),
         ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-5",
          {"optimizer.decoupled_lr": 1e-4, "optimizer.decoupled_min_lr": 1e-5}),
     ],
@@ -215,6 +228,139 @@ def test_words_of_many_trainers(argv: str, expected: dict[str, object]) -> None:
     assert settings(argv) == expected
 
 
-@pytest.mark.parametrize("argv", ["--use-attn-bias false", "--enable-final-norm 0", "--use-something true"])
-def test_a_flag_that_turns_off_a_part_of_a_model_asks_for_something(argv: str) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--use-attn-bias false", "--enable-final-norm 0", "--use-something true", "--use-something false",
+        "--use-tied-embeddings false", "--use-dropout false", "--enable-position-embeddings false",
+        "--dropout-free",
+    ],
+)  # fmt: skip
+def test_a_flag_that_turns_something_off_asks_for_something(argv: str) -> None:
+    """`--use-dropout false` was taken as off anyway, but models have a dropout of 0.1."""
     assert "unknown flag" in scan(argv.split()).problems[0]
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--use-swiglu", "--use-rmsnorm", "--use-rope", "--gradient-checkpointing",
+        "--no-masked-softmax-fusion", "--use-causal-mask", "--use-moe", "--dialect pai --eval-dev",
+    ],
+)  # fmt: skip
+def test_a_switch_that_is_given_as_off_is_not_read_as_on(flag: str) -> None:
+    """`--use-swiglu=false` was read as `--swiglu`."""
+    result = scan(f"{flag}=false".split())
+    name = flag.split()[-1]
+    assert result.problems == [
+        f"`{name}` is a switch that must stand alone or be true, but is `false`; leave it out."
+    ]
+    assert result.settings == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--dialect mindspeed --sparse-mode 4", "it lets attention see a band; say so with"),
+        ("--dialect mindspeed --pre-tockens 4096", "`--window-size`, whose first number is that of `--pre-"),
+        ("--dialect mindspeed --spec mindspeed_llm.tasks.models.spec.gemma2_spec layer_spec",
+         "layers are built from settings"),
+        ("--dialect mindspeed --rope-scaling-type plm", "say `--use-rope-scaling` for Llama 3's scaling"),
+        ("--dialect pai --enable-shared-expert", "its gate in Qwen with `--moe-shared-expert-gate`"),
+        ("--reset-progress --load x", "use `--finetune`, which loads weights only and starts counting anew"),
+        ("--dialect megatron_llm --parallel-attn", "`--use-parallel-residual` has attention and MLP beside"),
+        ("--dialect turing --use-embedding-scaling", "say the factor of the embeddings with `--emb"),
+        ("--moe-token-dispatcher-type flex --moe-expert-rank-capacity-factor 1.0",
+         "the tokens of a rank are not bounded, only those of an expert"),
+        ("--use-megatron-fsdp --megatron-fsdp-main-params-dtype auto", "that the optimizer updates are"),
+        ("--model-type llama", "`--model-type llama` is not accepted"),
+    ],
+)  # fmt: skip
+def test_what_changes_numbers_is_not_without_effect(argv: str, says: str) -> None:
+    (problem,) = scan(argv.split()).problems
+    assert says in problem
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ("--use-moe", "say how many experts there are with `--num-experts`"),
+        ("--use-gqa", "say how many key/value heads there are with `--num-query-groups`"),
+        ("--use-bias --disable-bias-linear", "it contradicts `--disable-bias-linear`"),
+        (
+            "--no-new-tokens --sync-tp-duplicated-parameters",
+            "what is left out means different things to bigscience and megatron_llm; say whose line this is",
+        ),
+        ("--disable-moe --num-experts 4", "it contradicts `--num-experts`"),
+        ("--tie-word-embeddings --untie-embeddings-and-output-weights", "it contradicts `--untie-embeddings"),
+        ("--causal --model-family bert", "tokens attend to all others in a BERT"),
+        (
+            "--grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype fp32",
+            "it contradicts `--grad-reduce-in-bf16`",
+        ),
+        ("--fp8-format hybrid --bf16 --no-fp8-wgrad", "all products of linear layers are of 8-bit floats"),
+    ],
+)
+def test_what_says_what_a_model_has_must_be_true_of_it(argv: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config([*BASE_FLAGS, *argv.split()], world_size=1)
+    assert any(says in problem for problem in caught.value.violations)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--use-moe --num-experts 4", "--use-gqa --num-query-groups 2", "--causal --tie-word-embeddings",
+        "--disable-moe --no-use-alibi", "--no-fp8-wgrad", "--megatron-fsdp-grad-comm-dtype bf16",
+        "--grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype auto --bf16",
+    ],
+)  # fmt: skip
+def test_what_says_what_a_model_has_is_accepted_where_it_is_true(argv: str) -> None:
+    parse_config([*BASE_FLAGS, *argv.split()], world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ("--moe-num-experts 4", (1, (0.025,), True)),
+        ("--moe-num-experts 4 --moe-top-k 2 --moe-loss-weight 0.4", (2, (0.1,), True)),
+        ("--moe-num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0", (2, (0.0,), True)),
+        ("--dialect megatron_llm", (2, (0.0,), False)),
+        ("--no-new-tokens", (2, (0.0,), False)),
+        ("--dialect megatron_llm --use-bias", (2, (0.0,), True)),
+        ("--no-use-alibi", (2, (0.0,), True)),
+        ("--use-bias --sliding-window-size 16", (2, (0.0,), True)),
+        ("--moe-num-experts 4 --adam-w-mode --sync-tp-duplicated-parameters", (1, (0.025,), True)),
+    ],
+)
+def test_what_a_fork_s_line_leaves_out_has_its_default(argv: str, expected: tuple[object, ...]) -> None:
+    """MegaBlocks chooses one expert and weighs the loss by 0.1 over the layers, here 4; Megatron-LLM's
+    layers have no biases.
+    """
+    model = parse_config([*BASE_FLAGS, *argv.split()], world_size=1).config.model
+    assert (model.moe_router_topk, model.moe_aux_loss_coeff, model.add_bias_linear) == expected
+
+
+def test_a_file_of_settings_is_heard_before_a_fork_s_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {add_bias_linear: true}\n", encoding="utf-8")
+    argv = [*BASE_FLAGS, "--dialect", "megatron_llm"]
+    assert parse_config([*argv, "--config", str(file)], world_size=1).config.model.add_bias_linear
+    said = parse_config(argv, world_size=1).warnings
+    assert (
+        "what a line of megatron_llm leaves out means what it means there: `--disable-bias-linear False`."
+        in said
+    )
+
+
+def test_a_fork_is_not_assumed_from_names_that_anyone_uses() -> None:
+    """`--model-name` made this a line of Megatron-LLM, whose `--rope-scaling-factor` is another."""
+    line = "--model-name llama --log-level info --use-mpi --wandb-id x --jit-compile"
+    assert settings(f"{line} --use-rope-scaling --rope-scaling-factor 8") == {
+        "model.use_rope_scaling": True,
+        "model.rope_scaling_factor": 8.0,
+    }
+
+
+def test_the_encoder_s_layers_are_those_of_t5() -> None:
+    assert settings("--encoder-num-layers 4") == {"model.t5_encoder_layers": 4}

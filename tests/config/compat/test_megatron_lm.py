@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megazero.config.compat.dialects import SYNONYMS
 from megazero.config.compat.foreign import FOREIGN_FLAGS
+from megazero.config.compat.rows import SYNONYMS
 from megazero.config.flags import FLAGS, scan
 
 ARITIES = dict(
@@ -29,7 +29,7 @@ def ours(name: str) -> str:
         flag = FLAGS[name]
         return "0" if flag.is_switch else "*" if flag.spec.is_list else "1"
     if name in SYNONYMS:
-        values = (SYNONYMS[name][0].least, SYNONYMS[name][0].most)
+        values = (SYNONYMS[name][0].when.least, SYNONYMS[name][0].most)
     else:
         values = (FOREIGN_FLAGS[name].least_values, FOREIGN_FLAGS[name].most_values)
     return {(0, 0): "0", (1, 1): "1", (0, 1): "?"}.get(values, "*")

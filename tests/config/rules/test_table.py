@@ -96,6 +96,18 @@ def test_rows_longer_than_samples_are_refused() -> None:
     assert broken_rules(make_config(changes), WORLD) == ["seqlen_within_sequences"]
 
 
+def test_a_warmup_starts_below_each_peak() -> None:
+    """Only `lr` was looked at, and the schedule of the embedding failed once the model was built."""
+    changes = {"optimizer.decoupled_lr": 1e-5, "optimizer.lr_warmup_init": 1e-4}
+    assert broken_rules(make_config(changes), WORLD) == ["warmup_starts_below_lr"]
+    assert check(make_config({**changes, "optimizer.lr_warmup_init": 1e-5}), WORLD) == []
+
+
+def test_a_prepared_index_is_of_no_file_with_a_blend() -> None:
+    changes = {**EXAMPLES["prepared_index_of_one_dataset"], "data.data_path": ("@blend.txt",)}
+    assert broken_rules(make_config(changes), WORLD) == ["prepared_index_of_one_dataset"]
+
+
 def test_violations_are_reported_together() -> None:
     changes = {
         **EXAMPLES["min_lr_below_lr"],
