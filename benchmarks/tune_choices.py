@@ -22,7 +22,7 @@ import torch
 from megazero.config.resolve import parse_config
 from megazero.plan.device import Device
 from megazero.plan.layout import Layout
-from megazero.plan.measured import measured_seconds
+from megazero.plan.measured import measured_steps
 from megazero.plan.tuning import Planned, Search, Space
 
 COMMON = "--vocab-size 4096 --mock-data --micro-batch-size 1 --lr 1e-4 --train-iters 100 --device cpu "
@@ -59,8 +59,8 @@ def main() -> None:
         layouts = [layout for _, layout in search.ordered() if not search.refused(layout)]
         with multiprocessing.get_context("spawn").Pool(2, torch.set_num_threads, (1,)) as pool:
             plans = pool.map(partial(Planned.of, search), layouts, chunksize=1)
-        real = measured_seconds([search.config(x) for x in layouts], 2, "cpu", flags.rounds)
-        measured: dict[Layout, float] = dict(zip(layouts, real, strict=True))
+        real = measured_steps([search.config(x) for x in layouts], 2, "cpu", flags.rounds)
+        measured: dict[Layout, float] = {x: own.seconds for x, own in zip(layouts, real, strict=True)}
         chosen = min(plans, key=lambda plan: plan.seconds).layout
         quickest = min(measured, key=lambda layout: measured[layout])
         behind = measured[chosen] / measured[quickest] - 1

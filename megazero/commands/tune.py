@@ -22,7 +22,7 @@ from megazero.plan.autotuning import Autotuning
 from megazero.plan.device import Device, known_devices
 from megazero.plan.kept import KeptPlans
 from megazero.plan.layout import Layout
-from megazero.plan.measured import measured_seconds
+from megazero.plan.measured import Measured, measured_steps
 from megazero.plan.tuning import Planned, Search, best, explore, reasons
 from megazero.plan.words import shown, time_text
 
@@ -184,17 +184,19 @@ def _measure(search: Search, chosen: Sequence[Planned]) -> None:
             f"`--gpus` must be at most {most} with `--measure`, as many as this machine runs, but is "
             f"{search.ranks}; measure a smaller job, or leave `--measure` out"
         )
-    measured = measured_seconds([search.config(result.layout) for result in chosen], search.ranks, kind)
+    measured = measured_steps([search.config(result.layout) for result in chosen], search.ranks, kind)
     rows = [
-        (str(number), str(result.layout), time_text(result.seconds), time_text(real), _off(result, real))
+        (str(number), str(result.layout), time_text(result.seconds), *_beside(result, real))
         for number, (result, real) in enumerate(zip(chosen, measured, strict=True), 1)
     ]
     print("\nTrained on this machine, a step:\n")
-    print_table(("", "layout", "planned", "measured", "off"), rows, left=2)
+    print_table(("", "layout", "planned", "measured", "in all rounds", "off"), rows, left=2)
 
 
-def _off(result: Planned, seconds: float) -> str:
-    return f"{result.seconds / seconds - 1:+.1%}"
+def _beside(result: Planned, real: Measured) -> tuple[str, str, str]:
+    """The median of what was measured, its ends, and by how much the plan is off."""
+    ends = f"{time_text(real.least)} to {time_text(real.most)}"
+    return time_text(real.seconds), ends, f"{result.seconds / real.seconds - 1:+.1%}"
 
 
 def _write(search: Search, chosen: Sequence[Planned], folder: Path) -> None:

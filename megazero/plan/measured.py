@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,8 +23,22 @@ from megazero.train.step.timers import Timers
 _STEPS = 5
 
 
-def measured_seconds(configs: Sequence[Config], ranks: int, kind: str, rounds: int = 3) -> list[float]:
-    """The seconds of a step of each of some jobs: the median over rounds, in which they take turns.
+@dataclass(frozen=True)
+class Measured:
+    """The seconds of a step in some rounds: their median, the least and the most."""
+
+    seconds: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[float]) -> Measured:
+        """The figure of these rounds."""
+        return cls(statistics.median(rounds), min(rounds), max(rounds))
+
+
+def measured_steps(configs: Sequence[Config], ranks: int, kind: str, rounds: int = 3) -> list[Measured]:
+    """The seconds of a step of each of some jobs, in rounds in which they take turns.
 
     Args:
         configs: the jobs, all of them on `ranks` ranks.
@@ -34,16 +49,18 @@ def measured_seconds(configs: Sequence[Config], ranks: int, kind: str, rounds: i
     Raises:
         CommunicationError: a rank failed.
     """
-    times: list[float] = on_ranks(ranks, kind, partial(_measure, tuple(configs), rounds))
-    return times
+    times: list[list[float]] = on_ranks(ranks, kind, partial(_measure, tuple(configs), rounds))
+    return [Measured.of(own) for own in times]
 
 
-def _measure(configs: Sequence[Config], rounds: int, launch: Launch, device: torch.device) -> list[float]:
+def _measure(
+    configs: Sequence[Config], rounds: int, launch: Launch, device: torch.device
+) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in configs]
     for _ in range(rounds):
         for own, config in zip(times, configs, strict=True):
             own.append(step_seconds(config, launch, device))
-    return [statistics.median(own) for own in times]
+    return times
 
 
 def step_seconds(config: Config, launch: Launch, device: torch.device) -> float:

@@ -15,6 +15,7 @@ from megazero.errors import ConfigError
 from megazero.plan.device import Device
 from megazero.plan.kept import KeptPlans
 from megazero.plan.layout import Layout, Savings, Slices, Stages
+from megazero.plan.measured import Measured
 from megazero.plan.tuning import Planned, Search, best, explore
 
 GPT = (
@@ -142,7 +143,11 @@ def test_the_best_are_trained_and_compared(tmp_path, capsys):
     lines = capsys.readouterr().out.split("Trained on this machine, a step:")[1].splitlines()
     rows = [line for line in lines if re.match(r"\d  ", line)]
     assert len(rows) == 2
-    assert all(re.search(r" m?s +[\d.]+ m?s +[+-][\d.]+%$", row) for row in rows)
+    assert all(re.search(r" m?s +[\d.]+ m?s +[\d.]+ m?s to [\d.]+ m?s +[+-][\d.]+%$", row) for row in rows)
+
+
+def test_a_slow_round_does_not_move_the_figure_and_is_shown():
+    assert Measured.of([1.0, 9.0, 1.25]) == Measured(1.25, 1.0, 9.0)
 
 
 def test_more_ranks_than_the_machine_runs_are_not_measured(capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -19,6 +21,7 @@ from megazero.plan.training import Model
 from megazero.plan.work import Call, Kernel, Pricing, Wait
 from megazero.train.observe.memory import PeakOfOutputs
 from megazero.train.pretraining import pretrain
+from tests.durations import ROOT
 
 GPT = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 1000 --mock-data "
@@ -175,3 +178,31 @@ def test_19_loading_and_evaluating_take_no_more_than_training(tmp_path):
         peaks.append(outputs.most)
     assert peaks[0] == peaks[2] == planned
     assert peaks[1] <= planned  # it loads and evaluates
+
+
+RESIDENT = """import pretrain_gpt
+pretrain_gpt.main()
+print("resident", open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "most"), [("", 1.15), ("--zero-stage 1 --offload-optimizer cpu", 1.25)])
+def test_20_what_a_process_holds_grows_as_planned(more, most):
+    """The rest is memory that the C library keeps; moments that are put away are made on the device first."""
+    sizes = []
+    for hidden in (256, 768):
+        flags = f"{GPT} --hidden-size {hidden} --vocab-size 20000 --global-batch-size 2 --device cpu {more}"
+        config = parse_config(flags.split(), world_size=1).config
+        stage = Plan.of(Job(config, 1, apart=False, device="cpu")).fullest
+        words = [
+            sys.executable,
+            "-c",
+            RESIDENT,
+            *flags.replace("--train-iters 10", "--train-iters 2").split(),
+        ]
+        shown = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+        resident = 1024 * int(shown.split("resident")[1])
+        sizes.append((stage.device_bytes + sum(stage.memory.get("cpu", {}).values()), resident))
+    (small, held), (large, more_held) = sizes
+    assert 1.0 <= (more_held - held) / (large - small) <= most
