@@ -209,3 +209,12 @@ def test_every_guide_is_listed() -> None:
     listed = (ROOT / "docs/guides/index.md").read_text(encoding="utf-8")
     guides = {path.name for path in (ROOT / "docs/guides").glob("*.md")} - {"index.md"}
     assert {name for name in guides if f"({name})" not in listed} == set()
+
+
+def test_every_decision_has_a_number_of_its_own_and_is_listed() -> None:
+    page = (ROOT / "docs/packages.md").read_text(encoding="utf-8")
+    records = sorted((ROOT / "docs/decisions").glob("*.md"))
+    assert [int(path.name[:4]) for path in records] == list(range(1, len(records) + 1))
+    for number, path in enumerate(records, 1):
+        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix(f"# {number}. ")
+        assert f"\n{number}. [{title}](decisions/{path.name})\n" in page
