@@ -237,7 +237,12 @@ def _read(setting: FieldPair, config: Json) -> Any:
     if type(value) not in accepted:
         raise ValueError(f"`{setting.theirs}` must be a {kind.__name__}, but is {value!r:.40}")
     if not setting.words:
-        return setting.taken(value)
+        try:
+            return setting.taken(value)
+        except ArithmeticError as error:  # it divides by 0, or is too large
+            raise ValueError(
+                f"`{setting.theirs}` must be a number to calculate with, but is {value!r:.40}: {error}"
+            ) from error
     for theirs, ours in setting.words:
         if theirs == value:
             return ours
@@ -290,7 +295,11 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         for setting in architecture.settings
         if setting.words
     ]
-    allowed += [(field, [value]) for field, value in VARIANTS.items() if field not in architecture.named]
+    allowed += [
+        (field, [ModelConfig.model_fields[field].default])
+        for field in VARIANTS
+        if field not in architecture.named
+    ]
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed

@@ -43,6 +43,7 @@ class Imported:
         model: the model's shape.
         tokenizer: the settings that read its tokenizer; None if it came without one.
         labels: the names of its classes, if it is a classifier.
+        remarks: what was left out, for a person.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Imported:
     model: ModelConfig
     tokenizer: TokenizerConfig
     labels: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | None = None) -> Imported:
@@ -87,6 +89,7 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
             description.model,
             tokenizer,
             description.labels,
+            reader.remarks,
         )
 
 

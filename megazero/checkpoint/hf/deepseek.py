@@ -2,7 +2,8 @@
 
 Keys and values are made of one small vector of each token; the first layers are dense, and all others have
 many small experts and shared ones. V3 chooses experts by sigmoids, with a bias of each that its training
-moves. Further tokens (multi-token prediction) are not there in transformers.
+moves. Further tokens (multi-token prediction) are not there in transformers, which leaves out V3's layer for
+them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import COMMON_LIMITS, FieldPair, Json, Limit
+from megazero.checkpoint.hf.architecture import COMMON_LIMITS, FieldPair, Json, Limit, without_own_code
 from megazero.checkpoint.hf.experts import (
     ALIKE_EXPERTS,
     NO_DROPS,
@@ -74,8 +75,7 @@ _CHOICE_BIAS = TensorRule(
 
 def _plain(config: Json, assumed: Json) -> dict[str, Any]:
     """`config` with a flat rotation, the places of experts, and the width of all shared ones together."""
-    out = {**assumed, **config}
-    out.pop("auto_map", None)  # the code that comes with older folders is in transformers now
+    out = {**assumed, **without_own_code(config)}
     for field in ("rope_scaling", "rope_parameters"):
         scaling = out.get(field)
         if isinstance(scaling, dict) and scaling.get("mscale_all_dim") and not scaling.get("mscale"):
@@ -86,8 +86,9 @@ def _plain(config: Json, assumed: Json) -> dict[str, Any]:
         raise ValueError(f"`num_hidden_layers` must be 1 to {_MOST_LAYERS}, but is {layers!r:.40}")
     if type(dense) is not int or not 0 <= dense < layers:
         raise ValueError(f"`{_DENSE}` must be less than the {layers} layers, but is {dense!r:.40}")
-    if type(out[_SHARED]) is not int or type(out[_WIDTH]) is not int or out[_SHARED] < 1:
-        raise ValueError(f"`{_SHARED}` must be a positive number, but is {out[_SHARED]!r:.40}")
+    for field in (_SHARED, _WIDTH):
+        if type(out[field]) is not int or out[field] < 1:
+            raise ValueError(f"`{field}` must be a positive number, but is {out[field]!r:.40}")
     out[_DENSE] = tuple(int(number >= dense) for number in range(layers))
     out[_SHARED] *= out[_WIDTH]
     if out.get(_GROUPS) == 1:
@@ -180,6 +181,7 @@ DEEPSEEK_V3 = replace(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     rules=(*_RULES, _CHOICE_BIAS),
+    further=r"model\.layers\.(\d+)\.eh_proj\.weight",
     settings=(
         *with_defaults(
             tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs not in _OTHERWISE),
@@ -243,6 +245,7 @@ DEEPSEEK_V2 = replace(
     name="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     rules=_RULES,
+    further=None,
     settings=with_defaults(
         DEEPSEEK_V3.settings,
         hidden_size=4096,

@@ -39,6 +39,11 @@ def plain(config: Json) -> dict[str, Any]:
     return {"rope_theta": 150_000.0, **plain_rope(out)}
 
 
+def _complete(config: Json) -> dict[str, Any]:
+    # Without a scaling, version 4 assumes its YaRN.
+    return {"rope_scaling": {"rope_type": "default"}, **LLAMA.complete(config)}
+
+
 GPT_OSS = replace(
     LLAMA,
     name="GptOssForCausalLM",
@@ -96,5 +101,5 @@ GPT_OSS = replace(
         Limit(lambda m: m.activation_func_clamp_value is not None, "the values of gates must be bounded"),
     ),
     plain=plain,
-    complete=with_listed(LLAMA.complete),
+    complete=with_listed(_complete),
 )

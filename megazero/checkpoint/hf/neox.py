@@ -17,6 +17,7 @@ from megazero.checkpoint.hf.architecture import (
     FieldPair,
     Json,
     Limit,
+    without_own_code,
 )
 from megazero.checkpoint.hf.llama import LLAMA
 from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
@@ -85,7 +86,7 @@ def plain_falcon(config: Json) -> dict[str, Any]:
     Raises:
         ValueError: see `plain_rope`; or it is the older decoder.
     """
-    out = plain_rope(config)
+    out = plain_rope(without_own_code(config))
     if not out.get(_NEWER, False):
         raise ValueError(
             f"`{_NEWER}` must be true, but is not; the older decoder, with one norm, is not supported"

@@ -34,6 +34,7 @@ class HFReader(Source):
         description: what ``config.json`` says.
         table: which of their tensors ours are made of.
         shapes: the shapes of all our tensors.
+        remarks: what was left out, for a person.
 
     Raises:
         CheckpointError: the model has another architecture, uses what ours does not support, or the files do
@@ -44,6 +45,7 @@ class HFReader(Source):
         self.folder = Path(folder)
         self.description = Description.read(self.folder)
         self._tensors = TensorFolder(self.folder)
+        self.remarks: tuple[str, ...] = ()
         try:
             # Checked before a table of them is made: a hostile config.json may name billions of layers.
             layers, tensors = self.description.model.num_layers, len(self._tensors.tensors)
@@ -154,8 +156,19 @@ class HFReader(Source):
             }
         for pattern, name in architecture.renamed:
             present = {re.sub(rf"\A{pattern}\Z", name, theirs): tensor for theirs, tensor in present.items()}
+        present = self._without_further_layers(present)
         ignored = [re.compile(pattern) for pattern in architecture.ignored]
         return {n: t for n, t in present.items() if not any(pattern.fullmatch(n) for pattern in ignored)}
+
+    def _without_further_layers(self, present: dict[str, Stored]) -> dict[str, Stored]:
+        """Drop the layers behind the model's that predict further tokens, with a remark."""
+        pattern, layers = self.description.architecture.further, self.description.model.num_layers
+        matches = [re.fullmatch(pattern, name) for name in present] if pattern else []
+        numbers = {match[1] for match in matches if match and int(match[1]) >= layers}
+        for number in sorted(numbers):
+            self.remarks += (f"left out layer {number}, which predicts further tokens, as transformers does",)
+        heads = tuple(f"model.layers.{number}." for number in numbers)
+        return {name: tensor for name, tensor in present.items() if not name.startswith(heads)}
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""

@@ -14,6 +14,7 @@ from megazero.config.tree.attention import is_interval
 from megazero.config.tree.model import ModelConfig
 
 WIDTH, KINDS, USED, FIRST = "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"
+PATTERN = "sliding_window_pattern"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _MOST_LAYERS = 10_000
 
@@ -75,7 +76,7 @@ def plain_layers(config: Json, layers: int, first: int | None) -> dict[str, Any]
     given = out.pop(FIRST, first)
     layers = out.get("num_hidden_layers", layers)
     if not used or width is None:
-        if kinds is not None and any(kind != _FULL for kind in kinds):
+        if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
             raise ValueError(
                 f"`{KINDS}` must be {_FULL} for all layers where `{USED}` is not true, but is {kinds!r:.200}"
             )
@@ -111,7 +112,7 @@ def with_layers(complete: Callable[[Json], dict[str, Any]]) -> Callable[[Json], 
     return completed
 
 
-def plain_listed(config: Json, layers: int, width: int, interval: int) -> dict[str, Any]:
+def plain_listed(config: Json, layers: int, width: int, interval: Any) -> dict[str, Any]:
     """`plain_layers` of an architecture whose layers all have a window but for every `interval`-th.
 
     Args:
@@ -120,11 +121,13 @@ def plain_listed(config: Json, layers: int, width: int, interval: int) -> dict[s
         interval: see above.
 
     Raises:
-        ValueError: see `plain_layers`.
+        ValueError: see `plain_layers`; or `interval`, which ``config.json`` may give, is none.
     """
     count = config.get("num_hidden_layers", layers)
     given = {WIDTH: width, **config, USED: True}
     if given.get(KINDS) is None and type(count) is int and count <= _MOST_LAYERS:
+        if type(interval) is not int or interval < 1:
+            raise ValueError(f"`{PATTERN}` must be a positive number, but is {interval!r:.40}")
         given[KINDS] = [_SLIDING if (number + 1) % interval else _FULL for number in range(count)]
     return plain_layers(given, layers, None)
 

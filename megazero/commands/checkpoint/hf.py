@@ -127,6 +127,7 @@ def describe_import(imported: Imported) -> str:
         [
             f"{imported.architecture}: {imported.tensors} tensors, {imported.parameters:,} parameters, "
             f"written to {imported.folder}",
+            *imported.remarks,
             *([f"classes: {', '.join(map(repr, imported.labels))}"] if imported.labels else []),
             f"tokenizer: {imported.tokenizer.tokenizer_type or 'none found; give the flags of one'}",
             f"{further}, and:",
