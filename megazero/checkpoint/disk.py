@@ -126,7 +126,7 @@ class Disk:
 def appear(disk: Disk, out: Path, fill: Callable[[Path], _Filled]) -> _Filled:
     """Let `fill` write into a hidden folder beside `out`, and rename it once all is on the medium.
 
-    If that fails, nothing is left. What is at `out` is replaced. Returns what `fill` does.
+    If that fails, nothing is left. An empty folder at `out` is replaced. Returns what `fill` does.
     """
     aside = out.with_name(f".{out.name}.partial")
     disk.make_parents(out.parent)
@@ -136,8 +136,8 @@ def appear(disk: Disk, out: Path, fill: Callable[[Path], _Filled]) -> _Filled:
     try:
         filled = fill(aside)
         disk.sync_folder(aside)
-        if out.exists():
-            disk.remove(out)
+        if out.is_dir():
+            disk.remove_folder(out)
         disk.rename(aside, out)
     except BaseException:
         # The first failure says more than a failure to clean up after it.

@@ -63,7 +63,8 @@ def narrowed(name: object, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     made = tensor.to(dtype)
     if dtype != tensor.dtype and (made.isinf() & ~tensor.isinf()).any():
         raise CheckpointError(
-            f"`{name}` must fit into {dtype}, but has magnitudes up to {tensor.abs().max():g}; take bf16 or fp32"
+            f"`{name}` must fit into {dtype}, but has magnitudes up to {tensor.abs().max():g}; "
+            "take bf16 or fp32"
         )
     return made
 

@@ -429,3 +429,17 @@ def test_experts_may_be_balanced_in_another_way_but_not_be_in_other_layers():
         "`run` must hold this model, but has num_experts (8, 0, 8, 0) (now (0, 8, 0, 8)), moe_router_topk 2 "
         "(now 1)"
     )
+
+
+def test_lengths_of_a_decoder_and_decay_of_norms_may_change_but_not_precision():
+    """There was another list of settings for models of Hugging Face; this one lacked both."""
+    shape = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8}
+    written = ModelConfig(**shape, family="t5", t5_decoder_seq_length=4, qk_layernorm=True)
+    saved = SavedModel(VOCABULARY, {"model": written.model_dump(mode="json")}, Path("state.json"))
+    free = {"t5_decoder_seq_length": 6, "apply_wd_to_qk_layernorm": True, "seq_length": 6}
+    free |= {"max_position_embeddings": 8}
+    check_model(written.model_copy(update=free), VOCABULARY, saved, Path("run"))
+    with pytest.raises(CheckpointError, match=r"has fp32_residual_connection False \(now True\)"):
+        check_model(
+            written.model_copy(update={"fp32_residual_connection": True}), VOCABULARY, saved, Path("run")
+        )

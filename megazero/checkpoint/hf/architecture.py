@@ -175,9 +175,8 @@ class Architecture:
             tensor of its own here.
         fused: (their tensor, those of `rules` that it holds one below the other, in order of rows), by layer.
         blank: tensors that theirs has and ours has not; they are written as zeros, and must be zeros.
-        ignored: regular expressions for buffers that are not weights.
-        further: regular expression for a tensor of each layer, whose number is its group, that predicts further
-            tokens; files have such layers behind the model's, and transformers does not read them.
+        ignored: regular expressions for buffers that are not weights. Where one has the group `further`, a layer's
+            number, it is for a tensor of layers behind the model's that transformers does not read at all.
         renamed: (regular expression, replacement) for names in older files.
         settings: fields of ``config.json``.
         fixed: (their field, the only value that ours supports), which a missing field means too.
@@ -210,7 +209,6 @@ class Architecture:
     stacked: tuple[TensorRule, ...] = ()
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
     blank: tuple[TensorRule, ...] = ()
-    further: str | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     classifies: bool = False
     seen: Callable[[ModelConfig, Mapping[str, TensorLike]], ModelConfig] = as_told

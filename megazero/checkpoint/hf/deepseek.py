@@ -181,7 +181,7 @@ DEEPSEEK_V3 = replace(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     rules=(*_RULES, _CHOICE_BIAS),
-    further=r"model\.layers\.(\d+)\.eh_proj\.weight",
+    ignored=(*LLAMA.ignored, r"model\.layers\.(?P<further>\d{1,9})\.eh_proj\.weight"),
     settings=(
         *with_defaults(
             tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs not in _OTHERWISE),
@@ -245,7 +245,7 @@ DEEPSEEK_V2 = replace(
     name="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     rules=_RULES,
-    further=None,
+    ignored=LLAMA.ignored,
     settings=with_defaults(
         DEEPSEEK_V3.settings,
         hidden_size=4096,

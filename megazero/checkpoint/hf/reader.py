@@ -145,7 +145,7 @@ class HFReader(Source):
         return Table.of(rules, self.description.model, self.description.vocab_size)
 
     def _named_as_today(self) -> dict[str, Stored]:
-        """The stored tensors by the names that the architecture gives them, without its buffers."""
+        """The stored tensors by the names that the architecture gives them, without what is ignored there."""
         architecture = self.description.architecture
         present = dict(self._tensors.tensors)
         if not any(name.startswith(architecture.prefix) for name in present):  # the bare model was saved
@@ -156,19 +156,19 @@ class HFReader(Source):
             }
         for pattern, name in architecture.renamed:
             present = {re.sub(rf"\A{pattern}\Z", name, theirs): tensor for theirs, tensor in present.items()}
-        present = self._without_further_layers(present)
-        ignored = [re.compile(pattern) for pattern in architecture.ignored]
-        return {n: t for n, t in present.items() if not any(pattern.fullmatch(n) for pattern in ignored)}
-
-    def _without_further_layers(self, present: dict[str, Stored]) -> dict[str, Stored]:
-        """Drop the layers behind the model's that predict further tokens, with a remark."""
-        pattern, layers = self.description.architecture.further, self.description.model.num_layers
-        matches = [re.fullmatch(pattern, name) for name in present] if pattern else []
-        numbers = {match[1] for match in matches if match and int(match[1]) >= layers}
-        for number in sorted(numbers):
-            self.remarks += (f"left out layer {number}, which predicts further tokens, as transformers does",)
-        heads = tuple(f"model.layers.{number}." for number in numbers)
-        return {name: tensor for name, tensor in present.items() if not name.startswith(heads)}
+        whole, further = set(), {}
+        for pattern in map(re.compile, architecture.ignored):
+            for match in filter(None, map(pattern.fullmatch, present)):
+                if "further" not in pattern.groupindex:
+                    whole.add(match[0])
+                elif int(match["further"]) >= self.description.model.num_layers:
+                    further[int(match["further"])] = match[0][: match.end("further") + 1]
+        self.remarks = tuple(
+            f"left out layer {number}, which predicts further tokens, as transformers does"
+            for number in sorted(further)
+        )
+        heads = tuple(further.values())
+        return {n: t for n, t in present.items() if n not in whole and not n.startswith(heads)}
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""

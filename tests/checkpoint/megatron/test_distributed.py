@@ -8,16 +8,21 @@ from __future__ import annotations
 import json
 import pickle
 from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.arguments import arguments_of as megatron_arguments
 from megazero.checkpoint.megatron.arguments import optimizer_of
 from megazero.checkpoint.megatron.convert import import_megatron
+from megazero.checkpoint.megatron.dist_file import read_array, read_metadata
 from megazero.checkpoint.megatron.dist_stages import DistStages
 from megazero.checkpoint.megatron.export import ExportOptions, export_megatron
 from megazero.checkpoint.megatron.folder import find_files
@@ -27,7 +32,7 @@ from megazero.checkpoint.reader import CheckpointReader
 from megazero.commands.checkpoint import main
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.checkpoint import CheckpointConfig
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu.context import thread_context
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume.resume import resume
@@ -156,6 +161,7 @@ def change(folder: Path, **facts: object) -> None:
         (lambda f: (f / ".metadata").write_bytes(b"no pickle"), "as torch.distributed.checkpoint wrote it"),
         (lambda f: (f / "__0_0.distcp").write_bytes(bytes(100)), "must hold a tensor"),
         (lambda f: change(f, num_layers=3), "holds decoder.layers.3"),
+        (lambda f: (f / "__0_0.distcp").unlink(), "on, but has 0 bytes; copy it again"),
     ],
 )
 def test_refusals(tmp_path, spoil, match):
@@ -164,6 +170,87 @@ def test_refusals(tmp_path, spoil, match):
     with pytest.raises(CheckpointError, match=match), MegatronReader(folder, GOES_ON) as reader:
         import_megatron(reader, tmp_path / "ours")
     assert not list((tmp_path / "ours").glob("iter_*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "match"),
+    [
+        ("exp_avg.decoder.final_layernorm.weight", (23,), "exp_avg of decoder.final_layernorm.weight otherw"),
+        ("exp_avg.decoder.final_layernorm.weight", (5, 5), "exp_avg of decoder.final_layernorm.weight other"),
+        (
+            "exp_avg_sq.decoder.layers.mlp.linear_fc2.weight",
+            (3, 24, 20),
+            "exp_avg_sq of decoder.layers.0.mlp.linear_fc2.weight otherwise",
+        ),
+        (
+            "fp32_param.decoder.layers.mlp.linear_fc2.weight",
+            (24, 20),
+            "weight of decoder.layers.0.mlp.linear_fc2.weight otherwise",
+        ),
+    ],
+)
+def test_state_of_another_shape_is_refused(tmp_path, name, shape, match):
+    """Of layers that were not there, memory that nobody had written was once taken."""
+    folder, _ = foreign(tmp_path / "theirs")
+    state = saved_tensors(folder)
+    state[f"optimizer.state.{name}"] = torch.ones(shape)
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    with pytest.raises(CheckpointError, match=match):
+        MegatronReader(folder, GOES_ON)
+
+
+def test_moments_of_integers_are_refused(tmp_path):
+    folder, _ = foreign(tmp_path / "theirs")
+    name = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+    dcp.save({**saved_tensors(folder), name: torch.ones(24, dtype=torch.int32)}, checkpoint_id=folder)
+    with pytest.raises(CheckpointError, match="must hold masters and moments as floats in the shapes of"):
+        MegatronReader(folder, GOES_ON)
+
+
+@pytest.mark.parametrize("shape", [(), (10**9, 0)], ids=str)
+def test_a_stack_without_layers_is_refused(tmp_path, shape):
+    folder, _ = foreign(tmp_path / "theirs")
+    state = {**saved_tensors(folder), "decoder.layers.mlp.linear_fc2.weight": torch.ones(shape)}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"but holds decoder\.layers\.mlp\.linear_fc2\.weight"):
+        MegatronReader(folder, GOES_ON)
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    arrays = read_metadata(folder)
+    return {name: read_array(folder, array, Box.whole(array.shape)) for name, array in arrays.items()}
+
+
+def forge(folder: Path, spoil: Callable[[Any], object]) -> None:
+    """Change what `.metadata` says of the norm at the end: its place in a file, and its record."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    name = "decoder.final_layernorm.weight"
+    place = next(value for key, value in metadata.storage_data.items() if key.fqn == name)
+    spoil(SimpleNamespace(place=place, record=metadata.state_dict_metadata[name]))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (
+            lambda of: setattr(of.place, "offset", 10**12),
+            "must hold a tensor .24. of decoder.final_layernorm",
+        ),
+        (lambda of: setattr(of.place, "offset", -1), "bytes from -1 on, but has"),
+        (lambda of: setattr(of.place, "length", 10**12), "in 1000000000000 bytes from"),
+        (lambda of: setattr(of.place, "length", 40), "in 40 bytes from"),
+        (lambda of: setattr(of.place, "length", -5), "in -5 bytes from"),
+        (lambda of: setattr(of.place, "relative_path", "other.distcp"), "on, but has 0 bytes"),
+        (lambda of: setattr(of.record, "size", torch.Size([1] * 17)), "a tensor has 17 dims"),
+        (lambda of: setattr(of.record.properties, "dtype", "float"), "a dtype is 'float'"),
+    ],
+)
+def test_a_description_of_more_than_the_files_hold_is_refused(tmp_path, spoil, match):
+    folder, _ = foreign(tmp_path)
+    forge(folder, spoil)
+    with pytest.raises(DamagedCheckpointError, match=match):
+        MegatronReader(folder, GOES_ON)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +408,13 @@ def test_a_run_goes_on_from_what_was_exported(tmp_path, alone, layout):
     [
         ({**MOE, "num_experts": (2, 4, 4, 4)}, "different numbers of experts"),
         ({**MOE, "mlp_type": "residual", "moe_shared_expert_intermediate_size": None}, "an MLP beside them"),
-        ({"activation": "gelu", "add_bias_linear": False}, "but activation is gelu"),
+        (
+            {"activation": "gelu", "add_bias_linear": False},
+            "but activation is gelu, which this export does not",
+        ),
+        ({"glu_linear_offset": 1.0}, "but glu_linear_offset is 1.0, which this export does not write"),
+        ({"qk_layernorm": True, "qk_layernorm_scope": "projection"}, "but qk_layernorm_scope is projection"),
+        ({"norm_position": "both"}, "but norm_position is both, which this export does not write"),
     ],
     ids=str,
 )
@@ -329,6 +422,42 @@ def test_models_that_megatron_has_not_are_not_written(settings, match):
     model = LLAMA.model_copy(update=settings)
     with pytest.raises(CheckpointError, match=match):
         megatron_arguments(model, VOCAB, {}, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"apply_layernorm_1p": True, "softmax_scale": 0.2},
+        {"qk_layernorm": True, "apply_wd_to_qk_layernorm": True},
+        {"activation": "quick_geglu", "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
+        {"activation": "quick_geglu"},
+    ],
+    ids=str,
+)
+def test_variants_of_layers_are_written_by_megatrons_names(tmp_path, settings):
+    model = LLAMA.model_copy(update=settings)
+    written = megatron_arguments(model, VOCAB, {}, torch.float32)
+    expected = {name: value for name, value in settings.items() if name != "activation"}
+    assert {name: written[name] for name in expected} == expected
+    assert (written["swiglu"], written["quick_geglu"]) == (
+        "activation" not in settings,
+        "activation" in settings,
+    )
+    weights, options = random_weights(model), ImportOptions(trust_pickle=True, vocab_size=VOCAB)
+    said = {**UNTIED, **expected, "quick_geglu": "activation" in settings}
+    save_megatron(tmp_path / "theirs", model, weights, Layout(arguments=said))
+    with MegatronReader(tmp_path / "theirs", options) as reader:
+        ours = CheckpointReader(import_megatron(reader, tmp_path / "ours"))
+    export_megatron(ours, tmp_path / "back", ExportOptions())
+    with MegatronReader(tmp_path / "back", options) as again:
+        assert_same(read_all(again), weights)
+        assert again.model == model
+
+
+def test_rows_of_a_padded_vocabulary_are_those_asked_for():
+    model = LLAMA.model_copy(update={"pad_vocab_size_to": 120})
+    assert megatron_arguments(model, VOCAB, {}, torch.float32)["padded_vocab_size"] == 120
+    assert megatron_arguments(LLAMA, VOCAB, {}, torch.float32)["padded_vocab_size"] == 112
 
 
 def test_state_of_another_optimizer_is_not_written():
