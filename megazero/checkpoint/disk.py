@@ -126,7 +126,8 @@ class Disk:
 def appear(disk: Disk, out: Path, fill: Callable[[Path], _Filled]) -> _Filled:
     """Let `fill` write into a hidden folder beside `out`, and rename it once all is on the medium.
 
-    If that fails, nothing is left. An empty folder at `out` is replaced. Returns what `fill` does.
+    If that fails, nothing is left. An empty folder at `out`, or a link to one, is replaced. Returns what
+    `fill` does.
     """
     aside = out.with_name(f".{out.name}.partial")
     disk.make_parents(out.parent)
@@ -137,7 +138,7 @@ def appear(disk: Disk, out: Path, fill: Callable[[Path], _Filled]) -> _Filled:
         filled = fill(aside)
         disk.sync_folder(aside)
         if out.is_dir():
-            disk.remove_folder(out)
+            (disk.remove_file if out.is_symlink() else disk.remove_folder)(out)
         disk.rename(aside, out)
     except BaseException:
         # The first failure says more than a failure to clean up after it.

@@ -69,7 +69,7 @@ FREE_EXPERT_FIELDS = frozenset({*BalanceConfig.model_fields, *CapacityConfig.mod
 FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | {
     *("seq_length", "t5_decoder_seq_length", "hidden_dropout", "attention_dropout", "init_method_std"),
     *("vocab_size", "extra_vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
-    *("mtp_loss_scaling_factor", "apply_wd_to_qk_layernorm"),
+    "mtp_loss_scaling_factor",
 }
 """The settings that may change without changing which function the weights compute.
 

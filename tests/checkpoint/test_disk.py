@@ -355,6 +355,17 @@ def test_a_folder_that_cannot_be_filled_leaves_nothing(tmp_path, step, error):
     assert names(tmp_path) == []
 
 
+def test_a_link_to_an_empty_folder_is_replaced(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "out").symlink_to("target")
+    disk = Disk()
+    appear(disk, tmp_path / "out", lambda aside: fill(disk, aside))
+    assert names(tmp_path) == ["out", "target"]
+    assert not (tmp_path / "out").is_symlink()
+    assert names(tmp_path / "out") == ["f"]
+    assert names(tmp_path / "target") == []
+
+
 def test_a_folder_that_another_filled_meanwhile_is_left_alone(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "theirs").touch()

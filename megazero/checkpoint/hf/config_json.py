@@ -29,9 +29,11 @@ from megazero.errors import CheckpointError
 
 CONFIG = "config.json"
 _LARGEST_JSON = 100 << 20
-# Our fields that may change besides: how many positions there are, where they have no table, and how sums are
-# rounded.
-_FREE = FREE_MODEL_FIELDS | {"max_position_embeddings", "fp32_residual_connection"}
+# Our fields that may change besides, as theirs says nothing of them: how many positions there are, where they
+# have no table; how sums are rounded; and which weights decay.
+_FREE = FREE_MODEL_FIELDS | {
+    *("max_position_embeddings", "fp32_residual_connection", "apply_wd_to_qk_layernorm")
+}
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,8 @@ def read_array(folder: Path, array: SavedArray, box: Box) -> Tensor:
             with open_regular(path) as file:
                 file.seek(saved.start)
                 part = torch.load(io.BytesIO(file.read(saved.length)), map_location="cpu", weights_only=True)
+            if part.dtype != array.dtype:
+                raise ValueError(f"it is of {part.dtype}, not {array.dtype}")
             whole[shared.within(box)].copy_(part.view(saved.box.shape)[shared.within(saved.box)])
         except Exception as error:  # a damaged pickle can fail in any way
             raise DamagedCheckpointError(

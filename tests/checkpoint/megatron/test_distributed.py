@@ -253,6 +253,16 @@ def test_a_description_of_more_than_the_files_hold_is_refused(tmp_path, spoil, m
         MegatronReader(folder, GOES_ON)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int16, torch.float32], ids=str)
+def test_a_description_of_another_dtype_is_refused(tmp_path, dtype):
+    """Values were once rounded to the dtype that it named."""
+    folder, _ = foreign(tmp_path)
+    forge(folder, lambda of: setattr(of.record.properties, "dtype", dtype))
+    array = read_metadata(folder)["decoder.final_layernorm.weight"]
+    with pytest.raises(DamagedCheckpointError, match=f"it is of torch.bfloat16, not {dtype}; copy it again"):
+        read_array(folder, array, Box.whole(array.shape))
+
+
 @pytest.mark.parametrize(
     ("rename", "match"),
     [
