@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from megazero.checkpoint.naming import TensorRule
+from megazero.checkpoint.naming import TensorRule, biased
 from megazero.config.tree.model import ModelConfig
 
 Json = Mapping[str, Any]
@@ -85,6 +85,28 @@ def as_told(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfi
     return model
 
 
+def pair(ours: str, theirs: str, dims: str = "h", their_dims: str | None = None) -> tuple[TensorRule, ...]:
+    """The weight and the bias of a norm, or of a linear layer, whose bias lacks the last dim."""
+    their_dims = their_dims or dims
+    weight = TensorRule(f"{ours}.weight", dims, f"{theirs}.weight", their_dims)
+    if " " not in dims:
+        return weight, replace(weight, ours=f"{ours}.bias", theirs=f"{theirs}.bias")
+    rows, their_rows = dims.rpartition(" ")[0], their_dims.rpartition(" ")[0]
+    return weight, TensorRule(f"{ours}.bias", rows, f"{theirs}.bias", their_rows, when=biased)
+
+
+def layers_of(config: Json, default: int) -> int:
+    """The number of layers that ``config.json`` says, or that transformers assumes.
+
+    Raises:
+        ValueError: it is none, or too large to list them.
+    """
+    layers = config.get("num_hidden_layers", default)
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
+        raise ValueError(f"`num_hidden_layers` must be 1 to {_MOST_LAYERS}, but is {layers!r:.40}")
+    return layers
+
+
 def without_own_code(config: Json) -> dict[str, Any]:
     """`config` of an architecture that older folders came with the code of, which is in transformers now."""
     return {field: value for field, value in config.items() if field != OWN_CODE}
@@ -120,6 +142,16 @@ COMMON_LIMITS = (
     ),
 )
 DENSE_LIMITS = (*COMMON_LIMITS, Limit(lambda m: not m.num_experts, "there must be no experts"))
+
+UNGROUPED = Limit(
+    lambda m: m.kv_heads == m.num_attention_heads,
+    "the number of key/value heads must equal the number of query heads",
+)
+PLAIN_HEADS = Limit(
+    lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
+    "the width of a head must be hidden size / heads",
+)
+_MOST_LAYERS = 10_000
 
 VARIANTS = (
     "apply_layernorm_1p",
@@ -175,8 +207,8 @@ class Architecture:
             tensor of its own here.
         fused: (their tensor, those of `rules` that it holds one below the other, in order of rows), by layer.
         blank: tensors that theirs has and ours has not; they are written as zeros, and must be zeros.
-        ignored: regular expressions for buffers that are not weights. Where one has the group `further`, a layer's
-            number, it is for a tensor of layers behind the model's that transformers does not read at all.
+        ignored: regular expressions for buffers that are not weights. Where one has the group `further`, the
+            number of a layer, it is for a tensor of layers behind the model's, which transformers leaves out.
         renamed: (regular expression, replacement) for names in older files.
         settings: fields of ``config.json``.
         fixed: (their field, the only value that ours supports), which a missing field means too.

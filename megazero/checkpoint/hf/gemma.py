@@ -21,6 +21,7 @@ from megazero.checkpoint.hf.llama import (
     layer_norms,
     rules_with,
     with_defaults,
+    without,
 )
 from megazero.checkpoint.hf.rope import plain_rope
 from megazero.checkpoint.hf.windows import PATTERN, WINDOW, WINDOWED_LAYERS, plain_listed, with_listed
@@ -124,7 +125,7 @@ _RULES = rules_with(
 )
 _SETTINGS = (
     *with_defaults(
-        tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs != "hidden_act"),
+        without(UNBIASED_SETTINGS, "hidden_act"),
         num_hidden_layers=_LAYERS,
         hidden_size=_WIDTH,
         intermediate_size=9216,

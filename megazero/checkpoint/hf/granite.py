@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.checkpoint.hf.architecture import FieldPair
+from megazero.checkpoint.hf.architecture import PLAIN_HEADS, FieldPair
 from megazero.checkpoint.hf.llama import LLAMA
-from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
 from megazero.config.tree.model import ModelConfig
 
 

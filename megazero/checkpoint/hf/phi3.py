@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, FieldPair, Json, Limit, without_own_code
+from megazero.checkpoint.hf.architecture import (
+    DENSE_LIMITS,
+    PLAIN_HEADS,
+    FieldPair,
+    Json,
+    Limit,
+    without_own_code,
+)
 from megazero.checkpoint.hf.llama import (
     EVEN_HEADS,
     LAYER,
@@ -14,7 +21,6 @@ from megazero.checkpoint.hf.llama import (
     rules_with,
     with_defaults,
 )
-from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
 from megazero.checkpoint.hf.rope import plain_rope
 from megazero.checkpoint.hf.windows import ALIKE, WINDOW
 from megazero.checkpoint.naming import TensorRule

@@ -156,10 +156,11 @@ class HFReader(Source):
             }
         for pattern, name in architecture.renamed:
             present = {re.sub(rf"\A{pattern}\Z", name, theirs): tensor for theirs, tensor in present.items()}
-        whole, further = set(), {}
-        for pattern in map(re.compile, architecture.ignored):
-            for match in filter(None, map(pattern.fullmatch, present)):
-                if "further" not in pattern.groupindex:
+        whole: set[str] = set()
+        further: dict[int, str] = {}
+        for ignored in map(re.compile, architecture.ignored):
+            for match in filter(None, map(ignored.fullmatch, present)):
+                if "further" not in ignored.groupindex:
                     whole.add(match[0])
                 elif int(match["further"]) >= self.description.model.num_layers:
                     further[int(match["further"])] = match[0][: match.end("further") + 1]
@@ -167,8 +168,8 @@ class HFReader(Source):
             f"left out layer {number}, which predicts further tokens, as transformers does"
             for number in sorted(further)
         )
-        heads = tuple(further.values())
-        return {n: t for n, t in present.items() if n not in whole and not n.startswith(heads)}
+        layers = tuple(further.values())
+        return {n: t for n, t in present.items() if n not in whole and not n.startswith(layers)}
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""

@@ -126,8 +126,8 @@ def describe_import(imported: Imported) -> str:
         flag = "--pretrained-checkpoint {}"
     return "\n".join(
         [
-            f"{description.architecture.name}: {imported.tensors} tensors, {imported.parameters:,} parameters, "
-            f"written to {imported.folder}",
+            f"{description.architecture.name}: {imported.tensors} tensors, {imported.parameters:,} "
+            f"parameters, written to {imported.folder}",
             *imported.remarks,
             *([f"classes: {', '.join(map(repr, description.labels))}"] if description.labels else []),
             f"tokenizer: {imported.tokenizer.tokenizer_type or 'none found; give the flags of one'}",
