@@ -104,6 +104,7 @@ _NAMES: tuple[tuple[str, str, Any], ...] = (
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo", _Stored),
     # Not written, but there in what others wrote.
     (_MODULE, "StorageMeta", _Record),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata", _Record),
     (_MODULE, "MEM_FORMAT_ENCODING", _MemoryFormat),
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties", _Properties),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", _MemoryFormat),
