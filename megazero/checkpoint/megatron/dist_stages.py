@@ -26,6 +26,7 @@ from megazero.checkpoint.megatron.expert_files import Weights
 from megazero.checkpoint.megatron.folder import Files
 from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, TensorRecord
 from megazero.checkpoint.megatron.names import core_name
+from megazero.checkpoint.megatron.settings import with_grouped_mlp
 from megazero.checkpoint.megatron.stages import Header, Opened, read_header
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
@@ -89,9 +90,7 @@ class DistStages(Opened):
         self._slots: dict[str, _Slot] = {}
         arguments = self.headers[files.ranks[0]].arguments or {}
         # `GroupedMLP` flattened the state of its experts as it has them, transposed.
-        transposed = arguments.get("moe_grouped_gemm") and (
-            arguments.get("moe_use_legacy_grouped_gemm") or arguments.get("transformer_impl") == "local"
-        )
+        transposed = with_grouped_mlp(arguments)
         inventories: dict[str, dict[str, TensorRecord]] = defaultdict(dict)
         for name, array in sorted(arrays.items()):
             match = _OF_OPTIMIZER.match(name)

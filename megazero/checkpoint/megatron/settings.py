@@ -114,6 +114,10 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
             for name in _OF_CORE
             if _comparable(arguments.get(name)) not in _UNSET
         ]
+    if arguments.get("apply_layernorm_1p") and (arguments.get("embed_layernorm") or (family and not core)):
+        wrong.append(
+            "`apply_layernorm_1p` is True (but not for all norms: those of embeddings, or of a head)"
+        )
     fields: dict[str, Any] = {n: arguments[n] for n in _SAME_NAME if arguments.get(n) is not None}
     fields |= family
     parts: tuple[Callable[[Arguments, bool], dict[str, Any]], ...] = (
@@ -182,12 +186,9 @@ def _normalization(arguments: Arguments, core: bool) -> dict[str, Any]:
     kind = arguments.get("normalization") or "LayerNorm"
     if not isinstance(kind, str) or kind.lower() not in _NORMS:
         raise ValueError(f"`normalization` is {kind!r}")
-    if arguments.get("apply_layernorm_1p") and (
-        arguments.get("embed_layernorm") or (not core and _NORMS[kind.lower()] == "RMSNorm")
-    ):
+    if arguments.get("apply_layernorm_1p") and not core and _NORMS[kind.lower()] == "RMSNorm":
         raise ValueError(
-            "`apply_layernorm_1p` is True, which RMSNorm before Core and `embed_layernorm` ignore (unset it "
-            "with --megatron-args)"
+            "`apply_layernorm_1p` is True, which RMSNorm before Core ignores (unset it with --megatron-args)"
         )
     epsilon = arguments.get("layernorm_epsilon") or arguments.get("norm_epsilon") or 1e-5
     return {"normalization": _NORMS[kind.lower()], "norm_epsilon": epsilon}
@@ -199,6 +200,12 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
     Its fused SwiGLU ignores the settings of gated activations.
     """
     gated = {name: arguments[name] for name in GATED if _comparable(arguments.get(name)) not in _UNSET}
+    named = ", ".join(f"`{name}` is {value!r}" for name, value in gated.items())
+    overlapped = arguments.get("moe_shared_expert_intermediate_size") and arguments.get(
+        "moe_shared_expert_overlap"
+    )
+    if gated and arguments.get("num_experts") and (overlapped or with_grouped_mlp(arguments)):
+        raise ValueError(f"{named} (which `GroupedMLP` and overlapped shared experts ignore)")
     if arguments.get("quick_geglu"):
         if arguments.get("swiglu") or arguments.get("squared_relu"):
             raise ValueError(
@@ -206,7 +213,6 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
             )
         return {"activation": "quick_geglu", **gated}
     if gated:
-        named = ", ".join(f"`{name}` is {value!r}" for name, value in gated.items())
         raise ValueError(f"{named} (without `quick_geglu`)")
     if arguments.get("swiglu"):
         return {"activation": "swiglu"}
@@ -218,6 +224,12 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
         return {"activation": "gelu"}
     fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
     return {"activation": "gelu" if fused else "gelu_exact"}
+
+
+def with_grouped_mlp(arguments: Arguments) -> bool:
+    """Whether Core computes experts by its older `GroupedMLP`."""
+    legacy = arguments.get("moe_use_legacy_grouped_gemm") or arguments.get("transformer_impl") == "local"
+    return bool(arguments.get("moe_grouped_gemm") and legacy)
 
 
 def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:

@@ -26,6 +26,10 @@ from tests.checkpoint.megatron.samples import (
     save_megatron,
 )
 
+BOUNDED = {
+    **{"num_experts": 4, "quick_geglu": True},
+    **{"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
+}
 UNTIED = {"untie_embeddings_and_output_weights": True}
 _EXPERTS = "mixture of experts other than the arguments say"
 TRUSTED = ImportOptions(trust_pickle=True, vocab_size=VOCAB)
@@ -57,9 +61,20 @@ def rank_file(run: Path, rank: str = "00") -> Path:
         ({"multi_latent_attention": True}, "multi-latent"),
         ({"qk_layernorm": True}, "lacks decoder.layers.0.self_attention.k_layernorm"),
         ({"qk_l2_norm": True}, "`qk_l2_norm` is True .norms of queries and keys without weights"),
-        ({"apply_layernorm_1p": True, "embed_layernorm": True}, "`apply_layernorm_1p` is True, which"),
+        (
+            {"apply_layernorm_1p": True, "embed_layernorm": True},
+            "`apply_layernorm_1p` is True .but not for all",
+        ),
         ({"swiglu": True, "glu_linear_offset": 1.0}, "`glu_linear_offset` is 1.0 .without `quick_geglu`"),
         ({"activation_func_clamp_value": 7.0}, "`activation_func_clamp_value` is 7.0 .without `quick_geglu`"),
+        (
+            {**BOUNDED, "moe_grouped_gemm": True, "transformer_impl": "local"},
+            "is 7.0 .which `GroupedMLP` and",
+        ),
+        (
+            {**BOUNDED, "moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True},
+            "`glu_linear_offset` is 1.0, `activation_func_clamp_value` is 7.0 .which `GroupedMLP` and",
+        ),
         ({"quick_geglu": True, "swiglu": True}, "`quick_geglu` is True beside another activation"),
         ({"rotary_interleaved": True}, "interleaved"),
         ({"window_size": (128, 0, 1)}, "`window_size.*: Tuple should have at most 2 items"),
