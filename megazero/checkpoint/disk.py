@@ -10,10 +10,12 @@ import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 _SENT_BYTES = 8 << 20
+_Filled = TypeVar("_Filled")
 
 
 class File(Protocol):
@@ -119,6 +121,32 @@ class Disk:
             with contextlib.suppress(OSError):
                 self.remove_file(aside)
             raise
+
+
+def appear(disk: Disk, out: Path, fill: Callable[[Path], _Filled]) -> _Filled:
+    """Let `fill` write into a hidden folder beside `out`, and rename it once all is on the medium.
+
+    If that fails, nothing is left. An empty folder at `out`, or a link to one, is replaced. Returns what
+    `fill` does.
+    """
+    aside = out.with_name(f".{out.name}.partial")
+    disk.make_parents(out.parent)
+    if aside.exists():  # a run was killed
+        disk.remove(aside)
+    disk.make_folder(aside)
+    try:
+        filled = fill(aside)
+        disk.sync_folder(aside)
+        if out.is_dir():
+            (disk.remove_file if out.is_symlink() else disk.remove_folder)(out)
+        disk.rename(aside, out)
+    except BaseException:
+        # The first failure says more than a failure to clean up after it.
+        with contextlib.suppress(OSError):
+            disk.remove(aside)
+        raise
+    disk.sync_folder(out.parent)
+    return filled
 
 
 class _PosixFile(File):

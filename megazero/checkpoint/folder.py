@@ -38,6 +38,7 @@ _FOREIGN = (
     ("pytorch_model.bin.index.json", *_HUGGING_FACE),
     ("mp_rank_*", "a checkpoint of Megatron", _IMPORT),
     ("latest", "a folder of DeepSpeed or `megazero.initialize`", f"load it there or {_IMPORT}"),
+    ("common.pt", "a checkpoint of Megatron", _IMPORT),
     (".metadata", "a checkpoint of torch.distributed.checkpoint", "convert it to a Hugging Face model"),
 )
 

@@ -23,6 +23,7 @@ from megazero.checkpoint.safetensors_header import (
     decode_header,
     encode_header,
 )
+from megazero.errors import CheckpointError
 
 # Bytes are hashed and written in pieces of this size, so that they are still cached when written. Larger
 # writes were slower: the page cache then looks for larger runs of free memory.
@@ -51,6 +52,21 @@ def memory_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     # numpy knows neither bfloat16 nor 8-bit floats.
     return flat.view(torch.uint8).numpy().data
+
+
+def narrowed(name: object, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in another dtype; `name` is what a message calls it.
+
+    Raises:
+        CheckpointError: a finite value is too large for it.
+    """
+    made = tensor.to(dtype)
+    if dtype != tensor.dtype and (made.isinf() & ~tensor.isinf()).any():
+        raise CheckpointError(
+            f"`{name}` must fit into {dtype}, but has magnitudes up to {tensor.abs().max():g}; "
+            "take bf16 or fp32"
+        )
+    return made
 
 
 def write_tensors(

@@ -66,6 +66,16 @@ EXPERT_FIELDS = tuple(name for name in ModelConfig.model_fields if name in _OF_E
 FREE_EXPERT_FIELDS = frozenset({*BalanceConfig.model_fields, *CapacityConfig.model_fields})
 """The settings about experts that change how a model is trained or run, but not which parameters it has."""
 
+FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | {
+    *("seq_length", "t5_decoder_seq_length", "hidden_dropout", "attention_dropout", "init_method_std"),
+    *("vocab_size", "extra_vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
+    "mtp_loss_scaling_factor",
+}
+"""The settings that may change without changing which function the weights compute.
+
+The size of the vocabulary, which three of them determine together, is to be compared by itself.
+"""
+
 DEFAULT_TOKENIZERS = MappingProxyType(
     {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase", "t5": "BertWordPieceLowerCase"}
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.checkpoint import disk as disk_module
-from megazero.checkpoint.disk import Disk, File
+from megazero.checkpoint.disk import Disk, File, appear
 
 
 class Stop(BaseException):
@@ -317,3 +317,60 @@ def test_a_process_killed_in_write_text_leaves_the_old_text_and_a_hidden_file(tm
         ScriptedDisk(step, Stop()).write_text(tmp_path / "t", "new")
     assert (tmp_path / "t").read_text() == "old"
     assert [name.startswith(".t.") for name in names(tmp_path)] == [True, False]
+
+
+def fill(disk: Disk, folder: Path) -> str:
+    with disk.create(folder / "f") as file:
+        file.write(b"new")
+        file.sync()
+    return "filled"
+
+
+def test_a_folder_appears_when_it_is_on_the_medium(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / ".out.partial").mkdir()
+    disk = ScriptedDisk()
+    assert appear(disk, tmp_path / "out", lambda aside: fill(disk, aside)) == "filled"
+    assert (tmp_path / "out" / "f").read_text() == "new"
+    assert disk.changes == [
+        "remove_folder .out.partial",
+        "make_folder .out.partial",
+        "create f",
+        "write f",
+        "sync f",
+        "sync_folder .out.partial",
+        "remove_folder out",
+        "rename out",
+        f"sync_folder {tmp_path.name}",
+    ]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), Stop()])
+@pytest.mark.parametrize("step", ["create", "write", "sync", "rename"])
+def test_a_folder_that_cannot_be_filled_leaves_nothing(tmp_path, step, error):
+    disk = ScriptedDisk(step, error)
+    with pytest.raises(type(error)) as caught:
+        appear(disk, tmp_path / "out", lambda aside: fill(disk, aside))
+    assert caught.value is error
+    assert names(tmp_path) == []
+
+
+def test_a_link_to_an_empty_folder_is_replaced(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "out").symlink_to("target")
+    disk = Disk()
+    appear(disk, tmp_path / "out", lambda aside: fill(disk, aside))
+    assert names(tmp_path) == ["out", "target"]
+    assert not (tmp_path / "out").is_symlink()
+    assert names(tmp_path / "out") == ["f"]
+    assert names(tmp_path / "target") == []
+
+
+def test_a_folder_that_another_filled_meanwhile_is_left_alone(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "theirs").touch()
+    disk = Disk()
+    with pytest.raises(OSError, match="not empty"):
+        appear(disk, tmp_path / "out", lambda aside: fill(disk, aside))
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["theirs"]

@@ -429,3 +429,15 @@ def test_experts_may_be_balanced_in_another_way_but_not_be_in_other_layers():
         "`run` must hold this model, but has num_experts (8, 0, 8, 0) (now (0, 8, 0, 8)), moe_router_topk 2 "
         "(now 1)"
     )
+
+
+def test_the_length_of_a_decoder_may_change_but_not_precision_or_what_decays():
+    """There was another list of settings for models of Hugging Face; this one lacked the length."""
+    shape = {"num_layers": 4, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8}
+    written = ModelConfig(**shape, family="t5", t5_decoder_seq_length=4, qk_layernorm=True)
+    saved = SavedModel(VOCABULARY, {"model": written.model_dump(mode="json")}, Path("state.json"))
+    free = {"t5_decoder_seq_length": 6, "seq_length": 6, "max_position_embeddings": 8}
+    check_model(written.model_copy(update=free), VOCABULARY, saved, Path("run"))
+    for field in ("fp32_residual_connection", "apply_wd_to_qk_layernorm"):
+        with pytest.raises(CheckpointError, match=rf"has {field} False \(now True\)"):
+            check_model(written.model_copy(update={field: True}), VOCABULARY, saved, Path("run"))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from megazero.checkpoint.naming import TensorRule
+from megazero.checkpoint.naming import TensorRule, biased
 from megazero.config.tree.model import ModelConfig
 
 Json = Mapping[str, Any]
+OWN_CODE = "auto_map"
 GENERATING = "AutoModelForCausalLM"
 """`Architecture.auto` of those that generate text."""
 
@@ -63,6 +63,7 @@ TIED = FieldPair(
 GELUS = (
     ("gelu_new", "gelu"),
     ("gelu_pytorch_tanh", "gelu"),
+    ("gelu_fast", "gelu"),
     ("gelu", "gelu_exact"),
     ("relu2", "squared_relu"),
 )
@@ -82,6 +83,33 @@ class TensorLike(Protocol):
 def as_told(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
     """The model as ``config.json`` describes it."""
     return model
+
+
+def pair(ours: str, theirs: str, dims: str = "h", their_dims: str | None = None) -> tuple[TensorRule, ...]:
+    """The weight and the bias of a norm, or of a linear layer, whose bias lacks the last dim."""
+    their_dims = their_dims or dims
+    weight = TensorRule(f"{ours}.weight", dims, f"{theirs}.weight", their_dims)
+    if " " not in dims:
+        return weight, replace(weight, ours=f"{ours}.bias", theirs=f"{theirs}.bias")
+    rows, their_rows = dims.rpartition(" ")[0], their_dims.rpartition(" ")[0]
+    return weight, TensorRule(f"{ours}.bias", rows, f"{theirs}.bias", their_rows, when=biased)
+
+
+def layers_of(config: Json, default: int) -> int:
+    """The number of layers that ``config.json`` says, or that transformers assumes.
+
+    Raises:
+        ValueError: it is none, or too large to list them.
+    """
+    layers = config.get("num_hidden_layers", default)
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
+        raise ValueError(f"`num_hidden_layers` must be 1 to {_MOST_LAYERS}, but is {layers!r:.40}")
+    return layers
+
+
+def without_own_code(config: Json) -> dict[str, Any]:
+    """`config` of an architecture that older folders came with the code of, which is in transformers now."""
+    return {field: value for field, value in config.items() if field != OWN_CODE}
 
 
 @dataclass(frozen=True)
@@ -115,31 +143,39 @@ COMMON_LIMITS = (
 )
 DENSE_LIMITS = (*COMMON_LIMITS, Limit(lambda m: not m.num_experts, "there must be no experts"))
 
-VARIANTS = MappingProxyType(
-    {
-        "apply_layernorm_1p": False,
-        "norm_position": "input",
-        "glu_linear_offset": 0.0,
-        "activation_func_clamp_value": None,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_multiplier": 1.0,
-        "final_logit_softcapping": None,
-        "window_rotary_base": None,
-        "softmax_type": "vanilla",
-        "softmax_scale": None,
-        "attn_logit_softcapping": None,
-        "qk_layernorm": False,
-        "attention_output_gate": False,
-        "multi_latent_attention": False,
-        "mtp_num_layers": None,
-        "is_hybrid_model": False,
-        "use_parallel_residual": False,
-        "moe_router_bias": False,
-        "sparse_attention": "dense",
-    }
+UNGROUPED = Limit(
+    lambda m: m.kv_heads == m.num_attention_heads,
+    "the number of key/value heads must equal the number of query heads",
 )
-"""The variants of layers, and the values that an architecture has if its tables do not name them."""
+PLAIN_HEADS = Limit(
+    lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
+    "the width of a head must be hidden size / heads",
+)
+_MOST_LAYERS = 10_000
+
+VARIANTS = (
+    "apply_layernorm_1p",
+    "norm_position",
+    "glu_linear_offset",
+    "activation_func_clamp_value",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_multiplier",
+    "final_logit_softcapping",
+    "window_rotary_base",
+    "softmax_type",
+    "softmax_scale",
+    "attn_logit_softcapping",
+    "qk_layernorm",
+    "attention_output_gate",
+    "multi_latent_attention",
+    "mtp_num_layers",
+    "is_hybrid_model",
+    "use_parallel_residual",
+    "moe_router_bias",
+    "sparse_attention",
+)
+"""Settings of the variants of layers; an architecture has their defaults if its tables do not name them."""
 
 # Fields that change what a model computes in ways that nothing here supports, unless null, false or empty.
 NEVER = (
@@ -149,7 +185,7 @@ NEVER = (
     "use_sliding_window",
     "add_cross_attention",
     "is_encoder_decoder",
-    "auto_map",
+    OWN_CODE,
 )
 
 
@@ -171,7 +207,8 @@ class Architecture:
             tensor of its own here.
         fused: (their tensor, those of `rules` that it holds one below the other, in order of rows), by layer.
         blank: tensors that theirs has and ours has not; they are written as zeros, and must be zeros.
-        ignored: regular expressions for buffers that are not weights.
+        ignored: regular expressions for buffers that are not weights. Where one has the group `further`, the
+            number of a layer, it is for a tensor of layers behind the model's, which transformers leaves out.
         renamed: (regular expression, replacement) for names in older files.
         settings: fields of ``config.json``.
         fixed: (their field, the only value that ours supports), which a missing field means too.

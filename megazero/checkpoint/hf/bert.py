@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megazero.checkpoint.hf import encoder
+from megazero.checkpoint.hf.architecture import pair
 from megazero.checkpoint.hf.encoder_classifier import multiple_choice, sequence_classification
 from megazero.config.tree.model import ModelConfig
 
@@ -20,14 +21,14 @@ def _later(model: ModelConfig, number: int) -> bool:
 
 _BODY = (
     *encoder.EMBEDDING,
-    *encoder.pair("layers.0.input_norm", "bert.embeddings.LayerNorm"),
+    *pair("layers.0.input_norm", "bert.embeddings.LayerNorm"),
     *(
         replace(rule, layer=_later)
-        for rule in encoder.pair("layers.{i}.input_norm", "bert.encoder.layer.{i-1}.output.LayerNorm")
+        for rule in pair("layers.{i}.input_norm", "bert.encoder.layer.{i-1}.output.LayerNorm")
     ),
     *encoder.LINEAR,
-    *encoder.pair("layers.{i}.mlp_norm", f"{encoder.LAYER}.attention.output.LayerNorm"),
-    *encoder.pair("final_norm", "bert.encoder.layer.{last}.output.LayerNorm"),
+    *pair("layers.{i}.mlp_norm", f"{encoder.LAYER}.attention.output.LayerNorm"),
+    *pair("final_norm", "bert.encoder.layer.{last}.output.LayerNorm"),
 )
 
 BERT_PRETRAINING = encoder.pretraining("BertForPreTraining", "bert", _BODY, post_norm=True)

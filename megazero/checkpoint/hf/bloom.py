@@ -10,30 +10,19 @@ from dataclasses import replace
 from megazero.checkpoint.hf.architecture import (
     DENSE_LIMITS,
     PLAIN_EMBEDDING,
+    PLAIN_HEADS,
     TIED,
+    UNGROUPED,
     Architecture,
     FieldPair,
     Limit,
+    pair,
 )
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, untied
 
 _WORDS, _HEAD = "transformer.word_embeddings.weight", "lm_head.weight"
 _LAYER = "transformer.h.{i}"
-
-
-def _pair(ours: str, dims: str, theirs: str, their_dims: str) -> tuple[TensorRule, TensorRule]:
-    """A matrix and its bias."""
-    rows = their_dims.rpartition(" ")[0]
-    return (
-        TensorRule(f"{ours}.weight", dims, f"{theirs}.weight", their_dims),
-        TensorRule(f"{ours}.bias", dims.rpartition(" ")[0], f"{theirs}.bias", rows),
-    )
-
-
-def _norm(ours: str, theirs: str) -> tuple[TensorRule, ...]:
-    return tuple(TensorRule(f"{ours}.{kind}", "h", f"{theirs}.{kind}", "h") for kind in ("weight", "bias"))
-
 
 BLOOM = Architecture(
     name="BloomForCausalLM",
@@ -42,16 +31,14 @@ BLOOM = Architecture(
     prefix="transformer.",
     rules=(
         TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),
-        *_norm("embedding.norm", "transformer.word_embeddings_layernorm"),
-        *_norm("layers.{i}.input_norm", f"{_LAYER}.input_layernorm"),
-        *_pair(
-            "layers.{i}.attention.qkv", "g s d h", f"{_LAYER}.self_attention.query_key_value", "(g s d) h"
-        ),
-        *_pair("layers.{i}.attention.out", "h a", f"{_LAYER}.self_attention.dense", "h a"),
-        *_norm("layers.{i}.mlp_norm", f"{_LAYER}.post_attention_layernorm"),
-        *_pair("layers.{i}.mlp.up", "f h", f"{_LAYER}.mlp.dense_h_to_4h", "f h"),
-        *_pair("layers.{i}.mlp.down", "h f", f"{_LAYER}.mlp.dense_4h_to_h", "h f"),
-        *_norm("final_norm", "transformer.ln_f"),
+        *pair("embedding.norm", "transformer.word_embeddings_layernorm"),
+        *pair("layers.{i}.input_norm", f"{_LAYER}.input_layernorm"),
+        *pair("layers.{i}.attention.qkv", f"{_LAYER}.self_attention.query_key_value", "g s d h", "(g s d) h"),
+        *pair("layers.{i}.attention.out", f"{_LAYER}.self_attention.dense", "h a"),
+        *pair("layers.{i}.mlp_norm", f"{_LAYER}.post_attention_layernorm"),
+        *pair("layers.{i}.mlp.up", f"{_LAYER}.mlp.dense_h_to_4h", "f h"),
+        *pair("layers.{i}.mlp.down", f"{_LAYER}.mlp.dense_4h_to_h", "h f"),
+        *pair("final_norm", "transformer.ln_f"),
         TensorRule("head.weight", "v h", _HEAD, "v h", when=untied),
     ),
     copies=((_HEAD, _WORDS),),
@@ -82,14 +69,8 @@ BLOOM = Architecture(
     limits=(
         *(limit for limit in DENSE_LIMITS if limit is not PLAIN_EMBEDDING),
         NO_WINDOWS,
-        Limit(
-            lambda m: m.kv_heads == m.num_attention_heads,
-            "the number of key/value heads must equal the number of query heads",
-        ),
-        Limit(
-            lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
-            "the width of a head must be hidden size / heads",
-        ),
+        UNGROUPED,
+        PLAIN_HEADS,
         Limit(lambda m: m.ffn_size == 4 * m.hidden_size, "the MLP must be four times as wide as the model"),
     ),
 )

@@ -23,29 +23,17 @@ from megazero.checkpoint.hf.architecture import (
 from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.checkpoint.hf.class_names import names_of, naming
 from megazero.checkpoint.hf.windows import without_idle_windows
-from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
+from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
 CONFIG = "config.json"
 _LARGEST_JSON = 100 << 20
-# Our fields that change how a model is trained or laid out, but not what given weights compute.
-_FREE = frozenset(
-    {
-        "seq_length",
-        "t5_decoder_seq_length",
-        "max_position_embeddings",
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method_std",
-        "vocab_size",
-        "extra_vocab_size",
-        "make_vocab_size_divisible_by",
-        "pad_vocab_size_to",
-        "fp32_residual_connection",
-        "mtp_loss_scaling_factor",
-    }
-)
+# Our fields that may change besides, as theirs says nothing of them: how many positions there are, where they
+# have no table; how sums are rounded; and which weights decay.
+_FREE = FREE_MODEL_FIELDS | {
+    *("max_position_embeddings", "fp32_residual_connection", "apply_wd_to_qk_layernorm")
+}
 
 
 @dataclass(frozen=True)
@@ -237,7 +225,12 @@ def _read(setting: FieldPair, config: Json) -> Any:
     if type(value) not in accepted:
         raise ValueError(f"`{setting.theirs}` must be a {kind.__name__}, but is {value!r:.40}")
     if not setting.words:
-        return setting.taken(value)
+        try:
+            return setting.taken(value)
+        except ArithmeticError as error:  # it divides by 0, or is too large
+            raise ValueError(
+                f"`{setting.theirs}` must be a number to calculate with, but is {value!r:.40}: {error}"
+            ) from error
     for theirs, ours in setting.words:
         if theirs == value:
             return ours
@@ -290,7 +283,11 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         for setting in architecture.settings
         if setting.words
     ]
-    allowed += [(field, [value]) for field, value in VARIANTS.items() if field not in architecture.named]
+    allowed += [
+        (field, [ModelConfig.model_fields[field].default])
+        for field in VARIANTS
+        if field not in architecture.named
+    ]
     reasons = [
         f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
         for field, values in allowed
@@ -334,7 +331,7 @@ def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozens
         theirs, ours: the two models.
         free: fields that may differ all the same.
     """
-    left_out = _FREE | FREE_EXPERT_FIELDS | free
+    left_out = _FREE | free
     if not (_has_dense_mlps(theirs) or _has_dense_mlps(ours)):
         left_out |= {"ffn_hidden_size"}
     fields = [field for field in ModelConfig.model_fields if field not in left_out]

@@ -16,7 +16,7 @@ from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import saved_iterations
 from megazero.checkpoint.hf.approximation import Approximation
 from megazero.checkpoint.hf.architectures import DECODERS
-from megazero.checkpoint.hf.config_json import TokenIds, objections
+from megazero.checkpoint.hf.config_json import Description, TokenIds, objections
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.tokenizer_files import tokenizer_files, tokenizer_settings
 from megazero.checkpoint.hf.writer import SHARD_BYTES, Exported, ModelFiles, write_hf
@@ -38,20 +38,18 @@ class Imported:
 
     Attributes:
         folder: the checkpoint.
-        architecture: the class that it was in transformers.
+        description: what it was in transformers.
         tensors, parameters: how many there are.
-        model: the model's shape.
         tokenizer: the settings that read its tokenizer; None if it came without one.
-        labels: the names of its classes, if it is a classifier.
+        remarks: what was left out, for a person.
     """
 
     folder: Path
-    architecture: str
+    description: Description
     tensors: int
     parameters: int
-    model: ModelConfig
     tokenizer: TokenizerConfig
-    labels: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | None = None) -> Imported:
@@ -79,15 +77,7 @@ def convert_from_hf(hf_dir: str | Path, out_dir: str | Path, *, disk: Disk | Non
         }
         folder = write_checkpoint(out_dir, 0, later_weights(reader), facts, disk=disk)
         parameters = sum(Box.whole(shape).numel for shape in reader.shapes.values())
-        return Imported(
-            folder,
-            description.architecture.name,
-            len(reader.shapes),
-            parameters,
-            description.model,
-            tokenizer,
-            description.labels,
-        )
+        return Imported(folder, description, len(reader.shapes), parameters, tokenizer, reader.remarks)
 
 
 def convert_to_hf(

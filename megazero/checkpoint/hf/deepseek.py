@@ -2,7 +2,8 @@
 
 Keys and values are made of one small vector of each token; the first layers are dense, and all others have
 many small experts and shared ones. V3 chooses experts by sigmoids, with a bias of each that its training
-moves. Further tokens (multi-token prediction) are not there in transformers.
+moves. Further tokens (multi-token prediction) are not there in transformers, which leaves out V3's layer for
+them.
 """
 
 from __future__ import annotations
@@ -10,16 +11,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import COMMON_LIMITS, FieldPair, Json, Limit
+from megazero.checkpoint.hf.architecture import (
+    COMMON_LIMITS,
+    FieldPair,
+    Json,
+    Limit,
+    layers_of,
+    without_own_code,
+)
 from megazero.checkpoint.hf.experts import (
     ALIKE_EXPERTS,
+    CHOSEN,
     NO_DROPS,
     OURS_FIXED,
     expert_rules,
     number_of_experts,
     shared_rules,
 )
-from megazero.checkpoint.hf.llama import LAYER, LLAMA, MLP, UNBIASED_SETTINGS, rules_with, with_defaults
+from megazero.checkpoint.hf.llama import (
+    LAYER,
+    LLAMA,
+    MLP,
+    UNBIASED_SETTINGS,
+    rules_with,
+    with_defaults,
+    without,
+)
 from megazero.checkpoint.hf.qwen2_moe import EXPERTS_SOMEWHERE
 from megazero.checkpoint.hf.rope import plain_rope
 from megazero.checkpoint.hf.windows import NO_WINDOWS
@@ -31,7 +48,7 @@ from megazero.config.tree.model import ModelConfig
 _BLOCK = f"{LAYER}.mlp"
 _DENSE, _SHARED, _WIDTH = "first_k_dense_replace", "n_shared_experts", "moe_intermediate_size"
 _GROUPS, _CHOSEN_GROUPS, _METHOD = "n_group", "topk_group", "topk_method"
-_KIND, _MOST_LAYERS = "rope_scaling.rope_type", 10_000
+_KIND = "rope_scaling.rope_type"
 _NORM_EPSILON = 1e-6
 
 
@@ -74,20 +91,18 @@ _CHOICE_BIAS = TensorRule(
 
 def _plain(config: Json, assumed: Json) -> dict[str, Any]:
     """`config` with a flat rotation, the places of experts, and the width of all shared ones together."""
-    out = {**assumed, **config}
-    out.pop("auto_map", None)  # the code that comes with older folders is in transformers now
+    out = {**assumed, **without_own_code(config)}
     for field in ("rope_scaling", "rope_parameters"):
         scaling = out.get(field)
         if isinstance(scaling, dict) and scaling.get("mscale_all_dim") and not scaling.get("mscale"):
             raise ValueError(f"`{field}` must have `mscale` beside `mscale_all_dim`, but is {scaling!r:.200}")
     out = plain_rope(out)
-    layers, dense = out["num_hidden_layers"], out[_DENSE]
-    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
-        raise ValueError(f"`num_hidden_layers` must be 1 to {_MOST_LAYERS}, but is {layers!r:.40}")
+    layers, dense = layers_of(out, 0), out[_DENSE]
     if type(dense) is not int or not 0 <= dense < layers:
         raise ValueError(f"`{_DENSE}` must be less than the {layers} layers, but is {dense!r:.40}")
-    if type(out[_SHARED]) is not int or type(out[_WIDTH]) is not int or out[_SHARED] < 1:
-        raise ValueError(f"`{_SHARED}` must be a positive number, but is {out[_SHARED]!r:.40}")
+    for field in (_SHARED, _WIDTH):
+        if type(out[field]) is not int or out[field] < 1:
+            raise ValueError(f"`{field}` must be a positive number, but is {out[field]!r:.40}")
     out[_DENSE] = tuple(int(number >= dense) for number in range(layers))
     out[_SHARED] *= out[_WIDTH]
     if out.get(_GROUPS) == 1:
@@ -143,7 +158,6 @@ def _groups_scored_by(best: int) -> Limit:
     )
 
 
-_OTHERWISE = ("head_dim", "rope_scaling.rope_type")
 _LIMITS = (
     *COMMON_LIMITS,
     *ALIKE_EXPERTS,
@@ -180,9 +194,10 @@ DEEPSEEK_V3 = replace(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     rules=(*_RULES, _CHOICE_BIAS),
+    ignored=(*LLAMA.ignored, r"model\.layers\.(?P<further>\d{1,9})\.eh_proj\.weight"),
     settings=(
         *with_defaults(
-            tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs not in _OTHERWISE),
+            without(UNBIASED_SETTINGS, "head_dim", _KIND),
             hidden_size=7168,
             intermediate_size=18432,
             num_attention_heads=128,
@@ -197,7 +212,7 @@ DEEPSEEK_V3 = replace(
         FieldPair("v_head_dim", "v_head_dim", 128),
         FieldPair(_DENSE, "moe_layer_freq", None, tuple, resolved=_first_with_experts),
         number_of_experts("n_routed_experts", 256),
-        FieldPair("num_experts_per_tok", "moe_router_topk", 8),
+        replace(CHOSEN, default=8),
         FieldPair(_WIDTH, "moe_ffn_hidden_size", 2048, resolved="expert_ffn_size"),
         FieldPair(
             _SHARED,
@@ -243,6 +258,7 @@ DEEPSEEK_V2 = replace(
     name="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
     rules=_RULES,
+    ignored=LLAMA.ignored,
     settings=with_defaults(
         DEEPSEEK_V3.settings,
         hidden_size=4096,

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Architecture, FieldPair, Limit, TensorLike
+from megazero.checkpoint.hf.architecture import (
+    DENSE_LIMITS,
+    PLAIN_HEADS,
+    UNGROUPED,
+    Architecture,
+    FieldPair,
+    Limit,
+    TensorLike,
+    pair,
+)
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree.model import ModelConfig
@@ -35,14 +44,6 @@ def _with_types(model: ModelConfig) -> bool:
 
 def _without_types(model: ModelConfig) -> bool:
     return not model.has_token_types
-
-
-def pair(ours: str, theirs: str, dims: str = "h") -> tuple[TensorRule, TensorRule]:
-    """The rules of a norm, or of a linear layer whose weight has these dims; a bias has the first."""
-    return (
-        TensorRule(f"{ours}.weight", dims, f"{theirs}.weight", dims),
-        TensorRule(f"{ours}.bias", dims.split()[0], f"{theirs}.bias", dims.split()[0]),
-    )
 
 
 EMBEDDING = (
@@ -124,14 +125,8 @@ OURS_FIXED = (
 TRUNK_LIMITS = (
     *DENSE_LIMITS,
     NO_WINDOWS,
-    Limit(
-        lambda m: m.kv_heads == m.num_attention_heads,
-        "the number of key/value heads must equal the number of query heads",
-    ),
-    Limit(
-        lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
-        "the width of a head must be hidden size / heads",
-    ),
+    UNGROUPED,
+    PLAIN_HEADS,
 )
 LIMITS = (
     *TRUNK_LIMITS,

@@ -37,6 +37,8 @@ NO_DROPS = Limit(
     "nothing may limit how many tokens an expert takes, as transformers drops none; `--ignore-capacity` "
     "writes it all the same",
 )
+EVERYWHERE = Limit(lambda m: m.expert_places == m.num_layers, "all layers must have experts")
+UNSHARED = Limit(lambda m: m.moe_shared_expert_intermediate_size is None, "there must be no shared experts")
 LIMITS = (
     *COMMON_LIMITS,
     EVEN_HEADS,
@@ -50,6 +52,17 @@ LIMITS = (
     ),
     NO_DROPS,
 )
+CHOSEN = FieldPair("num_experts_per_tok", "moe_router_topk", 4)
+"""How many experts a token chooses."""
+OVER_CHOSEN = FieldPair(
+    "norm_topk_prob", "moe_router_pre_softmax", False, words=((True, False), (False, True))
+)
+"""Whether the weights of those that it chose add up to 1."""
+
+
+def width_of_experts(default: int) -> FieldPair:
+    """The setting for it where all layers have experts, so that ours need no other width."""
+    return FieldPair("intermediate_size", "ffn_hidden_size", default, resolved="expert_ffn_size")
 
 
 def number_of_experts(theirs: str, default: int) -> FieldPair:

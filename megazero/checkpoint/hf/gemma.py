@@ -21,18 +21,19 @@ from megazero.checkpoint.hf.llama import (
     layer_norms,
     rules_with,
     with_defaults,
+    without,
 )
 from megazero.checkpoint.hf.rope import plain_rope
-from megazero.checkpoint.hf.windows import WINDOW, WINDOWED_LAYERS, plain_listed, with_listed
+from megazero.checkpoint.hf.windows import PATTERN, WINDOW, WINDOWED_LAYERS, plain_listed, with_listed
 from megazero.config.tree.model import ModelConfig
 
 _ROOT, _BOTH_WAYS = "root of hidden_size", "use_bidirectional_attention"
 _SCORES, _LOGITS = "attn_logit_softcapping", "final_logit_softcapping"
-_LOCAL, _PARAMETERS, _PATTERN = "rope_local_base_freq", "rope_parameters", "sliding_window_pattern"
+_LOCAL, _PARAMETERS = "rope_local_base_freq", "rope_parameters"
 _LAYERS, _WIDTH = 26, 2304
 
 
-def _plain(config: Json, interval: int) -> dict[str, Any]:
+def _plain(config: Json, interval: Any) -> dict[str, Any]:
     """The parts of `config` that Gemma 2 and 3 have alike."""
     out = plain_rope(plain_listed(config, _LAYERS, 4096, interval))
     if out.get(_BOTH_WAYS) is None:
@@ -57,10 +58,12 @@ def plain_gemma3(config: Json) -> dict[str, Any]:
         ValueError: see `plain_listed` and `plain_rope`; or the rotation of layers with a window is scaled.
     """
     out = dict(config)
-    interval, local = out.pop(_PATTERN, 6), out.pop(_LOCAL, None)
+    interval, local = out.pop(PATTERN, 6), out.pop(_LOCAL, None)
     rotations = out.pop(_PARAMETERS, None)
     if isinstance(rotations, dict):
         windowed, others = (rotations.get(f"{kind}_attention") or {} for kind in ("sliding", "full"))
+        if not isinstance(windowed, dict):
+            raise ValueError(f"`{_PARAMETERS}` must hold objects, but is {rotations!r:.200}")
         if windowed.get("rope_type", "default") != "default":
             raise ValueError(
                 f"`{_PARAMETERS}` must not scale layers with a window, but is {rotations!r:.200}"
@@ -87,7 +90,9 @@ def _with_rotations(config: Json) -> dict[str, Any]:
 
 
 def _scalar(model: ModelConfig) -> int:
-    return model.head_dim if model.softmax_scale is None else round(model.softmax_scale**-2)
+    return (
+        model.head_dim if model.softmax_scale is None else max(1, round(max(model.softmax_scale, 1e-9) ** -2))
+    )
 
 
 _FIXED = (
@@ -120,7 +125,7 @@ _RULES = rules_with(
 )
 _SETTINGS = (
     *with_defaults(
-        tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs != "hidden_act"),
+        without(UNBIASED_SETTINGS, "hidden_act"),
         num_hidden_layers=_LAYERS,
         hidden_size=_WIDTH,
         intermediate_size=9216,

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, GELUS, TIED, Architecture, FieldPair, Limit
+from megazero.checkpoint.hf.architecture import (
+    DENSE_LIMITS,
+    GELUS,
+    PLAIN_HEADS,
+    TIED,
+    UNGROUPED,
+    Architecture,
+    FieldPair,
+    pair,
+)
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, untied
 
@@ -17,22 +26,19 @@ _HEAD = "lm_head.weight"
 RULES = (
     TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),
     TensorRule("embedding.position.weight", "p h", "transformer.wpe.weight", "p h"),
-    TensorRule("layers.{i}.input_norm.weight", "h", "transformer.h.{i}.ln_1.weight", "h"),
-    TensorRule("layers.{i}.input_norm.bias", "h", "transformer.h.{i}.ln_1.bias", "h"),
+    *pair("layers.{i}.input_norm", "transformer.h.{i}.ln_1"),
     TensorRule(
         "layers.{i}.attention.qkv.weight", "g s d h", "transformer.h.{i}.attn.c_attn.weight", "h (s g d)"
     ),
     TensorRule("layers.{i}.attention.qkv.bias", "g s d", "transformer.h.{i}.attn.c_attn.bias", "(s g d)"),
     TensorRule("layers.{i}.attention.out.weight", "h a", "transformer.h.{i}.attn.c_proj.weight", "a h"),
     TensorRule("layers.{i}.attention.out.bias", "h", "transformer.h.{i}.attn.c_proj.bias", "h"),
-    TensorRule("layers.{i}.mlp_norm.weight", "h", "transformer.h.{i}.ln_2.weight", "h"),
-    TensorRule("layers.{i}.mlp_norm.bias", "h", "transformer.h.{i}.ln_2.bias", "h"),
+    *pair("layers.{i}.mlp_norm", "transformer.h.{i}.ln_2"),
     TensorRule("layers.{i}.mlp.up.weight", "f h", "transformer.h.{i}.mlp.c_fc.weight", "h f"),
     TensorRule("layers.{i}.mlp.up.bias", "f", "transformer.h.{i}.mlp.c_fc.bias", "f"),
     TensorRule("layers.{i}.mlp.down.weight", "h f", "transformer.h.{i}.mlp.c_proj.weight", "f h"),
     TensorRule("layers.{i}.mlp.down.bias", "h", "transformer.h.{i}.mlp.c_proj.bias", "h"),
-    TensorRule("final_norm.weight", "h", "transformer.ln_f.weight", "h"),
-    TensorRule("final_norm.bias", "h", "transformer.ln_f.bias", "h"),
+    *pair("final_norm", "transformer.ln_f"),
     TensorRule("head.weight", "v h", _HEAD, "v h", when=untied),
 )
 
@@ -70,16 +76,5 @@ GPT2 = Architecture(
         ("add_bias_linear", True),
         ("apply_residual_connection_post_layernorm", False),
     ),
-    limits=(
-        *DENSE_LIMITS,
-        NO_WINDOWS,
-        Limit(
-            lambda m: m.kv_heads == m.num_attention_heads,
-            "the number of key/value heads must equal the number of query heads",
-        ),
-        Limit(
-            lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
-            "the width of a head must be hidden size / heads",
-        ),
-    ),
+    limits=(*DENSE_LIMITS, NO_WINDOWS, UNGROUPED, PLAIN_HEADS),
 )

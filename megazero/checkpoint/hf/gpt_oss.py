@@ -10,16 +10,22 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.checkpoint.hf.architecture import FieldPair, Json, Limit
-from megazero.checkpoint.hf.experts import LIMITS, OURS_FIXED, number_of_experts
-from megazero.checkpoint.hf.llama import LAYER, LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults
-from megazero.checkpoint.hf.qwen3 import UNSHARED
+from megazero.checkpoint.hf.experts import (
+    CHOSEN,
+    EVERYWHERE,
+    LIMITS,
+    OURS_FIXED,
+    UNSHARED,
+    number_of_experts,
+    width_of_experts,
+)
+from megazero.checkpoint.hf.llama import LAYER, LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults, without
 from megazero.checkpoint.hf.rope import plain_rope
 from megazero.checkpoint.hf.windows import WINDOW, WINDOWED_LAYERS, plain_listed, with_listed
 from megazero.checkpoint.naming import TensorRule
 
 _OURS, _THEIRS = "layers.{i}.mlp", f"{LAYER}.mlp"
 _LENGTH = 4096
-_OTHERWISE = ("intermediate_size", "hidden_act")
 
 
 def plain(config: Json) -> dict[str, Any]:
@@ -37,6 +43,11 @@ def plain(config: Json) -> dict[str, Any]:
             "original_max_position_embeddings": _LENGTH,
         }
     return {"rope_theta": 150_000.0, **plain_rope(out)}
+
+
+def _complete(config: Json) -> dict[str, Any]:
+    # Without a scaling, version 4 assumes its YaRN.
+    return {"rope_scaling": {"rope_type": "default"}, **LLAMA.complete(config)}
 
 
 GPT_OSS = replace(
@@ -62,7 +73,7 @@ GPT_OSS = replace(
     ),
     settings=(
         *with_defaults(
-            tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs not in _OTHERWISE),
+            without(UNBIASED_SETTINGS, "intermediate_size", "hidden_act"),
             num_hidden_layers=36,
             hidden_size=2880,
             num_attention_heads=64,
@@ -71,10 +82,9 @@ GPT_OSS = replace(
             max_position_embeddings=131_072,
             rms_norm_eps=1e-5,
         ),
-        # Where all layers have experts, ours need no other width.
-        FieldPair("intermediate_size", "ffn_hidden_size", 2880, resolved="expert_ffn_size"),
+        width_of_experts(2880),
         number_of_experts("num_local_experts", 128),
-        FieldPair("num_experts_per_tok", "moe_router_topk", 4),
+        CHOSEN,
         FieldPair("swiglu_limit", "activation_func_clamp_value", 7.0),
         WINDOW,
         WINDOWED_LAYERS,
@@ -92,9 +102,9 @@ GPT_OSS = replace(
     limits=(
         *LIMITS,
         UNSHARED,
-        Limit(lambda m: m.expert_places == m.num_layers, "all layers must have experts"),
+        EVERYWHERE,
         Limit(lambda m: m.activation_func_clamp_value is not None, "the values of gates must be bounded"),
     ),
     plain=plain,
-    complete=with_listed(LLAMA.complete),
+    complete=with_listed(_complete),
 )

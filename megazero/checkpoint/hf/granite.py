@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.checkpoint.hf.architecture import FieldPair
+from megazero.checkpoint.hf.architecture import PLAIN_HEADS, FieldPair
 from megazero.checkpoint.hf.llama import LLAMA
-from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
+from megazero.config.tree.model import ModelConfig
+
+
+def _divisor(model: ModelConfig) -> float:
+    """The shortest number whose inverse is the model's factor, so that one that was read is written again."""
+    inverse = 1 / model.logits_multiplier
+    shorter = (float(f"{inverse:.{digits}g}") for digits in (12, 15, 16))
+    return next((number for number in shorter if 1 / number == model.logits_multiplier), inverse)
+
 
 GRANITE = replace(
     LLAMA,
@@ -22,12 +30,12 @@ GRANITE = replace(
             1.0,
             resolved=lambda model: model.softmax_scale or model.head_dim**-0.5,
         ),
-        # Theirs divides; rounded, a number that was inverted twice is the first one again.
+        # Theirs divides.
         FieldPair(
             "logits_scaling",
             "logits_multiplier",
             1.0,
-            resolved=lambda model: round(1 / model.logits_multiplier, 12),
+            resolved=_divisor,
             taken=lambda divisor: 1 / divisor,
         ),
     ),

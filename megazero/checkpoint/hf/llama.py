@@ -100,6 +100,11 @@ def with_defaults(settings: tuple[FieldPair, ...], **defaults: Any) -> tuple[Fie
     )
 
 
+def without(settings: tuple[FieldPair, ...], *theirs: str) -> tuple[FieldPair, ...]:
+    """The settings of an architecture but those that another one says otherwise, by their names."""
+    return tuple(setting for setting in settings if setting.theirs not in theirs)
+
+
 EVEN_HEADS = Limit(lambda m: m.head_dim % 2 == 0, "the width of a head must be even to be rotated")
 
 LLAMA = Architecture(

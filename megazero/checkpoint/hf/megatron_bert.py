@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from megazero.checkpoint.hf import encoder
+from megazero.checkpoint.hf.architecture import pair
 from megazero.checkpoint.hf.encoder_classifier import multiple_choice, sequence_classification
 
 _BODY = (
     *encoder.EMBEDDING,
-    *encoder.pair("layers.{i}.input_norm", f"{encoder.LAYER}.attention.ln"),
+    *pair("layers.{i}.input_norm", f"{encoder.LAYER}.attention.ln"),
     *encoder.LINEAR,
-    *encoder.pair("layers.{i}.mlp_norm", f"{encoder.LAYER}.ln"),
-    *encoder.pair("final_norm", "bert.encoder.ln"),
+    *pair("layers.{i}.mlp_norm", f"{encoder.LAYER}.ln"),
+    *pair("final_norm", "bert.encoder.ln"),
 )
 
 MEGATRON_BERT_PRETRAINING = encoder.pretraining(

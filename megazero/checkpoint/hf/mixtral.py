@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.checkpoint.hf.architecture import FieldPair, Limit
 from megazero.checkpoint.hf.experts import (
+    CHOSEN,
+    EVERYWHERE,
     LIMITS,
     OURS_FIXED,
+    UNSHARED,
     expert_rules,
     number_of_experts,
     stacked_rules,
+    width_of_experts,
 )
-from megazero.checkpoint.hf.llama import LAYER, LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults
+from megazero.checkpoint.hf.llama import LAYER, LLAMA, UNBIASED_SETTINGS, rules_with, with_defaults, without
 from megazero.checkpoint.hf.windows import ALIKE, WINDOW
 
 _BLOCK = f"{LAYER}.block_sparse_moe"
-_WIDTH = "intermediate_size"
 
 MIXTRAL = replace(
     LLAMA,
@@ -36,23 +38,17 @@ MIXTRAL = replace(
     ),
     settings=(
         *with_defaults(
-            tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs != _WIDTH),
+            without(UNBIASED_SETTINGS, "intermediate_size"),
             num_key_value_heads=8,
             max_position_embeddings=4096 * 32,
             rms_norm_eps=1e-5,
             rope_theta=1e6,
         ),
-        # Where all layers have experts, ours need no other width.
-        FieldPair(_WIDTH, "ffn_hidden_size", 14336, resolved="expert_ffn_size"),
+        width_of_experts(14336),
         number_of_experts("num_local_experts", 8),
-        FieldPair("num_experts_per_tok", "moe_router_topk", 2),
+        replace(CHOSEN, default=2),
         WINDOW,
     ),
     ours_fixed=(*OURS_FIXED, ("add_qkv_bias", False), ("moe_router_pre_softmax", False)),
-    limits=(
-        *LIMITS,
-        ALIKE,
-        Limit(lambda m: m.expert_places == m.num_layers, "all layers must have experts"),
-        Limit(lambda m: m.moe_shared_expert_intermediate_size is None, "there must be no shared experts"),
-    ),
+    limits=(*LIMITS, ALIKE, EVERYWHERE, UNSHARED),
 )

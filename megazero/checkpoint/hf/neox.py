@@ -12,30 +12,23 @@ from typing import Any
 from megazero.checkpoint.hf.architecture import (
     DENSE_LIMITS,
     GELUS,
+    PLAIN_HEADS,
     TIED,
     Architecture,
     FieldPair,
     Json,
     Limit,
+    pair,
+    without_own_code,
 )
 from megazero.checkpoint.hf.llama import LLAMA
-from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
 from megazero.checkpoint.hf.rope import ROPE_SETTINGS, plain_rope, with_rope_parameters
 from megazero.checkpoint.hf.windows import NO_WINDOWS
-from megazero.checkpoint.naming import TensorRule, biased, untied
+from megazero.checkpoint.naming import TensorRule, untied
 
 _BASE, _SHARE = ("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")
 _NEWER, _NORMS = "new_decoder_architecture", "num_ln_in_parallel_attn"
 _SCALINGS = ("rope_parameters", "rope_scaling")
-
-
-def _both(ours: str, dims: str, theirs: str, their_dims: str) -> tuple[TensorRule, TensorRule]:
-    """The weight and the bias of a linear layer, or of a norm, whose bias has the same dims."""
-    linear = " " in dims
-    rows = (dims.rpartition(" ")[0], their_dims.rpartition(" ")[0]) if linear else (dims, their_dims)
-    weight = TensorRule(f"{ours}.weight", dims, f"{theirs}.weight", their_dims)
-    bias = TensorRule(f"{ours}.bias", rows[0], f"{theirs}.bias", rows[1])
-    return weight, replace(bias, when=biased) if linear else bias
 
 
 def _rules(prefix: str, layers: str, names: dict[str, str], head: str) -> tuple[TensorRule, ...]:
@@ -43,13 +36,13 @@ def _rules(prefix: str, layers: str, names: dict[str, str], head: str) -> tuple[
     layer, attention = f"{prefix}{layers}.{{i}}", names["attention"]
     return (
         TensorRule("embedding.word.weight", "v h", f"{prefix}{names['words']}.weight", "v h"),
-        *_both("layers.{i}.input_norm", "h", f"{layer}.{names['input_norm']}", "h"),
-        *_both("layers.{i}.mlp_norm", "h", f"{layer}.{names['mlp_norm']}", "h"),
-        *_both("layers.{i}.attention.qkv", "g s d h", f"{layer}.{attention}.query_key_value", "(g s d) h"),
-        *_both("layers.{i}.attention.out", "h a", f"{layer}.{attention}.dense", "h a"),
-        *_both("layers.{i}.mlp.up", "f h", f"{layer}.mlp.dense_h_to_4h", "f h"),
-        *_both("layers.{i}.mlp.down", "h f", f"{layer}.mlp.dense_4h_to_h", "h f"),
-        *_both("final_norm", "h", f"{prefix}{names['final_norm']}", "h"),
+        *pair("layers.{i}.input_norm", f"{layer}.{names['input_norm']}"),
+        *pair("layers.{i}.mlp_norm", f"{layer}.{names['mlp_norm']}"),
+        *pair("layers.{i}.attention.qkv", f"{layer}.{attention}.query_key_value", "g s d h", "(g s d) h"),
+        *pair("layers.{i}.attention.out", f"{layer}.{attention}.dense", "h a"),
+        *pair("layers.{i}.mlp.up", f"{layer}.mlp.dense_h_to_4h", "f h"),
+        *pair("layers.{i}.mlp.down", f"{layer}.mlp.dense_4h_to_h", "h f"),
+        *pair("final_norm", f"{prefix}{names['final_norm']}"),
         TensorRule("head.weight", "v h", f"{head}.weight", "v h", when=untied),
     )
 
@@ -85,7 +78,7 @@ def plain_falcon(config: Json) -> dict[str, Any]:
     Raises:
         ValueError: see `plain_rope`; or it is the older decoder.
     """
-    out = plain_rope(config)
+    out = plain_rope(without_own_code(config))
     if not out.get(_NEWER, False):
         raise ValueError(
             f"`{_NEWER}` must be true, but is not; the older decoder, with one norm, is not supported"

@@ -8,8 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, FieldPair, Limit
-from megazero.checkpoint.hf.experts import LIMITS, OURS_FIXED, expert_rules, number_of_experts, stacked_rules
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, PLAIN_HEADS
+from megazero.checkpoint.hf.experts import (
+    CHOSEN,
+    EVERYWHERE,
+    LIMITS,
+    OURS_FIXED,
+    OVER_CHOSEN,
+    UNSHARED,
+    expert_rules,
+    number_of_experts,
+    stacked_rules,
+    width_of_experts,
+)
 from megazero.checkpoint.hf.llama import (
     EVEN_HEADS,
     LAYER,
@@ -20,13 +31,11 @@ from megazero.checkpoint.hf.llama import (
     layer_norms,
     rules_with,
     with_defaults,
+    without,
 )
-from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
-from megazero.checkpoint.hf.qwen3 import UNSHARED
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 
 _NORMED = (("qk_layernorm", True), ("qk_layernorm_scope", "projection"), ("add_qkv_bias", False))
-_WIDTH = "intermediate_size"
 
 OLMO2 = replace(
     LLAMA,
@@ -55,26 +64,19 @@ OLMOE = replace(
     stacked=stacked_rules(f"{LAYER}.mlp"),
     settings=(
         *with_defaults(
-            tuple(setting for setting in UNBIASED_SETTINGS if setting.theirs != _WIDTH),
+            without(UNBIASED_SETTINGS, "intermediate_size"),
             num_hidden_layers=16,
             hidden_size=2048,
             num_attention_heads=16,
             max_position_embeddings=4096,
             rms_norm_eps=1e-5,
         ),
-        # Where all layers have experts, ours need no other width.
-        FieldPair(_WIDTH, "ffn_hidden_size", 2048, resolved="expert_ffn_size"),
+        width_of_experts(2048),
         number_of_experts("num_experts", 64),
-        FieldPair("num_experts_per_tok", "moe_router_topk", 8),
-        FieldPair("norm_topk_prob", "moe_router_pre_softmax", False, words=((True, False), (False, True))),
+        replace(CHOSEN, default=8),
+        OVER_CHOSEN,
     ),
     fixed=(("attention_bias", False), ("clip_qkv", None)),
     ours_fixed=(*OURS_FIXED, *_NORMED),
-    limits=(
-        *LIMITS,
-        NO_WINDOWS,
-        PLAIN_HEADS,
-        UNSHARED,
-        Limit(lambda m: m.expert_places == m.num_layers, "all layers must have experts"),
-    ),
+    limits=(*LIMITS, NO_WINDOWS, PLAIN_HEADS, UNSHARED, EVERYWHERE),
 )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, FieldPair, Json, Limit
+from megazero.checkpoint.hf.architecture import (
+    DENSE_LIMITS,
+    PLAIN_HEADS,
+    FieldPair,
+    Json,
+    Limit,
+    without_own_code,
+)
 from megazero.checkpoint.hf.llama import (
     EVEN_HEADS,
     LAYER,
@@ -14,7 +21,6 @@ from megazero.checkpoint.hf.llama import (
     rules_with,
     with_defaults,
 )
-from megazero.checkpoint.hf.qwen2 import PLAIN_HEADS
 from megazero.checkpoint.hf.rope import plain_rope
 from megazero.checkpoint.hf.windows import ALIKE, WINDOW
 from megazero.checkpoint.naming import TensorRule
@@ -26,8 +32,7 @@ def plain(config: Json) -> dict[str, Any]:
     Raises:
         ValueError: see `plain_rope`.
     """
-    # The code that comes with older folders is in transformers now.
-    return plain_rope({name: value for name, value in config.items() if name != "auto_map"})
+    return plain_rope(without_own_code(config))
 
 
 PHI3 = replace(

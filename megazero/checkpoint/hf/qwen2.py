@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, Json, Limit
+from megazero.checkpoint.hf.architecture import DENSE_LIMITS, PLAIN_HEADS, Json
 from megazero.checkpoint.hf.llama import EVEN_HEADS, LLAMA, UNBIASED_SETTINGS, with_defaults
 from megazero.checkpoint.hf.rope import plain_rope
 from megazero.checkpoint.hf.windows import WINDOW, WINDOWED_LAYERS, plain_layers, with_layers
-
-PLAIN_HEADS = Limit(
-    lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
-    "the width of a head must be hidden size / heads",
-)
 
 
 def plain(config: Json) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf import qwen2
-from megazero.checkpoint.hf.architecture import FieldPair, Json, Limit, TensorLike
+from megazero.checkpoint.hf.architecture import PLAIN_HEADS, FieldPair, Json, Limit, TensorLike, layers_of
 from megazero.checkpoint.hf.experts import (
+    CHOSEN,
     LIMITS,
     OURS_FIXED,
+    OVER_CHOSEN,
     expert_rules,
     number_of_experts,
     shared_rules,
@@ -37,7 +38,6 @@ from megazero.config.tree.model import ModelConfig
 _BLOCK = f"{LAYER}.mlp"
 _SHARED = f"{_BLOCK}.shared_expert"
 _STEP, _DENSE = "decoder_sparse_step", "mlp_only_layers"
-_MOST_LAYERS = 10_000
 
 _SHARED_RULES = (
     *shared_rules(_SHARED),
@@ -81,13 +81,9 @@ def plain(config: Json) -> dict[str, Any]:
         raise ValueError(f"`{_DENSE}` must be a list of layers, but is {dense!r:.100}")
     out[_STEP], out[_DENSE] = step, None
     if dense:
-        layers = out.get("num_hidden_layers", QWEN2_LAYERS)
-        if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
-            raise ValueError(
-                f"`num_hidden_layers` must be 1 to {_MOST_LAYERS} with `{_DENSE}`, but is {layers!r:.40}"
-            )
+        numbers = range(layers_of(out, QWEN2_LAYERS))
         out[_STEP] = None
-        out[_DENSE] = tuple(int(number not in dense and (number + 1) % step == 0) for number in range(layers))
+        out[_DENSE] = tuple(int(number not in dense and (number + 1) % step == 0) for number in numbers)
     return out
 
 
@@ -139,8 +135,8 @@ QWEN2_MOE = replace(
         FieldPair(_STEP, "expert_interval", None, int, resolved=sparse_step),
         FieldPair(_DENSE, "moe_layer_freq", None, tuple, resolved=dense_layers),
         number_of_experts("num_experts", 60),
-        FieldPair("num_experts_per_tok", "moe_router_topk", 4),
-        FieldPair("norm_topk_prob", "moe_router_pre_softmax", False, words=((True, False), (False, True))),
+        CHOSEN,
+        OVER_CHOSEN,
         FieldPair("moe_intermediate_size", "moe_ffn_hidden_size", 1408, resolved="expert_ffn_size"),
         FieldPair(
             "shared_expert_intermediate_size",
@@ -155,7 +151,7 @@ QWEN2_MOE = replace(
     implied=(*LLAMA.implied, ("moe_shared_expert_gate", True)),
     limits=(
         *LIMITS,
-        qwen2.PLAIN_HEADS,
+        PLAIN_HEADS,
         EXPERTS_SOMEWHERE,
         Limit(
             lambda m: m.moe_shared_expert_intermediate_size is None or m.moe_shared_expert_gate,

@@ -10,18 +10,25 @@ from dataclasses import replace
 from typing import Any
 
 from megazero.checkpoint.hf import qwen2_moe
-from megazero.checkpoint.hf.architecture import Json, Limit
-from megazero.checkpoint.hf.experts import LIMITS, OURS_FIXED, expert_rules
-from megazero.checkpoint.hf.llama import EVEN_HEADS, HEAD_NORMS, LAYER, LLAMA, MLP, rules_with, with_defaults
+from megazero.checkpoint.hf.architecture import Json
+from megazero.checkpoint.hf.experts import LIMITS, OURS_FIXED, UNSHARED, expert_rules
+from megazero.checkpoint.hf.llama import (
+    EVEN_HEADS,
+    HEAD_NORMS,
+    LAYER,
+    LLAMA,
+    MLP,
+    rules_with,
+    with_defaults,
+    without,
+)
 from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.checkpoint.hf.qwen2_moe import EXPERTS_SOMEWHERE, QWEN2_MOE
 from megazero.checkpoint.hf.windows import KINDS, NO_WINDOWS, WIDTH
 from megazero.checkpoint.naming import without_experts
 
 HEADS_NORMED = (("qk_layernorm", True), ("qk_layernorm_scope", "head"), ("add_qkv_bias", False))
-UNSHARED = Limit(lambda m: m.moe_shared_expert_intermediate_size is None, "there must be no shared experts")
 _EXPERTS = ("num_experts", "num_local_experts")
-_OTHERWISE = ("qkv_bias", "shared_expert_intermediate_size", WIDTH, KINDS)
 
 
 def plain_moe(config: Json) -> dict[str, Any]:
@@ -60,7 +67,7 @@ QWEN3_MOE = replace(
     ),
     blank=(),
     settings=with_defaults(
-        tuple(setting for setting in QWEN2_MOE.settings if setting.theirs not in _OTHERWISE),
+        without(QWEN2_MOE.settings, "qkv_bias", "shared_expert_intermediate_size", WIDTH, KINDS),
         intermediate_size=6144,
         num_attention_heads=32,
         num_key_value_heads=4,

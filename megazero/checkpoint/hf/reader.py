@@ -34,6 +34,7 @@ class HFReader(Source):
         description: what ``config.json`` says.
         table: which of their tensors ours are made of.
         shapes: the shapes of all our tensors.
+        remarks: what was left out, for a person.
 
     Raises:
         CheckpointError: the model has another architecture, uses what ours does not support, or the files do
@@ -44,6 +45,7 @@ class HFReader(Source):
         self.folder = Path(folder)
         self.description = Description.read(self.folder)
         self._tensors = TensorFolder(self.folder)
+        self.remarks: tuple[str, ...] = ()
         try:
             # Checked before a table of them is made: a hostile config.json may name billions of layers.
             layers, tensors = self.description.model.num_layers, len(self._tensors.tensors)
@@ -143,7 +145,7 @@ class HFReader(Source):
         return Table.of(rules, self.description.model, self.description.vocab_size)
 
     def _named_as_today(self) -> dict[str, Stored]:
-        """The stored tensors by the names that the architecture gives them, without its buffers."""
+        """The stored tensors by the names that the architecture gives them, without what is ignored there."""
         architecture = self.description.architecture
         present = dict(self._tensors.tensors)
         if not any(name.startswith(architecture.prefix) for name in present):  # the bare model was saved
@@ -154,8 +156,20 @@ class HFReader(Source):
             }
         for pattern, name in architecture.renamed:
             present = {re.sub(rf"\A{pattern}\Z", name, theirs): tensor for theirs, tensor in present.items()}
-        ignored = [re.compile(pattern) for pattern in architecture.ignored]
-        return {n: t for n, t in present.items() if not any(pattern.fullmatch(n) for pattern in ignored)}
+        whole: set[str] = set()
+        further: dict[int, str] = {}
+        for ignored in map(re.compile, architecture.ignored):
+            for match in filter(None, map(ignored.fullmatch, present)):
+                if "further" not in ignored.groupindex:
+                    whole.add(match[0])
+                elif int(match["further"]) >= self.description.model.num_layers:
+                    further[int(match["further"])] = match[0][: match.end("further") + 1]
+        self.remarks = tuple(
+            f"left out layer {number}, which predicts further tokens, as transformers does"
+            for number in sorted(further)
+        )
+        layers = tuple(further.values())
+        return {n: t for n, t in present.items() if n not in whole and not n.startswith(layers)}
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""

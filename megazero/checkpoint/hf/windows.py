@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import FieldPair, Json, Limit
+from megazero.checkpoint.hf.architecture import FieldPair, Json, Limit, layers_of
 from megazero.config.tree.attention import is_interval
 from megazero.config.tree.model import ModelConfig
 
 WIDTH, KINDS, USED, FIRST = "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"
+PATTERN = "sliding_window_pattern"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_MOST_LAYERS = 10_000
 
 NO_WINDOWS = Limit(lambda m: not m.has_windows, "all tokens must see all earlier ones, without `window_size`")
 
@@ -73,17 +73,15 @@ def plain_layers(config: Json, layers: int, first: int | None) -> dict[str, Any]
     out = dict(config)
     used, width, kinds = out.pop(USED, False), out.pop(WIDTH, 4096), out.pop(KINDS, None)
     given = out.pop(FIRST, first)
-    layers = out.get("num_hidden_layers", layers)
     if not used or width is None:
-        if kinds is not None and any(kind != _FULL for kind in kinds):
+        if kinds is not None and (not isinstance(kinds, list) or any(kind != _FULL for kind in kinds)):
             raise ValueError(
                 f"`{KINDS}` must be {_FULL} for all layers where `{USED}` is not true, but is {kinds!r:.200}"
             )
         return out
     if kinds is None and first is None:
         raise ValueError(f"`{KINDS}` must say which layers have the `{WIDTH}`, but is missing; list them")
-    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:
-        raise ValueError(f"`num_hidden_layers` must be 1 to {_MOST_LAYERS}, but is {layers!r:.40}")
+    layers = layers_of(out, layers)
     if kinds is None:
         if type(given) is not int:
             raise ValueError(f"`{FIRST}` must be a number, but is {given!r:.40}")
@@ -111,7 +109,7 @@ def with_layers(complete: Callable[[Json], dict[str, Any]]) -> Callable[[Json], 
     return completed
 
 
-def plain_listed(config: Json, layers: int, width: int, interval: int) -> dict[str, Any]:
+def plain_listed(config: Json, layers: int, width: int, interval: Any) -> dict[str, Any]:
     """`plain_layers` of an architecture whose layers all have a window but for every `interval`-th.
 
     Args:
@@ -120,12 +118,14 @@ def plain_listed(config: Json, layers: int, width: int, interval: int) -> dict[s
         interval: see above.
 
     Raises:
-        ValueError: see `plain_layers`.
+        ValueError: see `plain_layers`; or `interval`, which ``config.json`` may give, is none.
     """
-    count = config.get("num_hidden_layers", layers)
     given = {WIDTH: width, **config, USED: True}
-    if given.get(KINDS) is None and type(count) is int and count <= _MOST_LAYERS:
-        given[KINDS] = [_SLIDING if (number + 1) % interval else _FULL for number in range(count)]
+    if given.get(KINDS) is None:
+        if type(interval) is not int or interval < 1:
+            raise ValueError(f"`{PATTERN}` must be a positive number, but is {interval!r:.40}")
+        numbers = range(1, layers_of(given, layers) + 1)
+        given[KINDS] = [_SLIDING if number % interval else _FULL for number in numbers]
     return plain_layers(given, layers, None)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.disk import Disk, appear
 from megazero.checkpoint.hf.architecture import GENERATING
 from megazero.checkpoint.hf.config_json import CONFIG, NO_TOKENS, TokenIds, architecture_of, config_of
 from megazero.checkpoint.hf.folder import INDEX, SINGLE
@@ -64,7 +64,7 @@ class Exported:
         folder: the folder.
         architecture: the class in transformers.
         auto: the class that loads it without being told which one it is.
-        dtype: the type of all tensors.
+        dtype: the type of all weights.
         tensors, parameters: how many there are.
         files: (name, bytes), in the order of writing.
     """
@@ -85,10 +85,12 @@ class Rows:
     Attributes:
         theirs: its name.
         links: the links.
+        dtype: the type that it is written in.
     """
 
     theirs: str
     links: tuple[Link, ...]
+    dtype: torch.dtype
 
     @property
     def their_shape(self) -> tuple[int, ...]:
@@ -96,11 +98,22 @@ class Rows:
         rows = sum(link.their_shape[0] for link in self.links)
         return (rows, *self.links[0].their_shape[1:])
 
+    @property
+    def size(self) -> int:
+        """Bytes of their tensor."""
+        return math.prod(self.their_shape) * self.dtype.itemsize
+
     @classmethod
-    def joined(cls, links: Iterable[Link], fused: Mapping[str, str]) -> tuple[Rows, ...]:
-        """The tensors that hold all links; `fused` names those that hold several, by the links' names."""
+    def joined(cls, links: Iterable[Link], fused: Mapping[str, str], dtype: torch.dtype) -> tuple[Rows, ...]:
+        """The tensors that hold all links; `fused` names those that hold several, by the links' names.
+
+        Weights are of `dtype`. What routers remember decides between experts, so it stays fp32, as there.
+        """
         runs = groupby(links, lambda link: fused.get(link.theirs, link.theirs))
-        return tuple(cls(name, tuple(run)) for name, run in runs)
+        joined = [(name, tuple(run)) for name, run in runs]
+        return tuple(
+            cls(name, run, dtype if run[0].key.kind == WEIGHT else torch.float32) for name, run in joined
+        )
 
 
 def write_hf(
@@ -139,14 +152,17 @@ def write_hf(
     table = Table.of(architecture.rules, model, vocab_size)
     check_source(source, table)
     fused = {part: whole for whole, parts in architecture.fused_in(model.num_layers) for part in parts}
-    links = Rows.joined((*table.links, *Table.of(architecture.blank, model, vocab_size).links), fused)
+    blank = Table.of(architecture.blank, model, vocab_size)
+    links = Rows.joined((*table.links, *blank.links), fused, dtype)
     config = config_of(architecture, model, vocab_size, extras.tokens, NAMES[dtype], extras.labels)
-    export = _Export(source, dtype, plan_shards(links, dtype.itemsize, max_shard_bytes))
+    export = _Export(source, plan_shards(links, max_shard_bytes))
     small = {CONFIG: _json(config), **dict(extras.files)}
     if architecture.auto == GENERATING:
         small[GENERATION] = _json(extras.tokens.as_json())
+    if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
+        raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
     try:
-        files = _appear(disk, out, lambda aside: export.write(disk, aside, small))
+        files = appear(disk, out, lambda aside: tuple(export.write(disk, aside, small)))
     except OSError as error:
         raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error
     parameters = sum(math.prod(link.their_shape) for link in links)
@@ -169,9 +185,9 @@ def check_source(source: Source, table: Table) -> None:
         )
 
 
-def plan_shards(links: Sequence[Rows], itemsize: int, max_shard_bytes: int) -> list[tuple[str, list[Rows]]]:
+def plan_shards(links: Sequence[Rows], max_shard_bytes: int) -> list[tuple[str, list[Rows]]]:
     """File names and what goes into each: in order, at most `max_shard_bytes` or one larger tensor."""
-    shards = deal(links, lambda link: math.prod(link.their_shape) * itemsize, max_shard_bytes)
+    shards = deal(links, lambda link: link.size, max_shard_bytes)
     if len(shards) == 1:
         return [(SINGLE, shards[0])]
     return [(f"model-{n:05d}-of-{len(shards):05d}.safetensors", shard) for n, shard in enumerate(shards, 1)]
@@ -200,7 +216,6 @@ def read_theirs(source: Source, link: Link, dtype: torch.dtype) -> Tensor:
 @dataclass(frozen=True)
 class _Export:
     source: Source
-    dtype: torch.dtype
     shards: list[tuple[str, list[Rows]]]
 
     def write(self, disk: Disk, folder: Path, small: Mapping[str, bytes]) -> Iterator[tuple[str, int]]:
@@ -217,45 +232,20 @@ class _Export:
 
     def _later(self, rows: Rows) -> Later:
         def make() -> Tensor:
-            tensors = [self._tensor(link) for link in rows.links]
+            tensors = [self._tensor(link, rows.dtype) for link in rows.links]
             return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-        return Later(self.dtype, rows.their_shape, make)
+        return Later(rows.dtype, rows.their_shape, make)
 
-    def _tensor(self, link: Link) -> Tensor:
+    def _tensor(self, link: Link, dtype: torch.dtype) -> Tensor:
         if link.key not in self.source.shapes:  # ours does without it
-            return torch.zeros(link.their_shape, dtype=self.dtype)
-        return read_theirs(self.source, link, self.dtype)
+            return torch.zeros(link.their_shape, dtype=dtype)
+        return read_theirs(self.source, link, dtype)
 
     def _index(self) -> dict[str, Any]:
-        elements = sum(math.prod(link.their_shape) for _, links in self.shards for link in links)
-        total = elements * self.dtype.itemsize
+        total = sum(link.size for _, links in self.shards for link in links)
         places = {link.theirs: name for name, links in self.shards for link in links}
         return {"metadata": {"total_size": total}, "weight_map": places}
-
-
-def _appear(
-    disk: Disk, out: Path, fill: Callable[[Path], Iterator[tuple[str, int]]]
-) -> tuple[tuple[str, int], ...]:
-    """Let `fill` write into a hidden folder beside `out`, and rename it once all is on the medium."""
-    if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
-        raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
-    aside = out.with_name(f".{out.name}.partial")
-    disk.make_parents(out.parent)
-    if aside.exists():  # a run was killed
-        disk.remove(aside)
-    disk.make_folder(aside)
-    try:
-        written = tuple(fill(aside))
-        disk.sync_folder(aside)
-    except BaseException:
-        disk.remove(aside)
-        raise
-    if out.exists():
-        disk.remove(out)
-    disk.rename(aside, out)
-    disk.sync_folder(out.parent)
-    return written
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 
 from megazero.checkpoint.megatron.masked import with_masked_head
 from megazero.checkpoint.megatron.progress import SECTIONS
-from megazero.checkpoint.megatron.settings import COPIED, EXPERTS, read_settings
-from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
+from megazero.checkpoint.megatron.settings import COPIED, EXPERTS, GATED, read_settings
+from megazero.config.derive import FREE_MODEL_FIELDS, model_differences, padded_vocab_size
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 
@@ -22,9 +21,8 @@ def arguments_of(
     """Megatron-LM's arguments for a model and its run.
 
     Raises:
-        CheckpointError: Megatron-LM has no such model; names the settings.
+        CheckpointError: the model has settings that are not written; they are named.
     """
-    padded = math.ceil(vocab_size / model.make_vocab_size_divisible_by) * model.make_vocab_size_divisible_by
     arguments = {
         **{name: getattr(model, name) for name in COPIED if hasattr(model, name)},
         "ffn_hidden_size": model.ffn_size,
@@ -40,11 +38,13 @@ def arguments_of(
         "swiglu": model.activation == "swiglu",
         "squared_relu": model.activation == "squared_relu",
         "bias_gelu_fusion": model.activation == "gelu",
+        "quick_geglu": model.activation == "quick_geglu",
+        **({name: getattr(model, name) for name in GATED} if model.activation == "quick_geglu" else {}),
         "softmax_type": model.softmax_type,
         "window_size": model.window_size,
         "window_attn_skip_freq": _alone(model.window_attn_skip_freq),
         **_experts(model),
-        "padded_vocab_size": padded,
+        "padded_vocab_size": padded_vocab_size(vocab_size, model, 1),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
@@ -58,12 +58,11 @@ def arguments_of(
     }
     family = {name: getattr(model, name) for name in _BERT} if with_masked_head(model) else {}
     read = read_settings(arguments, family=family, core=True).model
-    # How experts are balanced is no part of the model.
-    names = [name for name in ModelConfig.model_fields if name not in FREE_EXPERT_FIELDS | {"vocab_size"}]
+    names = [name for name in ModelConfig.model_fields if name not in FREE_MODEL_FIELDS]
     if differing := model_differences(model, read, names):
         wrong = ", ".join(f"{name} is {ours}" for name, ours, _ in differing)
         raise CheckpointError(
-            f"the model must be one that Megatron-LM has, but {wrong}; it has no such setting"
+            f"the model must be one that Megatron-LM has, but {wrong}, which this export does not write"
         )
     return arguments
 
@@ -81,7 +80,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     if len(set(model.num_experts)) > 1 or model.mlp_type != "standard":
         raise CheckpointError(
             "the model must be one that Megatron-LM has, but its layers have different numbers of experts, "
-            "or an MLP beside them; it has no such setting"
+            "or an MLP beside them, which this export does not write"
         )
     places = [int(count > 0) for count in model.experts_by_layer]
     return {

@@ -8,6 +8,7 @@ here stand for in both directions, so none of torch's is called when it is read.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from megazero.regular_file import open_regular
 
 METADATA = ".metadata"
 _OBJECTS = "__0_objects.distcp"
+_MOST_DIMS = 16
 
 
 class _Record:
@@ -102,6 +104,7 @@ _NAMES: tuple[tuple[str, str, Any], ...] = (
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo", _Stored),
     # Not written, but there in what others wrote.
     (_MODULE, "StorageMeta", _Record),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata", _Record),
     (_MODULE, "MEM_FORMAT_ENCODING", _MemoryFormat),
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties", _Properties),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", _MemoryFormat),
@@ -158,7 +161,8 @@ def read_metadata(folder: Path) -> Mapping[str, SavedArray]:
 
     Raises:
         CheckpointError: `.metadata` names what may not be called.
-        DamagedCheckpointError: it cannot be read, or its boxes do not make whole tensors.
+        DamagedCheckpointError: it cannot be read, or its boxes do not make whole tensors, or are not in the
+            files.
     """
     path = folder / METADATA
     try:
@@ -168,13 +172,15 @@ def read_metadata(folder: Path) -> Mapping[str, SavedArray]:
         stored = {place._key(): value for place, value in places}
         arrays = {
             str(name): SavedArray(
-                tuple(map(int, record.size)),
-                record.properties.values[0] if record.properties.values else record.properties.dtype,
+                _shape(record.size),
+                _dtype(record.properties.values[0] if record.properties.values else record.properties.dtype),
                 tuple(_box(chunk, stored[name, tuple(chunk.offsets)]) for chunk in record.chunks),
             )
             for name, record in metadata.state_dict_metadata.items()
             if isinstance(record, _TensorRecord)
         }
+        with os.scandir(folder) as entries:
+            sizes = {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
     except CheckpointError as error:
         raise CheckpointError(
             f"`{path}` must name only what torch.distributed.checkpoint writes, but {error}; save it with a "
@@ -188,13 +194,32 @@ def read_metadata(folder: Path) -> Mapping[str, SavedArray]:
     for name, array in arrays.items():
         if wrong := gaps_or_overlaps(array.shape, [saved.box for saved in array.boxes]):
             raise DamagedCheckpointError(f"`{path}` must hold all of {name}, but {wrong}; copy all files")
+        for saved in array.boxes:
+            start, length, size = saved.start, saved.length, sizes.get(saved.file, 0)
+            if not 0 <= start <= start + length <= size or saved.box.numel * array.dtype.itemsize > length:
+                raise DamagedCheckpointError(
+                    f"`{folder / saved.file}` must hold a tensor {list(saved.box.shape)} of {name} in "
+                    f"{length} bytes from {start} on, but has {size} bytes; copy it again"
+                )
     return arrays
+
+
+def _shape(size: Any) -> tuple[int, ...]:
+    if len(size) > _MOST_DIMS:
+        raise ValueError(f"a tensor has {len(size)} dims")
+    return tuple(map(int, size))
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if not isinstance(value, torch.dtype):
+        raise ValueError(f"a dtype is {value!r:.40}")
+    return value
 
 
 def _box(chunk: Any, stored: Any) -> SavedBox:
     if "/" in stored.relative_path or stored.relative_path.startswith("."):
         raise ValueError(f"a file is called {stored.relative_path!r}")
-    box = Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
+    box = Box(_shape(chunk.offsets), _shape(chunk.sizes))
     return SavedBox(box, stored.relative_path, int(stored.offset), int(stored.length))
 
 
@@ -214,6 +239,8 @@ def read_array(folder: Path, array: SavedArray, box: Box) -> Tensor:
             with open_regular(path) as file:
                 file.seek(saved.start)
                 part = torch.load(io.BytesIO(file.read(saved.length)), map_location="cpu", weights_only=True)
+            if part.dtype != array.dtype:
+                raise ValueError(f"it is of {part.dtype}, not {array.dtype}")
             whole[shared.within(box)].copy_(part.view(saved.box.shape)[shared.within(saved.box)])
         except Exception as error:  # a damaged pickle can fail in any way
             raise DamagedCheckpointError(

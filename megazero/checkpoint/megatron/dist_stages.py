@@ -8,6 +8,7 @@ has all of them, along dims before its own. Optimizer state is called by the wei
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,6 +26,7 @@ from megazero.checkpoint.megatron.expert_files import Weights
 from megazero.checkpoint.megatron.folder import Files
 from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, TensorRecord
 from megazero.checkpoint.megatron.names import core_name
+from megazero.checkpoint.megatron.settings import with_grouped_mlp
 from megazero.checkpoint.megatron.stages import Header, Opened, read_header
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
@@ -43,16 +45,24 @@ _HALF = re.compile(r"(.*linear_fc1\.(?:weight|bias))_([wv])")
 
 @dataclass(frozen=True)
 class _Slot:
-    """One tensor: the saved ones that it joins along its first dim, each [*stacked, *shape]; its place in
-    the stacked dims; and the shape of each."""
+    """One tensor: the saved ones that it joins along its first dim, each [*stacked, *shape], or flattened;
+    its place in the stacked dims; and the shape of each."""
 
     arrays: Mapping[str, SavedArray]
     at: tuple[int, ...]
+    stacked: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def record_shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the whole; of saved ones in another shape, one that no weight has."""
+        for array in self.arrays.values():
+            own = array.shape[len(self.stacked) :]
+            cuts = own[:-1]
+            flattened = len(cuts) == len(self.shape) and math.prod(own) == math.prod(self.shape)
+            flattened &= all(cut and size % cut == 0 for size, cut in zip(self.shape, cuts, strict=False))
+            if array.shape[: len(self.stacked)] != self.stacked or not (own == self.shape or flattened):
+                return (*array.shape, 0)
         return (self.shape[0] * len(self.arrays), *self.shape[1:]) if self.shape else ()
 
 
@@ -80,9 +90,7 @@ class DistStages(Opened):
         self._slots: dict[str, _Slot] = {}
         arguments = self.headers[files.ranks[0]].arguments or {}
         # `GroupedMLP` flattened the state of its experts as it has them, transposed.
-        transposed = arguments.get("moe_grouped_gemm") and (
-            arguments.get("moe_use_legacy_grouped_gemm") or arguments.get("transformer_impl") == "local"
-        )
+        transposed = with_grouped_mlp(arguments)
         inventories: dict[str, dict[str, TensorRecord]] = defaultdict(dict)
         for name, array in sorted(arrays.items()):
             match = _OF_OPTIMIZER.match(name)
@@ -149,6 +157,9 @@ def _separate(name: str, array: SavedArray, model: tuple[int, ...]) -> Iterator[
     """The tensors that one tensor stacks; `model` is the shape of the weight that it belongs to."""
     layers, experts = _STACKED_LAYERS.fullmatch(name), _STACKED_EXPERTS.fullmatch(name)
     depth = (layers is not None) + (experts is not None)
+    if len(model) < depth or 0 in model:  # it stacks nothing
+        yield name, _Slot({"": array}, (), (), array.shape)
+        return
     for at in product(*map(range, model[:depth])):
         mine, half = name, ""
         if layers is not None:
@@ -158,7 +169,7 @@ def _separate(name: str, array: SavedArray, model: tuple[int, ...]) -> Iterator[
         mine = _ONE_EXPERT.sub(r"\1local_experts.\2", mine)
         if halves := _HALF.fullmatch(mine):
             mine, half = halves[1], "01"["wv".index(halves[2])]
-        yield mine, _Slot({half: array}, at, model[depth:])
+        yield mine, _Slot({half: array}, at, model[:depth], model[depth:])
 
 
 def _check_form(folder: Path) -> None:

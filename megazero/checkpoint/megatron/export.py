@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import re
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.described import check_saved_model
-from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.disk import Disk, appear
 from megazero.checkpoint.manifest import STATE
 from megazero.checkpoint.megatron.arguments import arguments_of, optimizer_of, schedule_of
 from megazero.checkpoint.megatron.dist_file import ArrayPart, write_arrays
@@ -28,7 +27,7 @@ from megazero.checkpoint.megatron.progress import MOMENTS
 from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.tensor_file import Later, narrowed
 from megazero.checkpoint.writer import SHARD_BYTES
 from megazero.config.derive import experts_of
 from megazero.config.tree.model import ModelConfig
@@ -88,33 +87,24 @@ def export_megatron(
     beside = {**optimizer_of(facts), **schedule_of(facts)} if options.with_optimizer else {}
     iteration = reader.manifest.iteration
     folder = directory / f"iter_{iteration:07d}"
-    partial_folder = directory / f".{folder.name}.partial"
+    if folder.exists():
+        raise CheckpointError(f"`{folder}` must not exist yet, but does; name another folder")
+    common = {
+        "args": arguments,
+        "checkpoint_version": 3.0,
+        "iteration": iteration,
+        "content_metadata": _content(model, options),
+        **beside,
+    }
+    parts = list(_parts(reader, model, size, arguments["padded_vocab_size"], options))
+
+    def fill(aside: Path) -> dict[str, int]:
+        _write_common(disk, aside, common)
+        with reader:
+            return write_arrays(disk, aside, parts, _states(model, size), options.file_bytes)
+
     try:
-        disk.make_parents(directory)
-        if folder.exists():
-            raise CheckpointError(f"`{folder}` must not exist yet, but does; name another folder")
-        if partial_folder.exists():
-            disk.remove(partial_folder)
-        disk.make_folder(partial_folder)
-        try:
-            common = {
-                "args": arguments,
-                "checkpoint_version": 3.0,
-                "iteration": iteration,
-                "content_metadata": _content(model, options),
-                **beside,
-            }
-            _write_common(disk, partial_folder, common)
-            with reader:
-                parts = list(_parts(reader, model, size, arguments["padded_vocab_size"], options))
-                sizes = write_arrays(disk, partial_folder, parts, _states(model, size), options.file_bytes)
-            disk.sync_folder(partial_folder)
-            disk.rename(partial_folder, folder)
-        except Exception:
-            # The first failure says more than a failure to clean up after it.
-            with contextlib.suppress(OSError):
-                disk.remove(partial_folder)
-            raise
+        sizes = appear(disk, folder, fill)
         disk.write_text(directory / TRACKER, str(iteration))
         disk.sync_folder(directory)
     except OSError as error:
@@ -242,7 +232,4 @@ def _theirs(
     theirs = torch.zeros(shape)
     own = theirs[: link.their_shape[0]] if shape else theirs
     reader.read([Part(key, link.shape, link.box, link.as_ours(own))])
-    made = theirs.to(dtype)
-    if dtype != torch.float32 and (made.isinf() & ~theirs.isinf()).any():
-        raise CheckpointError(f"`{key}` must fit into {dtype}, but does not; take bfloat16 or float32")
-    return made
+    return narrowed(key, theirs, dtype)

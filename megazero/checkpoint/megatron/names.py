@@ -201,6 +201,10 @@ def _with_offset(model: ModelConfig) -> bool:
     return model.softmax_type == "learnable"
 
 
+def _with_normed_heads(model: ModelConfig) -> bool:
+    return model.qk_layernorm
+
+
 def _with_positions(model: ModelConfig) -> bool:
     return model.position_embedding_type == "learned_absolute"
 
@@ -293,10 +297,12 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     ) -> Sliced:
         return Sliced(TensorRule(ours, dims, theirs, their_dims or dims, when=when), letter)
 
-    def norm(ours: str, theirs: str, when: Callable[[ModelConfig], bool] = always) -> tuple[Sliced, Sliced]:
+    def norm(
+        ours: str, theirs: str, when: Callable[[ModelConfig], bool] = always, dim: str = "h"
+    ) -> tuple[Sliced, Sliced]:
         return (
-            row(f"{ours}.weight", "h", f"{theirs}.weight", when=when),
-            row(f"{ours}.bias", "h", f"{theirs}.bias", when=lambda m: when(m) and _with_layer_norm(m)),
+            row(f"{ours}.weight", dim, f"{theirs}.weight", when=when),
+            row(f"{ours}.bias", dim, f"{theirs}.bias", when=lambda m: when(m) and _with_layer_norm(m)),
         )
 
     ours, core = "layers.{i}", "decoder.layers.{i}"
@@ -324,6 +330,8 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
         row(f"{ours}.attention.softmax_offset", "q", f"{softmax}.softmax_offset", "q", "q", _with_offset),
+        *norm(f"{ours}.attention.q_norm", f"{attention}.q_layernorm", _with_normed_heads, "d"),
+        *norm(f"{ours}.attention.k_norm", f"{attention}.k_layernorm", _with_normed_heads, "d"),
         *norm(f"{ours}.mlp_norm", f"{core}.pre_mlp_layernorm"),
         *_mlp_rows(),
         *norm("final_norm", "decoder.final_layernorm"),

@@ -190,6 +190,18 @@ class MegatronReader:
                 + "; save it as torch_dist with --dist-ckpt-optim-fully-reshardable, or import without "
                 "--with-optimizer"
             )
+        misshaped = {
+            f"{kind} of {name}"
+            for kind in (WEIGHT, *MOMENTS)
+            for name in links
+            if (record := kinds[kind][name]).shapes != in_use[name].shapes
+            or not record.dtypes[0].is_floating_point
+        }
+        if misshaped:
+            raise CheckpointError(
+                f"`{self.files.folder}` must hold masters and moments as floats in the shapes of their "
+                f"weights, but holds {min(misshaped)} otherwise; copy all files"
+            )
         return kinds
 
     def _agreed_header(self) -> Header:

@@ -22,17 +22,13 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_latent_size", _UNSET, "experts of another width than the model"),
     ("retro_add_retriever", _UNSET, "RETRO"),
     ("multi_latent_attention", _UNSET, "multi-latent attention"),
-    ("qk_layernorm", _UNSET, "norms of queries and keys"),
+    ("qk_l2_norm", _UNSET, "norms of queries and keys without weights"),
     ("attention_output_gate", _UNSET, "gated attention"),
     ("experimental_attention_variant", _UNSET, "another attention"),
-    ("softmax_scale", _UNSET, "another scale of the attention scores"),
-    ("apply_layernorm_1p", _UNSET, "norm weights stored less one"),
     ("rotary_interleaved", _UNSET, "interleaved rotation"),
     ("no_rope_freq", _UNSET, "layers without rotary positions"),
     ("glu_activation", _UNSET, "a gated activation other than SwiGLU"),
-    ("quick_geglu", _UNSET, "a gated activation other than SwiGLU"),
     ("onnx_safe", _UNSET, "the GELU for ONNX"),
-    ("activation_func_clamp_value", _UNSET, "a clamped activation"),
     ("mtp_num_layers", _UNSET, "multi-token prediction"),
     ("hybrid_override_pattern", _UNSET, "a hybrid of attention and state-space layers"),
     ("heterogeneous_layers_config_path", _UNSET, "layers of different shapes"),
@@ -42,7 +38,12 @@ _SAME_NAME = (
     *("ffn_hidden_size", "kv_channels", "hidden_dropout", "attention_dropout", "init_method_std"),
     *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear", "add_qkv_bias"),
     *("embed_layernorm", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
+    *("apply_layernorm_1p", "softmax_scale", "qk_layernorm", "apply_wd_to_qk_layernorm"),
 )
+# Settings that Megatron before Core has not, or has under other names.
+_OF_CORE = ("softmax_scale", "qk_layernorm", "quick_geglu")
+# Of a gated activation: what is added to the gated values, and what bounds them.
+GATED = ("glu_linear_offset", "activation_func_clamp_value")
 EXPERTS = (
     *("num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_num_groups", "moe_router_group_topk", "moe_z_loss_coeff"),
@@ -106,6 +107,16 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
         wrong.append(
             "`apply_residual_connection_post_layernorm` is True, which Core ignores (unset it with "
             "--megatron-args)"
+        )
+    if not core:
+        wrong += [
+            f"`{name}` is {arguments[name]!r}, which only Core has (unset it with --megatron-args)"
+            for name in _OF_CORE
+            if _comparable(arguments.get(name)) not in _UNSET
+        ]
+    if arguments.get("apply_layernorm_1p") and (arguments.get("embed_layernorm") or (family and not core)):
+        wrong.append(
+            "`apply_layernorm_1p` is True (but not for all norms: those of embeddings, or of a head)"
         )
     fields: dict[str, Any] = {n: arguments[n] for n in _SAME_NAME if arguments.get(n) is not None}
     fields |= family
@@ -175,12 +186,34 @@ def _normalization(arguments: Arguments, core: bool) -> dict[str, Any]:
     kind = arguments.get("normalization") or "LayerNorm"
     if not isinstance(kind, str) or kind.lower() not in _NORMS:
         raise ValueError(f"`normalization` is {kind!r}")
+    if arguments.get("apply_layernorm_1p") and not core and _NORMS[kind.lower()] == "RMSNorm":
+        raise ValueError(
+            "`apply_layernorm_1p` is True, which RMSNorm before Core ignores (unset it with --megatron-args)"
+        )
     epsilon = arguments.get("layernorm_epsilon") or arguments.get("norm_epsilon") or 1e-5
     return {"normalization": _NORMS[kind.lower()], "norm_epsilon": epsilon}
 
 
 def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
-    """Megatron's fused bias and GELU is the tanh form, its unfused GELU the exact one."""
+    """Megatron's fused bias and GELU is the tanh form, its unfused GELU the exact one.
+
+    Its fused SwiGLU ignores the settings of gated activations.
+    """
+    gated = {name: arguments[name] for name in GATED if _comparable(arguments.get(name)) not in _UNSET}
+    named = ", ".join(f"`{name}` is {value!r}" for name, value in gated.items())
+    overlapped = arguments.get("moe_shared_expert_intermediate_size") and arguments.get(
+        "moe_shared_expert_overlap"
+    )
+    if gated and arguments.get("num_experts") and (overlapped or with_grouped_mlp(arguments)):
+        raise ValueError(f"{named} (which `GroupedMLP` and overlapped shared experts ignore)")
+    if arguments.get("quick_geglu"):
+        if arguments.get("swiglu") or arguments.get("squared_relu"):
+            raise ValueError(
+                "`quick_geglu` is True beside another activation (unset one with --megatron-args)"
+            )
+        return {"activation": "quick_geglu", **gated}
+    if gated:
+        raise ValueError(f"{named} (without `quick_geglu`)")
     if arguments.get("swiglu"):
         return {"activation": "swiglu"}
     if arguments.get("squared_relu"):
@@ -191,6 +224,12 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
         return {"activation": "gelu"}
     fused = arguments.get("bias_gelu_fusion", True) and arguments.get("add_bias_linear", True)
     return {"activation": "gelu" if fused else "gelu_exact"}
+
+
+def with_grouped_mlp(arguments: Arguments) -> bool:
+    """Whether Core computes experts by its older `GroupedMLP`."""
+    legacy = arguments.get("moe_use_legacy_grouped_gemm") or arguments.get("transformer_impl") == "local"
+    return bool(arguments.get("moe_grouped_gemm") and legacy)
 
 
 def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:

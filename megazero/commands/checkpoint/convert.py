@@ -17,7 +17,7 @@ from megazero.checkpoint.locate import one_checkpoint
 from megazero.checkpoint.megatron.export import ExportOptions, export_megatron
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.checkpoint.tensor_file import Later
+from megazero.checkpoint.tensor_file import Later, narrowed
 from megazero.checkpoint.writer import NAMES, write_checkpoint
 from megazero.commands.checkpoint.hf import parse_size
 from megazero.commands.checkpoint.stream import whole_tensors
@@ -140,10 +140,4 @@ def _laters(reader: CheckpointReader, keys: list[Key], choice: Choice) -> Iterat
 def _next(stream: Iterator[tuple[Key, Tensor]], expected: Key, dtype: torch.dtype) -> Tensor:
     key, tensor = next(stream)
     assert key == expected, f"{key} came, {expected} is due"
-    made = tensor.to(dtype)
-    if dtype != tensor.dtype and (made.isinf() & ~tensor.isinf()).any():
-        raise CheckpointError(
-            f"`{key}` must fit into {dtype}, but has magnitudes up to {tensor.abs().max():g}; "
-            f"take bf16 or fp32"
-        )
-    return made
+    return narrowed(key, tensor, dtype)

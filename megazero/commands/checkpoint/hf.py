@@ -120,18 +120,20 @@ def describe_export(exported: Exported, remark: str | None) -> str:
 def describe_import(imported: Imported) -> str:
     """Describe what was written, and how to go on from it."""
     further, flag = "train it further with the flags of data, batch and optimizer", "--load {} --finetune"
-    if imported.model.num_classes is not None:
+    description = imported.description
+    if description.model.num_classes is not None:
         further = "evaluate it or train it further with finetune.py, the flags of task, data and optimizer"
         flag = "--pretrained-checkpoint {}"
     return "\n".join(
         [
-            f"{imported.architecture}: {imported.tensors} tensors, {imported.parameters:,} parameters, "
-            f"written to {imported.folder}",
-            *([f"classes: {', '.join(map(repr, imported.labels))}"] if imported.labels else []),
+            f"{description.architecture.name}: {imported.tensors} tensors, {imported.parameters:,} "
+            f"parameters, written to {imported.folder}",
+            *imported.remarks,
+            *([f"classes: {', '.join(map(repr, description.labels))}"] if description.labels else []),
             f"tokenizer: {imported.tokenizer.tokenizer_type or 'none found; give the flags of one'}",
             f"{further}, and:",
             f"  {flag.format(imported.folder.parent)}",
-            *(f"  {flag}" for flag in model_flags(imported.model)),
+            *(f"  {flag}" for flag in model_flags(description.model)),
         ]
     )
 

@@ -9,12 +9,13 @@ from megazero.checkpoint.hf.config_json import Description
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.checkpoint.saver import together
+from megazero.config.derive import FREE_MODEL_FIELDS
 from megazero.config.tree.config import Config
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.errors import CheckpointError
 from megazero.models.classifier import OWN, PRETRAINING_ONLY
 from megazero.mpu.context import ParallelContext
-from megazero.train.resume.fit import FREE_MODEL_FIELDS, check_model, free_to_begin
+from megazero.train.resume.fit import check_model, free_to_begin
 from megazero.train.resume.saved import checkpoint_at, model_at
 from megazero.train.resume.weights import Opener, take_weights
 from megazero.train.step.engine import Engine

@@ -9,7 +9,7 @@ from pathlib import Path
 from megazero.checkpoint.part import Part, Source, misfits
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.upcycling import dense_model
-from megazero.config.derive import FREE_EXPERT_FIELDS, model_differences
+from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
 from megazero.config.latent import LatentConfig
 from megazero.config.rules.table import check
 from megazero.config.tree.config import Config
@@ -45,20 +45,6 @@ SCHEDULE_FIELDS = (
     "start_weight_decay",
     "end_weight_decay",
     "weight_decay_incr_style",
-)
-# Model settings that may change without changing which function the weights compute.
-FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | frozenset(
-    {
-        "seq_length",
-        "hidden_dropout",
-        "attention_dropout",
-        "init_method_std",
-        "vocab_size",  # checked separately, as the vocabulary's size
-        "extra_vocab_size",
-        "make_vocab_size_divisible_by",
-        "mtp_loss_scaling_factor",
-        "pad_vocab_size_to",
-    }
 )
 # Settings that may change besides with --extend-context: how fast the channels of a head turn, and how far.
 _ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.model_fields) - {

@@ -42,9 +42,16 @@ def take_foreign_weights(
         upcycled = partial(_upcycled, path, config.model, vocab_size)
         take_weights(engine, context, path, upcycled, own=router_names(config.model), spare=())
         return (f"began experts from the dense model {path}",)
-    opener = partial(HFReader.for_model, path, config.model, vocab_size, SPARSE_FIELDS)
-    take_weights(engine, context, path, opener)
-    return (f"took the weights from {path}",)
+    remarks = [f"took the weights from {path}"]
+
+    @contextmanager
+    def opened() -> Iterator[Source]:
+        with HFReader.for_model(path, config.model, vocab_size, SPARSE_FIELDS) as reader:
+            remarks.extend(reader.remarks)
+            yield reader
+
+    take_weights(engine, context, path, opened)
+    return tuple(remarks)
 
 
 @contextmanager

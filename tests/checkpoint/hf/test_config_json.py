@@ -319,6 +319,8 @@ def test_what_training_may_change_is_no_difference():
     free = {"seq_length": 7, "hidden_dropout": 0.5, "vocab_size": 9, "ffn_hidden_size": 74, "kv_channels": 7}
     assert differences(GPT2, GPT2.model_copy(update={**free, "max_position_embeddings": 31})) == []
     assert differences(LLAMA, LLAMA.model_copy(update={"max_position_embeddings": 99})) == []
+    trained = {"apply_wd_to_qk_layernorm": True, "fp32_residual_connection": True}
+    assert differences(LLAMA, LLAMA.model_copy(update=trained)) == []
     other = {"activation": "gelu_exact", "seq_length": 30, "norm_epsilon": 1e-5}
     assert differences(GPT2, GPT2.model_copy(update=other)) == [
         "`norm_epsilon` is 0.0003, not 1e-05",

@@ -19,11 +19,12 @@ from megazero.checkpoint.hf.config_json import (
     model_of,
     objections,
 )
+from megazero.checkpoint.hf.convert import convert_from_hf
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.writer import ModelFiles, write_hf
 from megazero.checkpoint.naming import Table
 from megazero.checkpoint.part import ROUTER, WEIGHT, Key
-from megazero.commands.checkpoint.hf import main_to_hf
+from megazero.commands.checkpoint.hf import describe_import, main_to_hf
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from tests.checkpoint.hf.descendants import SAMPLES
@@ -125,7 +126,15 @@ def test_models_that_it_cannot_express_are_refused(name, update, message):
         ),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "`topk_method` must be greedy or group_limited_greedy"),
         ("deepseek-v2", {"topk_group": 1, "num_experts_per_tok": 4}, "must be sent to 1 experts of each"),
+        ("deepseek-v3", {"moe_intermediate_size": None}, "`moe_intermediate_size` must be a positive number"),
         ("gpt-neox", {"rotary_pct": 0.5}, "`rotary_pct` must be given once"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "`query_pre_attn_scalar` must be a number to"),
+        ("granite", {"logits_scaling": 0.0}, "to calculate with, but is 0.0: float division"),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": 0}, "`sliding_window_pattern` must be a"),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": None}, "a positive number, but is None"),
+        ("gemma3", {"layer_types": None, "sliding_window_pattern": "x"}, "a positive number, but is 'x'"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": 3}}, "`rope_parameters` must hold objects, but"),
+        ("qwen3", {"layer_types": 3}, "`layer_types` must be full_attention for all .*, but is 3"),
         ("falcon", {"new_decoder_architecture": False}, "`new_decoder_architecture` must be true"),
         ("falcon", {"num_ln_in_parallel_attn": 1}, "`num_ln_in_parallel_attn` must be 2"),
     ],
@@ -133,6 +142,44 @@ def test_models_that_it_cannot_express_are_refused(name, update, message):
 def test_configs_of_other_models_are_refused(name, changed, message):
     with pytest.raises(ValueError, match=message):
         model_of(named(name), config_for(name, **changed))
+
+
+@pytest.mark.parametrize("scale", [1.5, 2.0, 1e200, 1e-200])
+def test_any_scale_of_the_scores_is_refused_with_reasons(scale):
+    """Each row is asked, and Gemma's once divided by the rounded inverse of the square, 0."""
+    with pytest.raises(CheckpointError, match=r"`softmax_scale` must be 1 / sqrt\(a whole number\)"):
+        architecture_of(SAMPLES["gemma2"].ours.model_copy(update={"softmax_scale": scale}))
+    with pytest.raises(CheckpointError, match="`softmax_scale` must be None, but is "):
+        architecture_of(LLAMA.model_copy(update={"softmax_scale": scale, "add_bias_linear": True}))
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0, 16.0, 1e-14, 123456789.123, 0.1 + 0.2])
+def test_granites_divisor_comes_back(divisor):
+    config = config_for("granite", logits_scaling=divisor)
+    model = model_of(named("granite"), config)
+    written = config_of(named("granite"), model, VOCAB, TokenIds(1, 2), "float32")["logits_scaling"]
+    assert written == divisor
+
+
+def test_own_code_of_older_folders_and_another_name_of_gelu_are_read():
+    model = model_of(named("falcon"), config_for("falcon", auto_map={"AutoConfig": "configuration_falcon.X"}))
+    assert model.use_parallel_residual
+    assert model_of(named("gpt-neox"), config_for("gpt-neox", hidden_act="gelu_fast")).activation == "gelu"
+    gelu = SAMPLES["gpt-neox"].ours.model_copy(update={"activation": "gelu"})
+    assert config_of(named("gpt-neox"), gelu, VOCAB, TokenIds(), "float32")["hidden_act"] == "gelu_new"
+
+
+def test_gpt_oss_without_yarn_says_so_to_version_4_too():
+    """It assumes YaRN where `rope_scaling` is missing."""
+    model = SAMPLES["gpt-oss"].ours.model_copy(update={"position_embedding_type": "rope"})
+    config = config_of(named("gpt-oss"), model, VOCAB, TokenIds(1, 2), "float32")
+    assert config["rope_scaling"] == {"rope_type": "default"}
+    assert config["rope_theta"] == 500.0
+    assert config["rope_parameters"] == {"rope_type": "default", "rope_theta": 500.0}
+    assert model_of(named("gpt-oss"), config).position_embedding_type == "rope"
+    transformers = pytest.importorskip("transformers")
+    read = transformers.GptOssConfig(**config).rope_parameters
+    assert (read["rope_type"], read["rope_theta"]) == ("default", 500.0)
 
 
 def test_a_config_may_leave_out_what_transformers_assumes():
@@ -204,6 +251,45 @@ def test_biases_of_the_choice_are_zeros_where_a_checkpoint_has_none(tmp_path):
             reader.tensor(Key("layers.1.mlp.router.weight")),
             source.tensors[Key("layers.1.mlp.router.weight")],
         )
+
+
+def test_biases_of_the_choice_stay_fp32(tmp_path):
+    """Rounded to bf16, they once chose other experts than here; transformers keeps them in fp32 too."""
+    sample, key = SAMPLES["deepseek-v3"], Key("layers.1.mlp.router.bias", ROUTER)
+    source = weights_of(sample.ours, named("deepseek-v3"))
+    source.tensors[key] = torch.tensor([1.0, 1.0009765625, 0.99951171875, 0.1, 0.2, 0.3, 0.4, 0.5])
+    write_hf(source, sample.ours, VOCAB, tmp_path / "one", dtype=torch.bfloat16)
+    write_hf(source, sample.ours, VOCAB, tmp_path / "many", dtype=torch.bfloat16, max_shard_bytes=9000)
+    tensors = loaded(tmp_path / "one")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {n for n, tensor in tensors.items() if tensor.dtype == torch.float32} == {
+        name,
+        name.replace("1", "2"),
+    }
+    assert torch.equal(tensors[name], source.tensors[key])
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    with HFReader(tmp_path / "one") as reader:
+        assert torch.equal(reader.tensor(key), source.tensors[key])
+
+
+def test_a_layer_for_further_tokens_is_left_out_with_a_remark(tmp_path):
+    """transformers ignores it too; another layer too many is still refused."""
+    sample = SAMPLES["deepseek-v3"]
+    write_hf(weights_of(sample.ours, named("deepseek-v3")), sample.ours, VOCAB, tmp_path / "hf")
+    tensors, layers = loaded(tmp_path / "hf"), sample.ours.num_layers
+    last = {n: t for n, t in tensors.items() if n.startswith(f"model.layers.{layers - 1}.")}
+    further = {n.replace(f"layers.{layers - 1}.", f"layers.{layers}."): t.clone() for n, t in last.items()}
+    further |= {f"model.layers.{layers}.eh_proj.weight": torch.zeros(36, 72)}
+    save_file({**tensors, **further}, tmp_path / "hf" / "model.safetensors")
+    imported = convert_from_hf(tmp_path / "hf", tmp_path / "run")
+    assert imported.remarks == ("left out layer 3, which predicts further tokens, as transformers does",)
+    assert imported.remarks[0] in describe_import(imported)
+    assert imported.description.model.num_layers == layers == 3
+    del further[f"model.layers.{layers}.eh_proj.weight"]
+    save_file({**tensors, **further}, tmp_path / "hf" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"also hold .*model\.layers\.3\."):
+        HFReader(tmp_path / "hf")
 
 
 def test_each_architecture_names_our_fields_and_theirs_once():

@@ -84,7 +84,7 @@ def test_theirs_to_ours_to_theirs_is_bit_equal(name, dtype, tmp_path):
     write_folder(tmp_path / "hf", config, tensors)
     imported = convert_from_hf(tmp_path / "hf", tmp_path / "run")
     exported, _ = convert_to_hf(tmp_path / "run", tmp_path / "back", dtype=dtype, max_shard_bytes=20_000)
-    assert exported.architecture == imported.architecture == config["architectures"][0]
+    assert exported.architecture == imported.description.architecture.name == config["architectures"][0]
     back = loaded(tmp_path / "back")
     assert back.keys() == tensors.keys()
     assert all(torch.equal(back[key], tensors[key]) for key in tensors)

@@ -160,13 +160,15 @@ def test_theirs_to_ours_to_theirs_is_bit_equal(name, tmp_path):
     extras = ModelFiles(TokenIds(1, 2, 0), labels=NAMES if model.num_classes == 4 else ())
     write_hf(random_weights(model), model, VOCAB, out, extras=extras)
     imported = convert_from_hf(out, tmp_path / "run")
-    assert imported.labels == (NAMES if extras.labels else ("LABEL_0", "LABEL_1")[: 2 * (name[-1] == "h")])
-    assert (imported.model.num_classes, imported.model.has_token_types) == (
+    assert imported.description.labels == (
+        NAMES if extras.labels else ("LABEL_0", "LABEL_1")[: 2 * (name[-1] == "h")]
+    )
+    assert (imported.description.model.num_classes, imported.description.model.has_token_types) == (
         model.num_classes,
         model.has_token_types,
     )
     exported, _ = convert_to_hf(tmp_path / "run", tmp_path / "back")
-    assert exported.architecture == imported.architecture == architecture_of(model).name
+    assert exported.architecture == imported.description.architecture.name == architecture_of(model).name
     there, back = loaded(out), loaded(tmp_path / "back")
     assert back.keys() == there.keys()
     assert all(torch.equal(back[key], there[key]) for key in there)
@@ -274,7 +276,7 @@ def test_the_flags_that_are_printed_make_the_model(name, tmp_path):
     model = CLASSIFIERS[name]
     write_folder(tmp_path / "hf", config_for(model), their_tensors(model) | (
         {} if model.has_token_types else {TYPES_TABLE: torch.zeros(2, 42)}))  # fmt: skip
-    found = convert_from_hf(tmp_path / "hf", tmp_path / "run").model
+    found = convert_from_hf(tmp_path / "hf", tmp_path / "run").description.model
     flags = [word for line in model_flags(found) for word in line.split()]
     flags += ["--micro-batch-size", "1", "--lr", "1e-3", "--tokenizer-type", "ByteLevelTokenizer"]
     rest = "--task classification --text-columns a --train-data a.tsv"

@@ -108,7 +108,7 @@ def test_there_and_back_is_bit_equal(name, dtype, tmp_path):
         tensors[link.theirs] = torch.zeros(link.their_shape, dtype=dtype)
     write_folder(tmp_path / "hf", config, tensors)
     imported = convert_from_hf(tmp_path / "hf", tmp_path / "run")
-    assert differences(imported.model, model) == []
+    assert differences(imported.description.model, model) == []
     ours, reader = random_weights(model).tensors, CheckpointReader(imported.folder)
     assert reader.shapes == {key: tuple(tensor.shape) for key, tensor in ours.items()}
     assert all(torch.equal(reader.tensor(key), tensor) for key, tensor in ours.items())

@@ -28,6 +28,7 @@ MOE = {
 MODELS = {
     "gpt2": GPT2,
     "llama": LLAMA,
+    "normed-heads": {**LLAMA, "qk_layernorm": True, "softmax_scale": 0.5},
     "bert": {**GPT2, "binary_head": True},
     "experts": MOE,
     "experts-in-some-layers": {**MOE, "moe_layer_freq": [0, 1, 1], "moe_router_enable_expert_bias": False},
@@ -44,7 +45,7 @@ def model_of(name: str) -> torch.nn.Module:
     if "binary_head" in args:
         return build_bert(args)
     config = core_config(args)
-    spec = get_gpt_layer_local_spec(normalization=args.normalization)
+    spec = get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm)
     if "num_experts" in MODELS[name] and args.num_experts:
         config.num_moe_experts = args.num_experts
         for field in MOE.keys() - LLAMA.keys() - {"num_experts"}:

@@ -31,6 +31,8 @@ COMMON = {
     "num_experts": None,
     "openai_gelu": False,
     "squared_relu": False,
+    "qk_layernorm": False,
+    "softmax_scale": None,
     "tokenizer_type": "GPT2BPETokenizer",
     "params_dtype": torch.float32,
 }
@@ -74,6 +76,8 @@ MODELS = {
     "llama": LLAMA,
     "llama-qkv-biases": {**LLAMA, "add_qkv_bias": True},
     "llama-partly-rotated": {**LLAMA, "rotary_percent": 0.6, "untie_embeddings_and_output_weights": False},
+    "llama-normed-heads": {**LLAMA, "qk_layernorm": True, "softmax_scale": 0.5},
+    "gpt2-normed-heads": {**GPT2, "qk_layernorm": True},
 }
 BERTS = {
     "bert": GPT2,
@@ -173,6 +177,8 @@ def core_config(args: argparse.Namespace):
         bias_activation_fusion=args.bias_gelu_fusion and not args.swiglu,
         add_bias_linear=args.add_bias_linear,
         add_qkv_bias=args.add_qkv_bias,
+        qk_layernorm=args.qk_layernorm,
+        softmax_scale=args.softmax_scale,
         use_cpu_initialization=True,
     )
 
@@ -184,7 +190,7 @@ def build(args: argparse.Namespace) -> torch.nn.Module:
 
     return GPTModel(
         core_config(args),
-        get_gpt_layer_local_spec(normalization=args.normalization),
+        get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm),
         vocab_size=PADDED,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,

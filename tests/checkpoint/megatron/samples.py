@@ -63,6 +63,12 @@ OLDEST = {
     "self_attention.linear_proj": "attention.dense",
 }
 LATE_OLD = {**OLD, "input_layernorm": "input_norm", "pre_mlp_layernorm": "post_attention_norm"}
+NORMS = (
+    ("input_norm", "input_layernorm"),
+    ("attention.q_norm", "self_attention.q_layernorm"),
+    ("attention.k_norm", "self_attention.k_layernorm"),
+    ("mlp_norm", "pre_mlp_layernorm"),
+)
 FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
@@ -109,9 +115,9 @@ def arguments_of(model: ModelConfig, layout: Layout) -> Namespace:
         "params_dtype": torch.bfloat16,
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
     }
-    if model.activation == "swiglu":
+    if model.gated:
         values |= {
-            "swiglu": True,
+            "swiglu": model.activation == "swiglu",
             "add_bias_linear": False,
             "normalization": "RMSNorm",
             "position_embedding_type": "rope",
@@ -217,7 +223,7 @@ def slice_of(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> W
             offset = own(weights[f"{ours}.attention.softmax_offset"], 0)
             out[f"{core}.self_attention.core_attention.softmax_offset"] = offset
         for suffix in ("weight", "bias"):
-            for norm, name in (("input_norm", "input_layernorm"), ("mlp_norm", "pre_mlp_layernorm")):
+            for norm, name in NORMS:
                 if f"{ours}.{norm}.{suffix}" in weights:
                     out[f"{core}.{name}.{suffix}"] = weights[f"{ours}.{norm}.{suffix}"]
             if f"{ours}.attention.qkv.{suffix}" not in weights:
@@ -229,7 +235,7 @@ def slice_of(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> W
             out[f"{core}.self_attention.linear_qkv.{suffix}"] = qkv.reshape(-1, *columns)
             if f"{ours}.mlp.up.{suffix}" not in weights:
                 continue
-            up = own(weights[f"{ours}.mlp.up.{suffix}"], 1 if model.activation == "swiglu" else 0)
+            up = own(weights[f"{ours}.mlp.up.{suffix}"], 1 if model.gated else 0)
             out[f"{core}.mlp.linear_fc1.{suffix}"] = up.reshape(-1, *columns)
             for name, row in (
                 ("self_attention.linear_proj", "attention.out"),

@@ -156,6 +156,7 @@ def change(folder: Path, **facts: object) -> None:
         (lambda f: (f / ".metadata").write_bytes(b"no pickle"), "as torch.distributed.checkpoint wrote it"),
         (lambda f: (f / "__0_0.distcp").write_bytes(bytes(100)), "must hold a tensor"),
         (lambda f: change(f, num_layers=3), "holds decoder.layers.3"),
+        (lambda f: (f / "__0_0.distcp").unlink(), "on, but has 0 bytes; copy it again"),
     ],
 )
 def test_refusals(tmp_path, spoil, match):
@@ -321,7 +322,13 @@ def test_a_run_goes_on_from_what_was_exported(tmp_path, alone, layout):
     [
         ({**MOE, "num_experts": (2, 4, 4, 4)}, "different numbers of experts"),
         ({**MOE, "mlp_type": "residual", "moe_shared_expert_intermediate_size": None}, "an MLP beside them"),
-        ({"activation": "gelu", "add_bias_linear": False}, "but activation is gelu"),
+        (
+            {"activation": "gelu", "add_bias_linear": False},
+            "but activation is gelu, which this export does not",
+        ),
+        ({"glu_linear_offset": 1.0}, "but glu_linear_offset is 1.0, which this export does not write"),
+        ({"qk_layernorm": True, "qk_layernorm_scope": "projection"}, "but qk_layernorm_scope is projection"),
+        ({"norm_position": "both"}, "but norm_position is both, which this export does not write"),
     ],
     ids=str,
 )
@@ -329,6 +336,42 @@ def test_models_that_megatron_has_not_are_not_written(settings, match):
     model = LLAMA.model_copy(update=settings)
     with pytest.raises(CheckpointError, match=match):
         megatron_arguments(model, VOCAB, {}, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"apply_layernorm_1p": True, "softmax_scale": 0.2},
+        {"qk_layernorm": True, "apply_wd_to_qk_layernorm": True},
+        {"activation": "quick_geglu", "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
+        {"activation": "quick_geglu"},
+    ],
+    ids=str,
+)
+def test_variants_of_layers_are_written_by_megatrons_names(tmp_path, settings):
+    model = LLAMA.model_copy(update=settings)
+    written = megatron_arguments(model, VOCAB, {}, torch.float32)
+    expected = {name: value for name, value in settings.items() if name != "activation"}
+    assert {name: written[name] for name in expected} == expected
+    assert (written["swiglu"], written["quick_geglu"]) == (
+        "activation" not in settings,
+        "activation" in settings,
+    )
+    weights, options = random_weights(model), ImportOptions(trust_pickle=True, vocab_size=VOCAB)
+    said = {**UNTIED, **expected, "quick_geglu": "activation" in settings}
+    save_megatron(tmp_path / "theirs", model, weights, Layout(arguments=said))
+    with MegatronReader(tmp_path / "theirs", options) as reader:
+        ours = CheckpointReader(import_megatron(reader, tmp_path / "ours"))
+    export_megatron(ours, tmp_path / "back", ExportOptions())
+    with MegatronReader(tmp_path / "back", options) as again:
+        assert_same(read_all(again), weights)
+        assert again.model == model
+
+
+def test_rows_of_a_padded_vocabulary_are_those_asked_for():
+    model = LLAMA.model_copy(update={"pad_vocab_size_to": 120})
+    assert megatron_arguments(model, VOCAB, {}, torch.float32)["padded_vocab_size"] == 120
+    assert megatron_arguments(LLAMA, VOCAB, {}, torch.float32)["padded_vocab_size"] == 112
 
 
 def test_state_of_another_optimizer_is_not_written():

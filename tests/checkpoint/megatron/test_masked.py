@@ -111,6 +111,18 @@ def test_what_core_ignores_is_refused(tmp_path):
         MegatronReader(tmp_path, TRUSTED)
 
 
+def test_norms_less_one_are_refused_where_the_heads_was_not(tmp_path):
+    """Before Core, some versions made the head's norm without the argument."""
+    less_one = {"apply_layernorm_1p": True}
+    save_bert_deepspeed(
+        tmp_path / "old", BERT, random_weights(BERT), Layout(dialect="old", arguments=less_one)
+    )
+    with pytest.raises(CheckpointError, match=r"`apply_layernorm_1p` is True \(but not for all norms"):
+        MegatronReader(tmp_path / "old", TRUSTED)
+    save_bert(tmp_path / "core", BERT, random_weights(BERT), Layout(arguments=less_one))
+    assert MegatronReader(tmp_path / "core", TRUSTED).model.apply_layernorm_1p
+
+
 def test_token_types_without_the_binary_head_are_kept(tmp_path):
     model = WITHOUT_HEAD.model_copy(update={"bert_token_types": True})
     weights = random_weights(model)

@@ -69,6 +69,8 @@ def test_megatron(tmp_path, model, layout):
         {"window_size": (8, -1), "window_attn_skip_freq": (1, 1, 0, 1), "softmax_type": "off-by-one"},
         {"position_embedding_type": "alibi"},
         {"position_embedding_type": "alibi", "embed_layernorm": True},
+        {"softmax_scale": 0.2, "apply_layernorm_1p": True, "qk_layernorm": True},
+        {"normalization": "LayerNorm", "qk_layernorm": True, "apply_wd_to_qk_layernorm": True},
     ],
     ids=str,
 )
@@ -86,14 +88,21 @@ def test_variants_of_attention(tmp_path, settings, tp):
 
 
 def differing(a: ModelConfig, b: ModelConfig) -> list[str]:
-    names = (
-        "embed_layernorm",
-        "window_size",
-        "window_attn_skip_freq",
-        "softmax_type",
-        "position_embedding_type",
-    )
+    """The fields that differ; a base of the rotation says nothing where there is none."""
+    names = [name for name in ModelConfig.model_fields if name != "rotary_base" or a.rotates]
     return [name for name in names if getattr(a, name) != getattr(b, name)]
+
+
+@pytest.mark.parametrize("further", [{}, {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_gates_of_sigmoids(tmp_path, further, tp):
+    """gpt-oss's activation; Megatron names it by a switch."""
+    model = LLAMA.model_copy(update={"activation": "quick_geglu", **further})
+    weights = random_weights(model)
+    save_megatron(tmp_path, model, weights, Layout(tp, arguments={**UNTIED, "quick_geglu": True, **further}))
+    reader = MegatronReader(tmp_path, TRUSTED)
+    assert_same(read_all(reader), weights)
+    assert reader.model == model
 
 
 @pytest.mark.parametrize("tp", [1, 2])

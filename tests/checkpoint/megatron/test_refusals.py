@@ -26,6 +26,11 @@ from tests.checkpoint.megatron.samples import (
     save_megatron,
 )
 
+BOUNDED = {
+    **{"num_experts": 4, "quick_geglu": True},
+    **{"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
+}
+UNTIED = {"untie_embeddings_and_output_weights": True}
 _EXPERTS = "mixture of experts other than the arguments say"
 TRUSTED = ImportOptions(trust_pickle=True, vocab_size=VOCAB)
 WEIGHTS = random_weights(GPT2)
@@ -54,8 +59,23 @@ def rank_file(run: Path, rank: str = "00") -> Path:
         ({"num_experts": [4, 8]}, "`num_experts` is .4, 8. .layers with different numbers of experts"),
         ({"retro_add_retriever": True}, "RETRO"),
         ({"multi_latent_attention": True}, "multi-latent"),
-        ({"qk_layernorm": True}, "norms of queries and keys"),
-        ({"apply_layernorm_1p": True}, "norm weights stored less one"),
+        ({"qk_layernorm": True}, "lacks decoder.layers.0.self_attention.k_layernorm"),
+        ({"qk_l2_norm": True}, "`qk_l2_norm` is True .norms of queries and keys without weights"),
+        (
+            {"apply_layernorm_1p": True, "embed_layernorm": True},
+            "`apply_layernorm_1p` is True .but not for all",
+        ),
+        ({"swiglu": True, "glu_linear_offset": 1.0}, "`glu_linear_offset` is 1.0 .without `quick_geglu`"),
+        ({"activation_func_clamp_value": 7.0}, "`activation_func_clamp_value` is 7.0 .without `quick_geglu`"),
+        (
+            {**BOUNDED, "moe_grouped_gemm": True, "transformer_impl": "local"},
+            "is 7.0 .which `GroupedMLP` and",
+        ),
+        (
+            {**BOUNDED, "moe_shared_expert_intermediate_size": 8, "moe_shared_expert_overlap": True},
+            "`glu_linear_offset` is 1.0, `activation_func_clamp_value` is 7.0 .which `GroupedMLP` and",
+        ),
+        ({"quick_geglu": True, "swiglu": True}, "`quick_geglu` is True beside another activation"),
         ({"rotary_interleaved": True}, "interleaved"),
         ({"window_size": (128, 0, 1)}, "`window_size.*: Tuple should have at most 2 items"),
         ({"softmax_type": "half"}, "`softmax_type`: Input should be 'vanilla', 'off-by-one' or 'learnable'"),
@@ -73,9 +93,21 @@ def test_arguments(tmp_path, arguments, match):
     refused(tmp_path, match)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [{"qk_layernorm": True}, {"softmax_scale": 0.2}, {"quick_geglu": True}, {"apply_layernorm_1p": True}],
+    ids=str,
+)
+def test_what_megatron_before_core_ignores(tmp_path, arguments):
+    save_megatron(
+        tmp_path, LLAMA, random_weights(LLAMA), Layout(dialect="old", arguments={**UNTIED, **arguments})
+    )
+    refused(tmp_path, f"`{next(iter(arguments))}` is .*, which (only Core has|RMSNorm before Core)")
+
+
 def test_all_that_is_wrong_with_the_arguments_is_said_at_once(tmp_path):
-    save_megatron(tmp_path, GPT2, WEIGHTS, Layout(arguments={"qk_layernorm": True, "normalization": "x"}))
-    refused(tmp_path, "qk_layernorm.*; .*normalization")
+    save_megatron(tmp_path, GPT2, WEIGHTS, Layout(arguments={"qk_l2_norm": True, "normalization": "x"}))
+    refused(tmp_path, "qk_l2_norm.*; .*normalization")
 
 
 @pytest.mark.parametrize(
