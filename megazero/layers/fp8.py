@@ -152,9 +152,7 @@ class Fp8Scaling:
         """The codes of the weight [..., h] as [n, h], made by a step's first call; None if none are kept."""
         if torch.compiler.is_compiling():
             return self.kept
-        # A CUDA graph would hold those of the step in which it was captured.
-        captured = weight.is_cuda and torch.cuda.is_current_stream_capturing()
-        if captured or not (self.passing and self.keeps):
+        if not (self.passing and self.keeps):
             return None
         if self.kept is None:
             with torch.no_grad():

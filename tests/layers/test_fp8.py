@@ -315,17 +315,6 @@ def test_codes_of_a_weight_are_kept_for_the_passes_of_a_step_alone(monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(first, results(), strict=True))
 
 
-def test_a_graph_casts_the_weight_again_in_each_replay(monkeypatch):
-    """It would hold the codes of the step in which it was captured."""
-    scaling = scaling_of()
-    weight = type("OnGpu", (), {"is_cuda": True})()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    scaling.passing, scaling.kept = True, "codes of the warm calls"
-    assert scaling.weight_codes(weight) is None
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert scaling.weight_codes(weight) == "codes of the warm calls"
-
-
 def test_the_amax_of_a_kept_weight_is_noted_even_if_the_first_pass_has_no_gradients():
     """Such a pass is one that is recomputed later."""
     scaling = scaling_of()

@@ -90,6 +90,7 @@ def test_graphs_train_as_launches_do(layout):
     [
         Layout(layers=3, dropout=0.1, micro_batch=2),
         Layout(layers=3, shape="llama", zero=2, recompute="selective", dtype="bf16"),
+        Layout(layers=3, fp8="delayed"),  # whose graphs would hold the codes of the step of their capture
     ],
     ids=lambda layout: layout.name,
 )
