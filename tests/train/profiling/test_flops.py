@@ -132,6 +132,14 @@ def test_what_all_ranks_count_is_the_formula(capsys, axes: dict[str, int], flags
     assert lines[-2] == "* attention counted from its shapes, in full: the counter does not see its kernel"
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_gate_of_attention_is_counted(capsys, tp: int) -> None:
+    """Its rows are as many as the queries', in the same product."""
+    train("--flops-profiler --attention-output-gate", tp=tp)
+    flops = 2 * (2 * (LAYER + TOKENS * 32 * 32) + tp * HEAD)
+    assert summary(lines_of(capsys), "fwd flops of model") == f"{flops / 1e6:.2f} M".replace(".00", "")
+
+
 LATENT = (
     "--multi-latent-attention --position-embedding-type rope --kv-lora-rank 12 --qk-head-dim 6 "
     "--qk-pos-emb-head-dim 4 --v-head-dim 5 --q-lora-rank 10"
