@@ -11,7 +11,6 @@ from megazero.pipeline.actions import Op
 from megazero.pipeline.render import render_text
 from megazero.pipeline.schedules import (
     KINDS,
-    activation_bound,
     build_schedule,
     forward_only,
     gpipe,
@@ -21,7 +20,7 @@ from megazero.pipeline.schedules import (
     zb_v,
 )
 from megazero.pipeline.simulate import Costs, simulate
-from tests.pipeline.samples import FAMILIES, action, schedules
+from tests.pipeline.samples import FAMILIES, action, activation_bound, schedules
 
 GRIDS = [
     (
