@@ -57,22 +57,7 @@ class Costs:
         Raises:
             ConfigError: the length of a tuple is not the number of chunks.
         """
-        cost: PerChunk
-        match action.op:
-            case Op.FORWARD:
-                cost = self.forward
-            case Op.BACKWARD:
-                cost = self.backward
-            case Op.INPUT:
-                cost = self.input
-            case Op.WEIGHT:
-                cost = self.weight
-            case Op.GATHER:
-                cost = self.gather
-            case Op.REDUCE:
-                cost = self.reduce
-            case Op.RELEASE:
-                cost = 0
+        cost: PerChunk = getattr(self, action.op.name.lower(), 0)  # a release takes none
         if not isinstance(cost, tuple):
             return cost / schedule.chunks_per_stage if action.op.computes else cost
         if len(cost) != schedule.chunks:
