@@ -102,13 +102,6 @@ class Timeline:
         """The share of all stages' time that is idle, from 0 to 1."""
         return 1 - sum(self.busy) / (self.schedule.stages * self.makespan) if self.makespan else 0.0
 
-    @property
-    def gaps(self) -> tuple[float, ...]:
-        """Per stage, the time that it idles between its first and its last action."""
-        return tuple(
-            spans[-1].end - spans[0].start - busy for spans, busy in zip(self.spans, self.busy, strict=True)
-        )
-
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """Per stage, the most (micro-batch, chunk) activations alive at once.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megazero.pipeline.actions import Action, Op, Program, Schedule
 from megazero.pipeline.schedules import build_schedule, interleaved_warmup
+from megazero.pipeline.simulate import Timeline
 
 FAMILIES = (
     *(("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("zb-v", 2)),
@@ -41,6 +42,14 @@ def activation_bound(kind: str, stages: int, microbatches: int, chunks_per_stage
         return (every[kind],) * stages
     warmups = (interleaved_warmup(stages, chunks_per_stage, stage) for stage in range(stages))
     return tuple(min(microbatches * chunks_per_stage, warmup + 1) for warmup in warmups)
+
+
+def gaps(timeline: Timeline) -> tuple[float, ...]:
+    """Per stage, the time that it idles between its first and its last action."""
+    return tuple(
+        spans[-1].end - spans[0].start - busy
+        for spans, busy in zip(timeline.spans, timeline.busy, strict=True)
+    )
 
 
 def action(text: str) -> Action:
