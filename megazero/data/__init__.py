@@ -15,9 +15,3 @@ What is here, bottom up:
   configuration.
 - `tokenizers/`: text to ids and back.
 """
-
-from __future__ import annotations
-
-from megazero.data.sampler import BatchSampler
-
-__all__ = ["BatchSampler"]

@@ -33,7 +33,9 @@ class SampleDataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """Sample `index` of the shuffled order: the arrays of `batch`, without their first dim."""
+        return {key: array[0] for key, array in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]: ...
 
@@ -143,10 +145,6 @@ class BlendedDataset(SampleDataset):
 
     def __len__(self) -> int:
         return self._size
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index`, arrays [T] and `dataset_id` []. IndexError past the end."""
-        return {key: array[0] for key, array in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, arrays [b, T] and `dataset_id` [b]. IndexError past the end."""

@@ -115,10 +115,6 @@ class GPTDataset(SampleDataset):
     def __len__(self) -> int:
         return self.plan.samples
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index` of the shuffled order, arrays [T]. IndexError past the end."""
-        return {key: array[0] for key, array in self.batch([index]).items()}
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for foreign ids."""
         where = f"the {self.name} split of {self.indexed.prefix}"
@@ -271,9 +267,6 @@ class MockGPTDataset(SampleDataset):
 
     def __len__(self) -> int:
         return self._size
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {key: array[0] for key, array in self.batch([index]).items()}
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, arrays [b, T]. IndexError past the end."""

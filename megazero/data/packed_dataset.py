@@ -68,10 +68,6 @@ class PackedDataset(SampleDataset):
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index` of the shuffled order, arrays [T]. IndexError past the end."""
-        return {key: array[0] for key, array in self.batch([index]).items()}
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for foreign ids."""
         indices = sample_numbers(indices, len(self), self._where)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -142,25 +141,15 @@ def _of_part(spec: SamplerSpec, permutation: np.ndarray, done: int) -> np.ndarra
 
 
 class BatchSampler:
-    """Iterates micro-batches of indices; its state is `consumed_samples` and nothing else.
+    """`batch_indices` with the current permutation of Megatron's order kept, so that a step costs a slice.
 
-    It never ends (StopIteration): CYCLIC goes on for ever, and SINGLE raises DataError past the end rather
-    than repeat or stop quietly. The current permutation of Megatron's order is kept, so a step costs a slice.
+    CYCLIC goes on for ever, and SINGLE raises DataError past the end rather than repeat or stop quietly.
     """
 
-    def __init__(self, spec: SamplerSpec, consumed_samples: int = 0):
+    def __init__(self, spec: SamplerSpec):
         self.spec = spec
-        self.consumed_samples = consumed_samples
         # One value, so that threads see an epoch with its own permutation.
         self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, dtype=np.int64))
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return self
-
-    def __next__(self) -> np.ndarray:
-        indices = self.at(self.consumed_samples)
-        self.consumed_samples += self.spec.stride
-        return indices
 
     def at(self, consumed_samples: int) -> np.ndarray:
         """`batch_indices` at any position; changes no state and may be called from several threads."""

@@ -27,7 +27,7 @@ _AT_A_TIME = 1 << 20  # turns that are counted at once, to bound memory
 
 
 class CurriculumSampler:
-    """The samples of each micro-batch; has the protocol of `megazero.data.BatchSampler`.
+    """The samples of each micro-batch; has the protocol of `megazero.data.sampler.BatchSampler`.
 
     spec: this rank's share of each micro-batch; its `num_samples` are those of the dataset. order: what may
     be drawn when. begins: for each piece of `order`, how many samples are consumed when it begins, in this

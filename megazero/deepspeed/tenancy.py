@@ -108,10 +108,6 @@ class Tenancy:
                 Partition(param, Shelf(context.replica, context.device, context.device))
 
 
-def _hooks_of_module(module: nn.Module) -> list[Any]:
-    return [getattr(module, name) for name in _HOOKS]
-
-
 def _hooks_of(param: nn.Parameter) -> Any:
     return param._post_accumulate_grad_hooks or {}
 

@@ -59,6 +59,7 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """The number of members."""
+        return len(self.ranks)
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False) -> Work:
         """Reduce `tensor` over the members, in place."""

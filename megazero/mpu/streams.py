@@ -74,6 +74,7 @@ class Streams(Protocol):
             Waits for all copies, and unlocks them; None if nothing was locked: then copies there are slower,
             and the host waits for each.
         """
+        return None
 
 
 class InlineStreams(Streams):
@@ -87,9 +88,6 @@ class InlineStreams(Streams):
 
     def holds(self, tensor: Tensor) -> bool:
         return False
-
-    def lock(self, start: int, size: int) -> None:
-        return None
 
 
 INLINE = InlineStreams()
@@ -105,9 +103,6 @@ class StillStreams(Streams):
 
     def holds(self, tensor: Tensor) -> bool:
         return True
-
-    def lock(self, start: int, size: int) -> None:
-        return None
 
 
 STILL = StillStreams()

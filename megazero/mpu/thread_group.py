@@ -196,10 +196,6 @@ class ThreadGroup(Group):
         self.ranks = meeting.ranks
         self._meeting = meeting
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False) -> Work:
         tensor.copy_(self._meet(f"all_reduce({op})", tensor, lambda all_: self._alike(_reduce(all_, op))))
         return DONE

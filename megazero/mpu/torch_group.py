@@ -40,10 +40,6 @@ class TorchGroup(Group):
         self.ranks = ranks
         self.process_group: dist.ProcessGroup | None = process_group  # None once closed
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum", *, async_op: bool = False) -> Work:
         return self._call("all_reduce", dist.all_reduce, tensor, op=_OPS[op], async_op=async_op)
 

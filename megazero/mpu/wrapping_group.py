@@ -52,10 +52,6 @@ class WrappingGroup(Group):
         self.rank = inner.rank
         self.ranks = inner.ranks
 
-    @property
-    def size(self) -> int:
-        return len(self.ranks)
-
     def _collective(self, call: GroupCall) -> Work:
         return call.start(self.inner)
 

@@ -1,23 +1,22 @@
 """Counter-based randomness: a random number is a function of (key, index), never of a stream's state.
 
 So any rank can produce its slice of a logically whole tensor, recompute replays without saved state, and
-every layout sees the same numbers. First come the generators in Python integers, which the tensor code must
-equal bit for bit; then SplitMix64 on int64 tensors, where products wrap and shifts are made logical; the
-initial weights; and the cheaper 32-bit generator of dropout masks.
+every layout sees the same numbers. First comes SplitMix64 on Python integers and on int64 tensors, where
+products wrap and shifts are made logical; then the initial weights, and the cheaper 32-bit generator of
+dropout masks.
 """
 
 from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 MASK_64 = (1 << 64) - 1
-MASK_32 = (1 << 32) - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _KEEP_MULTIPLIER = 0x7FEB352D
 
@@ -27,45 +26,6 @@ def mix_64(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK_64
     return z ^ (z >> 31)
-
-
-def splitmix_64(seed: int, index: int) -> int:
-    """The number at `index` of the SplitMix64 stream that starts at `seed`."""
-    return mix_64((seed + (index + 1) * _GAMMA) & MASK_64)
-
-
-def splitmix_64_stream(seed: int) -> Iterator[int]:
-    """The published sequential form, one state added to at a time."""
-    state = seed
-    while True:
-        state = (state + _GAMMA) & MASK_64
-        yield mix_64(state)
-
-
-def derive_reference(key: int, index: int) -> int:
-    """A stream of its own per key: the key is mixed first, so neighbouring keys share nothing."""
-    return splitmix_64(mix_64(key & MASK_64), index)
-
-
-def uniform_reference(key: int, index: int) -> float:
-    """The top 24 bits as a fraction of 2^24: every value is an exact fp32 number below 1."""
-    return (derive_reference(key, index) >> 40) / (1 << 24)
-
-
-def _signed_32(x: int) -> int:
-    return x - (1 << 32) if x >> 31 else x
-
-
-def keep_reference(key: int, p: float, index: int) -> bool:
-    """Dropout's 32-bit generator: (low(row) + column) * (high(row) | 1), mixed once more.
-
-    `row` and `column` are 64-bit mixes of key and index; the element costs two 32-bit products.
-    """
-    row = mix_64((key + _GAMMA) & MASK_64)
-    column = splitmix_64(0, index) & MASK_32
-    x = ((row + column) * ((row >> 32) | 1)) & MASK_32
-    x = ((x ^ (_signed_32(x) >> 16)) * _KEEP_MULTIPLIER) & MASK_32
-    return _signed_32(x) >= round(p * (1 << 32)) - (1 << 31)
 
 
 def signed_64(value: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -53,43 +53,50 @@ class OneRank(ReduceGroup):
         """Leave the tensor as it is."""
 
 
+class VocabularySlice(NamedTuple):
+    """A rank's slice of the vocabulary: the ranks with all slices, its first id, and how many there are."""
+
+    group: ReduceGroup
+    start: int
+    size: int
+
+    def held(self, padded: int) -> int:
+        """The number of the slice's `padded` columns that are no padding."""
+        return min(max(self.size - self.start, 0), padded)
+
+
 class _GatherVocabulary(torch.autograd.Function):
     """Every rank's slice placed in zeros of the full width and summed; backward takes the slice back."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, group: ReduceGroup, vocab_start: int) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, part: VocabularySlice) -> Tensor:
         width = logits.shape[-1]
-        ctx.slice = slice(vocab_start, vocab_start + width)
-        whole = logits.new_zeros(*logits.shape[:-1], width * group.size)
+        ctx.slice = slice(part.start, part.start + width)
+        whole = logits.new_zeros(*logits.shape[:-1], width * part.group.size)
         whole[..., ctx.slice] = logits
-        group.all_reduce(whole, op="sum")
+        part.group.all_reduce(whole, op="sum")
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return grad[..., ctx.slice].clone(), None, None
+        return grad[..., ctx.slice].clone(), None
 
 
-def gather_vocabulary(logits: Tensor, group: ReduceGroup, vocab_start: int) -> Tensor:
-    """Logits [..., v] of the padded vocabulary from each rank's [..., v/tp]; differentiable."""
-    return apply(_GatherVocabulary, logits, group, vocab_start)
+def gather_vocabulary(logits: Tensor, part: VocabularySlice) -> Tensor:
+    """Logits [..., v] of the whole vocabulary from each rank's [..., v/tp]; differentiable."""
+    return apply(_GatherVocabulary, logits, part)[..., : part.size]
 
 
 def vocab_parallel_cross_entropy_reference(
-    logits: Tensor,
-    target: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
-    overwrite: bool = False,
+    logits: Tensor, target: Tensor, part: VocabularySlice, overwrite: bool = False
 ) -> Tensor:
     """-log softmax(all ranks' logits, padding left out)[target]; NaN for a target outside the vocabulary.
 
     It has no use for the permission to overwrite the logits.
     """
-    whole = gather_vocabulary(logits.to(compute_dtype(logits.dtype)), group, vocab_start)
-    foreign = (target < 0) | (target >= vocab_size)
-    log_probs = torch.log_softmax(whole[..., :vocab_size], -1)
+    whole = gather_vocabulary(logits.to(compute_dtype(logits.dtype)), part)
+    foreign = (target < 0) | (target >= part.size)
+    log_probs = torch.log_softmax(whole, -1)
     picked = log_probs.gather(-1, target.masked_fill(foreign, 0).unsqueeze(-1)).squeeze(-1)
     return -picked * torch.ones_like(picked).masked_fill(foreign, torch.nan)
 
@@ -118,23 +125,22 @@ def local_targets(target: Tensor, start: int, columns: int) -> Tensor:
 
 
 def merge_slices(
-    statistics: tuple[Tensor, Tensor, Tensor], target: Tensor, group: ReduceGroup, vocab_size: int
+    statistics: tuple[Tensor, Tensor, Tensor], target: Tensor, part: VocabularySlice
 ) -> tuple[Tensor, Tensor]:
     """The loss, shaped as target, and the normalizer [rows] of the whole vocabulary; NaN for no token of it.
 
     Args:
         statistics: those of this rank's slice, from `SlicePasses.statistics`; the first is overwritten.
         target: the token of each row.
-        group: the ranks that hold the other slices.
-        vocab_size: the number of tokens.
+        part: the slice.
     """
     maximum, total, picked = statistics
     of_slice = maximum.clone()
-    group.all_reduce(maximum, op="max")
+    part.group.all_reduce(maximum, op="max")
     sums = torch.stack((total * torch.exp(of_slice - maximum), picked))
-    group.all_reduce(sums, op="sum")
+    part.group.all_reduce(sums, op="sum")
     normalizer = sums[0].log_().add_(maximum)
-    normalizer.masked_fill_(((target < 0) | (target >= vocab_size)).view(-1), torch.nan)
+    normalizer.masked_fill_(((target < 0) | (target >= part.size)).view(-1), torch.nan)
     return (normalizer - sums[1]).view(target.shape), normalizer
 
 
@@ -146,19 +152,16 @@ class SlicedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         logits: Tensor,
         target: Tensor,
-        group: ReduceGroup,
-        vocab_start: int,
-        vocab_size: int,
+        part: VocabularySlice,
         passes: SlicePasses,
         overwrite: bool,
     ) -> Tensor:
         """The loss, shaped as target; see `vocab_parallel_cross_entropy`."""
         padded = logits.shape[-1]
-        columns = min(max(vocab_size - vocab_start, 0), padded)
+        columns = part.held(padded)
         rows = logits.reshape(-1, padded).contiguous()
-        local = local_targets(target, vocab_start, columns)
-        statistics = passes.statistics(rows, columns, local)
-        loss, normalizer = merge_slices(statistics, target, group, vocab_size)
+        local = local_targets(target, part.start, columns)
+        loss, normalizer = merge_slices(passes.statistics(rows, columns, local), target, part)
         ctx.save_for_backward(logits, local, normalizer)
         ctx.columns, ctx.passes, ctx.overwrite = columns, passes, overwrite
         return loss
@@ -175,7 +178,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
         if ctx.overwrite:
             # Whoever else saved the logits for backward gets autograd's error instead of the gradient.
             torch.autograd.graph.increment_version(logits)
-        return out.view(logits.shape), *[None] * 6
+        return out.view(logits.shape), *[None] * 4
 
 
 def _rows(logits: Tensor, columns: int) -> tuple[NATIVE.Rows, int]:
@@ -255,30 +258,21 @@ CHUNKED_PASSES = SlicePasses(_chunked_statistics, _chunked_gradient)
 
 
 def _loss(
-    passes: SlicePasses,
-    logits: Tensor,
-    target: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
-    overwrite: bool = False,
+    passes: SlicePasses, logits: Tensor, target: Tensor, part: VocabularySlice, overwrite: bool = False
 ) -> Tensor:
     """Loss of each row of logits [..., v/tp] by these passes; fp32 [...] (fp64 for fp64)."""
-    return apply(SlicedCrossEntropy, logits, target, group, vocab_start, vocab_size, passes, overwrite)
+    return apply(SlicedCrossEntropy, logits, target, part, passes, overwrite)
 
 
 def vocab_parallel_cross_entropy_cuda(
     logits: Tensor,
     target: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
+    part: VocabularySlice,
     overwrite: bool = False,
     kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """Loss of each row of fp32, fp16 or bf16 logits [..., v/tp] on a GPU; fp32 [...]."""
-    passes = cuda_passes(kernels or cuda_kernels())
-    return _loss(passes, logits, target, group, vocab_start, vocab_size, overwrite)
+    return _loss(cuda_passes(kernels or cuda_kernels()), logits, target, part, overwrite)
 
 
 def padded(logits: Tensor, vocab_size: int) -> Tensor:
@@ -300,7 +294,7 @@ def _call(s: int, b: int, vocab_size: int, bad: bool = False) -> Callable[..., T
     def call(f: Callable[..., Tensor], x: Tensor) -> Tensor:
         if bad:
             x = torch.where(torch.arange(x.shape[-1], device=x.device) == 5, -torch.inf, x)
-        return f(padded(x, vocab_size), target.to(x.device), OneRank(), 0, vocab_size)
+        return f(padded(x, vocab_size), target.to(x.device), VocabularySlice(OneRank(), 0, vocab_size))
 
     return call
 
@@ -324,11 +318,11 @@ def _examples() -> Iterator[Example]:
         }
 
     # What backward overwrites is a result, as a head's logits are, and no leaf.
-    call = lambda f, x: f(x * 1, target, OneRank(), 0, width, True)  # noqa: E731
+    call = lambda f, x: f(x * 1, target, VocabularySlice(OneRank(), 0, width), True)  # noqa: E731
     yield Example("cross_entropy", ((rows, width),), call, traffic=Traffic(moves))
 
 
-CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, ReduceGroup, int, int, bool], Tensor]] = Operator(
+CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, VocabularySlice, bool], Tensor]] = Operator(
     "cross_entropy",
     (
         Implementation("native_cpu", partial(_loss, NATIVE_CPU_PASSES), on_native_cpu()),
@@ -366,6 +360,5 @@ def vocab_parallel_cross_entropy(
     device. One outside the vocabulary makes the loss and the gradient of its row NaN, so that it cannot train
     unnoticed.
     """
-    return CROSS_ENTROPY.choose(CallFacts.of(logits)).fn(
-        logits, target, group, vocab_start, vocab_size, overwrite
-    )
+    part = VocabularySlice(group, vocab_start, vocab_size)
+    return CROSS_ENTROPY.choose(CallFacts.of(logits)).fn(logits, target, part, overwrite)

@@ -90,9 +90,9 @@ class Requirements:
         unmet = (one.otherwise for one in self.requirements if not one.met(facts))
         return next(unmet, None)
 
-    def needing(self, met: Callable[[Any], bool], otherwise: str) -> Requirements:
-        """Add a requirement; `otherwise` is the reason why a call that fails it is not served."""
-        return Requirements((*self.requirements, Requirement(met, otherwise)))
+    def needing(self, *further: Requirement) -> Requirements:
+        """The same requirements and further ones."""
+        return Requirements((*self.requirements, *further))
 
 
 def where(

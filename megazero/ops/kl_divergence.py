@@ -17,25 +17,18 @@ from torch.autograd.function import once_differentiable
 
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.cross_entropy import OneRank, ReduceGroup, gather_vocabulary, padded
+from megazero.ops.cross_entropy import OneRank, ReduceGroup, VocabularySlice, gather_vocabulary, padded
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example
 
 
 def vocab_parallel_kl_divergence_reference(
-    student: Tensor,
-    teacher: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
-    temperature: float,
+    student: Tensor, teacher: Tensor, part: VocabularySlice, temperature: float
 ) -> Tensor:
     """Sum over the vocabulary of p_teacher (log p_teacher - log p_student)."""
     wide = compute_dtype(student.dtype)
     mine, its = (
-        torch.log_softmax(
-            gather_vocabulary(x.to(wide), group, vocab_start)[..., :vocab_size] / temperature, -1
-        )
+        torch.log_softmax(gather_vocabulary(x.to(wide), part) / temperature, -1)
         for x in (student, teacher.detach())
     )
     return (its.exp() * (its - mine)).sum(-1)
@@ -44,23 +37,17 @@ def vocab_parallel_kl_divergence_reference(
 class _SlicedDivergence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        student: Tensor,
-        teacher: Tensor,
-        group: ReduceGroup,
-        vocab_start: int,
-        vocab_size: int,
-        temperature: float,
+        ctx: Any, student: Tensor, teacher: Tensor, part: VocabularySlice, temperature: float
     ) -> Tensor:
         padded = student.shape[-1]
-        columns = min(max(vocab_size - vocab_start, 0), padded)
+        columns = part.held(padded)
         mine, its = student.reshape(-1, padded), teacher.reshape(-1, padded)
         maxima, sums = _statistics(mine, its, columns, temperature)
         here = maxima.clone()
-        group.all_reduce(maxima, op="max")
+        part.group.all_reduce(maxima, op="max")
         shrink = torch.exp(here - maxima)
         sums *= torch.stack((shrink[0], shrink[1], shrink[1]))
-        group.all_reduce(sums, op="sum")
+        part.group.all_reduce(sums, op="sum")
         normalizers = sums[:2].log().add_(maxima)
         ctx.save_for_backward(mine, its, normalizers)
         ctx.columns, ctx.shape, ctx.temperature = columns, student.shape, temperature
@@ -81,7 +68,7 @@ class _SlicedDivergence(torch.autograd.Function):
                 for x, normalizer in zip((mine, its), normalizers, strict=True)
             )
             grad_mine[chunk, :columns] = probs.sub_(wanted).mul_(scale[chunk])
-        return grad_mine.view(ctx.shape), None, None, None, None, None
+        return grad_mine.view(ctx.shape), None, None, None
 
 
 def _statistics(mine: Tensor, its: Tensor, columns: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -114,15 +101,10 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def vocab_parallel_kl_divergence_chunked(
-    student: Tensor,
-    teacher: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
-    temperature: float,
+    student: Tensor, teacher: Tensor, part: VocabularySlice, temperature: float
 ) -> Tensor:
     """Divergence of each row of logits [..., v/tp], chunk by chunk; fp32 [...]."""
-    return apply(_SlicedDivergence, student, teacher, group, vocab_start, vocab_size, temperature)
+    return apply(_SlicedDivergence, student, teacher, part, temperature)
 
 
 def _call(
@@ -132,7 +114,7 @@ def _call(
 
     def call(f: Callable[..., Tensor], student: Tensor) -> Tensor:
         logits = (padded(x, vocab_size) for x in (student, teacher.to(student)))
-        return f(*logits, OneRank(), 0, vocab_size, temperature)
+        return f(*logits, VocabularySlice(OneRank(), 0, vocab_size), temperature)
 
     return call
 
@@ -145,7 +127,7 @@ def _examples() -> Iterator[Example]:
             yield Example(label, (shape,), call, scale, slack=scale)
 
 
-KL_DIVERGENCE: Operator[Callable[[Tensor, Tensor, ReduceGroup, int, int, float], Tensor]] = Operator(
+KL_DIVERGENCE: Operator[Callable[[Tensor, Tensor, VocabularySlice, float], Tensor]] = Operator(
     "kl_divergence",
     (
         Implementation("chunked", vocab_parallel_kl_divergence_chunked),
@@ -178,5 +160,5 @@ def vocab_parallel_kl_divergence(
             gets a zero gradient.
         temperature: positive; above 1 it evens both predictions out.
     """
-    implementation = KL_DIVERGENCE.choose(CallFacts.of(student)).fn
-    return implementation(student, teacher, group, vocab_start, vocab_size, temperature)
+    part = VocabularySlice(group, vocab_start, vocab_size)
+    return KL_DIVERGENCE.choose(CallFacts.of(student)).fn(student, teacher, part, temperature)

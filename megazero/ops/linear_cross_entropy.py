@@ -30,6 +30,7 @@ from megazero.ops.cross_entropy import (
     OneRank,
     ReduceGroup,
     SlicePasses,
+    VocabularySlice,
     cuda_passes,
     local_targets,
     merge_slices,
@@ -47,31 +48,21 @@ TILE_BYTES = 2**30
 
 
 def linear_cross_entropy_reference(
-    x: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
-    block: int,
-    tiles: int = 0,
+    x: Tensor, weight: Tensor, target: Tensor, part: VocabularySlice, block: int, tiles: int = 0
 ) -> Tensor:
     """Cross-entropy of x [..., h] @ weight [v/tp, h]^T; the logits are whole."""
-    return vocab_parallel_cross_entropy_reference(F.linear(x, weight), target, group, vocab_start, vocab_size)
+    return vocab_parallel_cross_entropy_reference(F.linear(x, weight), target, part)
 
 
 @dataclass(frozen=True)
-class VocabularySlice:
-    """A rank's slice of the vocabulary, and the way in which its logits are computed.
+class Projection:
+    """The way in which the logits of a slice of the vocabulary are computed.
 
-    group: the ranks that hold the other slices. start: the first id here. size: the number of ids of the
-    whole vocabulary. block: the number of columns to project to at once. tiles: the number of tiles of
+    part: the slice. block: the number of columns to project to at once. tiles: the number of tiles of
     tokens; 0 for what `TILE_BYTES` asks for. passes: the passes over logits.
     """
 
-    group: ReduceGroup
-    start: int
-    size: int
+    part: VocabularySlice
     block: int
     tiles: int
     passes: SlicePasses
@@ -82,13 +73,9 @@ class VocabularySlice:
         size = max(1, math.ceil(rows / self.tiles) if self.tiles else TILE_BYTES // width)
         return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
-    def held(self, padded: int) -> int:
-        """The number of the `padded` columns that are no padding."""
-        return min(max(self.size - self.start, 0), padded)
-
     def blocks(self, padded: int) -> Iterator[tuple[slice, int]]:
         """The blocks that are not padding alone, each with the number of its columns that are no padding."""
-        held = self.held(padded)
+        held = self.part.held(padded)
         for first in range(0, held, self.block):
             columns = slice(first, min(first + self.block, padded))
             yield columns, min(columns.stop, held) - first
@@ -104,19 +91,19 @@ class BlockwiseLoss(torch.autograd.Function):
     """Loss of each token of x [..., h] by weight [v/tp, h], and back; saves both and one number per token."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, part: VocabularySlice) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, target: Tensor, how: Projection) -> Tensor:
         """The loss, shaped as target; see `linear_cross_entropy`."""
         rows, padded = x.reshape(-1, x.shape[-1]), weight.shape[0]
-        local = local_targets(target, part.start, part.held(padded))
+        local = local_targets(target, how.part.start, how.part.held(padded))
         wide = compute_dtype(x.dtype)
         maximum = torch.full((len(rows),), torch.finfo(wide).min, dtype=wide, device=x.device)
         total, picked = torch.zeros_like(maximum), torch.zeros_like(maximum)
-        for tokens in part.tokens(len(rows), padded):
+        for tokens in how.tokens(len(rows), padded):
             statistics = maximum[tokens], total[tokens], picked[tokens]
-            _add_statistics(statistics, rows[tokens], weight, local[tokens], part)
-        loss, normalizer = merge_slices((maximum, total, picked), target, part.group, part.size)
+            _add_statistics(statistics, rows[tokens], weight, local[tokens], how)
+        loss, normalizer = merge_slices((maximum, total, picked), target, how.part)
         ctx.save_for_backward(x, weight, local, normalizer)
-        ctx.part = part
+        ctx.how = how
         return loss
 
     @staticmethod
@@ -125,16 +112,16 @@ class BlockwiseLoss(torch.autograd.Function):
         """The gradients of x, this slice's part of the sum, and of the weight."""
         x, weight, local, normalizer = ctx.saved_tensors
         rows, grad = x.reshape(-1, x.shape[-1]), grad.reshape(-1).to(normalizer.dtype)
-        tiles = ctx.part.tokens(len(rows), len(weight))
+        tiles = ctx.how.tokens(len(rows), len(weight))
         grad_x = torch.empty_like(rows)
         grad_weight = torch.zeros_like(weight, dtype=normalizer.dtype if len(tiles) > 1 else weight.dtype)
         for tokens in tiles:
             # Of one tile alone: they are wider than x.
             grad_rows = torch.zeros_like(rows[tokens], dtype=normalizer.dtype)
-            for columns, counted in ctx.part.blocks(len(weight)):
+            for columns, counted in ctx.how.blocks(len(weight)):
                 logits = F.linear(rows[tokens], weight[columns])
                 given = _within(local[tokens], columns), normalizer[tokens], grad[tokens]
-                ctx.part.passes.gradient(logits, counted, *given, logits)
+                ctx.how.passes.gradient(logits, counted, *given, logits)
                 grad_rows += logits @ weight[columns]
                 if len(tiles) == 1:
                     torch.mm(logits.t(), rows, out=grad_weight[columns])
@@ -150,13 +137,13 @@ def _add_statistics(
     rows: Tensor,
     weight: Tensor,
     local: Tensor,
-    part: VocabularySlice,
+    how: Projection,
 ) -> None:
     """Merge the blocks' maxima, sums of exponentials and targets' logits of some tokens into `statistics`."""
     maximum, total, picked = statistics
-    for columns, counted in part.blocks(len(weight)):
+    for columns, counted in how.blocks(len(weight)):
         logits = F.linear(rows, weight[columns])
-        highest, summed, logit = part.passes.statistics(logits, counted, _within(local, columns))
+        highest, summed, logit = how.passes.statistics(logits, counted, _within(local, columns))
         del logits  # before the next block has its own
         before = maximum.clone()
         torch.maximum(maximum, highest, out=maximum)
@@ -169,36 +156,30 @@ def _loss(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
+    part: VocabularySlice,
     block: int,
     tiles: int = 0,
 ) -> Tensor:
     """Loss of each row of x [..., h] by these passes."""
-    part = VocabularySlice(group, vocab_start, vocab_size, block, tiles, passes)
-    return apply(BlockwiseLoss, x, weight, target, part)
+    return apply(BlockwiseLoss, x, weight, target, Projection(part, block, tiles, passes))
 
 
 def linear_cross_entropy_cuda(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
+    part: VocabularySlice,
     block: int,
     tiles: int = 0,
     kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """Loss of each row of fp32, fp16 or bf16 x [..., h] on a GPU."""
-    passes = cuda_passes(kernels or cuda_kernels())
-    return _loss(passes, x, weight, target, group, vocab_start, vocab_size, block, tiles)
+    return _loss(cuda_passes(kernels or cuda_kernels()), x, weight, target, part, block, tiles)
 
 
 def _call(s: int, b: int, vocab_size: int, block: int, tiles: int) -> Callable[..., Tensor]:
-    target = targets(s, b, vocab_size)
-    return lambda f, x, weight: f(x, weight, target.to(x.device), OneRank(), 0, vocab_size, block, tiles)
+    target, part = targets(s, b, vocab_size), VocabularySlice(OneRank(), 0, vocab_size)
+    return lambda f, x, weight: f(x, weight, target.to(x.device), part, block, tiles)
 
 
 def _examples() -> Iterator[Example]:
@@ -214,18 +195,18 @@ def _examples() -> Iterator[Example]:
                 yield Example(label, ((s, b, h), (width, h)), call, scales)
 
 
-LINEAR_CROSS_ENTROPY: Operator[
-    Callable[[Tensor, Tensor, Tensor, ReduceGroup, int, int, int, int], Tensor]
-] = Operator(
-    "linear_cross_entropy",
-    (
-        Implementation("native_cpu", partial(_loss, NATIVE_CPU_PASSES), on_native_cpu()),
-        Implementation("cuda", linear_cross_entropy_cuda, on_cuda_kernels()),
-        planned(linear_cross_entropy_cuda),
-        Implementation("chunked", partial(_loss, CHUNKED_PASSES)),
-        Implementation("reference", linear_cross_entropy_reference),
-    ),
-    examples=_examples,
+LINEAR_CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, Tensor, VocabularySlice, int, int], Tensor]] = (
+    Operator(
+        "linear_cross_entropy",
+        (
+            Implementation("native_cpu", partial(_loss, NATIVE_CPU_PASSES), on_native_cpu()),
+            Implementation("cuda", linear_cross_entropy_cuda, on_cuda_kernels()),
+            planned(linear_cross_entropy_cuda),
+            Implementation("chunked", partial(_loss, CHUNKED_PASSES)),
+            Implementation("reference", linear_cross_entropy_reference),
+        ),
+        examples=_examples,
+    )
 )
 
 
@@ -247,6 +228,5 @@ def linear_cross_entropy(
     So the projection costs four products instead of three. x must be equal on all ranks of the group. Its
     gradient is this slice's part, which the caller adds up over the group; the weight's is whole.
     """
-    return LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn(
-        x, weight, target, group, vocab_start, vocab_size, block, tiles
-    )
+    part = VocabularySlice(group, vocab_start, vocab_size)
+    return LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn(x, weight, target, part, block, tiles)

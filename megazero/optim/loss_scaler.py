@@ -65,13 +65,6 @@ class StaticLossScaler(LossScaler):
         return state
 
 
-class NoScaler(StaticLossScaler):
-    """Uses scale 1, for fp32 and bf16, whose exponents need no help."""
-
-    def __init__(self) -> None:
-        super().__init__(1.0)
-
-
 @dataclass(frozen=True)
 class DynamicLossScaler(LossScaler):
     """Halves the scale after `hysteresis` overflows and doubles it after `window` good steps in a row.
@@ -133,11 +126,13 @@ class DynamicLossScaler(LossScaler):
 
 
 def build_loss_scaler(precision: PrecisionConfig) -> LossScaler:
-    """A static scaler if a loss scale is set; otherwise a dynamic one for fp16 and none for fp32 and bf16."""
+    """A static scaler if a loss scale is set; otherwise a dynamic one for fp16, and scale 1 for fp32 and
+    bf16, whose exponents need no help.
+    """
     if precision.loss_scale is not None:
         return StaticLossScaler(precision.loss_scale)
     if precision.dtype != "fp16":
-        return NoScaler()
+        return StaticLossScaler(1.0)
     return DynamicLossScaler(
         initial_scale=precision.initial_loss_scale,
         min_scale=precision.min_loss_scale,

@@ -4,9 +4,8 @@ Start with `actions.py` (the values), `schedules.py` (how they are built), `lowe
 and `simulate.py`. Everything is pure except `executor.py`, which runs one stage's list.
 """
 
-from megazero.pipeline.check import check
 from megazero.pipeline.lower import lower
 from megazero.pipeline.partition import partition
 from megazero.pipeline.simulate import simulate
 
-__all__ = ["check", "lower", "partition", "simulate"]
+__all__ = ["lower", "partition", "simulate"]

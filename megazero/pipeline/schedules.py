@@ -66,7 +66,7 @@ def interleaved(stages: int, microbatches: int, chunks_per_stage: int) -> Schedu
         own = range(stage, stages * chunks_per_stage, stages)
         forwards = [Action(Op.FORWARD, c, m) for c, m in _in_groups(own, stages, microbatches)]
         backwards = [Action(Op.BACKWARD, c, m) for c, m in _in_groups(own[::-1], stages, microbatches)]
-        warmup = _interleaved_warmup(stages, chunks_per_stage, stage)
+        warmup = interleaved_warmup(stages, chunks_per_stage, stage)
         actions.append(_alternate(forwards, backwards, warmup))
     return _schedule("interleaved", microbatches, loop_placement(stages, chunks_per_stage), actions)
 
@@ -234,25 +234,7 @@ def build_schedule(
     return (gpipe if kind == "gpipe" else one_f_one_b if kind == "1f1b" else zb_h1)(stages, microbatches)
 
 
-def activation_bound(kind: str, stages: int, microbatches: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
-    """Per stage, the most (micro-batch, chunk) activations alive at once, as published for the schedule.
-
-    An activation lives from its forward to the end of its backward (its weight gradient, where split).
-    For zb-h1, every stage has the bound of 1F1B's first stage: held-back weight gradients keep activations.
-    """
-    every = {
-        "gpipe": microbatches,
-        "zb-h1": min(microbatches, stages),
-        "zb-v": 2 * min(microbatches, stages),
-        "forward": 1,
-    }
-    if kind in every:
-        return (every[kind],) * stages
-    warmups = (_interleaved_warmup(stages, chunks_per_stage, stage) for stage in range(stages))
-    return tuple(min(microbatches * chunks_per_stage, warmup + 1) for warmup in warmups)
-
-
-def _interleaved_warmup(stages: int, chunks_per_stage: int, stage: int) -> int:
+def interleaved_warmup(stages: int, chunks_per_stage: int, stage: int) -> int:
     """Number of forwards before the first forward-backward pair. With several chunks it includes twice the
     distance to the last stage, because gradients arrive while forwards of later chunks are also due.
     """

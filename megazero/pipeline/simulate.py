@@ -57,22 +57,7 @@ class Costs:
         Raises:
             ConfigError: the length of a tuple is not the number of chunks.
         """
-        cost: PerChunk
-        match action.op:
-            case Op.FORWARD:
-                cost = self.forward
-            case Op.BACKWARD:
-                cost = self.backward
-            case Op.INPUT:
-                cost = self.input
-            case Op.WEIGHT:
-                cost = self.weight
-            case Op.GATHER:
-                cost = self.gather
-            case Op.REDUCE:
-                cost = self.reduce
-            case Op.RELEASE:
-                cost = 0
+        cost: PerChunk = getattr(self, action.op.name.lower(), 0)  # a release takes none
         if not isinstance(cost, tuple):
             return cost / schedule.chunks_per_stage if action.op.computes else cost
         if len(cost) != schedule.chunks:
@@ -116,13 +101,6 @@ class Timeline:
     def bubble(self) -> float:
         """The share of all stages' time that is idle, from 0 to 1."""
         return 1 - sum(self.busy) / (self.schedule.stages * self.makespan) if self.makespan else 0.0
-
-    @property
-    def gaps(self) -> tuple[float, ...]:
-        """Per stage, the time that it idles between its first and its last action."""
-        return tuple(
-            spans[-1].end - spans[0].start - busy for spans, busy in zip(self.spans, self.busy, strict=True)
-        )
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:

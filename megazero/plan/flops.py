@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megazero.errors import ConfigError
-from megazero.plan.device import Device
 
 COUNTS = ("hardware-full", "hardware-selective", "model", "model-causal", "6-n")
 """A step with full recomputation (Narayanan et al. 2021, MT-NLG, BLOOM: an HFU, 4/3 of the model's); one
@@ -93,9 +92,3 @@ class Rate:
                 "count both in one way"
             )
         return self.flop_per_s / other.flop_per_s
-
-    def utilization(self, device: Device, dtype: str) -> str:
-        """The rate in words, as a share of the device's peak for `dtype`, which is named."""
-        peak = device.peak_flop_per_s(dtype)
-        share = self.flop_per_s / peak
-        return f"{share:.1%} of {peak / 1e12:,.0f} TFLOP/s ({dtype}, {device.name}), counted as {self.count}"

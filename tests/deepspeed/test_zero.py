@@ -16,7 +16,7 @@ from megazero.deepspeed.zero.gathered import (
     register_external_parameter,
 )
 from megazero.deepspeed.zero.init import Init
-from megazero.deepspeed.zero.partition import is_partitioned
+from megazero.deepspeed.zero.partition import partition_of
 from megazero.errors import ConfigError, MegazeroError
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
@@ -63,7 +63,7 @@ def test_each_rank_keeps_a_slice_of_the_first_ranks_values(ranks):
             model = nn.Sequential(nn.Linear(5, 3), nn.Sequential(nn.Linear(3, 2)))
             with GatheredParameters(model[0].weight, modifier_rank=0):
                 model[0].weight.fill_(float(10 + context.rank))
-        assert all(map(is_partitioned, model.parameters()))
+        assert all(map(partition_of, model.parameters()))
         sizes = [param.zero_home.shard.numel() for param in model.parameters()]
         assert sizes == [-(-param.numel() // ranks) for param in model.parameters()]
         assert all(
@@ -81,8 +81,8 @@ def test_apply_writes_whole_values_and_the_own_parameters_are_cut_at_the_end():
     def work(context: ParallelContext):
         with Init(mpu=context):
             model = Stack(begin=context.rank)
-            assert not is_partitioned(model.own)
-            assert is_partitioned(model.head.weight)
+            assert not partition_of(model.own)
+            assert partition_of(model.head.weight)
         assert "apply" not in model.layers.__dict__
         assert not any(value != value for value in model.seen)  # NaN: `fill` met a slice
         assert model.head.weight is model.layers[0].weight
@@ -103,7 +103,7 @@ def test_a_copied_layer_is_cut_like_the_original():
             model = nn.Sequential(*[copy.deepcopy(one) for _ in range(2)])
         with GatheredParameters(model[0][0].weight, modifier_rank=1):
             model[0][0].weight.zero_()
-        assert is_partitioned(model[1][0].weight)
+        assert partition_of(model[1][0].weight)
         return whole(one[0].weight), whole(model[0][0].weight), whole(model[1][0].weight)
 
     for original, changed, second in on_ranks(2, work):
@@ -119,8 +119,8 @@ def test_other_threads_build_as_usual():
         thread = threading.Thread(target=lambda: found.append(nn.Sequential(nn.Linear(2, 2))))
         thread.start()
         thread.join()
-    assert not any(map(is_partitioned, found[0].parameters()))
-    assert not any(map(is_partitioned, nn.Sequential(nn.Linear(2, 2)).parameters()))
+    assert not any(map(partition_of, found[0].parameters()))
+    assert not any(map(partition_of, nn.Sequential(nn.Linear(2, 2)).parameters()))
 
 
 def test_a_failure_while_building_leaves_nothing_behind():
@@ -135,7 +135,7 @@ def test_a_failure_while_building_leaves_nothing_behind():
     with pytest.raises(ZeroDivisionError), Init(mpu=solo_context()):
         Failing()
     assert "apply" not in built[0].__dict__
-    assert not is_partitioned(nn.Sequential(nn.Linear(2, 2))[0].weight)
+    assert not partition_of(nn.Sequential(nn.Linear(2, 2))[0].weight)
 
 
 def test_writing_outside_of_a_gather_fails():
@@ -147,7 +147,7 @@ def test_writing_outside_of_a_gather_fails():
 
 def test_it_can_be_switched_off_and_told_a_type(tmp_path):
     with Init(enabled=False):
-        assert not is_partitioned(nn.Sequential(nn.Linear(2, 2))[0].weight)
+        assert not partition_of(nn.Sequential(nn.Linear(2, 2))[0].weight)
     config = {"train_batch_size": 1, "bf16": {"enabled": True}}
     with Init(config_dict_or_path=config, mpu=solo_context()):
         model = nn.Sequential(nn.Linear(2, 2))
@@ -155,7 +155,7 @@ def test_it_can_be_switched_off_and_told_a_type(tmp_path):
     assert Init(mpu=solo_context(), dtype=torch.float16).dtype == torch.float16
     finished = nn.Sequential(nn.Linear(2, 2))
     Init(module=finished, mpu=solo_context())
-    assert all(map(is_partitioned, finished.parameters()))
+    assert all(map(partition_of, finished.parameters()))
     with pytest.raises(ConfigError, match="unknown key `zero_optimization.stages`"):
         Init(config_dict_or_path={"zero_optimization": {"stages": 3}}, mpu=solo_context())
 
@@ -166,7 +166,7 @@ def storages(roots: list[object]) -> int:
     for param in roots:
         with torch._C.DisableTorchFunctionSubclass():  # looking would make it whole while it is built
             data = param.data
-        tensors = [data, *([param.zero_home.shard] if is_partitioned(param) else [])]
+        tensors = [data, *([param.zero_home.shard] if partition_of(param) else [])]
         for tensor in tensors:
             storage = tensor.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()

@@ -23,7 +23,7 @@ from megazero.deepspeed.zero.gathered import GatheredParameters, unwrap_model_fo
 from megazero.deepspeed.zero.init import Init
 from megazero.deepspeed.zero.leaf_modules import apply_leaf_settings, get_z3_leaf_modules, set_z3_leaf_modules
 from megazero.deepspeed.zero.parameter import ZeroParamStatus
-from megazero.deepspeed.zero.partition import ShardedParameter, is_partitioned
+from megazero.deepspeed.zero.partition import ShardedParameter, partition_of
 from megazero.errors import CommunicationError, ConfigError, MegazeroError
 from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import ADAMW, WIDTH, Tied, batch, build, on_ranks, settings, start
@@ -120,8 +120,8 @@ def test_what_has_no_values_yet_is_sharded_once_it_has():
 
     with Init(mpu=solo_context()):
         model = Late()
-    assert all(map(is_partitioned, model.inner.parameters()))
-    assert not is_partitioned(model.lazy.weight)
+    assert all(map(partition_of, model.inner.parameters()))
+    assert partition_of(model.lazy.weight) is None
 
 
 def test_slices_can_wait_on_the_host_and_be_of_a_group():

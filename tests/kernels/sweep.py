@@ -17,7 +17,7 @@ from torch import Tensor
 from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD
 from megazero.ops.bias_gelu import BIAS_GELU
 from megazero.ops.chosen_rows import CHOSEN_ROWS
-from megazero.ops.cross_entropy import CROSS_ENTROPY, OneRank
+from megazero.ops.cross_entropy import CROSS_ENTROPY, OneRank, VocabularySlice
 from megazero.ops.dispatch import Operator
 from megazero.ops.dropout import Dropout
 from megazero.ops.embedding import EMBEDDING
@@ -264,7 +264,7 @@ def cross_entropy(rows, width, dtype, columns=None) -> Trial:
         return [Bound(4, largest), Bound(2, torch.nn.functional.pad(floor, (0, width - columns)))]
 
     (logits,) = randn((rows, width), seed=width)
-    call = lambda f, x: f(x, target, OneRank(), 0, columns)  # noqa: E731
+    call = lambda f, x: f(x, target, VocabularySlice(OneRank(), 0, columns))  # noqa: E731
     return Trial(CROSS_ENTROPY, call, [(3 * logits).to(dtype)], bounds)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megazero.ops.cross_entropy import OneRank, vocab_parallel_cross_entropy_cuda
+from megazero.ops.cross_entropy import OneRank, VocabularySlice, vocab_parallel_cross_entropy_cuda
 from tests.kernels.harness import DTYPES, Bound, in_every_order, same_bits, watched
 from tests.kernels.sweep import check, cross_entropy
 from tests.ops.ranks import on_ranks
@@ -20,7 +20,9 @@ def by_kernels(logits, target, grad, columns, overwrite=False):
         # What backward overwrites is a result, as a head's logits are, and no leaf.
         leaf = logits.clone().requires_grad_()
         own = leaf * 1
-        loss = vocab_parallel_cross_entropy_cuda(own, target, OneRank(), 0, columns, overwrite, kernels)
+        loss = vocab_parallel_cross_entropy_cuda(
+            own, target, VocabularySlice(OneRank(), 0, columns), overwrite, kernels
+        )
         kept = loss.detach().clone()
         (grad_logits,) = torch.autograd.grad(loss, own, grad)
         assert (grad_logits.data_ptr() == own.data_ptr()) == overwrite
@@ -41,7 +43,9 @@ def test_no_tokens(overwrite):
     library = watched()
     logits, target, grad = inputs(0, 8, torch.float32)
     own = logits.requires_grad_() * 1
-    loss = vocab_parallel_cross_entropy_cuda(own, target, OneRank(), 0, 8, overwrite, library)
+    loss = vocab_parallel_cross_entropy_cuda(
+        own, target, VocabularySlice(OneRank(), 0, 8), overwrite, library
+    )
     loss.backward(grad)
     assert (loss.shape, logits.grad.shape) == ((0,), (0, 8))
     assert not library.report().kernels
@@ -78,7 +82,7 @@ def test_a_base_that_is_no_multiple_of_16_bytes():
     logits, target, _ = inputs(2, 64, torch.bfloat16)
     moved = torch.cat([torch.zeros(1, dtype=logits.dtype), logits.flatten()])[1:].view(2, 64)
     plain, shifted = (
-        vocab_parallel_cross_entropy_cuda(each, target, OneRank(), 0, 64, kernels=watched())
+        vocab_parallel_cross_entropy_cuda(each, target, VocabularySlice(OneRank(), 0, 64), kernels=watched())
         for each in (logits, moved)
     )
     assert Bound(4).holds(shifted, plain.double())
@@ -97,7 +101,9 @@ def test_slices_equal_the_whole(tp, vocab):
     def one(group):
         own = logits[:, group.rank * width : (group.rank + 1) * width].clone().requires_grad_()
         start = group.rank * width
-        loss = vocab_parallel_cross_entropy_cuda(own, target, group, start, vocab, kernels=watched())
+        loss = vocab_parallel_cross_entropy_cuda(
+            own, target, VocabularySlice(group, start, vocab), kernels=watched()
+        )
         return loss.detach(), torch.autograd.grad(loss, own, grad)[0]
 
     results = on_ranks(tp, one)

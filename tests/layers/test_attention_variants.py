@@ -22,8 +22,9 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.ops.attention import Documents, Pattern, Slopes, attention, attention_with_lse
+from megazero.ops.attention import Documents, Pattern, Slopes, attention
 from megazero.ops.attention.softmax_offset import with_softmax_offset
+from tests.ops.lse import attention_with_lse
 
 SHAPE = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "seq_length": 7}
 CORE = LocalCore(SoloGroup())

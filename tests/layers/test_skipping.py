@@ -20,9 +20,9 @@ from megazero.layers.sums import Sums
 from megazero.mpu.context import solo_context
 from megazero.mpu.rng import sample_keys, site_key
 from megazero.ops.attention import Documents
-from megazero.ops.counter_random import derive_reference
 from megazero.ops.rotary import rotary_table
 from tests.layers.samples import causal_layer
+from tests.ops.scalar_random import derive_reference
 
 S, B, H, KEPT = 9, 3, 16, 4
 CONFIG = ModelConfig(

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megazero.ops.attention import attention, attention_with_lse
+from megazero.ops.attention import attention
 from megazero.ops.dropout import AttentionDropout
+from tests.ops.lse import attention_with_lse
 
 
 def _qkv(s: int = 9, b: int = 2, n: int = 4, g: int = 2, d: int = 8) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,13 +19,13 @@ from megazero.ops.attention import (
     Pattern,
     Slopes,
     attention,
-    attention_with_lse,
 )
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.attention.kernel import Results
 from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout
+from tests.ops.lse import attention_with_lse
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 

@@ -32,7 +32,6 @@ from megazero.ops.attention import (
     Pattern,
     Runs,
     attention,
-    attention_with_lse,
     table,
 )
 from megazero.ops.attention.call import AttentionCall
@@ -44,6 +43,7 @@ from megazero.ops.attention.varlen import attention_varlen, varlen_arguments, va
 from megazero.ops.dispatch import FLOATS, everything
 from megazero.ops.dropout import AttentionDropout
 from tests.kernels.harness import watched
+from tests.ops.lse import attention_with_lse
 
 CPU = torch.device("cpu")
 IDS = np.array([[4, 4, 4, 0, 0, 7], [7, 7, -1, -1, -1, -1]], dtype=np.int32)

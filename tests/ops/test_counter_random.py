@@ -10,13 +10,15 @@ import torch
 from megazero.ops import counter_random
 from megazero.ops.counter_random import (
     derive,
-    derive_reference,
     drawn_at_once,
     hash_uniform,
     keep_mask,
-    keep_reference,
     normal,
     normal_block,
+)
+from tests.ops.scalar_random import (
+    derive_reference,
+    keep_reference,
     splitmix_64,
     splitmix_64_stream,
     uniform_reference,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops import operators
-from megazero.ops.cross_entropy import CROSS_ENTROPY
+from megazero.ops.cross_entropy import CROSS_ENTROPY, VocabularySlice
 from megazero.ops.dispatch import CallFacts
 from tests.ops.ranks import Rank, on_ranks
 
@@ -24,7 +24,7 @@ def _sliced_loss(
     def one(group: Rank) -> tuple[Tensor, Tensor]:
         start = group.rank * width
         own = logits[..., start : start + width].clone().requires_grad_()
-        loss = implementation.fn(own, target, group, start, vocab)
+        loss = implementation.fn(own, target, VocabularySlice(group, start, vocab))
         (grad,) = torch.autograd.grad(loss, own, weights.to(loss.dtype))
         return loss.detach(), grad
 
@@ -89,7 +89,7 @@ def test_a_foreign_target_is_nan_and_spoils_no_other_row(implementation, tp: int
 
     def one(group: Rank) -> tuple[Tensor, Tensor]:
         own = logits[..., group.rank * width : (group.rank + 1) * width].clone().requires_grad_()
-        found = implementation.fn(own, target, group, group.rank * width, 13)
+        found = implementation.fn(own, target, VocabularySlice(group, group.rank * width, 13))
         return found.detach(), torch.autograd.grad(found, own, torch.ones(2, 3))[0]
 
     results = on_ranks(tp, one)
@@ -112,7 +112,7 @@ def test_a_gradient_over_the_logits_is_the_same(implementation, dtype) -> None:
 
     def one(overwrite: bool) -> tuple[Tensor, Tensor]:
         logits = given.clone().requires_grad_() * 1
-        loss = implementation.fn(logits, target, SoloGroup(), 0, 13, overwrite)
+        loss = implementation.fn(logits, target, VocabularySlice(SoloGroup(), 0, 13), overwrite)
         (grad,) = torch.autograd.grad(loss, logits, weights)
         return logits, grad
 
@@ -122,7 +122,7 @@ def test_a_gradient_over_the_logits_is_the_same(implementation, dtype) -> None:
     assert torch.equal(apart[0], given)
 
     logits = given.clone().requires_grad_() * 1
-    loss = implementation.fn(logits, target, SoloGroup(), 0, 13, True)
+    loss = implementation.fn(logits, target, VocabularySlice(SoloGroup(), 0, 13), True)
     also = logits.square().sum()
     loss.sum().backward(retain_graph=True)
     for again in (also, loss.sum()):

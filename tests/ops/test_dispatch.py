@@ -24,7 +24,6 @@ from megazero.ops.attention import (
     Slopes,
     Softcap,
     attention,
-    attention_with_lse,
 )
 from megazero.ops.attention.kernel import AttentionKernel
 from megazero.ops.attention.varlen import varlen_knows
@@ -58,6 +57,7 @@ from megazero.ops.to_fp8 import to_fp8
 from megazero.ops.top_k import top_k
 from megazero.ops.update import StepFacts, UpdateCall, update_step
 from megazero.optim.elementwise import Adam, Sgd
+from tests.ops.lse import attention_with_lse
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.mpu.solo_group import SoloGroup
-from megazero.ops.cross_entropy import CHUNKED_PASSES
+from megazero.ops.cross_entropy import CHUNKED_PASSES, VocabularySlice
 from megazero.ops.dispatch import CallFacts
 from megazero.ops.linear_cross_entropy import (
     BLOCK,
     LINEAR_CROSS_ENTROPY,
-    VocabularySlice,
+    Projection,
     linear_cross_entropy_cuda,
 )
 from tests.kernels.harness import Bound, in_every_order, watched
 from tests.ops.ranks import on_ranks
+
+
+def whole(vocab: int) -> VocabularySlice:
+    """The vocabulary on one rank."""
+    return VocabularySlice(SoloGroup(), 0, vocab)
 
 
 def inputs(vocab: int, padded: int = 16, dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -46,7 +51,7 @@ def on_slices(fn, given, vocab: int, tp: int, block: int) -> tuple[Tensor, Tenso
     def one(group):
         start = group.rank * rows
         leaves = x.clone().requires_grad_(), weight[start : start + rows].clone().requires_grad_()
-        loss = fn(*leaves, target, group, start, vocab, block)
+        loss = fn(*leaves, target, VocabularySlice(group, start, vocab), block)
         return loss.detach(), *torch.autograd.grad(loss, leaves, weights.to(loss.dtype))
 
     results = on_ranks(tp, one)
@@ -75,7 +80,7 @@ def test_a_foreign_target_is_nan_and_spoils_no_other_loss(bad: int) -> None:
     x, weight, target, _ = inputs(13)
     target[1, 2] = bad
     fn = LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn
-    loss = fn(x, weight, target, SoloGroup(), 0, 13, 4)
+    loss = fn(x, weight, target, whole(13), 4)
     assert loss.isnan().nonzero().tolist() == [[1, 2]]
 
 
@@ -97,7 +102,7 @@ def test_the_logits_are_never_whole(block: int, logits: int) -> None:
     x, weight = torch.randn(200, 1, 2, requires_grad=True), torch.randn(128, 2, requires_grad=True)
     fn = LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn
     with _Largest() as seen:
-        fn(x, weight, torch.zeros(200, 1, dtype=torch.int64), SoloGroup(), 0, 128, block).sum().backward()
+        fn(x, weight, torch.zeros(200, 1, dtype=torch.int64), whole(128), block).sum().backward()
     assert seen.elements == logits
 
 
@@ -119,7 +124,7 @@ def test_tiles_equal_the_whole(tiles: int, tp: int) -> None:
 def test_gradcheck(tiles: int) -> None:
     x, weight, target, _ = inputs(13)
     leaves = x.requires_grad_(), weight.requires_grad_()
-    assert torch.autograd.gradcheck(lambda *w: chosen()(*w, target, SoloGroup(), 0, 13, 5, tiles), leaves)
+    assert torch.autograd.gradcheck(lambda *w: chosen()(*w, target, whole(13), 5, tiles), leaves)
 
 
 @pytest.mark.parametrize("tiles", [1, 4])
@@ -128,7 +133,7 @@ def test_the_gradient_of_a_scaled_loss(tiles: int, scale) -> None:
     """Head and input alike: DeepSpeed 0.19.8 scales the input's gradient alone."""
     x, weight, target, weights = inputs(13)
     leaves = x.requires_grad_(), weight.requires_grad_()
-    loss = (chosen()(*leaves, target, SoloGroup(), 0, 13, 5, tiles) * scale * weights).sum()
+    loss = (chosen()(*leaves, target, whole(13), 5, tiles) * scale * weights).sum()
     _, *true = exactly(x.detach(), weight.detach(), target, weights * scale, 13)
     for ours, other in zip(torch.autograd.grad(loss, leaves), true, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-10)
@@ -164,19 +169,19 @@ def test_one_tile_of_logits_exists_at_a_time() -> None:
     x, weight = torch.randn(200, 1, 2, requires_grad=True), torch.randn(128, 2, requires_grad=True)
     target = torch.zeros(200, 1, dtype=torch.int64)
     with _Largest() as seen:
-        chosen(torch.float32)(x, weight, target, SoloGroup(), 0, 128, 64, 10).sum().backward()
+        chosen(torch.float32)(x, weight, target, whole(128), 64, 10).sum().backward()
     assert seen.elements == 20 * 64
 
 
 def test_without_a_number_tiles_stay_below_a_gibibyte() -> None:
     """So kernels that count elements in 32 bits never see more than they can, however long the sequence."""
-    part = VocabularySlice(SoloGroup(), 0, 128_256, BLOCK, 0, CHUNKED_PASSES)
+    how = Projection(whole(128_256), BLOCK, 0, CHUNKED_PASSES)
     for tokens in (1, 32_768, 462_500, 2**24):
-        tiles = part.tokens(tokens, 128_256)
+        tiles = how.tokens(tokens, 128_256)
         assert [t.start for t in tiles[1:]] == [t.stop for t in tiles[:-1]]
         assert tiles[-1].stop == tokens
         assert max(t.stop - t.start for t in tiles) * BLOCK * 4 <= 2**30
-    assert len(part.tokens(32_768, 128_256)) == 1
+    assert len(how.tokens(32_768, 128_256)) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -187,7 +192,7 @@ def test_by_the_kernels_for_gpus(dtype, block: int) -> None:
 
     def run(kernels):
         leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        loss = linear_cross_entropy_cuda(*leaves, target, SoloGroup(), 0, 29, block, kernels=kernels)
+        loss = linear_cross_entropy_cuda(*leaves, target, whole(29), block, kernels=kernels)
         return loss, *torch.autograd.grad(loss, leaves, weights)
 
     found, true = in_every_order(run), exactly(*given, 29)

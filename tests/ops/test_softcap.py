@@ -14,8 +14,8 @@ from megazero.ops.attention import (
     MaskKind,
     Softcap,
     attend,
-    attention_with_lse,
 )
+from tests.ops.lse import attention_with_lse
 
 KNOW_BOUNDS = {"flex", "composed", "reference"}
 

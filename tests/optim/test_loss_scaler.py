@@ -7,7 +7,6 @@ from megazero.errors import ConfigError, NumericsError
 from megazero.optim.loss_scaler import (
     LARGEST_SCALE,
     DynamicLossScaler,
-    NoScaler,
     ScalerState,
     StaticLossScaler,
     build_loss_scaler,
@@ -89,7 +88,9 @@ def test_the_scale_never_grows_to_infinity():
     assert [scale for scale, _, _ in run(scaler, "...")] == [LARGEST_SCALE] * 3
 
 
-@pytest.mark.parametrize(("scaler", "scale"), [(StaticLossScaler(128.0), 128.0), (NoScaler(), 1.0)])
+@pytest.mark.parametrize(
+    ("scaler", "scale"), [(StaticLossScaler(128.0), 128.0), (StaticLossScaler(1.0), 1.0)]
+)
 def test_static_scales_never_move(scaler, scale):
     assert [s for s, _, _ in run(scaler, "xx..xxxx")] == [scale] * 8
 
@@ -102,8 +103,8 @@ def test_first_scale_below_the_floor_is_refused():
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({"dtype": "fp32"}, NoScaler()),
-        ({"dtype": "bf16"}, NoScaler()),
+        ({"dtype": "fp32"}, StaticLossScaler(1.0)),
+        ({"dtype": "bf16"}, StaticLossScaler(1.0)),
         ({"dtype": "fp16", "loss_scale": 512.0}, StaticLossScaler(512.0)),
         ({"dtype": "bf16", "loss_scale": 4.0}, StaticLossScaler(4.0)),
         ({"dtype": "fp16"}, DynamicLossScaler(2.0**32, 1.0, 1000, 2)),

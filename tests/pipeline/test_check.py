@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megazero.pipeline.actions import Exchange, Instruction, Program, ScheduleError
-from megazero.pipeline.check import check
 from megazero.pipeline.lower import add_transfers, lower
 from megazero.pipeline.schedules import build_schedule, gpipe, one_f_one_b
+from tests.pipeline.check import check
 from tests.pipeline.samples import FAMILIES, action
 
 List = tuple[Instruction, ...]

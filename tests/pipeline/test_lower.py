@@ -7,10 +7,10 @@ from itertools import product
 import pytest
 
 from megazero.pipeline.actions import Action, Exchange, Op
-from megazero.pipeline.check import check
 from megazero.pipeline.lower import add_gathers, add_reductions, add_transfers, lower
 from megazero.pipeline.schedules import forward_only, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from megazero.pipeline.simulate import Costs, simulate
+from tests.pipeline.check import check
 from tests.pipeline.samples import FAMILIES, lines, schedules
 
 

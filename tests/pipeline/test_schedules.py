@@ -11,7 +11,6 @@ from megazero.pipeline.actions import Op
 from megazero.pipeline.render import render_text
 from megazero.pipeline.schedules import (
     KINDS,
-    activation_bound,
     build_schedule,
     forward_only,
     gpipe,
@@ -21,7 +20,7 @@ from megazero.pipeline.schedules import (
     zb_v,
 )
 from megazero.pipeline.simulate import Costs, simulate
-from tests.pipeline.samples import FAMILIES, action, schedules
+from tests.pipeline.samples import FAMILIES, action, activation_bound, gaps, schedules
 
 GRIDS = [
     (
@@ -160,7 +159,7 @@ def test_zb_v_never_idles_once_started():
     for p in range(1, 7):
         for m in range(2 * p - 1, 16):
             timeline = simulate(zb_v(p, m), Costs(forward=2, input=2, weight=2))
-            assert timeline.gaps == (0,) * p
+            assert gaps(timeline) == (0,) * p
             assert [spans[0].start for spans in timeline.spans] == list(range(p))
             assert timeline.peak_activations == (2 * p,) * p
 

@@ -9,7 +9,7 @@ from megazero.pipeline.actions import Program, Schedule, ScheduleError
 from megazero.pipeline.lower import add_gathers, add_transfers, lower
 from megazero.pipeline.schedules import one_f_one_b, zb_h1, zb_v
 from megazero.pipeline.simulate import Costs, simulate
-from tests.pipeline.samples import FAMILIES, action, schedules
+from tests.pipeline.samples import FAMILIES, action, gaps, schedules
 
 
 def starts(timeline) -> list[list[float]]:
@@ -22,7 +22,7 @@ def test_durations():
     assert timeline.makespan == 9
     assert timeline.busy == (6, 6)
     assert timeline.bubble == pytest.approx(1 / 3)
-    assert timeline.gaps == (3, 0)
+    assert gaps(timeline) == (3, 0)
 
 
 def test_costs_are_of_a_stage_or_of_each_chunk():

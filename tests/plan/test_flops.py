@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from megazero.errors import ConfigError
-from megazero.plan.device import Device
 from megazero.plan.flops import COUNTS, Rate, Shape, step_flops
 
 
@@ -57,10 +56,3 @@ def test_rates_of_two_counts_are_not_compared():
         mfu.over(hfu)
     with pytest.raises(ConfigError, match="must be one of hardware-full"):
         step_flops("mfu", gpt(1, 8, 1), [1])
-
-
-def test_a_utilization_names_its_peak():
-    rate, h100 = Rate("model", 763e12), Device.load("h100")
-    text = rate.utilization(h100, "float8_e4m3fn")
-    assert text == "38.6% of 1,979 TFLOP/s (float8_e4m3fn, h100), counted as model"
-    assert rate.utilization(h100, "bfloat16").startswith("77.1% of 989 TFLOP/s")

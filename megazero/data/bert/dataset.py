@@ -126,10 +126,6 @@ class BERTDataset(SampleDataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """Sample `index` of the shuffled order, arrays [T] and []. IndexError past the end."""
-        return {key: array[0] for key, array in self.batch([index]).items()}
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked. IndexError past the end, DataError for foreign ids."""
         where = f"the {self.name} split of {self.indexed.prefix}"

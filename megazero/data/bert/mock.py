@@ -32,9 +32,6 @@ class MockBERTDataset(SampleDataset):
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {key: array[0] for key, array in self.batch([index]).items()}
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, arrays [b, T] and [b]. IndexError past the end."""
         texts, sizes, rows, first = [], [], [], 0

@@ -103,17 +103,7 @@ def read_mmididx_header(path: Path, index: np.ndarray) -> tuple[int, int, int]:
 
     Raises DataError for another kind or version, and for a file too short to have a header.
     """
-    if index.size < MMIDIDX_HEADER.size:
-        raise DataError(
-            f"`{path}` must hold a header of {MMIDIDX_HEADER.size} bytes, but is {index.size} bytes long; "
-            "the file is cut short, preprocess the corpus again."
-        )
-    magic, version, code, sequences, entries = MMIDIDX_HEADER.unpack(bytes(index[: MMIDIDX_HEADER.size]))
-    if magic != MMIDIDX_MAGIC:
-        raise DataError(
-            f"`{path}` must start with {MMIDIDX_MAGIC!r}, but starts with {magic!r}; give an .idx."
-        )
-    _check_version(path, version)
+    code, sequences, entries = _header(path, index, MMIDIDX_HEADER, MMIDIDX_MAGIC)
     return code, sequences, entries
 
 
@@ -127,19 +117,7 @@ def split_mmididx(index: np.ndarray, sequences: int) -> tuple[np.ndarray, np.nda
 
 def parse_tntidx(path: Path, index: np.ndarray, bin_size: int) -> IndexTables:
     """Check and convert a legacy TNTIDX file (one-dimensional items); arguments as for `parse_mmididx`."""
-    if index.size < TNTIDX_HEADER.size:
-        raise DataError(
-            f"`{path}` must hold a header of {TNTIDX_HEADER.size} bytes, but is {index.size} bytes long; "
-            "the file is cut short, preprocess the corpus again."
-        )
-    magic, version, code, itemsize, items, sizes, entries = TNTIDX_HEADER.unpack(
-        bytes(index[: TNTIDX_HEADER.size])
-    )
-    if magic != TNTIDX_MAGIC:
-        raise DataError(
-            f"`{path}` must start with {TNTIDX_MAGIC!r}, but starts with {magic!r}; give an .idx."
-        )
-    _check_version(path, version)
+    code, itemsize, items, sizes, entries = _header(path, index, TNTIDX_HEADER, TNTIDX_MAGIC)
     dtype = _dtype_of_code(path, code)
     if itemsize != dtype.itemsize:
         raise DataError(
@@ -179,9 +157,19 @@ def parse_tntidx(path: Path, index: np.ndarray, bin_size: int) -> IndexTables:
     return IndexTables(dtype, lengths, offsets, documents, None, bin_size // dtype.itemsize)
 
 
-def _check_version(path: Path, version: int) -> None:
+def _header(path: Path, index: np.ndarray, header: struct.Struct, kind: bytes) -> tuple[int, ...]:
+    """The fields of a header after its magic and its version, which are checked."""
+    if index.size < header.size:
+        raise DataError(
+            f"`{path}` must hold a header of {header.size} bytes, but is {index.size} bytes long; "
+            "the file is cut short, preprocess the corpus again."
+        )
+    magic, version, *fields = header.unpack(bytes(index[: header.size]))
+    if magic != kind:
+        raise DataError(f"`{path}` must start with {kind!r}, but starts with {magic!r}; give an .idx.")
     if version != 1:
         raise DataError(f"`version` of {path} must be 1, but is {version}; the header is damaged or foreign.")
+    return tuple(fields)
 
 
 def _dtype_of_code(path: Path, code: int) -> np.dtype:

@@ -56,6 +56,10 @@ class IndexedDataset:
     DataError when there is no sidecar). guarded: compare each block of them when it is first used, as far as
     there is a sidecar, and know when the files change: see `guard`, which without it does nothing. Raises
     DataError if anything in the files contradicts the format.
+
+    lengths: int32 [S], tokens of each sequence; offsets: int64 [S], its first byte in the `.bin`;
+    document_index: int64 [documents + 1], the sequence at which each document starts, first 0, last S; modes:
+    int8 [S] for a multimodal dataset, else None; tokens: `dtype` [total_tokens], all sequences in a row.
     """
 
     def __init__(
@@ -74,8 +78,11 @@ class IndexedDataset:
         self._sidecar = Sidecar.load(self.path_sum)
         if self._sidecar is not None:
             self._sidecar.check_index(self.path_sum, self._idx_hash, self._index.size, self._bytes.size)
-        self._tables = self._parse()
-        self._tokens = self._bytes.view(self._tables.dtype)
+        tables = self._parse()
+        self.dtype, self.total_tokens = tables.dtype, tables.total_tokens
+        self.lengths, self.offsets, self.modes = tables.lengths, tables.offsets, tables.modes
+        self.document_index = tables.document_index
+        self.tokens = self._bytes.view(tables.dtype)
         self._check_signs()
         self._blocks = self._summed_blocks()
         self.guard = Guard(self.prefix, files, self._blocks) if guarded else Guard(self.prefix, {}, None)
@@ -87,49 +94,11 @@ class IndexedDataset:
 
     def _check_signs(self) -> None:
         """Refuse negative ids of 1 or 2 bytes: so rare a type is more likely a flipped bit in the header."""
-        if (
-            self.dtype.kind == "i"
-            and self.dtype.itemsize <= 2
-            and self._tokens.size
-            and self._tokens.min() < 0
-        ):
+        if self.dtype.kind == "i" and self.dtype.itemsize <= 2 and self.tokens.size and self.tokens.min() < 0:
             raise DataError(
-                f"`token ids` of {self.path_bin} must not be negative, but one is {int(self._tokens.min())} "
+                f"`token ids` of {self.path_bin} must not be negative, but one is {int(self.tokens.min())} "
                 f"as {self.dtype.name}; the element code in the index is damaged."
             )
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self._tables.dtype
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int32 [S], tokens of each sequence."""
-        return self._tables.lengths
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """int64 [S], byte offset of each sequence in the `.bin`."""
-        return self._tables.offsets
-
-    @property
-    def document_index(self) -> np.ndarray:
-        """int64 [documents + 1], the sequence at which each document starts; first 0, last S."""
-        return self._tables.document_index
-
-    @property
-    def modes(self) -> np.ndarray | None:
-        """int8 [S] for a multimodal dataset, else None."""
-        return self._tables.modes
-
-    @property
-    def total_tokens(self) -> int:
-        return self._tables.total_tokens
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """`dtype` [total_tokens], all sequences in a row."""
-        return self._tokens
 
     @property
     def has_checksums(self) -> bool:
@@ -171,7 +140,7 @@ class IndexedDataset:
         size = self.dtype.itemsize
         begin = int(self.offsets[index]) // size + int(offset)
         self.guard.before_use(lambda: (np.array([begin * size]), np.array([(begin + count) * size])))
-        return self._tokens[begin : begin + count]
+        return self.tokens[begin : begin + count]
 
     def document(self, number: int) -> list[np.ndarray]:
         """The sequences of document `number`, in order; empty documents give an empty list."""
@@ -231,14 +200,14 @@ class IndexedDataset:
             return
         if self._sidecar is not None:
             self._check_bin()
-        if self.dtype.kind == "i" and self._tokens.size:
-            for begin in range(0, self._tokens.size, 1 << 22):
-                part = self._tokens[begin : begin + (1 << 22)]
+        if self.dtype.kind == "i" and self.tokens.size:
+            for begin in range(0, self.tokens.size, 1 << 22):
+                part = self.tokens[begin : begin + (1 << 22)]
                 if int(part.min()) < 0:
                     at = begin + int(np.argmin(part))
                     raise DataError(
                         f"`token ids` of {self.path_bin} must not be negative, but token {at} is "
-                        f"{int(self._tokens[at])}; the file is damaged."
+                        f"{int(self.tokens[at])}; the file is damaged."
                     )
 
     def _check_bin(self) -> None:

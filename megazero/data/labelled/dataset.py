@@ -92,9 +92,6 @@ class EpochOrder(SampleDataset):
     def __len__(self) -> int:
         return self._epochs * self._size
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {key: array[0] for key, array in self.batch([index]).items()}
-
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples at these positions, as `LabelledSamples.batch` gives them. IndexError past the end."""
         positions = sample_numbers(indices, len(self), f"the {self.name} split")

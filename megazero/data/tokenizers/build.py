@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megazero.data.tokenizers.base import Tokenizer
+from megazero.data.tokenizers.library import load_gpt2_bpe, load_tokenizer_json
+from megazero.data.tokenizers.sentence_piece import (
+    GPTSentencePieceTokenizer,
+    Llama2Tokenizer,
+    SentencePieceTokenizer,
+)
+from megazero.data.tokenizers.simple import ByteLevelTokenizer, NullTokenizer
+from megazero.data.tokenizers.wordpiece import load_wordpiece
 from megazero.errors import DataError
 
 
@@ -28,52 +36,12 @@ class TokenizerSpec:
     extra_ids: int = 0
 
 
-def _gpt2(spec: TokenizerSpec) -> Tokenizer:
-    from megazero.data.tokenizers.library import load_gpt2_bpe
-
-    return load_gpt2_bpe(spec.vocab_file, spec.merge_file)
-
-
 def _tokenizer_json(spec: TokenizerSpec) -> Tokenizer:
-    from megazero.data.tokenizers.library import load_tokenizer_json
-
     return load_tokenizer_json(spec.model, spec.kind)
 
 
 def _bert(spec: TokenizerSpec) -> Tokenizer:
-    from megazero.data.tokenizers.wordpiece import load_wordpiece
-
     return load_wordpiece(spec.vocab_file, spec.kind, spec.extra_ids)
-
-
-def _gpt_sentencepiece(spec: TokenizerSpec) -> Tokenizer:
-    from megazero.data.tokenizers.sentence_piece import GPTSentencePieceTokenizer
-
-    return GPTSentencePieceTokenizer(spec.model)
-
-
-def _llama2(spec: TokenizerSpec) -> Tokenizer:
-    from megazero.data.tokenizers.sentence_piece import Llama2Tokenizer
-
-    return Llama2Tokenizer(spec.model)
-
-
-def _sentencepiece(spec: TokenizerSpec) -> Tokenizer:
-    from megazero.data.tokenizers.sentence_piece import SentencePieceTokenizer
-
-    return SentencePieceTokenizer(spec.model, spec.extra_ids)
-
-
-def _bytes(spec: TokenizerSpec) -> Tokenizer:
-    from megazero.data.tokenizers.simple import ByteLevelTokenizer
-
-    return ByteLevelTokenizer()
-
-
-def _null(spec: TokenizerSpec) -> Tokenizer:
-    from megazero.data.tokenizers.simple import NullTokenizer
-
-    return NullTokenizer(spec.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -85,17 +53,19 @@ class _TokenizerKind:
 
 _KINDS = MappingProxyType(
     {
-        "GPT2BPETokenizer": _TokenizerKind(_gpt2),
+        "GPT2BPETokenizer": _TokenizerKind(lambda spec: load_gpt2_bpe(spec.vocab_file, spec.merge_file)),
         "HFTokenizer": _TokenizerKind(_tokenizer_json),
         "HuggingFaceTokenizer": _TokenizerKind(_tokenizer_json),
         "TokenizerJson": _TokenizerKind(_tokenizer_json),
-        "SentencePieceTokenizer": _TokenizerKind(_sentencepiece, has_extra_ids=True),
-        "GPTSentencePieceTokenizer": _TokenizerKind(_gpt_sentencepiece),
-        "Llama2Tokenizer": _TokenizerKind(_llama2),
+        "SentencePieceTokenizer": _TokenizerKind(
+            lambda spec: SentencePieceTokenizer(spec.model, spec.extra_ids), has_extra_ids=True
+        ),
+        "GPTSentencePieceTokenizer": _TokenizerKind(lambda spec: GPTSentencePieceTokenizer(spec.model)),
+        "Llama2Tokenizer": _TokenizerKind(lambda spec: Llama2Tokenizer(spec.model)),
         "BertWordPieceLowerCase": _TokenizerKind(_bert, has_extra_ids=True),
         "BertWordPieceCase": _TokenizerKind(_bert, has_extra_ids=True),
-        "ByteLevelTokenizer": _TokenizerKind(_bytes),
-        "NullTokenizer": _TokenizerKind(_null, needs_vocab_size=True),
+        "ByteLevelTokenizer": _TokenizerKind(lambda spec: ByteLevelTokenizer()),
+        "NullTokenizer": _TokenizerKind(lambda spec: NullTokenizer(spec.vocab_size), needs_vocab_size=True),
     }
 )
 

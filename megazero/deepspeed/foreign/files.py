@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.errors import DamagedCheckpointError
 
 UNIVERSAL = "zero"
 """The folder that DeepSpeed's universal checkpoints have beside the model's files."""
@@ -85,21 +85,6 @@ def find_files(folder: Path) -> Files | None:
 
 def _matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> Iterable[tuple[Path, re.Match[str]]]:
     return ((path, match) for path in paths if (match := pattern.fullmatch(path.name)))
-
-
-def require_files(folder: Path) -> Files:
-    """DeepSpeed's files in the folder of a tag.
-
-    Raises:
-        CheckpointError: it is none of DeepSpeed's, or holds no file of the model.
-    """
-    files = find_files(folder)
-    if files is None or not files.model:
-        raise CheckpointError(
-            f"`{folder}` must hold files such as mp_rank_00_model_states.pt, but has "
-            f"{inventory(folder)}; give the folder of a tag"
-        )
-    return files
 
 
 def inventory(folder: Path, most: int = 5) -> str:

@@ -238,11 +238,6 @@ def partition_of(param: nn.Parameter) -> Partition | None:
     return home if isinstance(home, Partition) else None
 
 
-def is_partitioned(param: nn.Parameter) -> bool:
-    """Whether `Init` has sharded the parameter and no engine has taken it over yet."""
-    return partition_of(param) is not None
-
-
 def _touches(func: Callable[..., Any]) -> bool:
     """Whether a function of torch reads or writes values."""
     name: str = getattr(func, "__name__", "")

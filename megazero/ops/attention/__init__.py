@@ -54,7 +54,6 @@ __all__ = [
     "Softcap",
     "attend",
     "attention",
-    "attention_with_lse",
     "backward_of_part",
     "forward_of_part",
     "head_kind",
@@ -117,34 +116,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, offset: Tensor 
             alone = partial(_attend, lse=False)
             return attention_by_document(q, k, v, call, call.documents.lengths, lambda *run: alone(*run)[0])
     return _attend(q, k, v, call, lse=False)[0]
-
-
-def attention_with_lse(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    mask: Tensor | None = None,
-    document_ids: Tensor | Documents | None = None,
-    bias: Bias | None = None,
-    dropout: AttentionDropout | None = None,
-    scale: float | None = None,
-    pattern: Pattern = ALL,
-    part: Part | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`attention`, and the log-sum-exp of each query's scores: [b, n, s], fp32 (fp64 for fp64).
-
-    With both, attention over parts of the keys can be merged into attention over all of them: it is the sum
-    of w_i out_i with weights w_i = exp(lse_i - logsumexp_j lse_j) (Milakov & Gimelshein 2018; ring attention
-    of Liu et al. 2023). Gradients flow through both. The log-sum-exp is -inf for a query that may attend to
-    nothing. Scores of dropped probabilities count: dropout affects only the result.
-    """
-    documents = Documents(document_ids) if isinstance(document_ids, Tensor) else document_ids
-    call = AttentionCall(_scale(q, scale), mask, documents, bias, dropout, pattern.causally(causal), part)
-    out, lse = _attend(q, k, v, call, lse=True)
-    assert lse is not None, "the table has no implementation without it for such a call"
-    return out, lse
 
 
 @contextmanager

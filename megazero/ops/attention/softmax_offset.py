@@ -17,7 +17,7 @@ def with_softmax_offset(out: Tensor, lse: Tensor, offset: Tensor) -> Tensor:
     where parts of the keys are merged, this comes once, after the last one.
 
     Args:
-        out: [s, b, n e] or [s, b, n, e], as `attention_with_lse` gives it.
+        out: [s, b, n e] or [s, b, n, e], as attention gives it.
         lse: [b, n, s], the log-sum-exp of each row.
         offset: [n], the logit of each head; gradients flow to it.
     """

@@ -33,6 +33,7 @@ from megazero.ops.dispatch import (
     CallFacts,
     Implementation,
     Operator,
+    Requirement,
     kinds_of_calls,
     where,
 )
@@ -91,70 +92,40 @@ class AttentionFacts(CallFacts):
     heads: HeadKind = HeadKind.ALIKE
 
 
-def _flash_pays(facts: AttentionFacts) -> bool:
-    """Whether the blocked backward pays: torch's is faster in fp32, but lacks our dropout and the lse."""
-    return facts.dropout or facts.lse or facts.dtype == torch.bfloat16
-
-
-_FLASH_PAYS = "pays with dropout, lse or bfloat16 only"
-
-
-def _cuda_pays(facts: AttentionFacts) -> bool:
-    """Whether our kernels do what torch's fastest do not."""
-    return facts.dropout or facts.lse or _masked(facts)
+def _masked(facts: AttentionFacts) -> bool:
+    return facts.mask not in (MaskKind.NONE, MaskKind.CAUSAL)
 
 
 def _in_order(facts: AttentionFacts) -> bool:
     return facts.mask not in (MaskKind.PART, MaskKind.PATTERN)
 
 
-def _restricted(facts: AttentionFacts) -> bool:
-    return not _in_order(facts)
-
-
-_IN_ORDER = "knows no sinks, prefix, blocks or places of parts"
-_RESTRICTED = "pays with sinks, a prefix, blocks or places of parts only"
-
-
-def _flex_pays(facts: AttentionFacts) -> bool:
-    return facts.mask is MaskKind.PATTERN or facts.bias in (BiasKind.SLOPES, BiasKind.SOFTCAP)
-
-
-def _flex_serves(facts: AttentionFacts) -> bool:
-    return flex_compiles()
-
-
-_FLEX_PAYS = "pays with sinks, a prefix, blocks, biases by distance or a softcap only"
-_FLEX_SERVES = "needs triton, which is not installed"
-
-
-def _masked(facts: AttentionFacts) -> bool:
-    return facts.mask not in (MaskKind.NONE, MaskKind.CAUSAL)
-
-
-def _one_width(facts: AttentionFacts) -> bool:
-    return facts.heads is not HeadKind.UNLIKE
-
-
-def _no_tensor(facts: AttentionFacts) -> bool:
-    return facts.bias is not BiasKind.TENSOR
-
-
-def _no_softcap(facts: AttentionFacts) -> bool:
-    return facts.bias is not BiasKind.SOFTCAP
-
-
-_NO_TENSOR = "adds no biases but those by distance"
-_NO_SOFTCAP = "does not bound scores"
-_ONE_WIDTH = "serves values as wide as keys only"
-_CUDA_PAYS = "pays with dropout, lse or a mask only"
-
-
-def _varlen_serves(facts: AttentionFacts) -> bool:
-    return varlen_knows(grouped=False)
-
-
-_VARLEN_SERVES = "is not in this torch"
+# torch's blocked backward is faster in fp32, but lacks our dropout and the lse.
+_FLASH_PAYS = Requirement(
+    lambda facts: facts.dropout or facts.lse or facts.dtype == torch.bfloat16,
+    "pays with dropout, lse or bfloat16 only",
+)
+# Our kernels do what torch's fastest do not.
+_CUDA_PAYS = Requirement(
+    lambda facts: facts.dropout or facts.lse or _masked(facts), "pays with dropout, lse or a mask only"
+)
+_IN_ORDER = Requirement(_in_order, "knows no sinks, prefix, blocks or places of parts")
+_RESTRICTED = Requirement(
+    lambda facts: not _in_order(facts), "pays with sinks, a prefix, blocks or places of parts only"
+)
+_FLEX_PAYS = Requirement(
+    lambda facts: facts.mask is MaskKind.PATTERN or facts.bias in (BiasKind.SLOPES, BiasKind.SOFTCAP),
+    "pays with sinks, a prefix, blocks, biases by distance or a softcap only",
+)
+_FLEX_SERVES = Requirement(lambda facts: flex_compiles(), "needs triton, which is not installed")
+_VARLEN_SERVES = Requirement(lambda facts: varlen_knows(grouped=False), "is not in this torch")
+_ONE_WIDTH = Requirement(
+    lambda facts: facts.heads is not HeadKind.UNLIKE, "serves values as wide as keys only"
+)
+_NO_TENSOR = Requirement(
+    lambda facts: facts.bias is not BiasKind.TENSOR, "adds no biases but those by distance"
+)
+_NO_SOFTCAP = Requirement(lambda facts: facts.bias is not BiasKind.SOFTCAP, "does not bound scores")
 
 # (q, k, v, call) -> the result, and the log-sum-exp where it is computed
 _Attend = Callable[[Tensor, Tensor, Tensor, AttentionCall], tuple[Tensor, Tensor | None]]
@@ -165,17 +136,12 @@ ATTENTION: Operator[_Attend] = Operator(
         Implementation(
             "native_cpu",
             attention_native_cpu,
-            on_native_cpu()
-            .needing(_no_tensor, _NO_TENSOR)
-            .needing(_no_softcap, _NO_SOFTCAP)
-            .needing(_one_width, _ONE_WIDTH),
+            on_native_cpu().needing(_NO_TENSOR, _NO_SOFTCAP, _ONE_WIDTH),
         ),
         Implementation(
             "flash_cpu",
             attention_flash_cpu,
-            where(CPU, _FLASH_DTYPES, bias=BiasKind.NONE)
-            .needing(_one_width, _ONE_WIDTH)
-            .needing(_flash_pays, _FLASH_PAYS),
+            where(CPU, _FLASH_DTYPES, bias=BiasKind.NONE).needing(_ONE_WIDTH, _FLASH_PAYS),
         ),
         Implementation(
             "varlen",
@@ -188,35 +154,32 @@ ATTENTION: Operator[_Attend] = Operator(
                 lse=False,
                 bias=BiasKind.NONE,
                 heads=HeadKind.ALIKE,
-            ).needing(_varlen_serves, _VARLEN_SERVES),
+            ).needing(_VARLEN_SERVES),
             traceable=True,
         ),
         Implementation(
             "cuda",
             attention_cuda,
-            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE)
-            .needing(_cuda_pays, _CUDA_PAYS)
-            .needing(_in_order, _IN_ORDER),
+            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE).needing(_CUDA_PAYS, _IN_ORDER),
         ),
         Implementation(
             "flex",
             attention_flex,
-            where(CUDA, TRAINING_FLOATS, dropout=False, lse=False, heads=HeadKind.ALIKE)
-            .needing(_no_tensor, _NO_TENSOR)
-            .needing(_flex_pays, _FLEX_PAYS)
-            .needing(_flex_serves, _FLEX_SERVES),
+            where(CUDA, TRAINING_FLOATS, dropout=False, lse=False, heads=HeadKind.ALIKE).needing(
+                _NO_TENSOR, _FLEX_PAYS, _FLEX_SERVES
+            ),
         ),
         Implementation(
             "cuda_by_mask",
             attention_cuda_by_mask,
-            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE).needing(_restricted, _RESTRICTED),
+            on_cuda_kernels(bias=BiasKind.NONE, heads=HeadKind.ALIKE).needing(_RESTRICTED),
         ),
         # On a GPU torch's kernels take heads of other widths, and hold as much.
         Implementation("planned", attention_planned, where(META, CUDA_DTYPES, bias=BiasKind.NONE)),
         Implementation(
             "sdpa",
             attention_sdpa,
-            where(dropout=False, lse=False).needing(_no_softcap, _NO_SOFTCAP),
+            where(dropout=False, lse=False).needing(_NO_SOFTCAP),
             traceable=True,
         ),
         Implementation("composed", attention_with_dropout, where(lse=False)),

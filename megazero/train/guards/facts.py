@@ -53,7 +53,7 @@ def step_facts(
         The facts; on other ranks, which write no reports, nothing.
     """
     context = engine.context
-    scale = attempt.grad_norm / attempt.sums_norm if attempt.sums_norm else 1.0
+    scale = attempt.grad_norm / attempt.totals.norm if attempt.totals.norm else 1.0
     norms = {name: norm * scale for name, norm in engine.optimizer.measures.gradient_norms().items()}
     first = engine.executor.terms[0]
     part: _ReplicaFacts = {

@@ -140,7 +140,7 @@ def _bits(attempt: Attempt) -> list[int]:
 
 
 def _sums(attempt: Attempt) -> list[str]:
-    return [attempt.losses.trained_total.hex(), attempt.sums_norm.hex()]
+    return [attempt.losses.trained_total.hex(), attempt.totals.norm.hex()]
 
 
 def _unlike(left: Sequence[int], right: Sequence[int]) -> list[int]:

@@ -310,11 +310,6 @@ class EvalMetrics:
         return self.progress.iteration
 
     @property
-    def consumed_samples(self) -> int:
-        """The number of training sequences consumed before it."""
-        return self.progress.samples
-
-    @property
     def perplexity(self) -> float | None:
         """exp(loss) for the first term; as in Megatron, the loss is capped at 20 to keep it readable."""
         loss = self.losses.main
@@ -325,7 +320,7 @@ class EvalMetrics:
         record = _with_terms({"iteration": self.iteration, "split": self.split, "losses": self.losses})
         return {
             **record,
-            "consumed_samples": self.consumed_samples,
+            "consumed_samples": self.progress.samples,
             "consumed_tokens": self.progress.tokens,
             "num_tokens": self.num_tokens,
             "seconds": self.seconds,

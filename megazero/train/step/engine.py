@@ -124,14 +124,9 @@ class Attempt:
         return self.totals.losses
 
     @property
-    def sums_norm(self) -> float:
-        """Global norm of the gradient sums, which contain the loss scale; 0 with nothing to train on."""
-        return self.totals.norm
-
-    @property
     def grad_norm(self) -> float:
         """Global norm of the gradient, before clipping."""
-        return self.sums_norm * (1.0 / self.scale)
+        return self.totals.norm * (1.0 / self.scale)
 
 
 @dataclass(frozen=True)
@@ -286,7 +281,7 @@ class Engine:
                 return StepResult(losses, attempt.grad_norm, lr, scale, Outcome.HELD)
             tokens = self.loads.update(attempt.tallies)
             sound = math.isfinite(losses.trained_total) or self.context.device.type == "meta"
-            norm = attempt.sums_norm if sound else math.nan
+            norm = attempt.totals.norm if sound else math.nan
             decay = self.schedules.weight_decay.at(progress)
             report = self.optimizer.step(
                 self.schedules.rates(progress), decay, 1.0 / scale, norm, queued=queued

@@ -139,7 +139,7 @@ class Totals:
 
     @property
     def norm(self) -> float:
-        """The norm of the gradient sums; 0 where there is nothing to train on."""
+        """Global norm of the gradient sums, which contain the loss scale; 0 with nothing to train on."""
         return 0.0 if self.losses.total is None else math.sqrt(self._values[-1])
 
     def norm_on_device(self) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megazero.errors import OffloadError
 from megazero.mpu.slab import Slab
-from megazero.zero.store.tier import Tier, TierSlot, Traffic
+from megazero.zero.store.tier import StillTier, TierSlot
 
 _GROUPS = Path("/sys/fs/cgroup")
 _CGROUPS = (
@@ -20,7 +20,7 @@ _CGROUPS = (
 )
 
 
-class HostTier(Tier):
+class HostTier(StillTier):
     """Keeps tensors in the host's memory, where they are worked on too, so nothing is moved.
 
     Args:
@@ -28,7 +28,6 @@ class HostTier(Tier):
     """
 
     name = "cpu"
-    in_place = True
 
     def __init__(self, slab: Slab | None = None):
         self._slab = slab or Slab()
@@ -47,12 +46,6 @@ class HostTier(Tier):
         self._kept[slot] = self._slab.take(lead + slot.nbytes)[lead:].zero_().view(dtype)
         return slot
 
-    def prefetch(self, slot: TierSlot) -> None:
-        return None  # it is here
-
-    def ready(self, slot: TierSlot) -> bool:
-        return True
-
     def fetch(self, slot: TierSlot) -> Tensor:
         return self._kept[slot]
 
@@ -62,22 +55,9 @@ class HostTier(Tier):
     def put(self, slot: TierSlot, content: Tensor) -> None:
         assert content is self._kept[slot], "what is worked on is what is kept"
 
-    def drop(self, slot: TierSlot, content: Tensor) -> None:
-        assert content is self._kept[slot], "what is worked on is what is kept"
-
-    def at_rest(self, slot: TierSlot) -> Tensor:
-        return self._kept[slot]
-
-    def traffic(self) -> Traffic:
-        return Traffic()
-
     @property
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self._kept)
-
-    @property
-    def buffer_bytes(self) -> int:
-        return 0
 
 
 def available_memory() -> int:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megazero.zero.store.tier import Tier, TierSlot, Traffic
+from megazero.zero.store.tier import StillTier, TierSlot
 
 
-class MetaTier(Tier):
+class MetaTier(StillTier):
     """Keeps sizes alone, for a model on the meta device, so that a launch can be planned on a small machine.
 
     Args:
         name: the name of the tier that it stands for.
     """
 
-    in_place = True
     nbytes = 0
-    buffer_bytes = 0
 
     def __init__(self, name: str):
         self.name = name
@@ -27,12 +25,6 @@ class MetaTier(Tier):
         self.nbytes += slot.nbytes
         return slot
 
-    def prefetch(self, slot: TierSlot) -> None:
-        return None
-
-    def ready(self, slot: TierSlot) -> bool:
-        return True
-
     def fetch(self, slot: TierSlot) -> Tensor:
         return torch.empty(slot.numel, dtype=slot.dtype, device="meta")
 
@@ -41,12 +33,3 @@ class MetaTier(Tier):
 
     def put(self, slot: TierSlot, content: Tensor) -> None:
         return None
-
-    def drop(self, slot: TierSlot, content: Tensor) -> None:
-        return None
-
-    def at_rest(self, slot: TierSlot) -> Tensor:
-        return self.fetch(slot)
-
-    def traffic(self) -> Traffic:
-        return Traffic()

@@ -107,3 +107,25 @@ class Tier(Protocol):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of memory for buffers, in use or not."""
+
+
+class StillTier(Tier):
+    """A tier whose content is worked on where it is kept, so that nothing is moved."""
+
+    in_place = True
+    buffer_bytes = 0
+
+    def prefetch(self, slot: TierSlot) -> None:
+        return None  # it is here
+
+    def ready(self, slot: TierSlot) -> bool:
+        return True
+
+    def drop(self, slot: TierSlot, content: Tensor) -> None:
+        self.put(slot, content)
+
+    def at_rest(self, slot: TierSlot) -> Tensor:
+        return self.fetch(slot)
+
+    def traffic(self) -> Traffic:
+        return Traffic()

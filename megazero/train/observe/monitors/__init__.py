@@ -15,17 +15,6 @@ from megazero.train.observe.monitors.jsonl import JsonlMonitor
 from megazero.train.observe.monitors.tensorboard import TensorBoardMonitor
 from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
 
-__all__ = [
-    "CompositeMonitor",
-    "ConsoleMonitor",
-    "CsvMonitor",
-    "JsonlMonitor",
-    "Monitor",
-    "TensorBoardMonitor",
-    "WandbMonitor",
-    "build_monitors",
-]
-
 
 def build_monitors(
     config: Config, is_writer_rank: bool, resume_iteration: int = 0, total_iterations: int | None = None

@@ -52,7 +52,7 @@ class TensorBoardMonitor(Monitor):
         values = metrics.charts(with_perplexity=self._config.log_validation_ppl_to_tensorboard)
         for tag, value in values.items():
             self._add(tag, value, metrics.iteration)
-            self._add(f"{tag} vs samples", value, metrics.consumed_samples)
+            self._add(f"{tag} vs samples", value, metrics.progress.samples)
         self._writer.flush()
 
     def close(self) -> None:
