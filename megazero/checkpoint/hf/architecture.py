@@ -134,6 +134,7 @@ VARIANTS = MappingProxyType(
         "multi_latent_attention": False,
         "mtp_num_layers": None,
         "is_hybrid_model": False,
+        "heterogeneous_layers_config_encoded_json": None,
         "use_parallel_residual": False,
         "moe_router_bias": False,
         "sparse_attention": "dense",
