@@ -9,8 +9,8 @@ from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any, Literal
 
-from megazero.config.rules.table import broken_rules
 from megazero.config.heterogeneous.shapes import LayerShape, text_of
+from megazero.config.rules.table import broken_rules
 from megazero.config.tree.acceleration import AccelerationConfig
 from megazero.config.tree.config import Config
 from megazero.config.tree.curriculum import CurriculumConfig

@@ -112,7 +112,9 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
         "query heads of each layer must share keys in groups of one size",
         "change `num_query_groups` or `n_heads_in_group` of that layer",
         lambda c: not _broken_groups(c),
-        lambda c: f"layer {_broken_groups(c)[0]} does not divide {c.config.model.num_attention_heads} heads so",
+        lambda c: (
+            f"layer {_broken_groups(c)[0]} does not divide {c.config.model.num_attention_heads} heads so"
+        ),
         in_detail=True,
     ),
     Rule(

@@ -87,7 +87,9 @@ def _half(layer: Any, name: str, number: int) -> dict[str, Any]:
     if others := sorted(given.keys() - known):
         raise ValueError(f"must give sizes and `no_op` alone ({where}, `{name}` has `{others[0]}`)")
     if len(given) > 1:
-        raise ValueError(f"must give one size or `no_op` ({where}, `{name}` has {' and '.join(sorted(given))})")
+        raise ValueError(
+            f"must give one size or `no_op` ({where}, `{name}` has {' and '.join(sorted(given))})"
+        )
     for key, value in given.items():
         if not _sound(key, value):
             raise ValueError(f"must have sizes above 0 ({where}, `{name}`: `{key}` is {json.dumps(value)})")
