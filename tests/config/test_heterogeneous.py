@@ -98,7 +98,7 @@ NO_OBJECT = "must be a JSON object with `block_configs`"
         (of({"n_heads_in_group": 0}, {}), "(`block_configs` [0], `attention`: `n_heads_in_group` is 0)"),
         (
             of({"n_heads_in_group": 1.5}, {}),
-            f"must have sizes above 0 {FIRST}, `attention`: `n_heads_in_group` is 1.5)",
+            f"{FIRST}, `attention`: `n_heads_in_group` is 1.5)",
         ),
         (
             of({}, {"ffn_mult": True}),

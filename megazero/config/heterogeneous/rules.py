@@ -58,7 +58,7 @@ def _broken_groups(case: Case) -> list[int]:
 
 
 def _facts_otherwise(case: Case) -> list[str]:
-    """What the file says of the whole model that other settings say otherwise."""
+    """Facts about the whole model that the file gives otherwise than other settings."""
     model = case.config.model
     text = model.heterogeneous_layers_config_encoded_json
     ours = {

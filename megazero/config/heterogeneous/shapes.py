@@ -122,7 +122,7 @@ def shapes_of(text: str, heads: int, hidden: int, size: LayerShape) -> tuple[Lay
 
 
 def facts_of(text: str) -> Mapping[str, Any]:
-    """What a text says of the whole model."""
+    """The settings of the whole model that a text gives."""
     given = json.loads(text)
     return {name: value for name, value in given.items() if name in _FACTS}
 
