@@ -33,7 +33,7 @@ def mlp_of(number: int, held: Slice) -> nn.Module:
     """The MLP of a layer, or its experts."""
     place = (number, held.config, held.placement)
     if experts_of(held.config, number):
-        return MoEMLP(*place, recompute=held.recompute)
+        return MoEMLP(*place, recompute=held.recompute, ids=held.vocab[1])
     return MLP(*place, tiles=held.recompute.mlp_tiles)
 
 

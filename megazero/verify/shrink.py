@@ -242,6 +242,7 @@ def _experts(config: Config, tp: int, ep: int, etp: int) -> dict[str, Any]:
         "moe_layer_freq": (1,) if pattern is not None and len(pattern) > 1 else pattern,
         "expert_interval": None if model.expert_interval is None else min(2, model.expert_interval),
         "moe_ffn_hidden_size": None if model.moe_ffn_hidden_size is None else 8 * etp,
+        "moe_n_hash_layers": min(model.moe_n_hash_layers, 2 if model.expert_interval else 1),
         "moe_min_capacity": min(1, model.moe_min_capacity),
         "moe_shared_expert_intermediate_size": (
             None if model.moe_shared_expert_intermediate_size is None else 16 * tp

@@ -185,6 +185,15 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
             "moe_router_sampling": "second",
             "moe_z_loss_coeff": 0.01,
         },
+        "hashed": {
+            "num_experts": (8,),
+            "moe_n_hash_layers": 1,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.02,
+            "moe_shared_expert_intermediate_size": 32,
+            **_EVEN,
+        },
         "assigned": {"num_experts": (4,), "moe_router_load_balancing_type": ("sinkhorn",)},
         "assigned-one": {
             "num_experts": (8,),

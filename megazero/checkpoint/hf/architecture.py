@@ -137,6 +137,7 @@ VARIANTS = MappingProxyType(
         "heterogeneous_layers_config_encoded_json": None,
         "use_parallel_residual": False,
         "moe_router_bias": False,
+        "moe_n_hash_layers": 0,
         "sparse_attention": "dense",
     }
 )

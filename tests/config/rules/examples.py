@@ -194,6 +194,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model.moe_router_load_balancing_type": ("sinkhorn",),
         "model.moe_aux_loss_coeff": (0.1,),
     },
+    "hash_layers_have_experts": {**EXPERTS, "model.moe_n_hash_layers": 1, "model.expert_interval": 2},
     "balance_has_coefficients": {
         **EXPERTS,
         "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),
