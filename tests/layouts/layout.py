@@ -212,6 +212,9 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
 )
 """Kinds of experts by name, as settings of the model; the empty name has none."""
 
+DRAWN_EXPERTS = tuple(name for name in EXPERTS if name not in ("", "hashed"))
+"""Those that expert layouts are drawn from; routing by ids has a sweep of its own."""
+
 _TOGETHER = ("micro-batch", "assigned", "assigned-one")
 """Kinds with which a token's result depends on the other sequences of its micro-batch."""
 
