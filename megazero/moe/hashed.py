@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.routing import RouterConfig
+from megazero.layers.rows import Rows
 from megazero.moe.router import Noise, Router
+from megazero.moe.tokens import Tokens
 from megazero.mpu.rng import site_key
 from megazero.ops.counter_random import derive, hash_uniform
 
@@ -45,6 +47,16 @@ def expert_table(layer: int, experts: int, choices: int, ids: int, device: torch
     return order("experts").gather(1, places.flatten(1)).view(-1, choices)
 
 
+def ids_of(tokens: Tokens, rows: Rows) -> Tensor:
+    """int64 [n], the ids of a rank's share of the tokens, which are of its own columns."""
+    assert rows.ids is not None, "whoever routes by ids gives them"
+    column, spread = tokens.number // len(rows.ids), rows.spread
+    if spread.cp.size > 1:
+        columns = spread.own_columns(torch.arange(rows.whole_length, device=column.device))
+        column = torch.searchsorted(columns, column)  # an own column's place among them
+    return rows.ids[tokens.sequence, column]
+
+
 class HashedRouter(Router):
     """A router that looks up which experts a token has, and scores these.
 
@@ -66,10 +78,8 @@ class HashedRouter(Router):
         self._table: Tensor | None = None
 
     def _choose(self, ranking: Tensor, noise: Noise) -> Tensor:
-        ids = noise.tokens.ids
-        assert ids is not None, "whoever routes by ids gives them"
         if self._table is None or self._table.device != ranking.device:
             with torch.inference_mode(False):  # it outlives a generation, and a training may follow
                 k = self.config.moe_router_topk
                 self._table = expert_table(self.layer, self.experts, k, self.ids, ranking.device)
-        return self._table[ids]
+        return self._table[ids_of(noise.tokens, noise.rows)]

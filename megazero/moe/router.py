@@ -154,7 +154,7 @@ class Noise:
     """Random numbers that are functions of (seed, layer, sample, position, column) alone."""
 
     def __init__(self, layer: int, tokens: Tokens, inputs: LayerInputs):
-        self.layer, self.tokens, self.keys = layer, tokens, inputs.rows.keys
+        self.layer, self.tokens, self.rows, self.keys = layer, tokens, inputs.rows, inputs.rows.keys
         self.on = inputs.rows.keys is not None
 
     def uniform(self, site: str, columns: int) -> Tensor:

@@ -30,7 +30,6 @@ class Tokens:
         lengths: int64 [b], how many tokens each whole sequence has, without padding.
         sharers: the ranks that have the other shares.
         columns: those of them that have shares of the same columns.
-        ids: int64 [n], the ids of the tokens; None where no router asks for them.
     """
 
     number: Tensor
@@ -40,7 +39,6 @@ class Tokens:
     lengths: Tensor
     sharers: Group
     columns: Group
-    ids: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -97,8 +95,7 @@ def take_share(x: Tensor, rows: Rows) -> tuple[Tensor, Tokens]:
         real = tokens[sequence, column]
     if share * tp.size > total:
         real = inside if real is None else real & inside
-    ids = None if rows.ids is None else rows.ids[sequence, place]
-    return own, Tokens(column * b + sequence, sequence, position, real, lengths, spread.sharers, tp, ids)
+    return own, Tokens(column * b + sequence, sequence, position, real, lengths, spread.sharers, tp)
 
 
 def give_back(rows: Tensor, shape: torch.Size, spread: Spread) -> Tensor:

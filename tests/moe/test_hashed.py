@@ -9,12 +9,14 @@ import torch
 
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
+from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
+from megazero.layers.rows import Rows
 from megazero.moe.hashed import HashedRouter, expert_table, is_hashed, unbalanced
 from megazero.moe.loads import RouterLoads
 from megazero.moe.router import router_weight
 from megazero.mpu.context import solo_context
-from tests.moe.samples import config, inputs, tokens
+from tests.moe.samples import config, tokens
 
 CPU = torch.device("cpu")
 ARGV = [
@@ -62,9 +64,8 @@ def test_scores_weigh_what_the_table_names():
     with torch.no_grad():
         weight.copy_(torch.eye(4))
     logits = torch.tensor([[5.0, 0.0, 0.0, 0.0], [0.0, 5.0, 1.0, 0.0], [5.0, 0.0, 0.0, 0.0]])
-    own = tokens([3])
-    own = type(own)(**{**vars(own), "ids": torch.tensor([7, 2, 7])})
-    routing = router(logits, own, inputs())
+    given = LayerInputs(Rows(range(3), ids=torch.tensor([[7, 2, 7]])))
+    routing = router(logits, tokens([3]), given)
     named = expert_table(0, 4, 2, 10, CPU)[[7, 2, 7]]
     assert routing.experts.equal(named)
     scores = logits.sigmoid().gather(1, named)
