@@ -65,8 +65,8 @@ def check_described(
     Raises:
         CheckpointError: it names more layers, a size that no tensor has room for, or more weights.
     """
-    if model.further_layers.stop > layers:
-        number = model.further_layers.stop  # those that predict further tokens among them
+    # Those that predict further tokens are among them, and those without any part are not.
+    if (number := model.further_layers.stop - model.num_layers + model.layers_of("*-ME")) > layers:
         raise _refusal(where, f"`num_layers` makes {number}, and they are of at most {layers}")
     pattern = model.moe_layer_freq or (1,)
     if not is_frequency(pattern) and len(pattern) != model.num_layers:
@@ -79,8 +79,8 @@ def check_described(
             where,
             f"`window_attn_skip_freq` is of {len(windowed)} layers, and there are {model.num_layers}",
         )
-    if model.layer_kinds is not None and len(model.layer_kinds) != model.num_layers:
-        raise _refusal(where, f"`hybrid_layer_pattern` is of other than {model.num_layers} layers")
+    if model.layer_parts is not None and len(model.layer_parts) != model.num_layers:
+        raise _refusal(where, f"its pattern is of other than {model.num_layers} layers")
     if len(model.num_experts) not in (0, 1, model.expert_places):
         raise _refusal(
             where,
@@ -105,7 +105,7 @@ def _unused(model: ModelConfig) -> str:
     experts = model.expert_places if model.num_experts else 0
     dense = model.layers_of("-E") > experts
     unused = "" if model.position_embedding_type == "learned_absolute" else "p"
-    unused += "" if dense else "f"
+    unused += "" if dense and model.layer_shapes is None else "f"
     unused += "" if model.layers_of("*") else "gda"
     return unused + ("" if model.num_experts else "m")
 
@@ -116,18 +116,19 @@ def _least_elements(model: ModelConfig, vocab_size: int) -> int:
     headed = model.untie_embeddings_and_output_weights and model.num_classes is None
     rows = vocab_size * (2 if headed else 1)
     rows += (model.positions if learned else 0) + (model.num_classes or 0)
-    attention = 2 * model.head_dim * (model.num_attention_heads + model.kv_heads)
+    summed = model.summed
+    mixers = 2 * model.head_dim * (model.layers_of("*") * model.num_attention_heads + summed.groups)
     if model.multi_latent_attention:  # those that a hidden state goes through
         queries = model.q_lora_rank or model.num_attention_heads * model.head_dim
-        attention = queries + model.kv_lora_rank + model.num_attention_heads * model.v_head_dim
+        values = model.num_attention_heads * model.v_head_dim
+        mixers = model.layers_of("*") * (queries + model.kv_lora_rank + values)
     counts = [experts_of(model, layer) for layer in range(model.num_layers)] if model.num_experts else []
     placed = sum(count > 0 for count in counts)
     beside = placed if model.mlp_type == "residual" else 0  # MLPs of an expert's width
-    widths = (model.layers_of("-E") - placed) * model.ffn_size
+    widths = summed.width - placed * model.ffn_size
     widths += (sum(counts) + beside) * model.expert_ffn_size
     widths += placed * (model.moe_shared_expert_intermediate_size or 0)
     matrices = 3 if model.gated else 2
-    mixers = model.layers_of("*") * attention
     mixers += model.layers_of("M") * (model.mamba_rows + model.mamba_width) if model.is_hybrid_model else 0
     return hidden * (rows + matrices * widths + mixers)
 

@@ -27,6 +27,7 @@ _RESOLVED = MappingProxyType(
         "bert_token_types": "has_token_types",
         "add_qkv_bias": "qkv_bias",
         "hybrid_layer_pattern": "layer_kinds",
+        "heterogeneous_layers_config_encoded_json": "layers_said",
         "mamba_num_heads": "mamba_heads",
     }
 )

@@ -73,7 +73,8 @@ class StagedModel(Generic[M]):
     @property
     def device(self) -> torch.device:
         """The device of the weights."""
-        return next(self.any_part.parameters()).device
+        weights = (weight for chunk in self.chunks.values() for weight in chunk.parameters())
+        return next((weight.device for weight in weights), self.placement.device)
 
     @property
     def vocab_size(self) -> int:

@@ -127,6 +127,7 @@ class Rows:
             if the model rotates nothing.
         rotary_at: makes those of other columns, int64 [r, b] of whole sequences, where ranks share them.
         spread: how they lie on ranks.
+        ids: int64 [b, s/cp], the tokens of this rank's columns; None where no router asks for them.
     """
 
     positions: Positions
@@ -135,6 +136,7 @@ class Rows:
     rotary: tuple[Tensor, ...] | None = None
     spread: Spread = ALONE
     rotary_at: Callable[[Tensor], tuple[Tensor, ...] | None] | None = None
+    ids: Tensor | None = None
 
     @property
     def whole_length(self) -> int:
@@ -163,6 +165,7 @@ class Rows:
             keys=None if self.keys is None else keys_at(self.keys, columns),
             rotary=rotary,
             rotary_at=None,
+            ids=None if self.ids is None else self.ids.gather(1, columns.t()),
         )
 
     def dropout(self, p: float, keys: Tensor, site: int | None = None) -> Dropout:

@@ -15,12 +15,11 @@ from megazero.layers.state_space.flops import mamba_flops
 
 def layer_flops(model: ModelConfig, layer: int, *, causal: bool, queried: float = 1.0) -> float:
     """FLOPs of one layer, of which only the share `queried` of the rows goes on from its query."""
-    kind = None if model.layer_kinds is None else model.layer_kinds[layer]
-    if kind == MAMBA:
+    model, parts = model.at_layer(layer), model.parts_at(layer)
+    if parts == MAMBA:
         return mamba_flops(model)
-    attention = attention_flops(model, layer, causal=causal, queried=queried)
-    mlp = queried * layer_mlp_flops(model, layer)
-    return attention + mlp if kind is None else attention if kind == ATTENTION else mlp
+    attention = attention_flops(model, layer, causal=causal, queried=queried) if ATTENTION in parts else 0.0
+    return attention + (queried * layer_mlp_flops(model, layer) if parts.strip(ATTENTION) else 0.0)
 
 
 def attention_flops(model: ModelConfig, layer: int, *, causal: bool, queried: float = 1.0) -> float:

@@ -224,8 +224,10 @@ class GPT(LanguageModel):
         """
         if not self.placement.sequence_parallel:
             return self
-        on_meta = replace(self.placement.without_sequence_parallelism(), device=torch.device("meta"))
+        placement = self.placement.without_sequence_parallelism()
+        on_meta = replace(placement, device=torch.device("meta"))
         twin = GPT(replace(self.held, placement=on_meta, recompute=RecomputeConfig(), tied={}))
+        twin.placement = placement  # a stage without weights has no other device
         twin.load_state_dict(self.state_dict(), assign=True)
         for mine, its in zip(self.routers(), twin.routers(), strict=True):
             its.bias, its.load = mine.bias, mine.load

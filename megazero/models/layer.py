@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 
 from torch import nn
@@ -32,32 +33,30 @@ def mlp_of(number: int, held: Slice) -> nn.Module:
     """The MLP of a layer, or its experts."""
     place = (number, held.config, held.placement)
     if experts_of(held.config, number):
-        return MoEMLP(*place, recompute=held.recompute)
+        return MoEMLP(*place, recompute=held.recompute, ids=held.vocab[1])
     return MLP(*place, tiles=held.recompute.mlp_tiles)
 
 
 _KINDS: MappingProxyType[str, type[nn.Module]] = MappingProxyType(
-    {MAMBA: Mamba2, ATTENTION: SelfAttention, DENSE: MLP, EXPERTS: MoEMLP}
+    {MAMBA: Mamba2, ATTENTION: SelfAttention, DENSE: MLP, EXPERTS: MoEMLP, "": SingleLayer}
 )
-"""The part that each letter of a hybrid model's pattern stands for."""
+"""What each letter of a hybrid model's pattern stands for, and a layer without parts."""
 
 
 def kind_of(model: ModelConfig, number: int) -> str:
-    """The name of a layer's type: that of its one part in a hybrid model."""
-    kinds = model.layer_kinds
-    return TransformerLayer.__name__ if kinds is None else _KINDS[kinds[number]].__name__
+    """The name of a layer's type: that of its part where it is one alone."""
+    parts = model.parts_at(number)
+    return TransformerLayer.__name__ if len(parts) > 1 else _KINDS[parts].__name__
 
 
 def layer_of(number: int, held: Slice, *, causal: bool) -> TransformerLayer:
-    """A layer with both; in a hybrid model, with the one that the pattern names."""
-    config, placement = held.config, held.placement
-    kind = None if config.layer_kinds is None else config.layer_kinds[number]
-    if kind == MAMBA:
-        mamba = Mamba2(number, config, placement, recompute=held.recompute.again("core_attn"))
-        return SingleLayer(number, config, placement, mixer=mamba)
-    if kind == ATTENTION:
-        return SingleLayer(number, config, placement, mixer=attention_of(number, held, causal=causal))
-    if kind is not None:
-        return SingleLayer(number, config, placement, mlp=mlp_of(number, held))
-    attention, mlp = attention_of(number, held, causal=causal), mlp_of(number, held)
-    return TransformerLayer(number, config, placement, attention, mlp, held.recompute)
+    """A layer with the parts that the configuration gives it, of the sizes that it gives it."""
+    held = replace(held, config=held.config.at_layer(number))
+    config, placement, parts = held.config, held.placement, held.config.parts_at(number)
+    mixer = attention_of(number, held, causal=causal) if ATTENTION in parts else None
+    if MAMBA in parts:
+        mixer = Mamba2(number, config, placement, recompute=held.recompute.again("core_attn"))
+    mlp = mlp_of(number, held) if DENSE in parts or EXPERTS in parts else None
+    if mixer is None or mlp is None:
+        return SingleLayer(number, config, placement, mixer=mixer, mlp=mlp)
+    return TransformerLayer(number, config, placement, mixer, mlp, held.recompute)

@@ -138,6 +138,7 @@ class Trunk(StagedChunk[M_contra]):
             rotary(),
             spread,
             rotary if self.config.rotates and spread.cp.size > 1 else None,
+            batch.tokens if self.config.moe_n_hash_layers else None,
         )
         return LayerInputs(rows, core, deferred, skipping=batch.skipping), embedded
 

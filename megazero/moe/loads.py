@@ -34,7 +34,7 @@ class RouterLoads:
         self.context = context
         for router in self.routers:
             router.load = torch.full((router.experts,), 1.0 / router.experts, device=context.device)
-            if config.moe_router_enable_expert_bias:
+            if router.config.moe_router_enable_expert_bias:
                 router.bias = torch.zeros(router.experts, device=context.device)
 
     def update(self, tallies: Mapping[str, Tensor]) -> dict[str, Tensor]:

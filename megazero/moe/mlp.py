@@ -18,6 +18,7 @@ from megazero.layers.sums import Sums
 from megazero.moe.capacity import capacity, factor_of, kept_choices
 from megazero.moe.dispatch import Dispatch, ExpertPlacement, all_gather_dispatch, all_to_all_dispatch
 from megazero.moe.experts import Experts
+from megazero.moe.hashed import HashedRouter, is_hashed, unbalanced
 from megazero.moe.losses import router_terms
 from megazero.moe.router import Router, router_bias, router_weight
 from megazero.moe.tokens import give_back, take_share
@@ -40,6 +41,7 @@ class MoEMLP(nn.Module):
         placement: ranks, dtype and device.
         recompute: what backward computes again; its tiles are those of the MLP that all tokens go through,
             as experts are not cut.
+        ids: number of ids of tokens, by which routers of the first layers may choose.
     """
 
     def __init__(
@@ -49,9 +51,12 @@ class MoEMLP(nn.Module):
         placement: Placement,
         *,
         recompute: RecomputeConfig | None = None,
+        ids: int = 0,
     ):
         super().__init__()
         recompute = recompute or RecomputeConfig()
+        hashed = is_hashed(config, layer)
+        config = unbalanced(config) if hashed else config
         tiles, self.shared_again = recompute.mlp_tiles, recompute.again("shared_experts")
         self.layer, self.config, self.placement = layer, config, placement
         self.total = experts_of(config, layer)
@@ -61,7 +66,8 @@ class MoEMLP(nn.Module):
         )
         weight = router_weight(layer, self.total, config, placement)
         bias = router_bias(layer, self.total, config, placement)
-        self.router = Router(layer, weight, config, bias)
+        router = HashedRouter(layer, weight, config, bias, ids) if hashed else None
+        self.router = router or Router(layer, weight, config, bias)
         self.experts = Experts(layer, self.total, config, placement, again=recompute.again("moe_act"))
         self.shared: MLP | None = None
         self.shared_gate: _TokenLinear | None = None

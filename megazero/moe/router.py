@@ -104,7 +104,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens, inputs: LayerInputs) -> Routing:
         """Choose for x [n, h]."""
-        config, noise = self.config, _Noise(self.layer, tokens, inputs)
+        config, noise = self.config, Noise(self.layer, tokens, inputs)
         x, weight = x.float(), self.weight.float()
         if config.moe_input_jitter_eps and noise.on:
             eps = config.moe_input_jitter_eps
@@ -121,7 +121,7 @@ class Router(nn.Module):
             weights = weights * config.moe_router_topk_scaling_factor
         return Routing(chosen, weights, probabilities, logits)
 
-    def _choose(self, ranking: Tensor, noise: _Noise) -> Tensor:
+    def _choose(self, ranking: Tensor, noise: Noise) -> Tensor:
         """The experts that rank highest in `ranking` [n, E]: int64 [n, k]."""
         config = self.config
         if self.bias is not None:
@@ -150,11 +150,11 @@ class Router(nn.Module):
         return grouped.masked_fill(~inside.unsqueeze(2), -torch.inf).view_as(ranking)
 
 
-class _Noise:
+class Noise:
     """Random numbers that are functions of (seed, layer, sample, position, column) alone."""
 
     def __init__(self, layer: int, tokens: Tokens, inputs: LayerInputs):
-        self.layer, self.tokens, self.keys = layer, tokens, inputs.rows.keys
+        self.layer, self.tokens, self.rows, self.keys = layer, tokens, inputs.rows, inputs.rows.keys
         self.on = inputs.rows.keys is not None
 
     def uniform(self, site: str, columns: int) -> Tensor:

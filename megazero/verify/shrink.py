@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megazero.config.derive import chunks_per_stage, schedule_kind
+from megazero.config.heterogeneous.shapes import LayerShape, text_of
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.config import Config
@@ -19,6 +21,7 @@ from megazero.optim.build import takes_signs
 from megazero.verify.sampling import SAMPLES, shrunk_metric
 
 _WIDTH_OF_HEAD = 4
+_MOST_SHAPES = 4  # layers of sizes of their own
 # With these, no optimizer compresses anything in the few steps of a verification.
 _LATE: Mapping[str, int] = MappingProxyType({"onebit_freeze_step": 1_000_000})
 _ALL_EXACT: Mapping[str, Mapping[str, int]] = MappingProxyType(
@@ -239,6 +242,7 @@ def _experts(config: Config, tp: int, ep: int, etp: int) -> dict[str, Any]:
         "moe_layer_freq": (1,) if pattern is not None and len(pattern) > 1 else pattern,
         "expert_interval": None if model.expert_interval is None else min(2, model.expert_interval),
         "moe_ffn_hidden_size": None if model.moe_ffn_hidden_size is None else 8 * etp,
+        "moe_n_hash_layers": min(model.moe_n_hash_layers, 2 if model.expert_interval else 1),
         "moe_min_capacity": min(1, model.moe_min_capacity),
         "moe_shared_expert_intermediate_size": (
             None if model.moe_shared_expert_intermediate_size is None else 16 * tp
@@ -248,13 +252,15 @@ def _experts(config: Config, tp: int, ep: int, etp: int) -> dict[str, Any]:
 
 def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
     model = config.model
-    grouped = model.kv_heads < model.num_attention_heads
+    grouped = model.grouped
     heads = 2 * tp if grouped else tp * (1 if tp > 1 else 2)
     kinds = "".join(dict.fromkeys(model.layer_kinds or ""))
-    layers = max(2, pp * chunks_per_stage(config), len(kinds))
+    shapes = tuple(dict.fromkeys(model.layer_shapes or ()))[:_MOST_SHAPES]
+    layers = max(2, pp * chunks_per_stage(config), len(kinds), len(shapes))
     return {
         **_layers(model, layers),
         **_letters(kinds, layers, tp),
+        **_shapes(model, shapes, layers, tp),
         "num_attention_heads": heads,
         "num_query_groups": tp if grouped else None,
         "kv_channels": None,
@@ -287,6 +293,22 @@ def _letters(kinds: str, layers: int, tp: int) -> dict[str, Any]:
         "mamba_num_groups": tp,
         "mamba_num_heads": 2 * tp,
     }
+
+
+def _shapes(model: ModelConfig, shapes: tuple[LayerShape, ...], layers: int, tp: int) -> dict[str, Any]:
+    """Layers of some of the shapes that a model has, in turn, with few heads and small widths."""
+    if not shapes:
+        return {}
+    widths = sorted({shape.width for shape in shapes} - {0})
+    small = [
+        LayerShape(
+            shape.groups and tp * (1 if shape.groups < model.num_attention_heads else 2),
+            shape.width and 8 * tp * (1 + widths.index(shape.width)),
+        )
+        for shape in shapes
+    ]
+    of_layers = tuple(itertools.islice(itertools.cycle(small), layers))
+    return {"heterogeneous_layers_config_encoded_json": text_of(of_layers)}
 
 
 def _layers(model: ModelConfig, count: int) -> dict[str, Any]:

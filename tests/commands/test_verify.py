@@ -9,6 +9,7 @@ import pytest
 
 from megazero.commands import verify as command
 from megazero.commands.verify import main, serial_of
+from megazero.config.heterogeneous.shapes import LayerShape, text_of
 from megazero.config.resolve import parse_config
 from megazero.config.rules.table import check
 from megazero.config.steps import SequenceLengths
@@ -87,6 +88,20 @@ def test_each_kind_of_layer_is_left_in_a_hybrid_model_that_is_shrunk(capsys):
     assert capsys.readouterr().out.endswith("the same training as one process\n")
     small = shrink(parse_config([*argv, "--mock-data"], world_size=2).config, 2).config
     assert (small.model.layer_kinds, check(small, 2)) == ("M-*E", [])
+
+
+def test_layers_of_each_shape_are_left_in_a_model_that_is_shrunk(capsys):
+    widths = ((12, 512), (2, 512), (0, 96), (2, 512), (12, 0))
+    shapes = tuple(LayerShape(*sizes) for sizes in widths)
+    flags = ["--heterogeneous-layers-config-encoded-json", text_of(shapes), "--num-layers", "5"]
+    argv = [*BASE, *flags, "--tensor-model-parallel-size", "2"]
+    assert main([*argv, "--world-size", "2", "--steps", "2"]) == 0
+    assert capsys.readouterr().out.endswith("the same training as one process\n")
+    small = shrink(parse_config([*argv, "--mock-data"], world_size=2).config, 2).config
+    assert small.model.layer_shapes == (
+        *(LayerShape(4, 32), LayerShape(2, 32)),
+        *(LayerShape(0, 16), LayerShape(4, 0)),
+    )
 
 
 def test_tokens_and_layers_are_still_left_out_when_shrunk(capsys):

@@ -93,6 +93,18 @@ def test_a_deepseek_moves_between_layouts(count, tmp_path):
     assert check(circle, tmp_path).wrong == ()
 
 
+def test_layers_of_their_own_sizes_move_between_layouts(tmp_path):
+    changes = (
+        {"tp": 2, "sequence_parallel": True, "zero": 1, "dp": 2},
+        {"pp": 2, "zero": 3, "dp": 2},
+        {"pp": 2, "schedule": "zb-v", "tp": 2},
+        {"pp": 4, "schedule": "1f1b", "store": "nvme"},
+    )
+    circle = [Case(Layout(widths="empty", layers=4, samples=4, **change)) for change in changes]
+    assert not any(case.layout.broken_rules() for case in circle)
+    assert check(circle, tmp_path).wrong == ()
+
+
 def test_the_ranks_of_state_space_layers_change(tmp_path):
     circle = hybrid_circle()
     assert not any(case.layout.broken_rules() for case in circle)

@@ -46,9 +46,11 @@ def tokens(layout: Layout) -> list[list[list[int]]]:
     ],
     ids=lambda settings: Layout(**settings).name,
 )
-@pytest.mark.parametrize("letters", ["", "-M*M"])  # with positions from a stage that remembers nothing
-def test_every_stage_knows_the_serial_tokens(layout, shape, letters):
-    layout = Layout(layers=4, shape=shape, letters=letters, **layout)
+@pytest.mark.parametrize(
+    ("letters", "widths"), [("", ""), ("-M*M", ""), ("", "empty")]
+)  # with positions from a stage that remembers nothing
+def test_every_stage_knows_the_serial_tokens(layout, shape, letters, widths):
+    layout = Layout(layers=4, shape=shape, letters=letters, widths=widths, **layout)
     (serial,) = tokens(layout.serial)
     assert len({tuple(row) for row in serial}) == len(PROMPTS)
     assert tokens(layout) == [serial] * layout.world_size

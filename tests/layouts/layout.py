@@ -9,6 +9,7 @@ from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any, Literal
 
+from megazero.config.heterogeneous.shapes import LayerShape, text_of
 from megazero.config.rules.table import broken_rules
 from megazero.config.tree.acceleration import AccelerationConfig
 from megazero.config.tree.config import Config
@@ -184,6 +185,15 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
             "moe_router_sampling": "second",
             "moe_z_loss_coeff": 0.01,
         },
+        "hashed": {
+            "num_experts": (8,),
+            "moe_n_hash_layers": 1,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.02,
+            "moe_shared_expert_intermediate_size": 32,
+            **_EVEN,
+        },
         "assigned": {"num_experts": (4,), "moe_router_load_balancing_type": ("sinkhorn",)},
         "assigned-one": {
             "num_experts": (8,),
@@ -201,6 +211,9 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
     }
 )
 """Kinds of experts by name, as settings of the model; the empty name has none."""
+
+DRAWN_EXPERTS = tuple(name for name in EXPERTS if name not in ("", "hashed"))
+"""Those that expert layouts are drawn from; routing by ids has a sweep of its own."""
 
 _TOGETHER = ("micro-batch", "assigned", "assigned-one")
 """Kinds with which a token's result depends on the other sequences of its micro-batch."""
@@ -266,6 +279,15 @@ ATTENDS: Mapping[str, _Settings] = MappingProxyType(
 )
 """Kinds of attention by name, as settings of the model; the empty name has nothing special."""
 
+WIDTHS: Mapping[str, tuple[tuple[int, int], ...]] = MappingProxyType(
+    {
+        "uneven": ((4, 48), (8, 24)),
+        "halves": ((4, 32), (0, 40), (8, 0)),
+        "empty": ((8, 24), (0, 0), (4, 0)),
+    }
+)
+"""Key/value heads and inner width of each layer by name; 0 for one without attention, or without an MLP."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -299,6 +321,7 @@ class Layout:
         variant: what its layers are like, a name in `VARIANTS`.
         documents: whether a decoder's samples hold several documents, which do not see each other.
         letters: those of a hybrid model's layers, which repeat; empty for a model of transformer layers.
+        widths: sizes of its layers, a name in `WIDTHS`, which repeat; empty where all are alike.
     """
 
     tp: int = 1
@@ -339,6 +362,7 @@ class Layout:
     attends: str = ""
     variant: str = ""
     letters: str = ""
+    widths: str = ""
 
     @property
     def world_size(self) -> int:
@@ -388,6 +412,7 @@ class Layout:
             attends=self.attends,
             variant=self.variant,
             letters=self.letters,
+            widths=self.widths,
         )
 
     @property
@@ -409,6 +434,7 @@ class Layout:
         parts += [self.attends] if self.attends else []
         parts += [self.variant] if self.variant else []
         parts += [self.letters] if self.letters else []
+        parts += [self.widths] if self.widths else []
         parts += ["documents"] if self.documents else []
         parts += ["SP"] if self.sequence_parallel else []
         parts += ["untied"] if self.untied else []
@@ -452,6 +478,7 @@ class Layout:
                     **ATTENDS[self.attends],
                     **VARIANTS[self.variant],
                     **self._hybrid,
+                    **self._widths,
                 },
             ),
             parallel=ParallelConfig(
@@ -522,6 +549,14 @@ class Layout:
         pattern = (self.letters * self.layers)[: self.layers]
         sizes = {"mamba_state_dim": 5, "mamba_head_dim": 4, "mamba_num_groups": 4, "mamba_num_heads": 8}
         return {"hybrid_layer_pattern": pattern, **(sizes if "M" in pattern else {})}
+
+    @property
+    def _widths(self) -> _Settings:
+        if not self.widths:
+            return {}
+        shapes = tuple(islice(cycle(WIDTHS[self.widths]), self.layers))
+        text = text_of(tuple(LayerShape(*shape) for shape in shapes))
+        return {"heterogeneous_layers_config_encoded_json": text, "num_attention_heads": 8, "kv_channels": 4}
 
     def _offload(self) -> OffloadConfig:
         settings: dict[str, Any] = {"path": tempfile.gettempdir(), **STORES[self.store]}

@@ -12,8 +12,8 @@ from megazero.config.tree.optimizer import OptimizerName
 from tests.layouts.layout import (
     ATTENDS,
     DECODERS,
+    DRAWN_EXPERTS,
     ENCODERS,
-    EXPERTS,
     GLOBAL_BATCH,
     LATENT,
     METHODS,
@@ -214,7 +214,7 @@ def expert_layouts(most_ranks: int = 8, count: int = 1200, seed: int = 1) -> lis
 
     def draw(dice: random.Random) -> Layout:
         schedule, virtual = dice.choice(_SCHEDULES)
-        experts = dice.choice(tuple(EXPERTS)[1:])
+        experts = dice.choice(DRAWN_EXPERTS)
         pp = dice.choice((1, 1, 2)) if experts == "pyramid" else dice.choice((1, 1, 2, 4))
         chunks = pp * (2 if schedule in ("interleaved", "zb-v") else 1)
         tp = dice.choice((1, 2, 4))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megazero.config.heterogeneous.shapes import LayerShape, text_of
 from megazero.config.tree.model import ModelConfig
 from megazero.layers.patterns import pattern_of
 from megazero.models.bert import bert_blocks
@@ -203,6 +204,20 @@ def test_layers_of_one_part_by_hand():
         ("MLP", 2 * 2 * 512 * 2048),
     ]
     assert (embedding.flops, head.flops) == (0.0, 2 * 512 * 8192)
+
+
+def test_layers_of_their_own_sizes_by_hand():
+    text = text_of((LayerShape(2, 96), LayerShape(0, 64), LayerShape(8, 0), LayerShape(0, 0)))
+    shape = model(num_layers=4, heterogeneous_layers_config_encoded_json=text)
+    _, *layers, _ = gpt_blocks(make_config().model_copy(update={"model": shape}), 8192)
+    width = 512 // shape.num_attention_heads
+    scores = 2 * 2 * 256 * 512
+    assert [(block.kind, block.flops) for block in layers] == [
+        ("TransformerLayer", 2 * 512 * (2 * 512 + 2 * 2 * width) + scores + 2 * 2 * 512 * 96),
+        ("MLP", 2 * 2 * 512 * 64),
+        ("SelfAttention", 2 * 512 * (2 * 512 + 2 * 8 * width) + scores),
+        ("SingleLayer", 0.0),
+    ]
 
 
 def test_a_window_is_that_of_its_layer():

@@ -10,7 +10,7 @@ import torch
 
 from megazero.layers.placement import Placement
 from megazero.moe import router as router_module
-from megazero.moe.router import Router, _Noise, router_weight
+from megazero.moe.router import Noise, Router, router_weight
 from megazero.moe.tokens import Tokens
 from megazero.mpu.context import solo_context
 from megazero.mpu.solo_group import SoloGroup
@@ -247,6 +247,6 @@ def test_gumbel_noise_is_finite(monkeypatch):
     """The largest uniform number, one step below 1, was once rounded to 1, whose noise is infinite."""
     ends = torch.tensor([[0.0, 1 - 2.0**-24]])
     monkeypatch.setattr(router_module, "hash_uniform", lambda key, index: ends)
-    low, high = _Noise(0, tokens([1]), inputs((1,))).gumbel(2)[0].tolist()
+    low, high = Noise(0, tokens([1]), inputs((1,))).gumbel(2)[0].tolist()
     assert low == pytest.approx(-math.log(25 * math.log(2)), rel=1e-5)
     assert high == pytest.approx(24 * math.log(2), rel=1e-2)

@@ -219,7 +219,7 @@ NOT_STATED = MappingProxyType(
                 for name in HybridConfig.model_fields
                 if name not in TransformerConfig.model_fields
             ),
-            "layers of one part have cases of their own: tests/oracle/test_hybrid.py",
+            "layers of other kinds have cases of their own: tests/oracle/test_{hybrid,heterogeneous}.py",
         ),
         **dict.fromkeys(
             ("model.extra_vocab_size", "model.pad_vocab_size_to"),

@@ -166,6 +166,7 @@ CASES = {
 
 # Settings that no case states, and why.
 NOT_STATED = {
+    "moe_n_hash_layers": "its table has literal values, its weights a formula: tests/moe/test_hashed.py",
     "moe_input_jitter_eps": "noise is a function of its own: tests/moe/test_router.py",
     "moe_router_sampling": "the same",
     "moe_eval_capacity_factor": "the oracle only trains: tests/moe/test_capacity.py",

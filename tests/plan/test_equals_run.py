@@ -63,7 +63,12 @@ def selection() -> list[Layout]:
         *((candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)),
         *((variant_layouts(4), 10), (latent_layouts(4), 4), (hybrid_layouts(4), 8), (pair_layouts(4), 12)),
     )
-    return [layout for drawn, count in kinds for layout in covering(drawn, count, allowed=allowed)[:count]]
+    uneven = [
+        Layout(widths="halves", layers=4, pp=2, tp=2, sequence_parallel=True),
+        Layout(widths="empty", layers=3, pp=2, zero=3, dp=2),
+    ]
+    drawn = [layout for some, count in kinds for layout in covering(some, count, allowed=allowed)[:count]]
+    return drawn + uneven
 
 
 def few_micro_batches(layout: Layout) -> Config:

@@ -171,8 +171,10 @@ VARIANTS = (
     "multi_latent_attention",
     "mtp_num_layers",
     "is_hybrid_model",
+    "heterogeneous_layers_config_encoded_json",
     "use_parallel_residual",
     "moe_router_bias",
+    "moe_n_hash_layers",
     "sparse_attention",
 )
 """Settings of the variants of layers; an architecture has their defaults if its tables do not name them."""

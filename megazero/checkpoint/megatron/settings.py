@@ -20,6 +20,7 @@ _UNSET = (None, False, "", ())
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_apply_probs_on_input", _UNSET, "weights of experts before their MLPs"),
     ("moe_latent_size", _UNSET, "experts of another width than the model"),
+    ("moe_n_hash_layers", (*_UNSET, 0), "experts by the ids of tokens, whose table is in its checkpoint"),
     ("retro_add_retriever", _UNSET, "RETRO"),
     ("multi_latent_attention", _UNSET, "multi-latent attention"),
     ("qk_l2_norm", _UNSET, "norms of queries and keys without weights"),

@@ -140,7 +140,7 @@ def stated(config: Config) -> bool:
     built = config.acceleration.compile or config.acceleration.cuda_graph
     made = family_of(model).chunk
     decodes = isinstance(made, type) and issubclass(made, LanguageModel) and config.finetune.task is None
-    alike = not (model.num_experts or model.is_hybrid_model)
+    alike = not model.num_experts and model.layer_parts is None
     plain = decodes and alike and config.precision.fp8_format == "none"
     selective = config.recompute.granularity == "selective"
     learns = not config.distillation.kd

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
+from megazero.config.heterogeneous.settings import HeterogeneousConfig
+from megazero.config.heterogeneous.shapes import LayerShape
 from megazero.config.tree.option import option
-from megazero.config.tree.transformer import TransformerConfig
 
 MAMBA, ATTENTION, DENSE, EXPERTS = "M*-E"
 _ELSEWHERE = (
@@ -33,7 +34,7 @@ Letters = Annotated[str, AfterValidator(_letters)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
-class HybridConfig(TransformerConfig):
+class HybridConfig(HeterogeneousConfig):
     """Layers that are one mixer or one MLP each, state-space ones among them"""
 
     needs = "is_hybrid_model"
@@ -75,6 +76,7 @@ class HybridConfig(TransformerConfig):
     @classmethod
     def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
         """A pattern has the model's depth, and it or a ratio makes a model hybrid."""
+        values = super().implied(values)
         pattern = values.get("hybrid_layer_pattern")
         if pattern or values.get("hybrid_attention_ratio") or values.get("hybrid_mlp_ratio"):
             values = {"is_hybrid_model": True, **values}
@@ -104,10 +106,36 @@ class HybridConfig(TransformerConfig):
             for _ in range(self.num_layers)
         )
 
+    @property
+    def layer_parts(self) -> tuple[str, ...] | None:
+        """The letters of each layer's parts; None where every layer is attention and an MLP."""
+        shapes = self.layer_shapes
+        if shapes is None:
+            return None if self.layer_kinds is None else tuple(self.layer_kinds)
+        return tuple(ATTENTION * (shape.groups > 0) + DENSE * (shape.width > 0) for shape in shapes)
+
+    def parts_at(self, layer: int) -> str:
+        """The letters of one layer's parts, with `-` also for experts where layers have two parts."""
+        parts = self.layer_parts
+        return ATTENTION + DENSE if parts is None else parts[layer]
+
     def layers_of(self, letters: str) -> int:
-        """The number of layers of these letters; of all layers where each is attention and an MLP."""
-        kinds = self.layer_kinds
-        return self.num_layers if kinds is None else sum(kind in letters for kind in kinds)
+        """The number of layers with one of these letters; of all where each is attention and an MLP."""
+        parts = self.layer_parts
+        return self.num_layers if parts is None else sum(bool({*part} & {*letters}) for part in parts)
+
+    @property
+    def summed(self) -> LayerShape:
+        """Key/value heads of all layers together, and inner widths of all MLPs, were there no experts."""
+        shapes = self.layer_shapes
+        if shapes is None:
+            return LayerShape(self.layers_of("*") * self.kv_heads, self.layers_of("-E") * self.ffn_size)
+        return LayerShape(sum(shape.groups for shape in shapes), sum(shape.width for shape in shapes))
+
+    @property
+    def grouped(self) -> bool:
+        """Whether query heads share keys and values, in some layer."""
+        return self.summed.groups != self.layers_of("*") * self.num_attention_heads
 
     @property
     def mamba_heads(self) -> int | None:

@@ -138,8 +138,7 @@ def _fitting_layouts(case: Case) -> str:
         if stages <= most_stages
         and world % (tensor * stages * context) == 0
         and model.num_attention_heads % tensor == 0
-        and model.kv_heads % tensor == 0
-        and model.ffn_size % tensor == 0
+        and all(s.groups % tensor == s.width % tensor == 0 for s in model.layer_shapes or (model.layer_size,))
     ]
 
     def distance(layout: tuple[int, int, int]) -> float:

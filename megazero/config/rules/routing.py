@@ -58,7 +58,7 @@ def _balance_is_one(model: ModelConfig) -> bool:
 
 _BESIDE_ASSIGNMENT = (
     *(f"model.moe_router_{name}" for name in ("num_groups", "enable_expert_bias", "topk_scaling_factor")),
-    *("model.moe_router_sampling", "model.moe_expert_capacity_factor"),
+    *("model.moe_router_sampling", "model.moe_expert_capacity_factor", "model.moe_n_hash_layers"),
 )
 
 
@@ -136,9 +136,16 @@ ROUTING_RULES: tuple[Rule, ...] = (
         "assignment_alone",
         (*_BALANCE, *_BESIDE_ASSIGNMENT),
         "`moe_router_load_balancing_type` sinkhorn must balance alone: without losses, groups, a bias, "
-        "noise, a factor of weights or a capacity",
+        "noise, a factor of weights, a capacity or routing by ids",
         "leave the others out, or choose by losses",
         with_experts(_assigns_alone),
+    ),
+    Rule(
+        "hash_layers_have_experts",
+        ("model.moe_n_hash_layers", "model.moe_layer_freq", "model.expert_interval", _EXPERTS),
+        "the first `moe_n_hash_layers` layers must have experts, one of them at least",
+        "raise it, or leave it out",
+        with_experts(lambda m: not m.moe_n_hash_layers or any(m.experts_by_layer[: m.moe_n_hash_layers])),
     ),
     Rule(
         "balance_has_coefficients",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 
 from megazero.config.fields import SECTIONS
+from megazero.config.heterogeneous.rules import HETEROGENEOUS_RULES
 from megazero.config.hybrid.rules import HYBRID_RULES
 from megazero.config.rules.attention import ATTENTION_RULES
 from megazero.config.rules.context import CONTEXT_RULES
@@ -36,6 +37,7 @@ from megazero.config.tree.option import Section
 RULES: tuple[Rule, ...] = (
     *MODEL_RULES,
     *ATTENTION_RULES,
+    *HETEROGENEOUS_RULES,
     *HYBRID_RULES,
     *PARALLEL_RULES,
     *CONTEXT_RULES,

@@ -51,7 +51,7 @@ def _absent_modules(model: ModelConfig) -> set[str]:
     """The parts that the model's layers do not have, of those that backward can compute again."""
     absent = set() if model.num_experts else {"moe", "moe_act", "shared_experts"}
     absent |= set() if model.multi_latent_attention else {"mla_up_proj"}
-    absent |= {"layernorm", "mlp", "moe"} if model.is_hybrid_model else set()
+    absent |= set() if "*-" in (model.layer_parts or ("*-",)) else {"layernorm", "mlp", "moe"}
     absent |= set() if model.moe_shared_expert_intermediate_size else {"shared_experts"}
     return absent | ({"layernorm"} if model.norm_position == "output" else set())
 

@@ -56,6 +56,16 @@ class ChoiceConfig(Section):
         "each step towards equal loads",
         needs="moe_router_score_function=sigmoid",
     )
+    moe_n_hash_layers: NonNegativeInt = option(
+        0,
+        "first layers of the model whose experts a fixed table names by the tokens' ids; the scores weigh "
+        "them (Hash Layers, DeepSeek-V4)",
+        needs=(
+            "family=gpt,bert: a decoder's layers would have two kinds of ids",
+            "is_hybrid_model=False",
+            "skipping.random_ltd=False or parallel.context_parallel_size=1: ranks know their own ids",
+        ),
+    )
 
 
 class BalanceConfig(Section):

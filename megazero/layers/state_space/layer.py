@@ -1,4 +1,4 @@
-"""`SingleLayer`: a layer of a hybrid model, which is one mixer or one MLP: x + part(norm(x))."""
+"""`SingleLayer`: a layer which is one mixer or one MLP: x + part(norm(x)), or nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megazero.ops.bias_dropout_add import bias_dropout_add
 
 
 class SingleLayer(TransformerLayer):
-    """A layer with one half of a `TransformerLayer`, and that one's inputs and results.
+    """A layer with one half of a `TransformerLayer` or none, and that one's inputs and results.
 
     Args:
         mixer: attention, or what has its interface; None in a layer that is an MLP.
-        mlp: an MLP or experts; None in the others.
+        mlp: an MLP or experts; None in the others. Without either, hidden states go on as they are.
     """
 
     def __init__(
@@ -33,16 +33,18 @@ class SingleLayer(TransformerLayer):
         nn.Module.__init__(self)
         self.layer, self.placement, self.dropout = layer, placement, config.hidden_dropout
         self.branch_scale = config.residual_multiplier
-        self.input_norm = Norm(f"layers.{layer}.input_norm", config, placement)
+        assert mixer is None or mlp is None, "a layer is one of the two"
+        empty = mixer is None and mlp is None
+        self.input_norm = None if empty else Norm(f"layers.{layer}.input_norm", config, placement)
         self.place = "mlp_out" if mixer is None else "attention_out"
         if mixer is not None:
             self.mixer = mixer
-        else:
-            assert mlp is not None, "a layer is one of the two"
+        elif mlp is not None:
             self.mlp = mlp
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
-        assert self.input_norm is not None, "every layer has its norm"
+        if self.input_norm is None:
+            return inputs.narrow(x), Sums()
         normed, x = self.input_norm(x, both=True)
         normed, x, sums = normed.to(self.placement.dtype), inputs.narrow(x), Sums()
         if self.place == "mlp_out":

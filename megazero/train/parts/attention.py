@@ -38,7 +38,7 @@ def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
         mask = MaskKind.WINDOW
     # On a CPU each document is a call of its own.
     if device.type != "cpu" and (config.data.reset_attention_mask or _padded(config)):
-        takes_runs = varlen_knows(model.kv_heads != model.num_attention_heads) and not model.has_windows
+        takes_runs = varlen_knows(model.grouped) and not model.has_windows
         mask = MaskKind.RUNS if takes_runs else MaskKind.DOCUMENTS
     if family_of(model).masks_keys:
         mask = MaskKind.DENSE

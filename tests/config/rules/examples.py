@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.source_tree import ROOT
+
 WORLD = 4
 
 TASK = {
@@ -60,6 +62,17 @@ SPARSE = {"model.sparse_block": 4}  # 8 blocks
 FIXED = {**SPARSE, "model.sparse_attention": "fixed"}
 BIGBIRD = {**SPARSE, "model.sparse_attention": "bigbird"}
 HYBRID = {"model.hybrid_layer_pattern": "M*-M", "model.mamba_head_dim": 16, "model.mamba_num_groups": 4}
+LAYERS = "model.heterogeneous_layers_config_encoded_json"
+SMALL_MLP = '{"ffn_hidden_size": 64}'
+
+
+def uneven(*attention: str) -> dict[str, Any]:
+    """Layers of these attentions, and narrow MLPs."""
+    layers = ", ".join(f'{{"attention": {each}, "ffn": {SMALL_MLP}}}' for each in attention)
+    return {LAYERS: f'{{"block_configs": [{layers}]}}', "model.num_layers": len(attention)}
+
+
+UNEVEN = uneven('{"num_query_groups": 4}', '{"no_op": true}')
 EXTENDED = {
     "checkpoint.extend_context": True,
     "checkpoint.load": "short",
@@ -93,6 +106,21 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "window_of_the_past": {"model.window_size": (8, 8)},
     "window_within_positions": {"model.window_size": (32, 0)},
     "some_layer_has_a_window": {"model.window_size": (-1, 0)},
+    "layers_given_once": {
+        **UNEVEN,
+        "model.heterogeneous_layers_config_path": str(ROOT / "examples_3d/puzzle_tiny_layers.json"),
+    },
+    "layers_given_are_all": {**UNEVEN, "model.num_layers": 3},
+    "layers_of_a_plain_gpt": {**UNEVEN, "model.norm_position": "both"},
+    "layers_query_groups_divide_heads": uneven('{"n_heads_in_group": 3}'),
+    "layers_over_tensor_ranks": {
+        **uneven('{"num_query_groups": 2}'),
+        "parallel.tensor_model_parallel_size": 4,
+    },
+    "layers_given_fit_the_model": {
+        **UNEVEN,
+        LAYERS: UNEVEN[LAYERS].replace('"block_configs"', '"hidden_size": 32, "block_configs"'),
+    },
     "hybrid_pattern_length": {**HYBRID, "model.hybrid_layer_pattern": "MM*"},
     "hybrid_ratios_sum": {"model.hybrid_attention_ratio": 0.75, "model.hybrid_mlp_ratio": 0.5},
     "hybrid_pattern_keeps_ratios": {**HYBRID, "model.hybrid_mlp_ratio": 0.5},
@@ -167,6 +195,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model.moe_router_load_balancing_type": ("sinkhorn",),
         "model.moe_aux_loss_coeff": (0.1,),
     },
+    "hash_layers_have_experts": {**EXPERTS, "model.moe_n_hash_layers": 1, "model.expert_interval": 2},
     "balance_has_coefficients": {
         **EXPERTS,
         "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss"),

@@ -1,0 +1,139 @@
+"""Rules about models whose layers have sizes of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megazero.config.heterogeneous.shapes import LayerShape, facts_of
+from megazero.config.rules.rule import Case, Rule, display_name, say, value_at
+
+_PATH = "model.heterogeneous_layers_config_path"
+_TEXT = "model.heterogeneous_layers_config_encoded_json"
+_HEADS, _RANKS = "model.num_attention_heads", "parallel.tensor_model_parallel_size"
+_NAME = "`heterogeneous_layers_config_encoded_json`"
+
+_PLAIN: tuple[tuple[str, Any], ...] = (
+    ("model.family", "gpt"),
+    ("model.num_experts", ()),
+    ("model.is_hybrid_model", False),
+    ("model.multi_latent_attention", False),
+    ("model.mtp_num_layers", None),
+    ("model.norm_position", "input"),
+    ("model.apply_residual_connection_post_layernorm", False),
+    ("model.use_parallel_residual", False),
+    ("distillation.kd", False),
+)
+"""The values that other settings must have beside layers of their own sizes."""
+
+
+def _shapes(case: Case) -> tuple[LayerShape, ...]:
+    return case.config.model.layer_shapes or ()
+
+
+def _others(case: Case) -> list[str]:
+    return [
+        f"`{display_name(path)}` {say(value)}"
+        for path, plain in _PLAIN
+        if (value := value_at(case.config, path)) != plain
+    ]
+
+
+def _uneven(case: Case) -> dict[int, LayerShape]:
+    """The layers whose heads or widths tensor-parallel ranks cannot share."""
+    ranks = case.config.parallel.tensor_model_parallel_size
+    return {n: s for n, s in enumerate(_shapes(case)) if s.groups % ranks or s.width % ranks}
+
+
+def _first_uneven(case: Case) -> str:
+    number, shape = next(iter(_uneven(case).items()))
+    ranks = case.config.parallel.tensor_model_parallel_size
+    sizes = f"{shape.groups} key/value heads and an inner width of {shape.width}"
+    return f"layer {number} has {sizes} for {ranks} ranks"
+
+
+def _broken_groups(case: Case) -> list[int]:
+    """The layers whose query heads do not share keys in equal groups."""
+    heads = case.config.model.num_attention_heads
+    return [n for n, shape in enumerate(_shapes(case)) if shape.groups and heads % shape.groups]
+
+
+def _facts_otherwise(case: Case) -> list[str]:
+    """Facts about the whole model that the file gives otherwise than other settings."""
+    model = case.config.model
+    text = model.heterogeneous_layers_config_encoded_json
+    ours = {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        "rope_theta": model.rotary_base,
+        "hidden_act": "silu" if model.activation == "swiglu" else model.activation,
+    }
+    said = {} if text is None else facts_of(text)
+    return [
+        f"`{name}` is {value} there and {ours[name]} here"
+        for name, value in said.items()
+        if value != ours[name]
+    ]
+
+
+HETEROGENEOUS_RULES: tuple[Rule, ...] = (
+    Rule(
+        "layers_given_once",
+        (_PATH, _TEXT),
+        "layers must be described by a file or by a text",
+        "leave one of `--heterogeneous-layers-config-path` and `--heterogeneous-layers-config-encoded-json` "
+        "out",
+        lambda c: c.config.model.heterogeneous_layers_config_path is None,
+        lambda c: f"are by the file {c.config.model.heterogeneous_layers_config_path} and by a text",
+        in_detail=True,
+    ),
+    Rule(
+        "layers_given_are_all",
+        (_TEXT, "model.num_layers"),
+        "`block_configs` must have an entry for each of `num_layers`",
+        "change one of the two, or leave `--num-layers` out",
+        lambda c: not _shapes(c) or len(_shapes(c)) == c.config.model.num_layers,
+        lambda c: f"are {len(_shapes(c))} entries for {c.config.model.num_layers} layers",
+        in_detail=True,
+    ),
+    Rule(
+        "layers_of_a_plain_gpt",
+        (_TEXT, *(path for path, _ in _PLAIN)),
+        f"{_NAME} must describe a GPT of attention and MLPs that read normalized inputs one after the other",
+        "leave one of the two out",
+        lambda c: not _shapes(c) or not _others(c),
+        lambda c: " and ".join(_others(c)),
+        in_detail=True,
+    ),
+    Rule(
+        "layers_query_groups_divide_heads",
+        (_TEXT, _HEADS),
+        "query heads of each layer must share keys in groups of one size",
+        "change `num_query_groups` or `n_heads_in_group` of that layer",
+        lambda c: not _broken_groups(c),
+        lambda c: (
+            f"layer {_broken_groups(c)[0]} does not divide {c.config.model.num_attention_heads} heads so"
+        ),
+        in_detail=True,
+    ),
+    Rule(
+        "layers_over_tensor_ranks",
+        (_TEXT, _RANKS),
+        "the key/value heads and the inner width of each layer must be multiples of "
+        "`tensor_model_parallel_size`",
+        "use fewer tensor-parallel ranks, or change that layer",
+        lambda c: not _uneven(c),
+        _first_uneven,
+        in_detail=True,
+    ),
+    Rule(
+        "layers_given_fit_the_model",
+        (_TEXT, "model.num_layers", "model.hidden_size", _HEADS, "model.activation", "model.rotary_base"),
+        "settings of the whole model beside `block_configs` must be the launch line's",
+        "give the flags that the file asks for",
+        lambda c: not _facts_otherwise(c),
+        lambda c: "; ".join(_facts_otherwise(c)),
+        in_detail=True,
+    ),
+)

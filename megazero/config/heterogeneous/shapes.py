@@ -1,0 +1,156 @@
+"""The shapes of layers that have their own, as a JSON text gives them.
+
+Names and defaults are Megatron-LM's, which reads the `block_configs` of Hugging Face's Nemotron models (made
+by Puzzle, Bercovich et al. 2024).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+_MULTIPLE = 256  # of an inner width that `ffn_mult` gives
+_HALVES = MappingProxyType(
+    {
+        "attention": ("num_query_groups", "num_key_value_heads", "n_heads_in_group"),
+        "ffn": ("ffn_hidden_size", "intermediate_size", "ffn_mult"),
+    }
+)
+"""The halves of a layer, and the names of their sizes."""
+
+_FACTS = (
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "tie_word_embeddings", "rope_theta"),
+    "hidden_act",
+)
+"""Settings of a whole model that a file may name beside its layers."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of one layer.
+
+    Attributes:
+        groups: key/value heads; 0 for a layer without attention.
+        width: inner width of the MLP; 0 for a layer without one.
+    """
+
+    groups: int
+    width: int
+
+
+def read_text(path: str) -> str:
+    """The layers that a file describes, as `read_layers` writes them; ValueError says what is wrong."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return read_layers(file.read())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"must be a JSON file that can be read ({_reason(error)})") from error
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return error.reason if isinstance(error, UnicodeDecodeError) else str(error.strerror or error)
+
+
+def read_layers(text: str) -> str:
+    """The text without what says nothing about sizes, written in one way; ValueError says what is wrong."""
+    try:
+        given = json.loads(text, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"must be a JSON object with `block_configs` ({error})") from error
+    layers = given.get("block_configs") if isinstance(given, dict) else None
+    if not isinstance(layers, list) or not layers:
+        raise ValueError("must be a JSON object with `block_configs`, a list with an object for each layer")
+    kept = {name: given[name] for name in _FACTS if isinstance(given.get(name), int | float | str)}
+    halves = [{name: _half(layer, name, n) for name in _HALVES} for n, layer in enumerate(layers)]
+    return json.dumps({"block_configs": halves, **kept}, separators=(",", ":"))
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _half(layer: Any, name: str, number: int) -> dict[str, Any]:
+    """The size of a half by its name, or `no_op`; empty where it has that of the model."""
+    where = f"`block_configs` [{number}]"
+    other = "mlp" if name == "ffn" else name
+    half = layer.get(name, layer.get(other)) if isinstance(layer, dict) else None
+    if not isinstance(half, dict):
+        raise ValueError(f"must give each layer `attention` and `ffn` as objects ({where} has no `{name}`)")
+    given = {key: value for key, value in half.items() if value is not None and value is not False}
+    if "replace_with_linear" in given:
+        raise ValueError(f"must have no `replace_with_linear`, which is not built here ({where}, `{name}`)")
+    known = {"no_op", *_HALVES[name]}
+    if others := sorted(given.keys() - known):
+        raise ValueError(f"must give sizes and `no_op` alone ({where}, `{name}` has `{others[0]}`)")
+    if len(given) > 1:
+        raise ValueError(
+            f"must give one size or `no_op` ({where}, `{name}` has {' and '.join(sorted(given))})"
+        )
+    for key, value in given.items():
+        if not _sound(key, value):
+            raise ValueError(f"must have sizes above 0 ({where}, `{name}`: `{key}` is {json.dumps(value)})")
+    return given
+
+
+def _sound(key: str, value: Any) -> bool:
+    if key == "no_op":
+        return value is True
+    kinds = int | float if key == "ffn_mult" else int
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def shapes_of(text: str, heads: int, hidden: int, size: LayerShape) -> tuple[LayerShape, ...]:
+    """The shapes of the layers of a text that `read_layers` wrote.
+
+    `ffn_mult` counts two of the three matrices of a gated MLP, and the width is rounded up to a multiple of
+    256. Groups that do not divide the heads evenly become more groups than heads, which a rule refuses.
+
+    Args:
+        text: the layers.
+        heads, hidden: query heads, and the width of the model.
+        size: that of a layer which says nothing.
+    """
+    layers = json.loads(text)["block_configs"]
+    return tuple(
+        LayerShape(_groups(layer["attention"], heads, size.groups), _width(layer["ffn"], hidden, size.width))
+        for layer in layers
+    )
+
+
+def facts_of(text: str) -> Mapping[str, Any]:
+    """The settings of the whole model that a text gives."""
+    given = json.loads(text)
+    return {name: value for name, value in given.items() if name in _FACTS}
+
+
+def _groups(half: Mapping[str, Any], heads: int, groups: int) -> int:
+    if "no_op" in half:
+        return 0
+    if "n_heads_in_group" in half:
+        together = half["n_heads_in_group"]
+        return heads // together if heads % together == 0 else heads + 1
+    return next(iter(half.values()), groups)
+
+
+def _width(half: Mapping[str, Any], hidden: int, width: int) -> int:
+    if "no_op" in half:
+        return 0
+    if "ffn_mult" in half:
+        return math.ceil(int(2 * half["ffn_mult"] * hidden / 3) / _MULTIPLE) * _MULTIPLE
+    return next(iter(half.values()), width)
+
+
+def text_of(shapes: tuple[LayerShape, ...]) -> str:
+    """The text of layers of these shapes."""
+    halves = [
+        {
+            "attention": {"num_query_groups": shape.groups} if shape.groups else {"no_op": True},
+            "ffn": {"ffn_hidden_size": shape.width} if shape.width else {"no_op": True},
+        }
+        for shape in shapes
+    ]
+    return json.dumps({"block_configs": halves}, separators=(",", ":"))
