@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megazero.checkpoint.hf.architecture import Architecture
+from megazero.checkpoint.hf.bamba import BAMBA
 from megazero.checkpoint.hf.bert import (
     BERT_CLASSIFICATION,
     BERT_MASKED_LM,
@@ -16,6 +17,7 @@ from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.gpt_oss import GPT_OSS
 from megazero.checkpoint.hf.granite import GRANITE
 from megazero.checkpoint.hf.llama import LLAMA
+from megazero.checkpoint.hf.mamba2 import MAMBA2
 from megazero.checkpoint.hf.megatron_bert import (
     MEGATRON_BERT_CLASSIFICATION,
     MEGATRON_BERT_MASKED_LM,
@@ -24,8 +26,10 @@ from megazero.checkpoint.hf.megatron_bert import (
 )
 from megazero.checkpoint.hf.mistral import MISTRAL
 from megazero.checkpoint.hf.mixtral import MIXTRAL
+from megazero.checkpoint.hf.nemotron_h import NEMOTRON_H
 from megazero.checkpoint.hf.neox import FALCON, GPT_NEOX
 from megazero.checkpoint.hf.olmo import OLMO2, OLMOE
+from megazero.checkpoint.hf.opt import OPT
 from megazero.checkpoint.hf.phi3 import PHI3
 from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
@@ -53,6 +57,10 @@ DECODERS: tuple[Architecture, ...] = (
     DEEPSEEK_V2,
     GPT_NEOX,
     FALCON,
+    OPT,
+    MAMBA2,
+    NEMOTRON_H,
+    BAMBA,
 )
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,

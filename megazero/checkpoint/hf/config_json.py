@@ -35,6 +35,14 @@ _FREE = FREE_MODEL_FIELDS | {
     *("max_position_embeddings", "fp32_residual_connection", "apply_wd_to_qk_layernorm")
 }
 
+# What says nothing of a model whose layers are all Mamba-2.
+_OF_OTHER_LAYERS = frozenset(
+    {
+        *("num_attention_heads", "num_query_groups", "kv_channels", "activation"),
+        *("add_bias_linear", "add_qkv_bias"),
+    }
+)
+
 
 @dataclass(frozen=True)
 class TokenIds:
@@ -334,6 +342,8 @@ def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozens
     left_out = _FREE | free
     if not (_has_dense_mlps(theirs) or _has_dense_mlps(ours)):
         left_out |= {"ffn_hidden_size"}
+    if not (theirs.layers_of("*-E") or ours.layers_of("*-E")):
+        left_out |= _OF_OTHER_LAYERS
     fields = [field for field in ModelConfig.model_fields if field not in left_out]
     if theirs.position_embedding_type == "learned_absolute":
         fields.append("max_position_embeddings")
@@ -341,4 +351,4 @@ def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozens
 
 
 def _has_dense_mlps(model: ModelConfig) -> bool:
-    return not model.num_experts or model.expert_places < model.num_layers
+    return model.layers_of("-E") > (model.expert_places if model.num_experts else 0)
