@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from megazero.checkpoint.hf.architecture import Architecture
 from megazero.checkpoint.hf.bamba import BAMBA
 from megazero.checkpoint.hf.bert import (
@@ -74,3 +77,19 @@ ENCODERS: tuple[Architecture, ...] = (
 )
 ENCODER_DECODERS: tuple[Architecture, ...] = (T5_GENERATION,)
 ARCHITECTURES = DECODERS + ENCODERS + ENCODER_DECODERS
+
+_COHERE = "norms have no biases, and whose attention and MLP share one; norms here have them, and are two"
+_MAMBA1 = "mixers are Mamba's first kind; here they are Mamba-2"
+_SHARED = "layers share a block of attention; here each layer has weights of its own"
+LACKING: Mapping[str, str] = MappingProxyType(
+    {
+        "CohereForCausalLM": _COHERE,
+        "Cohere2ForCausalLM": _COHERE,
+        "MambaForCausalLM": _MAMBA1,
+        "JambaForCausalLM": _MAMBA1,
+        "ZambaForCausalLM": _SHARED,
+        "Zamba2ForCausalLM": _SHARED,
+        "FalconH1ForCausalLM": "layers add a mixer and attention side by side; here a layer is one of them",
+    }
+)
+"""Classes that are asked for and have what our layers lack, by name: what that is."""

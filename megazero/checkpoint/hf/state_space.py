@@ -108,7 +108,11 @@ def least_step(config: Json) -> float:
         return 0.0
     least, most = limits if isinstance(limits, list) and len(limits) == 2 else (None, None)
     most = most.get("__float__") if isinstance(most, dict) else most  # version 5's word for it
-    if type(least) not in (int, float) or most not in ("Infinity", float("inf")):
+    if (
+        not isinstance(least, int | float)
+        or isinstance(least, bool)
+        or most not in ("Infinity", float("inf"))
+    ):
         raise ValueError(
             f"`{STEP_LIMITS}` must be a shortest step and Infinity, but is {limits!r:.80}; no "
             "other limits of steps are supported"
