@@ -7,6 +7,7 @@ channels.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from megazero.checkpoint.hf.architecture import PLAIN_HEADS, FieldPair, Json, Limit, layers_of
@@ -41,7 +42,7 @@ _LAYERS, _ATTENTION, _EXPAND, _WIDTH = (
     "mamba_d_head",
 )
 _SHARE = 0.5
-_NAMES = {"attention.": "*", "mlp.": "-"}
+_NAMES = MappingProxyType({"attention.": "*", "mlp.": "-"})
 
 
 def _halved(rule: TensorRule) -> TensorRule:

@@ -7,6 +7,7 @@ chooses them as DeepSeek-V3's does.
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from megazero.checkpoint.hf.architecture import (
@@ -40,30 +41,34 @@ _LAYER = "backbone.layers.{i}"
 _MIXER = f"{_LAYER}.mixer"
 _RULES, _FUSED = mixer(_MIXER)
 _KINDS, _OLD_PATTERN, _LAYERS = "layers_block_type", "hybrid_override_pattern", "num_hidden_layers"
-_LETTERS = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
-_OLD_KINDS = {"mamba": "M", "attention": "*"}
+_LETTERS = MappingProxyType({"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"})
+_OLD_KINDS = MappingProxyType({"mamba": "M", "attention": "*"})
 _SCORES, _BIASED = "scores of experts", "biases of experts"
 _NO_STEP = 1e-30
 """The shortest step of a model without one, as 0 has no logarithm there; it leaves a state as it is."""
 
 # Older names, which transformers reads instead of today's.
-_OLD_NAMES = {
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-    "mamba_dt_min": "time_step_min",
-    "mamba_dt_limit": STEP_LIMITS,
-    "mamba_conv_bias": "use_conv_bias",
-}
+_OLD_NAMES = MappingProxyType(
+    {
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_dt_min": "time_step_min",
+        "mamba_dt_limit": STEP_LIMITS,
+        "mamba_conv_bias": "use_conv_bias",
+    }
+)
 # What transformers assumes of experts, where there are some.
-_EXPERTS = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 7688,
-    "moe_shared_expert_intermediate_size": 7688,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.0,
-}
+_EXPERTS = MappingProxyType(
+    {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+    }
+)
 
 
 def _pattern(config: dict[str, Any]) -> str:
