@@ -1,4 +1,4 @@
-"""What OPT, Mamba-2, Nemotron-H and Bamba cannot hold is refused by name; what config.json may leave out."""
+"""OPT, Mamba-2, Nemotron-H and Bamba: what is refused by name, may be left out, or has another form."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megazero.checkpoint.hf.config_json import architecture_of, differences, mod
 from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.writer import write_hf
+from megazero.commands.checkpoint.hf import model_flags
+from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from tests.checkpoint.hf.descendants import SAMPLES
@@ -116,6 +118,16 @@ def test_a_config_may_leave_out_what_transformers_assumes():
     bamba = model_of(named("bamba"), {"num_hidden_layers": 2, "attn_layer_indices": [1]})
     assert (bamba.layer_kinds, bamba.num_layers, bamba.rotary_percent) == ("M-*-", 4, 0.5)
     assert (bamba.mamba_head_dim, bamba.mamba_state_dim, bamba.mamba_num_groups) == (64, 256, 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["opt", "opt-without-biases", "mamba2", "nemotron-h", "nemotron-h-experts", "bamba"]
+)
+def test_the_flags_that_are_printed_make_the_model(name):
+    model = model_of(named(name), config_for(name)).model_copy(update={"vocab_size": VOCAB})
+    flags = [word for line in model_flags(model) for word in line.split()]
+    flags += ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--mock-data"]
+    assert parse_config(flags).config.model == model
 
 
 def test_both_spellings_of_no_longest_step_are_read():
