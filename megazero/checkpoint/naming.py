@@ -35,9 +35,18 @@ m     inner width of an expert
 w     inner width of the shared experts, together; 1 if there are none
 u     outputs of the shared experts' gate: one
 b     kinds of distance with a bias of their own
+j     positions before the first, which OPT's table has
+G     groups of heads of a state-space mixer
+H     heads of such a group
+W     channels of these heads
+R     outputs of the first projection for a group
+C     channels of its convolution for a group
+T     rows that it sees
+M     channels of all heads of the mixer
 ====  ===========================================
 
-A name of theirs with ``{x}`` is one tensor for each expert, which holds that expert's slot of x.
+A name of theirs with ``{x}`` is one tensor for each expert, which holds that expert's slot of x. A dim of
+theirs that is always 1 is ``()``.
 """
 
 from __future__ import annotations
@@ -59,6 +68,9 @@ from megazero.config.tree.model import ModelConfig
 
 Take = tuple[str, slice]
 """The part of one of our dims that theirs holds; negative bounds count from the end."""
+
+Sizes = Mapping[str, int]
+"""Letter -> size, for a model."""
 
 
 def always(model: ModelConfig) -> bool:
@@ -110,9 +122,10 @@ class TensorRule:
             `Key`); ``{i}`` stands for every layer's number.
         dims: our dims, a letter each.
         theirs: their name; ``{i-1}`` stands for the number of the layer before, ``{last}`` for the last
-            one's, ``{j}`` for a decoder's layer's own after an encoder, ``{x}`` for every expert's.
+            one's, ``{j}`` for a decoder's layer's own after an encoder, ``{i/2}`` for that of a layer of
+            theirs that two of ours are, ``{x}`` for every expert's.
         their_dims: their dims, with merged ones in parentheses.
-        take: the part of ours that theirs holds; None for all.
+        take: the part of ours that theirs holds, which may depend on the sizes; None for all.
         when: says whether a model has these tensors.
         layer: says whether a layer, given the model and the layer's number, has them, as layers may differ.
     """
@@ -121,7 +134,7 @@ class TensorRule:
     dims: str
     theirs: str
     their_dims: str
-    take: Take | None = None
+    take: Take | Callable[[Sizes], Take] | None = None
     when: Callable[[ModelConfig], bool] = always
     layer: Callable[[ModelConfig, int], bool] = every_layer
 
@@ -198,8 +211,9 @@ def cut(box: Box, dims: Sequence[int], limit: int) -> Iterator[Box]:
         yield from cut(Box(tuple(offset), tuple(shape)), dims[1:], limit)
 
 
-def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
+def dim_sizes(model: ModelConfig, vocab_size: int) -> Sizes:
     """Letter -> size, for this model."""
+    groups, n = model.mamba_num_groups, model.mamba_state_dim
     return MappingProxyType(
         {
             "v": vocab_size,
@@ -226,6 +240,14 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
             "w": model.moe_shared_expert_intermediate_size or 1,
             "u": 1,
             "b": model.t5_relative_buckets,
+            "j": 2,
+            "G": groups,
+            "H": (model.mamba_heads or 0) // groups,
+            "W": model.mamba_width // groups,
+            "R": model.mamba_rows // groups,
+            "C": model.mamba_width // groups + 2 * n,
+            "T": 4,
+            "M": model.mamba_width,
         }
     )
 
@@ -273,11 +295,12 @@ class Table:
 
 
 def _link(
-    rule: TensorRule, number: int | None, slot: int | None, ends: tuple[int, int], sizes: Mapping[str, int]
+    rule: TensorRule, number: int | None, slot: int | None, ends: tuple[int, int], sizes: Sizes
 ) -> Link:
     letters = rule.dims.split()
     shape = tuple(sizes[letter] for letter in letters)
-    takes: list[Take] = [] if rule.take is None else [rule.take]
+    take = rule.take(sizes) if callable(rule.take) else rule.take
+    takes: list[Take] = [] if take is None else [take]
     if slot is not None:
         takes.append(("x", slice(slot, slot + 1)))
     offset, size = [0] * len(shape), list(shape)
@@ -291,7 +314,7 @@ def _link(
     def name(template: str) -> str:
         marks: dict[str, int | None] = {"{i}": number, "{last}": ends[0], "{x}": slot}
         if number is not None:
-            marks |= {"{i-1}": number - 1, "{j}": number - ends[1]}
+            marks |= {"{i-1}": number - 1, "{j}": number - ends[1], "{i/2}": number // 2}
         for mark, value in marks.items():
             template = template.replace(mark, str(value))
         return template

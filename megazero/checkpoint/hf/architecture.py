@@ -207,8 +207,10 @@ class Architecture:
             form. They take the place of the rules for the same tensors of ours where a file has their names.
         copies: (name, name of the tensor that it equals); files may leave either out, unless the first is a
             tensor of its own here.
-        fused: (their tensor, those of `rules` that it holds one below the other, in order of rows), by layer.
-        blank: tensors that theirs has and ours has not; they are written as zeros, and must be zeros.
+        fused: (their tensor, those of `rules` and `blank` that it holds one below the other, in order of
+            rows), by layer; layers that have none of these have no such tensor.
+        blank: tensors that theirs has and ours has not; they are written as zeros. `seen` refuses others, if
+            they would change a result.
         ignored: regular expressions for buffers that are not weights. Where one has the group `further`, the
             number of a layer, it is for a tensor of layers behind the model's, which transformers leaves out.
         renamed: (regular expression, replacement) for names in older files.
@@ -268,12 +270,13 @@ class Architecture:
 
     def fused_in(self, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
         """`fused` of each layer."""
+
+        def name(template: str, number: int) -> str:
+            return template.replace("{i}", str(number)).replace("{i/2}", str(number // 2))
+
         for number in range(layers):
             for whole, parts in self.fused:
-                yield (
-                    whole.replace("{i}", str(number)),
-                    tuple(part.replace("{i}", str(number)) for part in parts),
-                )
+                yield name(whole, number), tuple(name(part, number) for part in parts)
 
 
 def _is_held(rule: TensorRule, names: Iterable[str]) -> bool:

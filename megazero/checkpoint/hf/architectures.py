@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from megazero.checkpoint.hf.architecture import Architecture
+from megazero.checkpoint.hf.bamba import BAMBA
 from megazero.checkpoint.hf.bert import (
     BERT_CLASSIFICATION,
     BERT_MASKED_LM,
@@ -16,6 +20,7 @@ from megazero.checkpoint.hf.gpt2 import GPT2
 from megazero.checkpoint.hf.gpt_oss import GPT_OSS
 from megazero.checkpoint.hf.granite import GRANITE
 from megazero.checkpoint.hf.llama import LLAMA
+from megazero.checkpoint.hf.mamba2 import MAMBA2
 from megazero.checkpoint.hf.megatron_bert import (
     MEGATRON_BERT_CLASSIFICATION,
     MEGATRON_BERT_MASKED_LM,
@@ -24,8 +29,10 @@ from megazero.checkpoint.hf.megatron_bert import (
 )
 from megazero.checkpoint.hf.mistral import MISTRAL
 from megazero.checkpoint.hf.mixtral import MIXTRAL
+from megazero.checkpoint.hf.nemotron_h import NEMOTRON_H
 from megazero.checkpoint.hf.neox import FALCON, GPT_NEOX
 from megazero.checkpoint.hf.olmo import OLMO2, OLMOE
+from megazero.checkpoint.hf.opt import OPT
 from megazero.checkpoint.hf.phi3 import PHI3
 from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
@@ -53,6 +60,10 @@ DECODERS: tuple[Architecture, ...] = (
     DEEPSEEK_V2,
     GPT_NEOX,
     FALCON,
+    OPT,
+    MAMBA2,
+    NEMOTRON_H,
+    BAMBA,
 )
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
@@ -66,3 +77,19 @@ ENCODERS: tuple[Architecture, ...] = (
 )
 ENCODER_DECODERS: tuple[Architecture, ...] = (T5_GENERATION,)
 ARCHITECTURES = DECODERS + ENCODERS + ENCODER_DECODERS
+
+_COHERE = "norms have no biases, and whose attention and MLP share one; norms here have them, and are two"
+_MAMBA1 = "mixers are Mamba's first kind; here they are Mamba-2"
+_SHARED = "layers share a block of attention; here each layer has weights of its own"
+LACKING: Mapping[str, str] = MappingProxyType(
+    {
+        "CohereForCausalLM": _COHERE,
+        "Cohere2ForCausalLM": _COHERE,
+        "MambaForCausalLM": _MAMBA1,
+        "JambaForCausalLM": _MAMBA1,
+        "ZambaForCausalLM": _SHARED,
+        "Zamba2ForCausalLM": _SHARED,
+        "FalconH1ForCausalLM": "layers add a mixer and attention side by side; here a layer is one of them",
+    }
+)
+"""Classes that are asked for and have what our layers lack, by name: what that is."""

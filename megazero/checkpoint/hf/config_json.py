@@ -20,7 +20,7 @@ from megazero.checkpoint.hf.architecture import (
     Json,
     TensorLike,
 )
-from megazero.checkpoint.hf.architectures import ARCHITECTURES
+from megazero.checkpoint.hf.architectures import ARCHITECTURES, LACKING
 from megazero.checkpoint.hf.class_names import names_of, naming
 from megazero.checkpoint.hf.windows import without_idle_windows
 from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
@@ -34,6 +34,14 @@ _LARGEST_JSON = 100 << 20
 _FREE = FREE_MODEL_FIELDS | {
     *("max_position_embeddings", "fp32_residual_connection", "apply_wd_to_qk_layernorm")
 }
+
+# What says nothing of a model whose layers are all Mamba-2.
+_OF_OTHER_LAYERS = frozenset(
+    {
+        *("num_attention_heads", "num_query_groups", "kv_channels", "activation"),
+        *("add_bias_linear", "add_qkv_bias"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -167,7 +175,10 @@ def find_architecture(config: Json) -> Architecture:
     if named:
         matches = [f for f in ARCHITECTURES if named == [f.name]]
         if not matches:
-            raise ValueError(f"`architectures` must be one of {known}, but is {named!r:.100}")
+            why = LACKING.get(str(named[0]), "") if isinstance(named, list) else ""
+            raise ValueError(
+                f"`architectures` must be one of {known}, but is {named!r:.100}{why and f', whose {why}'}"
+            )
     else:
         matches = [f for f in ARCHITECTURES if config.get("model_type") == f.model_type]
         if not matches:
@@ -260,7 +271,14 @@ def architecture_of(model: ModelConfig, name: str | None = None) -> Architecture
     if name is not None and name not in [architecture.name for architecture in family]:
         known = ", ".join(architecture.name for architecture in family)
         raise CheckpointError(f"the architecture must be one of {known}, but is {name!r}")
-    family = [architecture for architecture in family if name in (None, architecture.name)]
+    if name is None:  # what the others say against it is that it is no hybrid, or that it is one
+        family = [
+            architecture
+            for architecture in family
+            if dict(architecture.ours_fixed).get("is_hybrid_model", False) == model.is_hybrid_model
+        ]
+    else:
+        family = [architecture for architecture in family if architecture.name == name]
     against = {architecture.name: objections(architecture, model) for architecture in family}
     for architecture in family:
         if not against[architecture.name]:
@@ -334,6 +352,8 @@ def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozens
     left_out = _FREE | free
     if not (_has_dense_mlps(theirs) or _has_dense_mlps(ours)):
         left_out |= {"ffn_hidden_size"}
+    if not (theirs.layers_of("*-E") or ours.layers_of("*-E")):
+        left_out |= _OF_OTHER_LAYERS
     fields = [field for field in ModelConfig.model_fields if field not in left_out]
     if theirs.position_embedding_type == "learned_absolute":
         fields.append("max_position_embeddings")
@@ -341,4 +361,4 @@ def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozens
 
 
 def _has_dense_mlps(model: ModelConfig) -> bool:
-    return not model.num_experts or model.expert_places < model.num_layers
+    return model.layers_of("-E") > (model.expert_places if model.num_experts else 0)

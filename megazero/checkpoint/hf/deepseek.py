@@ -148,7 +148,7 @@ def _first_with_experts(model: ModelConfig) -> int:
     return next((number for number in numbers if experts_of(model, number)), model.num_layers)
 
 
-def _groups_scored_by(best: int) -> Limit:
+def groups_scored_by(best: int) -> Limit:
     """The condition that a group is scored by so many of its experts."""
     return Limit(
         lambda m: (
@@ -246,7 +246,7 @@ DEEPSEEK_V3 = replace(
     implied=(*LLAMA.implied, ("position_embedding_type", "rope"), ("moe_router_enable_expert_bias", True)),
     limits=(
         *_LIMITS,
-        _groups_scored_by(2),
+        groups_scored_by(2),
         Limit(lambda m: m.moe_router_topk > 1, "a token must be sent to more experts than one"),
     ),
     plain=plain_v3,
@@ -279,7 +279,7 @@ DEEPSEEK_V2 = replace(
         ("moe_router_pre_softmax", True),
     ),
     implied=(*LLAMA.implied, ("position_embedding_type", "rope")),
-    limits=(*_LIMITS, _groups_scored_by(1)),
+    limits=(*_LIMITS, groups_scored_by(1)),
     plain=plain_v2,
     complete=_complete_v2,
 )

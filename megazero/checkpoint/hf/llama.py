@@ -16,14 +16,14 @@ from megazero.checkpoint.naming import TensorRule, biased, qkv_biased, untied
 _WORDS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 LAYER = "model.layers.{i}"
-_QUERIES, _KEY, _VALUE = ("s", slice(0, -2)), ("s", slice(-2, -1)), ("s", slice(-1, None))
+QUERIES, KEY, VALUE = ("s", slice(0, -2)), ("s", slice(-2, -1)), ("s", slice(-1, None))
 GATE, UP = ("c", slice(0, 1)), ("c", slice(1, 2))
 
 _EMBEDDING = (TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),)
 _ATTENTION = (
     *(
         rule
-        for name, take in (("q_proj", _QUERIES), ("k_proj", _KEY), ("v_proj", _VALUE))
+        for name, take in (("q_proj", QUERIES), ("k_proj", KEY), ("v_proj", VALUE))
         for rule in (
             TensorRule(
                 "layers.{i}.attention.qkv.weight",
@@ -85,7 +85,7 @@ _INPUT_NORMS = layer_norms(input_norm="input_layernorm", mlp_norm="post_attentio
 
 
 def rules_with(
-    mlp: tuple[TensorRule, ...],
+    mlp: tuple[TensorRule, ...] = MLP,
     norms: tuple[TensorRule, ...] = _INPUT_NORMS,
     attention: tuple[TensorRule, ...] = _ATTENTION,
 ) -> tuple[TensorRule, ...]:
@@ -106,13 +106,17 @@ def without(settings: tuple[FieldPair, ...], *theirs: str) -> tuple[FieldPair, .
 
 
 EVEN_HEADS = Limit(lambda m: m.head_dim % 2 == 0, "the width of a head must be even to be rotated")
+BIASES_ALIKE = Limit(
+    lambda m: m.qkv_bias == m.add_bias_linear,
+    "queries, keys and values must have biases where all linear layers have them, and only there",
+)
 
 LLAMA = Architecture(
     name="LlamaForCausalLM",
     model_type="llama",
     auto="AutoModelForCausalLM",
     prefix="model.",
-    rules=rules_with(MLP),
+    rules=rules_with(),
     copies=((_HEAD, _WORDS),),
     ignored=(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)",),
     settings=(
@@ -143,10 +147,7 @@ LLAMA = Architecture(
         *DENSE_LIMITS,
         NO_WINDOWS,
         EVEN_HEADS,
-        Limit(
-            lambda m: m.qkv_bias == m.add_bias_linear,
-            "queries, keys and values must have biases where all linear layers have them, and only there",
-        ),
+        BIASES_ALIKE,
     ),
     plain=plain_rope,
     complete=with_rope_parameters,

@@ -26,9 +26,10 @@ from megazero.checkpoint.hf.rope import ROPE_SETTINGS, plain_rope, with_rope_par
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule, untied
 
-_BASE, _SHARE = ("rotary_emb_base", "rope_theta"), ("rotary_pct", "partial_rotary_factor")
+_BASE = ("rotary_emb_base", "rope_theta")
+SHARE, PARTIAL = "rotary_pct", "partial_rotary_factor"
 _NEWER, _NORMS = "new_decoder_architecture", "num_ln_in_parallel_attn"
-_SCALINGS = ("rope_parameters", "rope_scaling")
+SCALINGS = ("rope_parameters", "rope_scaling")
 
 
 def _rules(prefix: str, layers: str, names: dict[str, str], head: str) -> tuple[TensorRule, ...]:
@@ -47,20 +48,24 @@ def _rules(prefix: str, layers: str, names: dict[str, str], head: str) -> tuple[
     )
 
 
-def _rotated(config: Json, share: float) -> dict[str, Any]:
-    """`config` with a flat rotation of a share of each head's channels, under version 4's names or 5's."""
+def rotated(config: Json, share: float) -> dict[str, Any]:
+    """`config` with a flat rotation of a share of each head's channels, under version 4's names or 5's.
+
+    Raises:
+        ValueError: see `plain_rope`; or the share of rotated channels is given twice.
+    """
     out = dict(config)
     base = out.pop(_BASE[0], None)
-    shares = [out.pop(name) for name in _SHARE if out.get(name) is not None]
-    for field in _SCALINGS:
+    shares = [out.pop(name) for name in (SHARE, PARTIAL) if out.get(name) is not None]
+    for field in SCALINGS:
         if isinstance(out.get(field), dict):
             nested = out[field] = dict(out[field])
-            shares += [nested.pop(_SHARE[1])] if nested.get(_SHARE[1]) is not None else []
+            shares += [nested.pop(PARTIAL)] if nested.get(PARTIAL) is not None else []
             base = nested.pop(_BASE[1], base)
     if any(other != shares[0] for other in shares):
-        raise ValueError(f"`{_SHARE[0]}` must be given once, but is given as {shares}; keep the right one")
+        raise ValueError(f"`{SHARE}` must be given once, but is given as {shares}; keep the right one")
     out = {**out, **({} if base is None else {_BASE[1]: base})}
-    return {**plain_rope(out), _SHARE[0]: float((shares or [share])[0])}
+    return {**plain_rope(out), SHARE: float((shares or [share])[0])}
 
 
 def plain_neox(config: Json) -> dict[str, Any]:
@@ -69,7 +74,7 @@ def plain_neox(config: Json) -> dict[str, Any]:
     Raises:
         ValueError: see `plain_rope`; or the share of rotated channels is given twice.
     """
-    return _rotated(config, 0.25)
+    return rotated(config, 0.25)
 
 
 def plain_falcon(config: Json) -> dict[str, Any]:
@@ -88,11 +93,13 @@ def plain_falcon(config: Json) -> dict[str, Any]:
 
 def _complete_neox(config: Json) -> dict[str, Any]:
     out = with_rope_parameters(config)
-    base, share = out[_BASE[1]], out[_SHARE[0]]
+    base, share = out[_BASE[1]], out[SHARE]
     if "rope_scaling" in out:  # where version 5 reads no other base than that beside the scaling
         out["rope_scaling"] = {**out["rope_scaling"], _BASE[1]: base}
-    return {**out, _BASE[0]: base, _SCALINGS[0]: {**out[_SCALINGS[0]], _SHARE[1]: share}}
+    return {**out, _BASE[0]: base, SCALINGS[0]: {**out[SCALINGS[0]], PARTIAL: share}}
 
+
+EVEN_SHARE = Limit(lambda m: m.rotary_dim % 2 == 0, "a head must have an even number of rotated channels")
 
 _OURS_FIXED = (
     ("family", "gpt"),
@@ -128,7 +135,7 @@ GPT_NEOX = Architecture(
         FieldPair("hidden_act", "activation", "gelu", words=GELUS),
         FieldPair("layer_norm_eps", "norm_epsilon", 1e-5),
         *ROPE_SETTINGS,
-        FieldPair(_SHARE[0], "rotary_percent", 0.25),
+        FieldPair(SHARE, "rotary_percent", 0.25),
         FieldPair("hidden_dropout", "hidden_dropout", 0.0),
         FieldPair("attention_dropout", "attention_dropout", 0.0),
         FieldPair("initializer_range", "init_method_std", 0.02),
@@ -141,7 +148,7 @@ GPT_NEOX = Architecture(
         *DENSE_LIMITS,
         NO_WINDOWS,
         PLAIN_HEADS,
-        Limit(lambda m: m.rotary_dim % 2 == 0, "a head must have an even number of rotated channels"),
+        EVEN_SHARE,
         Limit(lambda m: m.kv_heads == m.num_attention_heads, "there must be no groups of query heads"),
     ),
     plain=plain_neox,

@@ -141,6 +141,11 @@ class HFReader(Source):
         if any("{x}" in rule.theirs for rule in rules) and experts > tensors:
             raise self._misfit(f"{experts} experts cannot be in {tensors} tensors")
 
+    @property
+    def _blank(self) -> Mapping[str, Link]:
+        """Tensors of theirs that ours does without, by name."""
+        return self._table(self.description.architecture.blank).by_theirs
+
     def _table(self, rules: Iterable[TensorRule]) -> Table:
         return Table.of(rules, self.description.model, self.description.vocab_size)
 
@@ -174,8 +179,8 @@ class HFReader(Source):
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""
         present = self._parted(self._without_copies(present))
-        for link in self._table(self.description.architecture.blank).links:
-            present.pop(link.theirs, None)  # zeros, as the architecture has seen
+        for name in self._blank:
+            present.pop(name, None)  # zeros, as the architecture has seen, or what nothing reads
         wrong = []
         if missing := self.table.by_theirs.keys() - present.keys():
             wrong.append(f"lack {named(missing)}")
@@ -192,13 +197,14 @@ class HFReader(Source):
 
     def _parted(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """Cut tensors that are several of the table's."""
-        present, table = dict(present), self.table.by_theirs
         model, architecture = self.description.model, self.description.architecture
+        present, table = dict(present), {**self._blank, **self.table.by_theirs}
         for whole, parts in architecture.fused_in(model.num_layers):
-            rows = [table[part].their_shape[0] for part in parts]
-            if whole in present and present[whole].shape[0] == sum(rows):
+            here = [part for part in parts if part in table]
+            rows = [table[part].their_shape[0] for part in here]
+            if here and whole in present and present[whole].shape[:1] == (sum(rows),):
                 stored = present.pop(whole)
-                for part, below in zip(parts, accumulate(rows), strict=True):
+                for part, below in zip(here, accumulate(rows), strict=True):
                     present[part] = stored.cut(below - table[part].their_shape[0], below)
         return present
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -109,10 +109,17 @@ class Rows:
 
         Weights are of `dtype`. What routers remember decides between experts, so it stays fp32, as there.
         """
-        runs = groupby(links, lambda link: fused.get(link.theirs, link.theirs))
-        joined = [(name, tuple(run)) for name, run in runs]
+        joined: dict[str, list[Link]] = defaultdict(list)
+        for link in links:
+            joined[fused.get(link.theirs, link.theirs)].append(link)
+        order = {part: place for place, part in enumerate(fused)}
         return tuple(
-            cls(name, run, dtype if run[0].key.kind == WEIGHT else torch.float32) for name, run in joined
+            cls(
+                name,
+                tuple(sorted(run, key=lambda link: order.get(link.theirs, 0))),
+                dtype if run[0].key.kind == WEIGHT else torch.float32,
+            )
+            for name, run in joined.items()
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveInt, model_validator
 
 from megazero.config.heterogeneous.settings import HeterogeneousConfig
 from megazero.config.heterogeneous.shapes import LayerShape
@@ -66,6 +66,9 @@ class HybridConfig(HeterogeneousConfig):
     mamba_num_groups: PositiveInt = option(8, "groups of heads that share what is written and read")
     mamba_num_heads: PositiveInt | None = option(
         None, "heads of a Mamba-2 layer; default: 2 x hidden / --mamba-head-dim"
+    )
+    mamba_min_step: NonNegativeFloat = option(
+        0.0, "shortest step of a head of a Mamba-2 layer; Nemotron-H has 0.001 in transformers"
     )
 
     @model_validator(mode="before")

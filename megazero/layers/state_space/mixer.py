@@ -38,6 +38,7 @@ class Mamba2(nn.Module):
         super().__init__()
         assert config.mamba_heads is not None, "the pattern has such a layer"
         self.layer, self.recompute, self.eps = layer, recompute, config.norm_epsilon
+        self.min_step = config.mamba_min_step
         self.cuda_scan = cuda_scan()
         name, groups, n = f"layers.{layer}.mamba", config.mamba_num_groups, config.mamba_state_dim
         heads = config.mamba_heads // groups
@@ -95,6 +96,8 @@ class Mamba2(nn.Module):
         x, b, c = F.silu(mixed).split(self.mixed, -1)
         x = x.unflatten(-1, (-1, self.head_dim))
         dt = F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+        if self.min_step:
+            dt = dt.clamp(min=self.min_step)
         scan = self.cuda_scan if x.is_cuda else selective_scan
         y, state = scan(x, dt, -self.a_log.to(wide).exp(), b, c, state, segments)
         if memory is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megazero.config.tree.model import ModelConfig
-from tests.checkpoint.hf.samples import LLAMA, VOCAB
+from tests.checkpoint.hf.samples import GPT2, LLAMA, VOCAB
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ class Sample:
                 parameter.dim() == 1 and "bias" not in name and "Gemma" not in self.name
             )  # theirs are less 1
             parameter.data.copy_(drawn + (1.0 if gain else 0.0))
+            if "embed_positions" in name:  # OPT's: no token has the first two
+                parameter.data[:2] = 0.0
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
@@ -121,6 +123,19 @@ def of(base: ModelConfig, *updates: Mapping[str, Any]) -> ModelConfig:
     """The model with other settings."""
     return base.model_copy(update={name: value for update in updates for name, value in update.items()})
 
+
+HYBRID_THEIRS = {
+    **{key: value for key, value in NEOX_THEIRS.items() if key not in ("layer_norm_eps", "rope_parameters")},
+    **{"layer_norm_epsilon": 3e-4, "num_key_value_heads": 2, "head_dim": 10, "ssm_state_size": 7},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 6, "n_groups": 2, "time_step_min": 0.4},
+}
+HYBRID = of(
+    LLAMA,
+    {"position_embedding_type": "none", "rotary_base": 10000.0, "activation": "squared_relu"},
+    {"mamba_state_dim": 7, "mamba_num_heads": 4, "mamba_head_dim": 6, "mamba_num_groups": 2},
+    {"mamba_min_step": 0.4, "is_hybrid_model": True},
+)
+KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 SAMPLES: Mapping[str, Sample] = {
     "qwen3": Sample("Qwen3", {**THEIRS, "head_dim": 10}, of(LLAMA, NORMED)),
@@ -284,5 +299,89 @@ SAMPLES: Mapping[str, Sample] = {
             **{"layer_norm_epsilon": 3e-4, "rope_parameters": THEIRS["rope_parameters"]},
         },
         of(NEOX, {"use_parallel_residual": True, "num_query_groups": 2, "add_bias_linear": False}),
+    ),
+    "opt": Sample(
+        "OPT",
+        {
+            **{"vocab_size": VOCAB, "hidden_size": 42, "num_hidden_layers": 2, "num_attention_heads": 6},
+            **{"ffn_dim": 74, "max_position_embeddings": 31, "dropout": 0.2, "attention_dropout": 0.3},
+            **{"init_std": 0.08, "tie_word_embeddings": False},
+        },
+        of(
+            GPT2,
+            {"activation": "relu", "norm_epsilon": 1e-5, "untie_embeddings_and_output_weights": True},
+        ),
+    ),
+    "opt-without-biases": Sample(
+        "OPT",
+        {
+            **{"vocab_size": VOCAB, "hidden_size": 42, "num_hidden_layers": 2, "num_attention_heads": 6},
+            **{"ffn_dim": 74, "max_position_embeddings": 31, "enable_bias": False},
+            "activation_function": "gelu",
+        },
+        of(GPT2, {"activation": "gelu_exact", "norm_epsilon": 1e-5, "add_bias_linear": False}),
+    ),
+    "mamba2": Sample(
+        "Mamba2",
+        {
+            **{"vocab_size": VOCAB, "hidden_size": 36, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 9},
+            **{"state_size": 7, "n_groups": 2, "layer_norm_epsilon": 3e-4},
+        },
+        of(
+            HYBRID,
+            {"mamba_num_heads": 8, "mamba_head_dim": 9, "mamba_min_step": 0.0, "num_query_groups": None},
+            {"hybrid_layer_pattern": "MM", "kv_channels": None},
+        ),
+    ),
+    "mamba2-shortest-step": Sample(
+        "Mamba2",
+        {
+            **{"vocab_size": VOCAB, "hidden_size": 36, "num_hidden_layers": 2, "num_heads": 12},
+            **{"head_dim": 3, "expand": 1, "state_size": 7, "n_groups": 4, "layer_norm_epsilon": 3e-4},
+            **{"tie_word_embeddings": True, "time_step_limit": [0.4, float("inf")]},
+        },
+        of(
+            HYBRID,
+            {"mamba_num_heads": 12, "mamba_head_dim": 3, "mamba_num_groups": 4, "num_layers": 2},
+            {"untie_embeddings_and_output_weights": False},
+        ),
+    ),
+    "nemotron-h": Sample(
+        "NemotronH",
+        {**HYBRID_THEIRS, "layers_block_type": [KINDS[letter] for letter in "M-*M"]},
+        of(HYBRID, {"num_layers": 4, "hybrid_layer_pattern": "M-*M"}),
+    ),
+    "nemotron-h-experts": Sample(
+        "NemotronH",
+        {
+            **HYBRID_THEIRS,
+            **{"layers_block_type": [KINDS[letter] for letter in "MEM*E-"], "time_step_min": 1e-30},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+            **{"routed_scaling_factor": 1.7, "moe_intermediate_size": 14},
+            "moe_shared_expert_intermediate_size": 22,
+        },
+        of(
+            HYBRID,
+            {"num_layers": 6, "hybrid_layer_pattern": "MEM*E-", "num_experts": (8,), "moe_router_topk": 4},
+            {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 1.7},
+            {"moe_ffn_hidden_size": 14, "moe_shared_expert_intermediate_size": 22, "mamba_min_step": 0.0},
+            {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        ),
+    ),
+    "bamba": Sample(
+        "Bamba",
+        {
+            **{**THEIRS, "hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 3},
+            **{"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2},
+            **{"mamba_d_state": 7},
+            "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+        },
+        of(
+            HYBRID,
+            {"hidden_size": 48, "num_attention_heads": 4, "num_layers": 6, "activation": "swiglu"},
+            {"kv_channels": None, "rotary_percent": 0.5, "rotary_seq_len_interpolation_factor": 3.0},
+            {"position_embedding_type": "rope", "rotary_base": 500.0, "hybrid_layer_pattern": "M-*-M-"},
+            {"mamba_num_heads": 8, "mamba_head_dim": 12, "mamba_min_step": 0.0},
+        ),
     ),
 }

@@ -90,9 +90,11 @@ def test_an_empty_config_of_gpt2_is_the_small_one():
 
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 REFUSED = [
-    (GPT2, {"architectures": ["OPTForCausalLM"]}, "`architectures` must be one of GPT2LMHeadModel, BloomF"),
+    (GPT2, {"architectures": ["CTRLLMHeadModel"]}, "`architectures` must be one of GPT2LMHeadModel, BloomF"),
+    (GPT2, {"architectures": ["CohereForCausalLM"]}, "but is ['CohereForCausalLM'], whose norms have no bia"),
+    (GPT2, {"architectures": ["JambaForCausalLM"]}, "but is ['JambaForCausalLM'], whose mixers are Mamba's"),
     (GPT2, {"architectures": ["GPT2LMHeadModel", "X"]}, "`architectures` must be one of"),
-    (GPT2, {"architectures": None, "model_type": "opt"}, "`architectures` must be one of"),
+    (GPT2, {"architectures": None, "model_type": "ctrl"}, "`architectures` must be one of"),
     (GPT2, {"scale_attn_weights": False}, "`scale_attn_weights` must be True"),
     (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "`scale_attn_by_inverse_layer_idx` must be False"),
     (GPT2, {"reorder_and_upcast_attn": True}, "`reorder_and_upcast_attn` must be False"),
