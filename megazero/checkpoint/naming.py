@@ -27,6 +27,7 @@ q     query heads
 f     inner width of the MLP
 c     halves of a gated MLP: gate, up
 e     hidden, where a square matrix has it twice
+j     two vectors of hidden width, one after the other
 t     kinds of tokens
 o     answers of the binary head: in order, swapped
 n     classes of a classifier
@@ -218,6 +219,7 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Mapping[str, int]:
             "f": model.ffn_size,
             "c": 2,
             "e": model.hidden_size,
+            "j": 2 * model.hidden_size,
             "t": 2,
             "o": 2,
             "n": model.num_classes or 0,
@@ -237,8 +239,14 @@ class Table:
     links: tuple[Link, ...]
 
     @classmethod
-    def of(cls, rules: Iterable[TensorRule], model: ModelConfig, vocab_size: int) -> Table:
-        """The rules for a model of this shape."""
+    def of(
+        cls,
+        rules: Iterable[TensorRule],
+        model: ModelConfig,
+        vocab_size: int,
+        layers: Sequence[int] | None = None,
+    ) -> Table:
+        """The rules for a model of this shape, for all of its layers or those of these numbers."""
         sizes = dim_sizes(model, vocab_size)
         present = [rule for rule in rules if rule.when(model)]
         links = []
@@ -246,7 +254,8 @@ class Table:
         for layered, run in groupby(present, lambda rule: "{i}" in rule.ours):
             block = list(run)
             ends = model.num_layers - 1, model.encoder_layers
-            for number in range(model.num_layers) if layered else (None,):
+            numbers = range(model.num_layers) if layers is None else layers
+            for number in numbers if layered else (None,):
                 here = [rule for rule in block if number is None or rule.layer(model, number)]
                 for rule in here:
                     slots = range(sizes["x"]) if "{x}" in rule.theirs else (None,)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.checkpoint.megatron.core_models import GPT2, LLAMA, PADDED, build_bert, core_config
+from tests.checkpoint.megatron.core_models import GPT2, LATENT, LLAMA, PADDED, build_bert, core_config, layer_spec, with_core
 
 MOE = {
     **LLAMA,
@@ -30,6 +30,15 @@ MODELS = {
     "llama": LLAMA,
     "normed-heads": {**LLAMA, "qk_layernorm": True, "softmax_scale": 0.5},
     "bert": {**GPT2, "binary_head": True},
+    "latent": LATENT,
+    "further": {**LLAMA, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
+    "latent-further-experts": {
+        **MOE,
+        **{name: value for name, value in LATENT.items() if LLAMA.get(name, ...) != value},
+        "mtp_num_layers": 1,
+        "mtp_loss_scaling_factor": 0.3,
+        "moe_layer_freq": [0, 1, 1],
+    },
     "experts": MOE,
     "experts-in-some-layers": {**MOE, "moe_layer_freq": [0, 1, 1], "moe_router_enable_expert_bias": False},
 }
@@ -39,21 +48,28 @@ STEPS = 3
 def model_of(name: str) -> torch.nn.Module:
     """The model that Megatron-LM makes of a model's arguments."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
     args = argparse.Namespace(**MODELS[name])
     if "binary_head" in args:
         return build_bert(args)
     config = core_config(args)
-    spec = get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm)
+    spec = layer_spec(args)
     if "num_experts" in MODELS[name] and args.num_experts:
         config.num_moe_experts = args.num_experts
-        for field in MOE.keys() - LLAMA.keys() - {"num_experts"}:
+        for field in (*(MOE.keys() - LLAMA.keys() - {"num_experts"}), "moe_layer_freq"):
             setattr(config, field, getattr(args, field))
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        if "multi_latent_attention" in args:
+            spec.layer_specs[:] = map(with_core, spec.layer_specs)
+    further = None
+    if "mtp_num_layers" in args:
+        config.mtp_num_layers = args.mtp_num_layers
+        further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
         config,
         spec,
+        mtp_block_spec=further,
         vocab_size=PADDED,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,

@@ -50,11 +50,12 @@ def test_there_and_back(saved, tmp_path, name):
     assert read.manifest.iteration == 7
     assert (read.facts["updates"], read.facts["state"]["consumed_samples"]) == (STEPS, 28)
     kinds = {key.kind for key in read.shapes}
-    assert kinds == {WEIGHT, "exp_avg", "exp_avg_sq"} | ({"router"} if name == "experts" else set())
+    assert kinds == {WEIGHT, "exp_avg", "exp_avg_sq"} | ({"router"} if name in ("experts", "latent-further-experts") else set())
     expected = torch.load(saved / f"{name}.pt")
-    qkv = Key("layers.1.attention.qkv.weight", "exp_avg")
+    ours, theirs = ("latent_up", "linear_kv_up_proj") if "latent" in name else ("qkv", "linear_qkv")
+    qkv = Key(f"layers.1.attention.{ours}.weight", "exp_avg")
     stored = next(
-        v for n, v in expected.items() if n.startswith("exp_avg/") and "1.self_attention.linear_qkv.w" in n
+        v for n, v in expected.items() if n.startswith("exp_avg/") and f"layers.1.self_attention.{theirs}.w" in n
     )
     assert torch.equal(read.tensor(qkv).reshape(stored.shape), stored)
 
