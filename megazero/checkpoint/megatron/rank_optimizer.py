@@ -154,7 +154,7 @@ def _inner(path: Path, optimizer: Any) -> Mapping[str, Any]:
             return dict(optimizer)
         if groups is not None:
             raise CheckpointError(
-                f"`{path.with_name(DISTRIBUTED)}` must lie beside {path.name}, whose optimizer keeps its state "
+                f"`{path.with_name(DISTRIBUTED)}` must lie beside {path.name}, whose optimizer has its state "
                 f"there, but does not; copy all files, or import without --with-optimizer"
             )
     raise CheckpointError(
@@ -170,7 +170,7 @@ def _members(
     left: Sequence[Parameter],
     apart: Sequence[str],
 ) -> list[Parameter]:
-    """The parameters of a group: those that decay or those that do not, by what else groups are told apart."""
+    """The parameters of a group, which all decay or do not, and agree in what else tells groups apart."""
     if not saved:
         return []
     shapes = [tuple(state[MOMENTS[0]].shape) if MOMENTS[0] in state else None for state in saved]

@@ -205,7 +205,7 @@ class MegatronReader:
         if misshaped:
             raise CheckpointError(
                 f"`{self.files.folder}` must hold masters and moments as floats in the shapes of their "
-                f"weights, alike where ranks have copies, but holds {min(misshaped)} otherwise; copy all files"
+                f"weights, alike where ranks have copies, but holds {min(misshaped)} otherwise; copy all"
             )
         return kinds
 

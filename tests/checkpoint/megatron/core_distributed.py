@@ -13,7 +13,16 @@ from pathlib import Path
 
 import torch
 
-from tests.checkpoint.megatron.core_models import GPT2, LATENT, LLAMA, PADDED, build_bert, core_config, layer_spec, with_core
+from tests.checkpoint.megatron.core_models import (
+    GPT2,
+    LATENT,
+    LLAMA,
+    PADDED,
+    build_bert,
+    core_config,
+    layer_spec,
+    with_core,
+)
 
 MOE = {
     **LLAMA,

@@ -89,7 +89,12 @@ LATENT = {
 }
 MODELS = {
     "latent": LATENT,
-    "latent-queries-of-hidden-states": {**LATENT, "q_lora_rank": None, "rope_type": "rope", "mscale_all_dim": 0.0},
+    "latent-queries-of-hidden-states": {
+        **LATENT,
+        "q_lora_rank": None,
+        "rope_type": "rope",
+        "mscale_all_dim": 0.0,
+    },
     "gpt2": GPT2,
     "gpt2-exact-gelu": {**GPT2, "bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
     "llama": LLAMA,
@@ -208,7 +213,7 @@ def core_config(args: argparse.Namespace):
 
 
 class LatentCore(torch.nn.Module):
-    """Attention whose values have fewer channels than its keys: Core's own needs Transformer Engine for it."""
+    """Attention whose values have fewer channels than its keys, which Core leaves to Transformer Engine."""
 
     def __init__(self, *, softmax_scale: float, **_: object):
         super().__init__()

@@ -21,6 +21,7 @@ from tests.checkpoint.megatron.core_models import PADDED
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+BALANCED = ("experts", "latent-further-experts")
 OPTIONS = ImportOptions(trust_pickle=True, vocab_size=PADDED, with_optimizer=True)
 
 
@@ -50,12 +51,16 @@ def test_there_and_back(saved, tmp_path, name):
     assert read.manifest.iteration == 7
     assert (read.facts["updates"], read.facts["state"]["consumed_samples"]) == (STEPS, 28)
     kinds = {key.kind for key in read.shapes}
-    assert kinds == {WEIGHT, "exp_avg", "exp_avg_sq"} | ({"router"} if name in ("experts", "latent-further-experts") else set())
+    assert kinds == {WEIGHT, "exp_avg", "exp_avg_sq"} | (
+        {"router"} if name in ("experts", "latent-further-experts") else set()
+    )
     expected = torch.load(saved / f"{name}.pt")
     ours, theirs = ("latent_up", "linear_kv_up_proj") if "latent" in name else ("qkv", "linear_qkv")
     qkv = Key(f"layers.1.attention.{ours}.weight", "exp_avg")
     stored = next(
-        v for n, v in expected.items() if n.startswith("exp_avg/") and f"layers.1.self_attention.{theirs}.w" in n
+        v
+        for n, v in expected.items()
+        if n.startswith("exp_avg/") and f"layers.1.self_attention.{theirs}.w" in n
     )
     assert torch.equal(read.tensor(qkv).reshape(stored.shape), stored)
 
