@@ -65,7 +65,8 @@ def latent_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 f"--megatron-args)"
             )
     kind = arguments.get("rope_type") or "yarn"
-    fields: dict[str, Any] = {"multi_latent_attention": True, "rope_type": kind, "rotary_percent": 1.0}
+    fields: dict[str, Any] = {"multi_latent_attention": True, "rotary_percent": 1.0}
+    fields["rope_type"] = arguments.get("rope_type")
     fields |= {name: arguments[name] for name in _SAME if arguments.get(name) is not None}
     scaling = {name: arguments[name] for name in _SCALING if arguments.get(name) is not None}
     if kind == "rope":

@@ -135,6 +135,11 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
             fields |= part(arguments, core)
         except ValueError as error:
             wrong.append(str(error))
+    if fields.get("mtp_num_layers") and fields.get("position_embedding_type") == "learned_absolute":
+        wrong.append(
+            f"`mtp_num_layers` is {fields['mtp_num_layers']!r} (with learned positions, which further tokens "
+            f"of ours do not read)"
+        )
     if wrong:
         raise CheckpointError(
             "the checkpoint must hold a model that megazero supports, but " + "; ".join(wrong)

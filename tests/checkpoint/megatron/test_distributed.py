@@ -264,6 +264,9 @@ LAYOUTS = [
     (Run(layers=4), Run(tp=2, pp=2, dp=2, zero=2, layers=4)),
     (Run(shape="llama", experts="biased"), Run(tp=2, dp=2, ep=2, zero=1, shape="llama", experts="biased")),
     (Run(shape="bert"), Run(pp=2, dp=2, zero=3, shape="bert")),
+    (Run(shape="deepseek"), Run(tp=2, pp=2, dp=2, zero=1, shape="deepseek")),
+    (Run(shape="deepseek", experts="biased"), Run(tp=2, shape="deepseek", experts="biased")),
+    (Run(shape="deepseek-lite"), Run(tp=2, dp=2, zero=2, shape="deepseek-lite")),
 ]
 
 
