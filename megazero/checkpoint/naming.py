@@ -239,14 +239,8 @@ class Table:
     links: tuple[Link, ...]
 
     @classmethod
-    def of(
-        cls,
-        rules: Iterable[TensorRule],
-        model: ModelConfig,
-        vocab_size: int,
-        layers: Sequence[int] | None = None,
-    ) -> Table:
-        """The rules for a model of this shape, for all of its layers or those of these numbers."""
+    def of(cls, rules: Iterable[TensorRule], model: ModelConfig, vocab_size: int) -> Table:
+        """The rules for a model of this shape."""
         sizes = dim_sizes(model, vocab_size)
         present = [rule for rule in rules if rule.when(model)]
         links = []
@@ -254,8 +248,7 @@ class Table:
         for layered, run in groupby(present, lambda rule: "{i}" in rule.ours):
             block = list(run)
             ends = model.num_layers - 1, model.encoder_layers
-            numbers = range(model.num_layers) if layers is None else layers
-            for number in numbers if layered else (None,):
+            for number in range(model.num_layers) if layered else (None,):
                 here = [rule for rule in block if number is None or rule.layer(model, number)]
                 for rule in here:
                     slots = range(sizes["x"]) if "{x}" in rule.theirs else (None,)

@@ -71,7 +71,7 @@ _FOREIGN = tuple(
         (r"vision|image|patch", "vision"),
         (r"^mtp\.", "multi-token prediction"),
         (r"mixer\.|mamba", "state-space"),
-        (r"[qk]_(?:layer)?norm|linear_q_|linear_kv_", "another attention"),
+        (r"[qk]_(?:layer)?norm|linear_q_|linear_kv_|linear_qkv", "another attention"),
     )
 )
 

@@ -51,7 +51,7 @@ def latent_norms() -> Iterator[tuple[str, str, str, Callable[[ModelConfig], bool
 
 
 def latent_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments say about latent attention and its rotation, which is its own; nothing without it.
+    """Read latent attention and its rotation, which is its own, from the arguments; nothing without it.
 
     Raises:
         ValueError: settings that Core ignores there, or that ours has not.

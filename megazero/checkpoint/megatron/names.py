@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.dialects import BLOCK, EXPERT, HEAD, WORD
@@ -242,29 +243,20 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     return (
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
         *norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
-        row(
-            "embedding.position.weight",
-            "p h",
-            "embedding.position_embeddings.weight",
-            "p h",
-            when=_with_positions,
-        ),
-        row(
-            "embedding.token_type.weight",
-            "t h",
-            "embedding.tokentype_embeddings.weight",
-            when=with_types,
-        ),
+        row("embedding.position.weight", "p h", "embedding.position_embeddings.weight", when=_with_positions),
+        row("embedding.token_type.weight", "t h", "embedding.tokentype_embeddings.weight", when=with_types),
         *norm(f"{ours}.input_norm", f"{core}.input_layernorm"),
-        row(
-            f"{ours}.attention.qkv.weight",
-            "g s d h",
-            f"{attention}.linear_qkv.weight",
-            f"{qkv} h",
-            "g",
-            _common,
+        *(
+            row(
+                f"{ours}.attention.qkv.{kind}",
+                f"g s d{h}",
+                f"{attention}.linear_qkv.{kind}",
+                qkv + h,
+                "g",
+                when,
+            )
+            for kind, h, when in (("weight", " h", _common), ("bias", "", _common_biased))
         ),
-        row(f"{ours}.attention.qkv.bias", "g s d", f"{attention}.linear_qkv.bias", qkv, "g", _common_biased),
         *_latent_rows(norm),
         row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
@@ -295,18 +287,26 @@ def links_of(
     """Core's name -> its rule and which part of ours it is, for a model of this shape."""
     table = tuple(table)
     layered = [sliced for sliced in table if "{i}" in sliced.rule.ours]
-    further = model.further_layers
+    longer = model.model_copy(update={"num_layers": model.num_layers + (model.mtp_num_layers or 0)})
     parts = (
-        (table, None, lambda name: name),
-        (_further(model), further, lambda name: further_name(name, model)),
-        (layered, further, lambda name: further_name(name, model, "transformer_layer.")),
+        (table, model, lambda name: name),
+        (_behind(_further(model), model), longer, lambda name: further_name(name, model)),
+        (_behind(layered, model), longer, lambda name: further_name(name, model, "transformer_layer.")),
     )
     return {
         named(name): (sliced, replace(link, key=Key(link.key.name, sliced.kind)))
-        for part, layers, named in parts
+        for part, shaped, named in parts
         for sliced in part
-        for name, link in Table.of([sliced.rule], model, vocab_size, layers).by_theirs.items()
+        for name, link in Table.of([sliced.rule], shaped, vocab_size).by_theirs.items()
     }
+
+
+def _behind(table: Iterable[Sliced], model: ModelConfig) -> Iterator[Sliced]:
+    """The rules for the layers behind the model's last one, as which these are."""
+    for sliced in table:
+        layer = sliced.rule.layer
+        behind = partial(lambda layer, _, number: number >= model.num_layers and layer(model, number), layer)
+        yield replace(sliced, rule=replace(sliced.rule, layer=behind))
 
 
 def held_whole(name: str) -> bool:

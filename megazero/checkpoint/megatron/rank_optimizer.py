@@ -85,13 +85,13 @@ def read_states(
         CheckpointError: there is none, it is not Adam's, or its tensors cannot be told apart for certain.
     """
     states: dict[str, dict[str, dict[str, Tensor]]] = {}
-    found = (
+    tensors = (
         _numbered(path, optimizer, parameters)
         if buffers is None
         else _buffered(path, buffers, parameters, arguments)
     )
     seen: set[tuple[str, str, str]] = set()
-    for parameter, kind, tensor in found:
+    for parameter, kind, tensor in tensors:
         place = kind, parameter.chunk, parameter.name
         if place in seen or tensor.shape != parameter.weight.shape:
             raise _untold(path, f"the {kind} of {parameter.name} is there twice or has {list(tensor.shape)}")
@@ -174,7 +174,7 @@ def _members(
     if not saved:
         return []
     shapes = [tuple(state[MOMENTS[0]].shape) if MOMENTS[0] in state else None for state in saved]
-    found = []
+    fitting = []
     decays = [bool(group["wd_mult"])] if "wd_mult" in group else [True, False]
     for decayed in decays:
         own = [p for p in left if p.decays == decayed]
@@ -183,10 +183,10 @@ def _members(
         if "is_decoupled_lr" in apart:
             own = [p for p in own if (p.core in _VOCABULARY) == bool(group.get("is_decoupled_lr"))]
         if [tuple(p.weight.shape) for p in own] == shapes:
-            found.append(own)
-    if len(found) != 1:
+            fitting.append(own)
+    if len(fitting) != 1:
         raise _untold(path, f"a group of {len(saved)} parameters is none of the model's")
-    return found[0]
+    return fitting[0]
 
 
 def _buffered(
@@ -201,7 +201,7 @@ def _buffered(
         raise _untold(path, f"its optimizer consists of {len(chained)}")
     for one, own in zip(chained, parts, strict=True):
         if one.get("buckets_coalesced") is not True:
-            raise _untold(path, f"{DISTRIBUTED} has its buckets one by one, as Core before 0.7 had")
+            raise _untold(path, f"{DISTRIBUTED} has its buckets one by one, as older releases had")
         numbers = sorted(number for number in one if isinstance(number, int))
         runs = [
             [p for p in own if (p.chunk, p.weight.dtype) == run]

@@ -123,16 +123,17 @@ class Stages(Opened):
             zero = self._of_layer(path, prefix, names) if self._with_optimizer else {}
             return {"model": weights, **{f"{kind}/model": tensors for kind, tensors in zero.items()}}
         if self.files.form is Form.DEEPSPEED:
-            whole = {"model": loaded["module"]} if loaded.get("module") is not None else {}
+            named: Mapping[str, Any] = {"model": loaded["module"]} if loaded.get("module") is not None else {}
         else:
-            whole = {name: content for name, content in loaded.items() if _MODEL.fullmatch(str(name))}
+            named = loaded
+        whole = {name: content for name, content in named.items() if _MODEL.fullmatch(str(name))}
         if not whole or whole.keys() not in (
             {"model"},
             {f"model{number}" for number in range(len(whole))},
         ):
             raise CheckpointError(
                 f"`{path}` must hold `module`, `model`, or `model0`, `model1` and so on, but holds "
-                f"{', '.join(sorted(map(str, loaded)))[:200] or 'nothing'}; copy all files of the checkpoint"
+                f"{', '.join(sorted(map(str, named)))[:200] or 'nothing'}; copy all files of the checkpoint"
             )
         arguments = self.headers[path].arguments or {}
         chunks: dict[str, Weights] = {name: dict(flatten(path, part)) for name, part in whole.items()}
@@ -146,7 +147,7 @@ class Stages(Opened):
     def _states(
         self, path: Path, loaded: Mapping[str, Any], chunks: Mapping[str, Weights]
     ) -> Mapping[str, Weights]:
-        """What the optimizer of a rank holds, by kind and model chunk."""
+        """The state of a rank's optimizer, by kind and model chunk."""
         if self.files.form is Form.DEEPSPEED:
             zero = self._zero_of(path)
             check_masters(path, zero, chunks["model"])
@@ -158,7 +159,7 @@ class Stages(Opened):
         return {f"{kind}/{chunk}": named for kind, of in states.items() for chunk, named in of.items()}
 
     def _zero_of(self, path: Path) -> Mapping[str, Joined]:
-        """What ZeRO holds for a file of a model-parallel rank, whose header then counts its updates."""
+        """The state of a model-parallel rank under ZeRO; the header of its file then counts updates."""
         if path not in self._zero:
             loaded = self._load(path)
             shapes = loaded.get("param_shapes")
@@ -168,11 +169,11 @@ class Stages(Opened):
         return zero.tensors
 
     def _of_layer(self, path: Path, prefix: str, weights: Weights) -> Mapping[str, Weights]:
-        """What ZeRO holds of a layer, which it calls by number, or by a word if several stages have it."""
+        """The state of a layer, which ZeRO calls by number, or by a word if several stages have it."""
         (stage,) = (s for s in self.files.stages if path in s)
         rank, ranks = stage.index(path), self.files.tensor_ranks
         number = re.search(r"layer_0*(\d+)", path.name)
-        found: dict[str, dict[str, Pieces]] = {}
+        states: dict[str, dict[str, Pieces]] = {}
         for holder in self.files.ranks[rank::ranks]:
             for kind, tensors in self._zero_of(holder).items():
                 for name, pieces in tensors.pieces.items():
@@ -183,8 +184,8 @@ class Stages(Opened):
                     else:
                         mine = number is not None and place == number[1]
                     if mine and plain in weights:
-                        found.setdefault(kind, {}).setdefault(prefix + plain, pieces)
-        joined = {kind: Joined(of) for kind, of in found.items()}
+                        states.setdefault(kind, {}).setdefault(prefix + plain, pieces)
+        joined = {kind: Joined(of) for kind, of in states.items()}
         check_masters(path, joined, {prefix + name: tensor for name, tensor in weights.items()})
         return joined
 

@@ -25,7 +25,7 @@ from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
 
 _FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt")
-_WANTED = {"base_optimizer_state", "single_partition_of_fp32_groups"}
+_WANTED = frozenset({"base_optimizer_state", "single_partition_of_fp32_groups"})
 _SCALER = "deepspeed.runtime.fp16.loss_scaler."
 _KNOWN = (
     *((Kept, _SCALER + name) for name in ("LossScalerBase", "LossScaler", "DynamicLossScaler")),
@@ -57,7 +57,7 @@ class Joined(Mapping[str, Tensor]):
 
 @dataclass(frozen=True)
 class ZeroStates:
-    """Of a model-parallel rank: kind -> parameter's name -> tensor; and its counts and loss scale."""
+    """The state of a model-parallel rank: kind -> name -> tensor; and its counts and loss scale."""
 
     tensors: Mapping[str, Joined]
     numbers: Mapping[str, Any]
@@ -75,19 +75,19 @@ def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -
     Raises:
         CheckpointError: there is none, a data-parallel rank's is missing, or it is of another kind.
     """
-    found = {
+    files = {
         int(m["data"]): p
         for p in folder.iterdir()
         if (m := _FILE.fullmatch(p.name)) and int(m["model"]) == rank
     }
-    if not found or not isinstance(shapes, (list, tuple)):
+    if not files or not isinstance(shapes, (list, tuple)):
         raise CheckpointError(
             f"`{folder}` must hold zero_pp_rank_*_mp_rank_{rank:02d}_optim_states.pt, and the names of its "
             f"parameters, to go on from, but does not; copy all files, or import without --with-optimizer"
         )
-    paths = [found[number] for number in sorted(found)]
+    paths = [files[number] for number in sorted(files)]
     saved = [_load(path, inert) for path in paths]
-    _check_ranks(folder, sorted(found), saved, len(shapes))
+    _check_ranks(folder, sorted(files), saved, len(shapes))
     tensors: dict[str, dict[str, Pieces]] = {kind: {} for kind in (WEIGHT, *MOMENTS)}
     for number, group in enumerate(shapes):
         named = {str(name): tuple(map(int, shape)) for name, shape in group.items()}
@@ -182,7 +182,7 @@ def _cut(
 
 
 def _numbers(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What counts updates, and the loss scale, by the names that Megatron-LM has for it."""
+    """The counts of updates, and the loss scale, by the names that Megatron-LM has for it."""
     base = saved["base_optimizer_state"]
     numbers: dict[str, Any] = {"optimizer": {"base": base, "step": saved.get("base_optimizer_state_step")}}
     scaler = saved.get("loss_scaler")
