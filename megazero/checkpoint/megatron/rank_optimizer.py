@@ -210,7 +210,10 @@ def _buffered(
         if len(numbers) != len(runs):
             raise _untold(path, f"{DISTRIBUTED} has {len(numbers)} buffers of {len(runs)} kinds of weights")
         for number, run in zip(numbers, runs, strict=True):
-            (buffer,) = one[number].values()
+            kinds = list(one[number].values()) if isinstance(one[number], Mapping) else []
+            buffer = kinds[0] if len(kinds) == 1 and isinstance(kinds[0], Mapping) else {}
+            if not isinstance(buffer.get("param"), Tensor):
+                raise _untold(path, f"{DISTRIBUTED} has no masters of one kind of weights at {number}")
             yield from _of_buffer(path, buffer, run[::-1], arguments)
 
 

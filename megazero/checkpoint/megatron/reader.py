@@ -182,14 +182,18 @@ class MegatronReader:
             kinds[kind] = {**in_use, **inventories.get(kind, {})}
         lacking = {
             f"{kind} of {name}"
-            for kind in MOMENTS
+            for kind in (*MOMENTS, WEIGHT)
             for name, (_, link) in links.items()
-            if link.key.kind == WEIGHT and name not in inventories.get(kind, {})
+            if link.key.kind == WEIGHT
+            and name not in inventories.get(kind, {})
+            # Weights that are not rounded are masters themselves.
+            and (kind != WEIGHT or in_use[name].dtypes[0] not in (torch.float32, torch.float64))
         }
         further = kinds.keys() - {WEIGHT, *MOMENTS}
         if lacking or further:
             raise CheckpointError(
-                f"`{self.files.folder}` must hold Adam's two moments by names of weights to go on from, but "
+                f"`{self.files.folder}` must hold Adam's two moments and masters by names of weights to go on "
+                "from, but "
                 + (f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}")
                 + "; save it as torch_dist with --dist-ckpt-optim-fully-reshardable, or import without "
                 "--with-optimizer"

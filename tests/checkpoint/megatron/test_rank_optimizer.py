@@ -15,10 +15,28 @@ from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
-from tests.checkpoint.megatron.optimizer_samples import MOMENTS, STEP, save_ranks, save_zero
+from tests.checkpoint.megatron.optimizer_samples import (
+    MOMENTS,
+    STEP,
+    buffers,
+    narrowed,
+    numbered,
+    place,
+    save_ranks,
+    save_zero,
+)
 from tests.checkpoint.megatron.resumed import goes_on
-from tests.checkpoint.megatron.samples import GPT2, LLAMA, VOCAB, Layout, random_weights
-from tests.checkpoint.megatron.test_distributed import GOES_ON, PROGRESS
+from tests.checkpoint.megatron.samples import (
+    GPT2,
+    LLAMA,
+    VOCAB,
+    Layout,
+    _chunk,
+    arguments_of,
+    random_weights,
+    slice_of,
+)
+from tests.checkpoint.megatron.test_distributed import GOES_ON, MOE, PROGRESS, experts_of
 from tests.checkpoint.megatron.test_reader import UNTIED
 from tests.layouts.layout import VOCABULARY
 from tests.layouts.layout import Layout as Run
@@ -173,6 +191,18 @@ SHARED = "mp_rank_01/distrib_optim.pt"
             "0 ways to lay parameters out in distrib_optim.pt give the weights",
         ),
         (True, SHARED, lambda s: s.update({1: s[0]}), "has 2 buffers of 1 kinds of weights"),
+        (
+            True,
+            SHARED,
+            lambda s: s.update({0: [1]}),
+            "distrib_optim.pt has no masters of one kind of weights at 0",
+        ),
+        (
+            False,
+            RANK,
+            lambda s: s["optimizer"].pop("fp32_from_fp16_params"),
+            "must hold the same model chunks",
+        ),
         (True, SHARED, lambda s: s[0][torch.bfloat16, torch.float32].pop("exp_avg"), "lacks those of"),
     ],
 )
@@ -273,3 +303,49 @@ def test_a_run_goes_on(tmp_path, write):
     assert after.shapes.keys() <= before.shapes.keys()
     assert all(torch.equal(before.tensor(key), after.tensor(key)) for key in after.shapes)
     assert goes_on(alone, tmp_path / "back", 2) == goes_on(alone, tmp_path / "run", 2)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("grouped", ["one by one", "numbered", "together"])
+def test_of_experts_on_ranks_of_their_own(tmp_path, grouped, distributed):
+    """Core has an optimizer for them beside that of all other weights."""
+    model = LLAMA.model_copy(update=MOE)
+    kinds, arguments = kinds_of(model), {**UNTIED, **MOE, **ADAM, "num_experts": 4}
+    layout = Layout(arguments={**arguments, "expert_model_parallel_size": 2})
+    for rank in range(2):
+        chunk = {}
+        for kind, weights in kinds.items():
+            own = _chunk(slice_of(model, weights, 0, layout), model, 0, 0, layout)
+            for number in range(4):
+                own |= experts_of(weights, number, number, rank, grouped)
+            chunk[kind] = {name: own[name].contiguous() for name in sorted(own, key=place)}
+        apart = [
+            {k: {n: t for n, t in of.items() if (".mlp.experts." in n) == expert} for k, of in chunk.items()}
+            for expert in (False, True)
+        ]
+        folder = tmp_path / "theirs" / "iter_0000100" / f"mp_rank_00_{rank:03d}"
+        folder.mkdir(parents=True)
+        chained = [numbered([part], torch.bfloat16, STEP) for part in apart]
+        for expert, one in enumerate(chained):
+            for group in one["optimizer"]["param_groups"]:
+                group["is_expert_parallel"] = bool(expert)
+                if distributed:
+                    del group["params"]
+            if distributed:
+                del one["fp32_from_fp16_params"], one["optimizer"]["state"]
+        if distributed:
+            parts = [buffers([part], torch.bfloat16, None, ()) for part in apart]
+            torch.save(parts, folder / "distrib_optim.pt")
+        saved = {"args": arguments_of(model, layout), "iteration": 100, "checkpoint_version": 3.0}
+        saved |= {"model": narrowed(chunk["weight"], torch.bfloat16), "optimizer": chained}
+        torch.save(saved, folder / "model_optim_rng.pt")
+    assert_read(tmp_path / "theirs" / "iter_0000100", tmp_path / "ours", kinds)
+
+
+def test_rounded_weights_are_no_masters(tmp_path):
+    folder = save_ranks(tmp_path, GPT2, kinds_of(GPT2), Layout(), facts=ADAM)
+    change(folder / "mp_rank_00/model_optim_rng.pt", lambda s: s["optimizer"].pop("fp32_from_fp16_params"))
+    with pytest.raises(
+        CheckpointError, match="two moments and masters .* but lacks weight of decoder.final_lay"
+    ):
+        MegatronReader(folder, GOES_ON)
