@@ -239,6 +239,11 @@ def layer_spec(args: argparse.Namespace):
 
 def with_core(spec):
     """The specification with attention that runs here."""
+    from megatron.core.transformer import multi_latent_attention
+
+    # Core 0.16 asks whether layers are Transformer Engine's even if it is not there.
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        multi_latent_attention.TELinear = LatentCore
     spec.submodules.self_attention.submodules.core_attention = LatentCore
     return spec
 
