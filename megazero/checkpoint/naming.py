@@ -27,6 +27,7 @@ q     query heads
 f     inner width of the MLP
 c     halves of a gated MLP: gate, up
 e     hidden, where a square matrix has it twice
+j     two vectors of hidden width, one after the other
 t     kinds of tokens
 o     answers of the binary head: in order, swapped
 n     classes of a classifier
@@ -232,6 +233,7 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Sizes:
             "f": model.ffn_size,
             "c": 2,
             "e": model.hidden_size,
+            "j": 2 * model.hidden_size,
             "t": 2,
             "o": 2,
             "n": model.num_classes or 0,

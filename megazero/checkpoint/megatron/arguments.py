@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megazero.checkpoint.megatron.latent import latent_arguments
 from megazero.checkpoint.megatron.masked import with_masked_head
 from megazero.checkpoint.megatron.progress import SECTIONS
 from megazero.checkpoint.megatron.settings import COPIED, EXPERTS, GATED, read_settings
@@ -44,6 +45,7 @@ def arguments_of(
         "window_size": model.window_size,
         "window_attn_skip_freq": _alone(model.window_attn_skip_freq),
         **_experts(model),
+        **latent_arguments(model),
         "padded_vocab_size": padded_vocab_size(vocab_size, model, 1),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,

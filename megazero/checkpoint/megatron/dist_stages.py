@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.box import Box
+from megazero.checkpoint.megatron.dialects import core_name
 from megazero.checkpoint.megatron.dist_file import SavedArray, read_array, read_metadata
 from megazero.checkpoint.megatron.expert_files import Weights
 from megazero.checkpoint.megatron.folder import Files
 from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, TensorRecord
-from megazero.checkpoint.megatron.names import core_name
 from megazero.checkpoint.megatron.settings import with_grouped_mlp
 from megazero.checkpoint.megatron.stages import Header, Opened, read_header
 from megazero.checkpoint.part import WEIGHT

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megazero.checkpoint.megatron.names import EXPERT
+from megazero.checkpoint.megatron.dialects import EXPERT
 from megazero.errors import CheckpointError
 
 Weights = Mapping[str, Tensor]

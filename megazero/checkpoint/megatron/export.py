@@ -20,10 +20,12 @@ from megazero.checkpoint.described import check_saved_model
 from megazero.checkpoint.disk import Disk, appear
 from megazero.checkpoint.manifest import STATE
 from megazero.checkpoint.megatron.arguments import arguments_of, optimizer_of, schedule_of
+from megazero.checkpoint.megatron.dialects import BLOCK, EXPERT, layer_of
 from megazero.checkpoint.megatron.dist_file import ArrayPart, write_arrays
+from megazero.checkpoint.megatron.latent import with_latent
 from megazero.checkpoint.megatron.masked import with_masked_head
-from megazero.checkpoint.megatron.names import EXPERT, Sliced, layer_of, links_of, rules
-from megazero.checkpoint.megatron.progress import MOMENTS
+from megazero.checkpoint.megatron.names import Sliced, links_of, rules
+from megazero.checkpoint.megatron.rank_optimizer import MOMENTS
 from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.checkpoint.reader import CheckpointReader
@@ -35,6 +37,8 @@ from megazero.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _LAYER = re.compile(r"decoder\.layers\.\d+\.(.*)")
+_SMALL_NORM = re.compile(r"^self_attention\.(q|kv)_layernorm\.")
+_FURTHER = re.compile(rf"({re.escape(BLOCK)}\d+\.transformer_layer\.)")
 
 
 @dataclass(frozen=True)
@@ -165,10 +169,10 @@ def _states(model: ModelConfig, size: int) -> Iterator[str]:
         for called in place.names:
             module, _, suffix = called.rpartition(".")
             where = ".".join(map(str, place.at or (0,))), ".".join(map(str, place.stacked or (1,)))
-            if suffix == "weight" and called.startswith(("decoder.", "encoder.")):
+            if suffix == "weight" and called.startswith(("decoder.", "encoder.", BLOCK)):
                 yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
-            if called.endswith("linear_qkv.weight"):
-                module = module.replace("linear_qkv", "core_attention")
+            if called.endswith(("linear_qkv.weight", "linear_kv_up_proj.weight")):
+                module = module.rpartition(".")[0] + ".core_attention"
                 yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
 
 
@@ -183,28 +187,45 @@ class _Where:
 
 def _place(name: str, model: ModelConfig) -> _Where:
     number = layer_of(name)
+    further = _FURTHER.match(name)
     at: tuple[int, ...] = ()
     stacked: tuple[int, ...] = ()
-    if number is not None:
-        experts = experts_of(model, number)
-        plain = _LAYER.sub(r"\1", name)
-        if _alike(model):
-            at, stacked, block = (number,), (model.num_layers,), "decoder.layers."
+    if number is not None or further is not None:
+        layer = model.num_layers if number is None else number
+        experts = experts_of(model, layer)
+        if further is not None:  # a block of its own, which is stacked with no other
+            block, plain = further[1], name[further.end(1) :]
+        elif _alike(model):
+            at, stacked, block, plain = (layer,), (model.num_layers,), "decoder.layers.", _rest(name)
         else:
-            block = f"decoder.layers.{number}."
+            block, plain = f"decoder.layers.{number}.", _rest(name)
         if match := EXPERT.fullmatch(name):
             at, stacked = (*at, int(match[2])), (*stacked, experts)
             plain = f"mlp.experts.experts.{match[3]}"
-        fused = plain.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-        fused = fused.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        # Beside experts, Core's layers with and without Transformer Engine call that norm differently.
-        names = {fused, plain} if experts and plain.startswith("pre_mlp") else {fused}
+        names = set(_called(plain, experts, latent=with_latent(model)))
         others = tuple(f"{block}{called}" for called in sorted(names))
     else:
         others = (name,)
     if with_masked_head(model):
         others = tuple(re.sub(r"^decoder\.", "encoder.", called) for called in others)
     return _Where(others, at, stacked)
+
+
+def _rest(name: str) -> str:
+    return _LAYER.sub(r"\1", name)
+
+
+def _called(plain: str, experts: int, *, latent: bool) -> Iterator[str]:
+    """The names of a layer's tensor with Transformer Engine, and without where they are others in Core."""
+    fused = plain.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    if latent:
+        fused = _SMALL_NORM.sub(r"self_attention.linear_\1_up_proj.layer_norm_", fused)
+    else:
+        fused = fused.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+    yield fused
+    # Core's layers with latent attention, and beside experts, have their norms' own names without it.
+    if latent or (experts and plain.startswith("pre_mlp")):
+        yield plain
 
 
 def _part(

@@ -141,6 +141,11 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
+    if (folder / "zero").is_dir():
+        raise CheckpointError(
+            f"`{folder}` must hold a model as its ranks had it, but is DeepSpeed's universal form; name the "
+            f"checkpoint that it was made from"
+        )
     for name in names:
         if "expert_" in name:
             raise CheckpointError(

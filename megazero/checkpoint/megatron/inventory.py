@@ -8,19 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megazero.checkpoint.megatron.expert_files import Weights
-from megazero.checkpoint.megatron.names import (
+from megazero.checkpoint.megatron.dialects import (
+    BLOCK,
     HEAD,
     HEAD_COPY,
     WORD,
-    Sliced,
+    WORD_COPY,
     core_name,
     foreign_kind,
     has_two_stacks,
-    held_whole,
     layer_of,
     moved,
 )
+from megazero.checkpoint.megatron.expert_files import Weights
+from megazero.checkpoint.megatron.names import Sliced, held_whole
 from megazero.checkpoint.megatron.stages import Opened, Stages
 from megazero.checkpoint.naming import Link
 from megazero.errors import CheckpointError
@@ -56,34 +57,50 @@ Inventory = Mapping[str, TensorRecord]
 """Megatron-Core's name, with the number of the layer in the whole model -> the record of the tensor."""
 
 
-def take_inventory(stages: Stages) -> Inventory:
-    """Open each file once and note what it holds.
+def take_inventories(stages: Stages, in_use: str) -> Mapping[str, Inventory]:
+    """Open each file once and note what it holds, by kind; `in_use` is what that of the weights is called.
 
     Raises:
         CheckpointError: ranks of a stage hold different tensors, or a tensor is there twice.
     """
-    chunks: dict[tuple[int, int], dict[str, TensorRecord]] = {}
+    kinds: dict[str, dict[tuple[int, int], dict[str, TensorRecord]]] = {in_use: {}}
     for stage in range(len(stages.files.stages)):
         for chunk, ranks in stages.chunks(stage).items():
-            virtual = int(chunk.removeprefix("model") or 0)
-            chunks[virtual, stage] = dict(_of_chunk(stage, chunk, ranks))
-    two_stacks = has_two_stacks([name for names in chunks.values() for name in names])
-    whole: dict[str, TensorRecord] = {}
-    first_layer, twice = 0, []
+            kind, _, own = chunk.rpartition("/")
+            virtual = int(own.removeprefix("model") or 0)
+            kinds.setdefault(kind or in_use, {})[virtual, stage] = dict(_of_chunk(stage, chunk, ranks))
+    two_stacks = has_two_stacks([name for names in kinds[in_use].values() for name in names])
+    first, firsts = 0, {}
     # A stage's second chunk comes after the last stage's first one.
-    for place in sorted(chunks):
-        named = ((core_name(name, two_stacks), record) for name, record in chunks[place].items())
-        own = {name: record for name, record in named if name is not None}
-        numbers = {number for name in own if (number := layer_of(name)) is not None}
+    for place in sorted(kinds[in_use]):
+        called = [core_name(name, two_stacks) for name in kinds[in_use][place]]
+        numbers = {number for name in called if name and (number := layer_of(name)) is not None}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(
                 f"`{stages.files.stages[place[1]][0]}` must number its layers from 0, but has "
                 f"{sorted(numbers)}; copy all files"
             )
-        own = {moved(name, first_layer): record for name, record in own.items()}
+        firsts[place] = first
+        first += len(numbers)
+    return {kind: _whole(stages, chunks, firsts, two_stacks) for kind, chunks in kinds.items()}
+
+
+def _whole(
+    stages: Stages,
+    chunks: Mapping[tuple[int, int], Mapping[str, TensorRecord]],
+    firsts: Mapping[tuple[int, int], int],
+    two_stacks: bool,
+) -> Inventory:
+    """The tensors of all chunks; `firsts` says which layer each begins with."""
+    whole: dict[str, TensorRecord] = {}
+    twice: list[str] = []
+    for place in sorted(chunks):
+        named = ((core_name(name, two_stacks), record) for name, record in chunks[place].items())
+        own = {moved(name, firsts[place]): record for name, record in named if name is not None}
+        if WORD in own and WORD in whole and any(name.startswith(BLOCK) for name in own):
+            own[WORD_COPY] = own.pop(WORD)  # the last stage's, which further tokens are predicted from
         twice += [name for name in own if name in whole]
         whole |= own
-        first_layer += len(numbers)
     if twice:
         raise CheckpointError(
             f"`{stages.files.folder}` must hold each tensor once, but has {_some(twice)} twice"
@@ -127,7 +144,7 @@ def check(
         CheckpointError: names all tensors that are missing, unknown, of another shape, or unequal although
             they must be copies.
     """
-    copies = {HEAD_COPY, HEAD} - links.keys()
+    copies = {HEAD_COPY, HEAD, WORD_COPY} - links.keys()
     unknown = inventory.keys() - links.keys() - copies
     if unknown:
         kind = foreign_kind(unknown)
@@ -170,7 +187,9 @@ def _misfits(
     if record.dtypes[0] not in _FLOATS or len(set(record.dtypes)) > 1:
         dtypes = ", ".join(sorted({str(dtype) for dtype in record.dtypes}))
         yield f"holds {name} as {dtypes} instead of floats of one kind"
-    if record.difference != 0.0 and not average_replicas:  # NaN counts as a difference too
+    if (
+        sliced.letter is None and record.difference != 0.0 and not average_replicas
+    ):  # NaN counts as a difference too
         yield (
             f"holds {name}, whose copies on the tensor-parallel ranks differ by up to "
             f"{record.difference:.2g}; --average-replicas takes their mean"

@@ -1,17 +1,19 @@
-"""The names of Megatron's tensors, and how ours are made from them.
+"""How our tensors are made from those of Megatron-Core's plain layers, and along which dims ranks split them.
 
-Each generation has names of its own. `core_name` turns all of them into those of Megatron-Core's plain
-layers, which are a decoder's; one table says which parts of ours those are, and along which of our dims
-tensor-parallel ranks split them.
+`dialects.py` turns the names of all generations into Core's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megazero.checkpoint.box import Box
+from megazero.checkpoint.megatron.dialects import BLOCK, EXPERT, HEAD, WORD
+from megazero.checkpoint.megatron.further import further_name, further_norms, further_rows
+from megazero.checkpoint.megatron.latent import latent_norms, latent_rows, with_latent
 from megazero.checkpoint.megatron.masked import with_binary_head, with_masked_head, with_types
 from megazero.checkpoint.naming import (
     Link,
@@ -28,113 +30,8 @@ from megazero.checkpoint.naming import (
 from megazero.checkpoint.part import ROUTER, WEIGHT, Key
 from megazero.config.tree.model import ModelConfig
 
-WORD = "embedding.word_embeddings.weight"
-HEAD = "output_layer.weight"
-HEAD_COPY = "word_embeddings_for_head.weight"
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
-_LAYER = r"decoder\.layers\.(\d+)\."
-
-_MODULES = re.compile(r"^(?:module\.)+")
-
-# Applied one after another, each to what the previous one made of the name.
-_RENAMED = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (_MODULES, ""),
-        # Core's BERT is an encoder, and has no other stack.
-        (r"^encoder\.", "decoder."),
-        # Megatron-LM before Core and Megatron-DeepSpeed call the decoder encoder or transformer.
-        (r"^language_model\.(?:encoder|transformer)\.", "decoder."),
-        (r"^language_model\.(embedding|output_layer|rotary_pos_emb|pooler)\.", r"\1."),
-        (r"^language_model\.lm_head\.", "output_layer."),
-        # A masked-LM head's last part is called by its own name where the head does not contain it.
-        (r"^lm_head\.bias$", "output_layer.bias"),
-        (r"^lm_head\.layernorm\.", "lm_head.layer_norm."),
-        (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
-        (rf"^({_LAYER})input_norm\.", r"\1input_layernorm."),
-        (rf"^({_LAYER})attention\.", r"\1self_attention."),
-        (rf"^({_LAYER})self_attention\.query_key_value\.", r"\1self_attention.linear_qkv."),
-        (rf"^({_LAYER})self_attention\.dense\.", r"\1self_attention.linear_proj."),
-        (rf"^({_LAYER})post_attention_(?:layer)?norm\.", r"\1pre_mlp_layernorm."),
-        (rf"^({_LAYER})mlp\.dense_h_to_4h\.", r"\1mlp.linear_fc1."),
-        (rf"^({_LAYER})mlp\.dense_4h_to_h\.", r"\1mlp.linear_fc2."),
-        # Transformer Engine keeps a norm with the linear layer after it.
-        (rf"^({_LAYER})self_attention\.linear_qkv\.layer_norm_", r"\1input_layernorm."),
-        (rf"^({_LAYER})mlp\.linear_fc1\.layer_norm_", r"\1pre_mlp_layernorm."),
-    )
-)
-_NOT_WEIGHTS = re.compile(r"(?:.*\.)?(?:_extra_state|inv_freq|local_tokens_per_expert)")
-EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)\.(.*)")
-"""The name of one expert's tensor: what is before its number, the number, and what is after it."""
-_NUMBERED = re.compile(_LAYER)
-
-# Names that show a model that we do not support; the first match says which kind.
-_FOREIGN = tuple(
-    (re.compile(pattern), kind)
-    for pattern, kind in (
-        (r"experts?\b|\.router\.|\.gate\.wg\.|moe", "mixture of experts other than the arguments say"),
-        (r"retro|retriever|chunked_cross|neighbor", "RETRO"),
-        (
-            r"inter_attention|cross_attention|cross_attn|^language_model\.decoder\.|^encoder\.",
-            "encoder-decoder",
-        ),
-        (r"tokentype_embeddings|pooler|binary_head|^lm_head\.", "heads that its kind does not have"),
-        (r"vision|image|patch", "vision"),
-        (r"^mtp\.", "multi-token prediction"),
-        (r"mixer\.|mamba", "state-space"),
-        (r"[qk]_(?:layer)?norm|linear_q_|linear_kv_", "another attention"),
-    )
-)
-
-
-def core_name(name: str, two_stacks: bool = False) -> str | None:
-    """Core's name for a tensor, its layer still numbered as in the stage; None for what is not a weight.
-
-    A model's only stack of layers is called the decoder; of two, each keeps its name in Core.
-    """
-    if _NOT_WEIGHTS.fullmatch(name):
-        return None
-    plain = _MODULES.sub("", name)
-    if two_stacks and plain.startswith("encoder."):
-        return plain
-    for pattern, other in _RENAMED:
-        name = pattern.sub(other, name)
-    return name
-
-
-def has_two_stacks(names: Collection[str]) -> bool:
-    """Whether a model with tensors of these names, as they are in the files, is an encoder and a decoder."""
-    plain = [_MODULES.sub("", name) for name in names]
-    return all(any(name.startswith(f"{stack}.") for name in plain) for stack in ("encoder", "decoder"))
-
-
-def layer_of(name: str) -> int | None:
-    """The layer number in a tensor's name, if it belongs to a layer."""
-    match = _NUMBERED.match(name)
-    return None if match is None else int(match[1])
-
-
-def moved(name: str, by: int) -> str:
-    """The name with its layer's number raised by `by`."""
-    return _NUMBERED.sub(lambda match: f"decoder.layers.{int(match[1]) + by}.", name)
-
-
-def prefix_of_layer_file(names: Iterable[str]) -> str:
-    """The prefix that names in the file of one module of DeepSpeed's pipeline have in a whole model."""
-    names = set(names)
-    if "word_embeddings.weight" in names:
-        return "language_model.embedding."
-    if any("attention." in name for name in names):
-        return "language_model.encoder.layers.0."
-    if names and names <= {"weight", "bias"}:
-        return "language_model.encoder.final_layernorm."
-    return "language_model."
-
-
-def foreign_kind(names: Iterable[str]) -> str | None:
-    """The kind of model that has these names, none of which is in the table."""
-    names = list(names)
-    return next((kind for pattern, kind in _FOREIGN if any(pattern.search(name) for name in names)), None)
+_NUMBER = re.compile(r"^(?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.")
 
 
 @dataclass(frozen=True)
@@ -142,11 +39,13 @@ class Sliced:
     """A rule, the letter of the dim that tensor-parallel ranks split (None if each holds all), and our kind.
 
     A vocabulary (letter v) is padded at its end; only the number of its rows in the files says by how much.
+    `either`: the dim that some implementations split, while in others each rank holds all.
     """
 
     rule: TensorRule
     letter: str | None = None
     kind: str = WEIGHT
+    either: str | None = None
 
     def boxes(self, link: Link, ranks: int, rows: int) -> Iterator[Box]:
         """The part of our tensor that each rank holds; `rows` is the first dim of its tensor."""
@@ -161,6 +60,11 @@ class Sliced:
             offset = tuple(start if d == dim else o for d, o in enumerate(link.box.offset))
             shape = tuple(stop - start if d == dim else n for d, n in enumerate(link.box.shape))
             yield Box(offset, shape)
+
+    def fitted(self, link: Link, shapes: tuple[tuple[int, ...], ...]) -> Sliced:
+        """The same, split if the ranks' shapes say so, where there are both ways."""
+        split = self.either is not None and len(shapes) > 1 and shapes[0] != link.their_shape
+        return replace(self, letter=self.either) if split else self
 
     def shape(self, link: Link, ranks: int) -> tuple[int, ...] | None:
         """The shape of one rank's tensor, None if the dim does not divide; a vocabulary's is the whole."""
@@ -202,7 +106,15 @@ def _with_offset(model: ModelConfig) -> bool:
 
 
 def _with_normed_heads(model: ModelConfig) -> bool:
-    return model.qk_layernorm
+    return model.qk_layernorm and not with_latent(model)
+
+
+def _common(model: ModelConfig) -> bool:
+    return not with_latent(model)
+
+
+def _common_biased(model: ModelConfig) -> bool:
+    return qkv_biased(model) and not with_latent(model)
 
 
 def _with_positions(model: ModelConfig) -> bool:
@@ -278,6 +190,26 @@ def _mlp_rows() -> Iterator[Sliced]:
     yield Sliced(TensorRule(gate[0], "u h", gate[1], "u h", None, _with_shared_gate, with_shared_experts))
 
 
+def _latent_rows(norm: Callable[..., tuple[Sliced, Sliced]]) -> Iterator[Sliced]:
+    ours, theirs = "layers.{i}.attention", "decoder.layers.{i}.self_attention"
+    for name, dims, called, their_dims, letter, when in latent_rows():
+        rule = TensorRule(f"{ours}.{name}.weight", dims, f"{theirs}.{called}.weight", their_dims, when=when)
+        # Transformer Engine's projections down are whole on each rank, those of Core's own layers are split.
+        yield Sliced(rule, letter, either=None if letter else dims[0])
+    for name, called, dim, when in latent_norms():
+        yield from norm(f"{ours}.{name}", f"{theirs}.{called}", when, dim)
+
+
+def _further(model: ModelConfig) -> Iterator[Sliced]:
+    """The tensors of blocks that predict further tokens, beside those of their layers."""
+    ours, theirs = "layers.{i}", "decoder.layers.{i}"
+    for name, dims, called, their_dims, letter in further_rows():
+        yield Sliced(TensorRule(f"{ours}.{name}", dims, f"{theirs}.{called}", their_dims), letter)
+    for name, called in further_norms():
+        for kind in ("weight", "bias") if _with_layer_norm(model) else ("weight",):
+            yield Sliced(TensorRule(f"{ours}.{name}.{kind}", "h", f"{theirs}.{called}.{kind}", "h"))
+
+
 def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     """The table. The order of a rank's queries, keys and values has changed twice.
 
@@ -311,22 +243,21 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     return (
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
         *norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
-        row(
-            "embedding.position.weight",
-            "p h",
-            "embedding.position_embeddings.weight",
-            "p h",
-            when=_with_positions,
-        ),
-        row(
-            "embedding.token_type.weight",
-            "t h",
-            "embedding.tokentype_embeddings.weight",
-            when=with_types,
-        ),
+        row("embedding.position.weight", "p h", "embedding.position_embeddings.weight", when=_with_positions),
+        row("embedding.token_type.weight", "t h", "embedding.tokentype_embeddings.weight", when=with_types),
         *norm(f"{ours}.input_norm", f"{core}.input_layernorm"),
-        row(f"{ours}.attention.qkv.weight", "g s d h", f"{attention}.linear_qkv.weight", f"{qkv} h", "g"),
-        row(f"{ours}.attention.qkv.bias", "g s d", f"{attention}.linear_qkv.bias", qkv, "g", qkv_biased),
+        *(
+            row(
+                f"{ours}.attention.qkv.{kind}",
+                f"g s d{h}",
+                f"{attention}.linear_qkv.{kind}",
+                qkv + h,
+                "g",
+                when,
+            )
+            for kind, h, when in (("weight", " h", _common), ("bias", "", _common_biased))
+        ),
+        *_latent_rows(norm),
         row(f"{ours}.attention.out.weight", "h a", f"{attention}.linear_proj.weight", "h a", "a"),
         row(f"{ours}.attention.out.bias", "h", f"{attention}.linear_proj.bias", "h", when=biased),
         row(f"{ours}.attention.softmax_offset", "q", f"{softmax}.softmax_offset", "q", "q", _with_offset),
@@ -354,16 +285,34 @@ def links_of(
     table: Iterable[Sliced], model: ModelConfig, vocab_size: int
 ) -> Mapping[str, tuple[Sliced, Link]]:
     """Core's name -> its rule and which part of ours it is, for a model of this shape."""
+    table = tuple(table)
+    layered = [sliced for sliced in table if "{i}" in sliced.rule.ours]
+    longer = model.model_copy(update={"num_layers": model.num_layers + (model.mtp_num_layers or 0)})
+    parts = (
+        (table, model, lambda name: name),
+        (_behind(_further(model), model), longer, lambda name: further_name(name, model)),
+        (_behind(layered, model), longer, lambda name: further_name(name, model, "transformer_layer.")),
+    )
     return {
-        name: (sliced, replace(link, key=Key(link.key.name, sliced.kind)))
-        for sliced in table
-        for name, link in Table.of([sliced.rule], model, vocab_size).by_theirs.items()
+        named(name): (sliced, replace(link, key=Key(link.key.name, sliced.kind)))
+        for part, shaped, named in parts
+        for sliced in part
+        for name, link in Table.of([sliced.rule], shaped, vocab_size).by_theirs.items()
     }
+
+
+def _behind(table: Iterable[Sliced], model: ModelConfig) -> Iterator[Sliced]:
+    """The rules for the layers behind the model's last one, as which these are."""
+    for sliced in table:
+        layer = sliced.rule.layer
+        behind = partial(lambda layer, _, number: number >= model.num_layers and layer(model, number), layer)
+        yield replace(sliced, rule=replace(sliced.rule, layer=behind))
 
 
 def held_whole(name: str) -> bool:
     """Whether each tensor-parallel rank has all of a tensor with this (Core) name."""
-    number = layer_of(name)
-    template = name if number is None else name.replace(f"layers.{number}.", "layers.{i}.", 1)
+    template = _NUMBER.sub(r"decoder.layers.{i}.", name)
     template = EXPERT.sub(r"\1{x}.\3", template)
+    if name.startswith(BLOCK) and template == name:
+        return not name.endswith("eh_proj.weight")
     return any(sliced.rule.theirs == template and sliced.letter is None for sliced in rules(3.0))

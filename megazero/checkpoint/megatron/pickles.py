@@ -11,7 +11,7 @@ import argparse
 import pickle
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -61,6 +61,20 @@ class Inert:
 
     def __repr__(self) -> str:
         return "an object that is not read"
+
+
+class Kept:
+    """Stands in for an object of a class that need not be installed, and keeps its state as attributes."""
+
+    def __new__(cls, *arguments: Any) -> Kept:
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, Mapping):
+            self.__dict__.update(state)
 
 
 class PositionEmbedding(Enum):

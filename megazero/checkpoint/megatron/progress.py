@@ -18,9 +18,6 @@ from megazero.errors import CheckpointError
 KIND = "pretraining"
 """The kind of checkpoint that a run resumes from."""
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""The kinds of Adam's moments, called alike in both."""
-
 SECTIONS = ("optimizer", "batch", "training")
 """The sections whose settings decide how a run goes on, besides the model; they have Megatron's names."""
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.megatron.dialects import WORD
 from megazero.checkpoint.megatron.dist_stages import IN_USE, DistStages
 from megazero.checkpoint.megatron.folder import Form, find_files
-from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, check, take_inventory
+from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, check, take_inventories
 from megazero.checkpoint.megatron.masked import family_settings
-from megazero.checkpoint.megatron.names import VERSIONS, WORD, Sliced, links_of, rules
-from megazero.checkpoint.megatron.progress import MOMENTS
+from megazero.checkpoint.megatron.names import VERSIONS, Sliced, links_of, rules
+from megazero.checkpoint.megatron.rank_optimizer import MOMENTS
 from megazero.checkpoint.megatron.settings import read_settings
 from megazero.checkpoint.megatron.stages import Header, Opened, Stages
 from megazero.checkpoint.naming import Link
@@ -90,10 +91,10 @@ class MegatronReader:
         self._average = options.average_replicas
         files = find_files(Path(source))
         distributed = DistStages(files, options.inert) if files.form is Form.DISTRIBUTED else None
-        opened = distributed or Stages(files, options.inert)
+        opened = distributed or Stages(files, options.inert, with_optimizer=options.with_optimizer)
         self._stages: Opened = opened
         self.files = opened.files
-        inventories = {IN_USE: take_inventory(opened)} if isinstance(opened, Stages) else opened.inventories
+        inventories = take_inventories(opened, IN_USE) if isinstance(opened, Stages) else opened.inventories
         inventory = inventories.get(IN_USE, {})
         header = self._agreed_header()
         self.iteration, self.checkpoint_version = header.iteration, header.version
@@ -116,7 +117,10 @@ class MegatronReader:
         self.padded_vocab_size = _rows(inventory)
         size = self._vocab_size((options.vocab_size, header.original_vocab_size, settings.vocab_size))
         self.model = settings.model.model_copy(update={"vocab_size": size})
-        links = links_of(rules(self.checkpoint_version), self.model, size)
+        links = {
+            name: (sliced.fitted(link, inventory[name].shapes) if name in inventory else sliced, link)
+            for name, (sliced, link) in links_of(rules(self.checkpoint_version), self.model, size).items()
+        }
         check(inventory, links, self._stages, average_replicas=self._average)
         pieces: dict[Key, list[_Piece]] = defaultdict(list)
         for kind, records in self._wanted(inventories, links).items():
@@ -178,14 +182,18 @@ class MegatronReader:
             kinds[kind] = {**in_use, **inventories.get(kind, {})}
         lacking = {
             f"{kind} of {name}"
-            for kind in MOMENTS
+            for kind in (*MOMENTS, WEIGHT)
             for name, (_, link) in links.items()
-            if link.key.kind == WEIGHT and name not in inventories.get(kind, {})
+            if link.key.kind == WEIGHT
+            and name not in inventories.get(kind, {})
+            # Weights that are not rounded are masters themselves.
+            and (kind != WEIGHT or in_use[name].dtypes[0] not in (torch.float32, torch.float64))
         }
         further = kinds.keys() - {WEIGHT, *MOMENTS}
         if lacking or further:
             raise CheckpointError(
-                f"`{self.files.folder}` must hold Adam's two moments by names of weights to go on from, but "
+                f"`{self.files.folder}` must hold Adam's two moments and masters by names of weights to go on "
+                "from, but "
                 + (f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}")
                 + "; save it as torch_dist with --dist-ckpt-optim-fully-reshardable, or import without "
                 "--with-optimizer"
@@ -196,11 +204,12 @@ class MegatronReader:
             for name in links
             if (record := kinds[kind][name]).shapes != in_use[name].shapes
             or not record.dtypes[0].is_floating_point
+            or (links[name][0].letter is None and record.difference != 0.0 and not self._average)
         }
         if misshaped:
             raise CheckpointError(
                 f"`{self.files.folder}` must hold masters and moments as floats in the shapes of their "
-                f"weights, but holds {min(misshaped)} otherwise; copy all files"
+                f"weights, alike where ranks have copies, but holds {min(misshaped)} otherwise; copy all"
             )
         return kinds
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megazero.checkpoint.megatron.latent import latent_settings
 from megazero.checkpoint.megatron.pickles import PositionEmbedding
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
@@ -22,7 +23,6 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("moe_latent_size", _UNSET, "experts of another width than the model"),
     ("moe_n_hash_layers", (*_UNSET, 0), "experts by the ids of tokens, whose table is in its checkpoint"),
     ("retro_add_retriever", _UNSET, "RETRO"),
-    ("multi_latent_attention", _UNSET, "multi-latent attention"),
     ("qk_l2_norm", _UNSET, "norms of queries and keys without weights"),
     ("attention_output_gate", _UNSET, "gated attention"),
     ("experimental_attention_variant", _UNSET, "another attention"),
@@ -30,7 +30,8 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("no_rope_freq", _UNSET, "layers without rotary positions"),
     ("glu_activation", _UNSET, "a gated activation other than SwiGLU"),
     ("onnx_safe", _UNSET, "the GELU for ONNX"),
-    ("mtp_num_layers", _UNSET, "multi-token prediction"),
+    ("mtp_use_repeated_layer", _UNSET, "one layer that predicts all further tokens"),
+    ("mtp_hybrid_override_pattern", _UNSET, "further tokens predicted by a hybrid"),
     ("hybrid_override_pattern", _UNSET, "a hybrid of attention and state-space layers"),
     ("heterogeneous_layers_config_path", _UNSET, "layers of different shapes"),
 )
@@ -40,9 +41,10 @@ _SAME_NAME = (
     *("make_vocab_size_divisible_by", "fp32_residual_connection", "add_bias_linear", "add_qkv_bias"),
     *("embed_layernorm", "apply_residual_connection_post_layernorm", "untie_embeddings_and_output_weights"),
     *("apply_layernorm_1p", "softmax_scale", "qk_layernorm", "apply_wd_to_qk_layernorm"),
+    *("mtp_num_layers", "mtp_loss_scaling_factor"),
 )
 # Settings that Megatron before Core has not, or has under other names.
-_OF_CORE = ("softmax_scale", "qk_layernorm", "quick_geglu")
+_OF_CORE = ("softmax_scale", "qk_layernorm", "quick_geglu", "multi_latent_attention", "mtp_num_layers")
 # Of a gated activation: what is added to the gated values, and what bounds them.
 GATED = ("glu_linear_offset", "activation_func_clamp_value")
 EXPERTS = (
@@ -134,6 +136,11 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
             fields |= part(arguments, core)
         except ValueError as error:
             wrong.append(str(error))
+    if fields.get("mtp_num_layers") and fields.get("position_embedding_type") == "learned_absolute":
+        wrong.append(
+            f"`mtp_num_layers` is {fields['mtp_num_layers']!r} (with learned positions, which further tokens "
+            f"of ours do not read)"
+        )
     if wrong:
         raise CheckpointError(
             "the checkpoint must hold a model that megazero supports, but " + "; ".join(wrong)
@@ -154,7 +161,10 @@ def _comparable(value: Any) -> Any:
 
 
 def _heads(arguments: Arguments, core: bool) -> dict[str, Any]:
-    # Megatron-LM stores a number of groups, 1, even if it does not group.
+    # Megatron-LM stores a number of groups, 1, even if it does not group, and one of channels even if
+    # latent attention has its own.
+    if arguments.get("multi_latent_attention"):
+        return {"num_query_groups": None, "kv_channels": None}
     groups = arguments.get("num_query_groups") if arguments.get("group_query_attention") else None
     return {"num_query_groups": groups or arguments.get("num_key_value_heads")}
 
@@ -168,15 +178,21 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
     kind = _POSITIONS[kind]
     if kind == "learned_absolute" and arguments.get("add_position_embedding") is False:
         kind = "none"
-    if kind not in ("rope", "yarn"):
+    latent = latent_settings(arguments)
+    if kind not in ("rope", "yarn") and not latent:
         return {"position_embedding_type": kind}
     read = _YARN if kind == "yarn" else _SCALING
     scaling = {name: arguments[name] for name in read if arguments.get(name) is not None}
     # Megatron-DeepSpeed and forks call the base theta; before it was configurable, it was 10000.
     bases = (arguments.get(name) for name in ("rotary_base", "rope_theta", "rotary_theta"))
+    base = next((base for base in bases if base is not None), 10000.0)
+    if latent:
+        # It has a rotation of its own, and none is made for all layers.
+        kind = "rope" if kind == "yarn" else kind
+        return {"position_embedding_type": kind, "rotary_base": base, **latent}
     return {
         "position_embedding_type": kind,
-        "rotary_base": next((base for base in bases if base is not None), 10000.0),
+        "rotary_base": base,
         # Core's YaRN rotates whole heads, whatever `rotary_percent` says.
         "rotary_percent": (kind == "rope" and arguments.get("rotary_percent")) or 1.0,
         **scaling,

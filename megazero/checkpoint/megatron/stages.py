@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.megatron.dialects import prefix_of_layer_file
 from megazero.checkpoint.megatron.expert_files import Weights, experts_moved, one_by_one
 from megazero.checkpoint.megatron.folder import Files, Form
-from megazero.checkpoint.megatron.names import prefix_of_layer_file
 from megazero.checkpoint.megatron.pickles import Inert, PositionEmbedding, load_pickle
+from megazero.checkpoint.megatron.rank_optimizer import DISTRIBUTED, parameters_of, read_states
+from megazero.checkpoint.megatron.zero_files import Joined, Pieces, ZeroStates, check_masters, read_zero
 from megazero.errors import CheckpointError
 
 _MODEL = re.compile(r"model\d*")
@@ -59,6 +61,7 @@ class Stages(Opened):
     Args:
         files: the files.
         inert: classes whose objects are not needed, by full name.
+        with_optimizer: whether masters and moments are opened too; their chunks are called ``exp_avg/model``.
 
     Attributes:
         headers: the headers of the rank files that have been opened.
@@ -68,10 +71,12 @@ class Stages(Opened):
             structure; DamagedCheckpointError if it cannot be read.
     """
 
-    def __init__(self, files: Files, inert: Iterable[str] = ()):
+    def __init__(self, files: Files, inert: Iterable[str] = (), *, with_optimizer: bool = False):
         self.files = files
         self.headers: dict[Path, Header] = {}
         self._inert = tuple(inert)
+        self._with_optimizer = with_optimizer
+        self._zero: dict[Path, ZeroStates] = {}
         self._held: tuple[int, Mapping[str, tuple[Weights, ...]]] | None = None
         if files.form is Form.LAYERS:
             for path in files.ranks:
@@ -102,7 +107,7 @@ class Stages(Opened):
         return self._held[1]
 
     def _weights(self, path: Path) -> dict[str, Weights]:
-        """The model chunks in a file, with the experts of all expert-parallel ranks."""
+        """The model chunks in a file, and its optimizer's, with the experts of all expert-parallel ranks."""
         chunks = self._chunks(path)
         for number, other in enumerate(self.files.experts.get(path, ()), 1):
             for chunk, weights in self._chunks(other).items():
@@ -114,20 +119,75 @@ class Stages(Opened):
         if self.files.form is Form.LAYERS:
             names = dict(flatten(path, loaded))
             prefix = prefix_of_layer_file(names)
-            return {"model": {prefix + name: tensor for name, tensor in names.items()}}
+            weights = {prefix + name: tensor for name, tensor in names.items()}
+            zero = self._of_layer(path, prefix, names) if self._with_optimizer else {}
+            return {"model": weights, **{f"{kind}/model": tensors for kind, tensors in zero.items()}}
         if self.files.form is Form.DEEPSPEED:
-            loaded = {"model": loaded["module"]} if loaded.get("module") is not None else {}
-        chunks = {name: content for name, content in loaded.items() if _MODEL.fullmatch(str(name))}
-        if not chunks or chunks.keys() not in (
+            named: Mapping[str, Any] = {"model": loaded["module"]} if loaded.get("module") is not None else {}
+        else:
+            named = loaded
+        whole = {name: content for name, content in named.items() if _MODEL.fullmatch(str(name))}
+        if not whole or whole.keys() not in (
             {"model"},
-            {f"model{number}" for number in range(len(chunks))},
+            {f"model{number}" for number in range(len(whole))},
         ):
             raise CheckpointError(
                 f"`{path}` must hold `module`, `model`, or `model0`, `model1` and so on, but holds "
-                f"{', '.join(sorted(map(str, loaded)))[:200] or 'nothing'}; copy all files of the checkpoint"
+                f"{', '.join(sorted(map(str, named)))[:200] or 'nothing'}; copy all files of the checkpoint"
             )
         arguments = self.headers[path].arguments or {}
-        return {name: one_by_one(dict(flatten(path, part)), arguments) for name, part in chunks.items()}
+        chunks: dict[str, Weights] = {name: dict(flatten(path, part)) for name, part in whole.items()}
+        if self._with_optimizer:
+            chunks |= self._states(path, loaded, chunks)
+        return {
+            name: part if isinstance(part, Joined) else one_by_one(part, arguments)
+            for name, part in chunks.items()
+        }
+
+    def _states(
+        self, path: Path, loaded: Mapping[str, Any], chunks: Mapping[str, Weights]
+    ) -> Mapping[str, Weights]:
+        """The state of a rank's optimizer, by kind and model chunk."""
+        if self.files.form is Form.DEEPSPEED:
+            zero = self._zero_of(path)
+            check_masters(path, zero, chunks["model"])
+            return {f"{kind}/model": tensors for kind, tensors in zero.items()}
+        beside = path.with_name(DISTRIBUTED)
+        buffers = load_pickle(beside, self._inert) if beside.is_file() else None
+        arguments = self.headers[path].arguments or {}
+        states = read_states(path, loaded.get("optimizer"), parameters_of(chunks), buffers, arguments)
+        return {f"{kind}/{chunk}": named for kind, of in states.items() for chunk, named in of.items()}
+
+    def _zero_of(self, path: Path) -> Mapping[str, Joined]:
+        """The state of a model-parallel rank under ZeRO; the header of its file then counts updates."""
+        if path not in self._zero:
+            loaded = self._load(path)
+            shapes = loaded.get("param_shapes")
+            self._zero[path] = read_zero(path.parent, self.files.ranks.index(path), shapes, self._inert)
+        zero = self._zero[path]
+        self.headers[path] = replace(self.headers[path], optimizer=zero.numbers)
+        return zero.tensors
+
+    def _of_layer(self, path: Path, prefix: str, weights: Weights) -> Mapping[str, Weights]:
+        """The state of a layer, which ZeRO calls by number, or by a word if several stages have it."""
+        (stage,) = (s for s in self.files.stages if path in s)
+        rank, ranks = stage.index(path), self.files.tensor_ranks
+        number = re.search(r"layer_0*(\d+)", path.name)
+        states: dict[str, dict[str, Pieces]] = {}
+        for holder in self.files.ranks[rank::ranks]:
+            for kind, tensors in self._zero_of(holder).items():
+                for name, pieces in tensors.pieces.items():
+                    place, _, plain = name.removeprefix("module.").partition(".")
+                    if place == "tied_modules":
+                        mine = "word_embeddings.weight" in weights
+                        plain = plain.partition(".")[2]
+                    else:
+                        mine = number is not None and place == number[1]
+                    if mine and plain in weights:
+                        states.setdefault(kind, {}).setdefault(prefix + plain, pieces)
+        joined = {kind: Joined(of) for kind, of in states.items()}
+        check_masters(path, joined, {prefix + name: tensor for name, tensor in weights.items()})
+        return joined
 
     def _load(self, path: Path) -> Mapping[str, Any]:
         loaded = load_pickle(path, self._inert)

@@ -59,7 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--with-optimizer",
         action="store_true",
         help="take masters, Adam's moments, iteration and consumed samples too, so that a run goes on where "
-        "Megatron stopped; from torch_dist checkpoints",
+        "Megatron stopped",
     )
     parser.add_argument(
         "--inert-class",
@@ -101,6 +101,7 @@ def report(reader: MegatronReader, folder: Path) -> str:
     goes_on = reader.options.with_optimizer
     files = reader.files
     parts = "modules" if files.form is Form.LAYERS else "pipeline stages"
+    left = "random states" if goes_on else "the optimizer's state, progress and random states"
     after = "" if reader.iteration is None else f", iteration {reader.iteration}"
     return "\n".join(
         [
@@ -108,6 +109,7 @@ def report(reader: MegatronReader, folder: Path) -> str:
             f"from        {files.tensor_ranks} tensor-parallel ranks x {len(files.stages)} {parts}",
             f"vocabulary  {reader.model.vocab_size} of {reader.padded_vocab_size} rows, the rest was padding",
             f"wrote       {folder}: {len(reader.shapes)} tensors, {elements:,} parameters, fp32",
+            f"left out    {left}",
             f"train on it with --load {folder.parent}{'' if goes_on else ' --finetune'}",
         ]
     )

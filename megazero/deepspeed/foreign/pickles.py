@@ -12,32 +12,17 @@ import io
 import os
 import pathlib
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from megazero.checkpoint.megatron.pickles import SafeGlobal, load_pickle
+from megazero.checkpoint.megatron.pickles import Kept, SafeGlobal, load_pickle
 from megazero.errors import CheckpointError
 
 TRUST = "MEGAZERO_TRUST_PICKLE"
 REMEDY = f"if you trust who wrote it, set {TRUST}=1 in the environment, which lets it run any code"
-
-
-class Kept:
-    """Stands in for an object of a class that need not be installed, and keeps its state as attributes."""
-
-    def __new__(cls, *arguments: Any) -> Kept:
-        return super().__new__(cls)
-
-    def __init__(self, *arguments: Any):
-        self.arguments = arguments
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, Mapping):
-            self.__dict__.update(state)
 
 
 _SCALERS = ("LossScalerBase", "LossScaler", "DynamicLossScaler")

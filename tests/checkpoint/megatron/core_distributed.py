@@ -2,18 +2,30 @@
 
 ``python -m tests.checkpoint.megatron.core_distributed save OUT`` saves each model, with the state of an
 AdamW, and beside it the same tensors by name. ``load FOLDER NAME OUT`` loads a model and such a state from a
-distributed checkpoint with Megatron-Core's own `dist_checkpointing.load`, and saves them by name.
+distributed checkpoint with Megatron-Core's own `dist_checkpointing.load`, and saves them by name. ``folders
+OUT`` saves some models in folders of ranks, their optimizers' state whole, or in a buffer with buckets.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from tests.checkpoint.megatron.core_models import GPT2, LLAMA, PADDED, build_bert, core_config
+from tests.checkpoint.megatron.core_models import (
+    GPT2,
+    LATENT,
+    LLAMA,
+    PADDED,
+    build_bert,
+    core_config,
+    layer_spec,
+    with_core,
+)
 
 MOE = {
     **LLAMA,
@@ -30,30 +42,47 @@ MODELS = {
     "llama": LLAMA,
     "normed-heads": {**LLAMA, "qk_layernorm": True, "softmax_scale": 0.5},
     "bert": {**GPT2, "binary_head": True},
+    "latent": LATENT,
+    "further": {**LLAMA, "mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3},
+    "latent-further-experts": {
+        **MOE,
+        **{name: value for name, value in LATENT.items() if LLAMA.get(name, ...) != value},
+        "mtp_num_layers": 1,
+        "mtp_loss_scaling_factor": 0.3,
+        "moe_layer_freq": [0, 1, 1],
+    },
     "experts": MOE,
     "experts-in-some-layers": {**MOE, "moe_layer_freq": [0, 1, 1], "moe_router_enable_expert_bias": False},
 }
-STEPS = 3
+FOLDERS = ("gpt2", "llama", "experts", "latent-further-experts")
+STEPS, BUCKET = 3, 3000
 
 
 def model_of(name: str) -> torch.nn.Module:
     """The model that Megatron-LM makes of a model's arguments."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
     args = argparse.Namespace(**MODELS[name])
     if "binary_head" in args:
         return build_bert(args)
     config = core_config(args)
-    spec = get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm)
+    spec = layer_spec(args)
     if "num_experts" in MODELS[name] and args.num_experts:
         config.num_moe_experts = args.num_experts
-        for field in MOE.keys() - LLAMA.keys() - {"num_experts"}:
+        for field in (*(MOE.keys() - LLAMA.keys() - {"num_experts"}), "moe_layer_freq"):
             setattr(config, field, getattr(args, field))
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+        if "multi_latent_attention" in args:
+            spec.layer_specs[:] = map(with_core, spec.layer_specs)
+    further = None
+    if "mtp_num_layers" in args:
+        config.mtp_num_layers = args.mtp_num_layers
+        further = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
     return GPTModel(
         config,
         spec,
+        mtp_block_spec=further,
         vocab_size=PADDED,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,
@@ -102,24 +131,88 @@ def named(model: torch.nn.Module, state: dict) -> dict[str, torch.Tensor]:
     return out
 
 
+def filled(name: str) -> torch.nn.Module:
+    """A model with random weights, and biases of its routers."""
+    torch.manual_seed(3)
+    model = model_of(name)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if "expert_bias" in n)):
+            tensor.copy_(torch.randn_like(tensor) * 0.1)
+    return model
+
+
+def common_of(name: str) -> dict:
+    """What a checkpoint says besides tensors."""
+    progress = {"consumed_train_samples": 28, "global_batch_size": 4, "micro_batch_size": 2, "lr": 1e-3}
+    progress |= {"min_lr": 0.0, "seed": 5, "optimizer": "adam", "train_iters": 20}
+    args = argparse.Namespace(**MODELS[name], **progress, ddp_bucket_size=BUCKET)
+    return {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+
+
+def save_folders(out: Path) -> None:
+    """Save models in folders of ranks: `NAME` with a whole optimizer, `NAME-shared` with a buffer."""
+    for name in FOLDERS:
+        model = filled(name)
+        optimizer = optimizer_of(model)
+        inner = optimizer.optimizer
+        state = {"groups": inner.param_groups, "state": inner.state_dict()["state"]}
+        torch.save(named(model, state), out / f"{name}.pt")
+        for called in (name, f"{name}-shared"):
+            folder = out / called / "iter_0000007" / "mp_rank_00"
+            folder.mkdir(parents=True)
+            weights = model.state_dict_for_save_checkpoint()
+            kept = optimizer.state_dict()
+            if called != name:
+                share(model, inner, folder / "distrib_optim.pt")
+                kept = {"optimizer": {"param_groups": [{"wd_mult": 1.0, "step": STEPS}]}}
+            torch.save(
+                {**common_of(name), "model": weights, "optimizer": kept}, folder / "model_optim_rng.pt"
+            )
+            (out / called / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def share(model: torch.nn.Module, inner: torch.optim.Optimizer, path: Path) -> None:
+    """Save an optimizer's state as Core's distributed one does, in buckets of a buffer that Core lays out."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    group = torch.distributed.group.WORLD
+    groups = {"pg_collection": SimpleNamespace(tp=group, dp_cp=group)}
+    asked = inspect.signature(_ParamAndGradBuffer).parameters
+    buffer = _ParamAndGradBuffer(
+        DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=True),
+        torch.float32,
+        torch.float32,
+        list(model.parameters()),
+        group,
+        BUCKET,
+        {p: name for name, p in model.named_parameters()},
+        1.0,
+        list(range(len(list(model.parameters())))),
+        False,
+        **(groups if "pg_collection" in asked else {}),
+    )
+    assert len(buffer.buckets) > 3
+    optimizer = DistributedOptimizer.__new__(DistributedOptimizer)  # its constructor wants a GPU
+    optimizer.data_parallel_group = optimizer.data_parallel_group_gloo = group
+    optimizer.ddp_config, optimizer.buffers = buffer.ddp_config, [buffer]
+    optimizer.gbuf_ranges = [optimizer._build_gbuf_range_map(buffer)]
+    optimizer._get_main_param_and_optimizer_states = lambda p: {
+        "param": p.detach().flatten(),
+        **{kind: inner.state[p][kind].flatten() for kind in ("exp_avg", "exp_avg_sq")},
+    }
+    optimizer.save_parameter_state(str(path))
+
+
 def save(out: Path) -> None:
     """Save every model."""
-    for name, arguments in MODELS.items():
-        torch.manual_seed(3)
-        model = model_of(name)
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *(b for n, b in model.named_buffers() if "expert_bias" in n)):
-                tensor.copy_(torch.randn_like(tensor) * 0.1)
+    for name in MODELS:
+        model = filled(name)
         optimizer = optimizer_of(model)
         folder = out / name / "iter_0000007"
         folder.mkdir(parents=True)
-        progress = {"consumed_train_samples": 28, "global_batch_size": 4, "micro_batch_size": 2, "lr": 1e-3}
-        progress |= {"min_lr": 0.0, "seed": 5, "optimizer": "adam", "train_iters": 20}
-        common = {
-            "args": argparse.Namespace(**arguments, **progress),
-            "checkpoint_version": 3.0,
-            "iteration": 7,
-        }
+        common = common_of(name)
         write({**common, **sharded(model, optimizer, loading=False)}, folder)
         (out / name / "latest_checkpointed_iteration.txt").write_text("7")
         inner = optimizer.optimizer
@@ -171,6 +264,8 @@ def main(words: list[str]) -> None:
     parallel_state.initialize_model_parallel()
     if words[0] == "save":
         save(Path(words[1]))
+    elif words[0] == "folders":
+        save_folders(Path(words[1]))
     else:
         load(Path(words[1]), words[2], Path(words[3]))
     torch.distributed.destroy_process_group()

@@ -70,7 +70,31 @@ LLAMA = {
     "add_qkv_bias": False,
     "untie_embeddings_and_output_weights": True,
 }
+LATENT = {
+    **LLAMA,
+    "num_query_groups": 1,
+    "group_query_attention": False,
+    "kv_channels": 6,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_type": None,
+    "rotary_scaling_factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+}
 MODELS = {
+    "latent": LATENT,
+    "latent-queries-of-hidden-states": {
+        **LATENT,
+        "q_lora_rank": None,
+        "rope_type": "rope",
+        "mscale_all_dim": 0.0,
+    },
     "gpt2": GPT2,
     "gpt2-exact-gelu": {**GPT2, "bias_gelu_fusion": False, "untie_embeddings_and_output_weights": True},
     "llama": LLAMA,
@@ -159,9 +183,14 @@ def build_bert(args: argparse.Namespace) -> torch.nn.Module:
 def core_config(args: argparse.Namespace):
     """Core's configuration of a model's layers."""
     import torch.nn.functional as F
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    return TransformerConfig(
+    latent = {}
+    if getattr(args, "multi_latent_attention", False):
+        latent = {name: getattr(args, name) for name in LATENT.keys() - LLAMA.keys()}
+        latent |= {"rope_type": args.rope_type or "yarn", "rotary_base": args.rotary_base}
+    return (MLATransformerConfig if latent else TransformerConfig)(
+        **latent,
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
@@ -183,14 +212,49 @@ def core_config(args: argparse.Namespace):
     )
 
 
+class LatentCore(torch.nn.Module):
+    """Attention whose values have fewer channels than its keys, which Core leaves to Transformer Engine."""
+
+    def __init__(self, *, softmax_scale: float, **_: object):
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, attention_mask, **_: object) -> torch.Tensor:
+        """[s, b, n, d] -> [s, b, n e]"""
+        scores = torch.einsum("sbnd,tbnd->bnst", query, key) * self.scale
+        shares = scores.masked_fill(attention_mask, -torch.inf).softmax(-1)
+        return torch.einsum("bnst,tbne->sbne", shares, value).flatten(2)
+
+
+def layer_spec(args: argparse.Namespace):
+    """The specification of a model's layers without Transformer Engine."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    latent = getattr(args, "multi_latent_attention", False)
+    spec = get_gpt_layer_local_spec(
+        normalization=args.normalization, qk_layernorm=args.qk_layernorm, multi_latent_attention=latent
+    )
+    return with_core(spec) if latent else spec
+
+
+def with_core(spec):
+    """The specification with attention that runs here."""
+    from megatron.core.transformer import multi_latent_attention
+
+    # Core 0.16 asks whether layers are Transformer Engine's even if it is not there.
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        multi_latent_attention.TELinear = LatentCore
+    spec.submodules.self_attention.submodules.core_attention = LatentCore
+    return spec
+
+
 def build(args: argparse.Namespace) -> torch.nn.Module:
     """The GPT that Megatron-LM makes of these arguments."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     return GPTModel(
         core_config(args),
-        get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=args.qk_layernorm),
+        layer_spec(args),
         vocab_size=PADDED,
         max_sequence_length=args.max_position_embeddings,
         position_embedding_type=args.position_embedding_type,

@@ -16,11 +16,12 @@ from megazero.checkpoint.megatron.export import ExportOptions, export_megatron
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
-from tests.checkpoint.megatron.core_distributed import MODELS, STEPS
+from tests.checkpoint.megatron.core_distributed import FOLDERS, MODELS, STEPS
 from tests.checkpoint.megatron.core_models import PADDED
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+BALANCED = ("experts", "latent-further-experts")
 OPTIONS = ImportOptions(trust_pickle=True, vocab_size=PADDED, with_optimizer=True)
 
 
@@ -50,11 +51,16 @@ def test_there_and_back(saved, tmp_path, name):
     assert read.manifest.iteration == 7
     assert (read.facts["updates"], read.facts["state"]["consumed_samples"]) == (STEPS, 28)
     kinds = {key.kind for key in read.shapes}
-    assert kinds == {WEIGHT, "exp_avg", "exp_avg_sq"} | ({"router"} if name == "experts" else set())
+    assert kinds == {WEIGHT, "exp_avg", "exp_avg_sq"} | (
+        {"router"} if name in ("experts", "latent-further-experts") else set()
+    )
     expected = torch.load(saved / f"{name}.pt")
-    qkv = Key("layers.1.attention.qkv.weight", "exp_avg")
+    ours, theirs = ("latent_up", "linear_kv_up_proj") if "latent" in name else ("qkv", "linear_qkv")
+    qkv = Key(f"layers.1.attention.{ours}.weight", "exp_avg")
     stored = next(
-        v for n, v in expected.items() if n.startswith("exp_avg/") and "1.self_attention.linear_qkv.w" in n
+        v
+        for n, v in expected.items()
+        if n.startswith("exp_avg/") and f"layers.1.self_attention.{theirs}.w" in n
     )
     assert torch.equal(read.tensor(qkv).reshape(stored.shape), stored)
 
@@ -64,3 +70,25 @@ def test_there_and_back(saved, tmp_path, name):
     assert (loaded["step"], loaded["iteration"], loaded["samples"]) == (STEPS, 7, 28)
     assert loaded["tensors"].keys() == expected.keys()
     assert all(torch.equal(loaded["tensors"][n], tensor) for n, tensor in expected.items())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("core") / "folders"
+    out.mkdir()
+    run("folders", out)
+    return out
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_of_ranks(folders, tmp_path, name, shared):
+    """Read from a folder of ranks and written for Core, every weight and moment has the same bits."""
+    with MegatronReader(folders / (f"{name}-shared" if shared else name), OPTIONS) as reader:
+        read = CheckpointReader(import_megatron(reader, tmp_path / "ours"))
+    assert (read.facts["updates"], read.facts["state"]["consumed_samples"]) == (STEPS, 28)
+    written = export_megatron(read, tmp_path / "back", ExportOptions(with_optimizer=True))
+    run("load", written.folder, name, tmp_path / "loaded.pt")
+    loaded, expected = torch.load(tmp_path / "loaded.pt")["tensors"], torch.load(folders / f"{name}.pt")
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[n], tensor) for n, tensor in expected.items())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import pickle
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,10 @@ from megazero.config.tree.checkpoint import CheckpointConfig
 from megazero.errors import CheckpointError
 from megazero.mpu.context import thread_context
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.train.resume.resume import resume
 from megazero.train.resume.snapshot import Snapshots
 from megazero.train.step.state import TrainState
-from megazero.train.step.timers import Timers
-from megazero.verify.record import micro_batches, verification_engine
+from megazero.verify.record import verification_engine
+from tests.checkpoint.megatron.resumed import goes_on
 from tests.checkpoint.megatron.samples import (
     LLAMA,
     VOCAB,
@@ -266,6 +264,9 @@ LAYOUTS = [
     (Run(layers=4), Run(tp=2, pp=2, dp=2, zero=2, layers=4)),
     (Run(shape="llama", experts="biased"), Run(tp=2, dp=2, ep=2, zero=1, shape="llama", experts="biased")),
     (Run(shape="bert"), Run(pp=2, dp=2, zero=3, shape="bert")),
+    (Run(shape="deepseek"), Run(tp=2, pp=2, dp=2, zero=1, shape="deepseek")),
+    (Run(shape="deepseek", experts="biased"), Run(tp=2, shape="deepseek", experts="biased")),
+    (Run(shape="deepseek-lite"), Run(tp=2, dp=2, zero=2, shape="deepseek-lite")),
 ]
 
 
@@ -273,32 +274,6 @@ LAYOUTS = [
 def test_a_run_goes_on_from_what_was_exported(tmp_path, alone, layout):
     """Saved by one process, exported, imported: every tensor has its bits, and any layout goes on with it."""
     config = alone.config()
-
-    def goes_on(run: Run, folder: Path, first: int = 0) -> list[list[float]]:
-        section = CheckpointConfig(save=str(folder), load=str(folder))
-        own = run.config().model_copy(update={"checkpoint": section})
-        plan, world = training_plan_of(own, run.dp), ThreadWorld(run.world_size)
-
-        def work(rank: int) -> list[float]:
-            context = thread_context(world, run.grid, rank)
-            build = partial(verification_engine, context=context)
-            resumed = resume(own, context, VOCABULARY, build) if first else None
-            engine = resumed.engine if resumed else build(own, plan)
-            state, losses = resumed.state if resumed else TrainState(), []
-            assert state.iteration == first
-            for _ in range(2):
-                step = plan.at(state.progress)
-                result = engine.train_step(micro_batches(own, context, step), state.progress, Timers())
-                state = state.after(step, result.skipped)
-                losses.append(float(result.losses.main))
-            if not first:
-                snapshots = Snapshots(own, plan, engine, context, VOCABULARY, own.training.seed)
-                snapshots.save(state)
-                snapshots.saver.close()
-            return losses
-
-        return world.run(work)
-
     goes_on(alone, tmp_path / "run")
     before = CheckpointReader(tmp_path / "run" / "iter_0000002")
     exported = export_megatron(before, tmp_path / "theirs", ExportOptions(with_optimizer=True))

@@ -58,7 +58,11 @@ def rank_file(run: Path, rank: str = "00") -> Path:
         ({"num_experts": 8}, "but holds decoder.layers.0.mlp.linear_fc1.bias"),
         ({"num_experts": [4, 8]}, "`num_experts` is .4, 8. .layers with different numbers of experts"),
         ({"retro_add_retriever": True}, "RETRO"),
-        ({"multi_latent_attention": True}, "multi-latent"),
+        (
+            {"multi_latent_attention": True},
+            "holds decoder.layers.0.self_attention.linear_qkv.bias.* of a model with another attention",
+        ),
+        ({"mtp_num_layers": 1}, "`mtp_num_layers` is 1 .with learned positions"),
         ({"qk_layernorm": True}, "lacks decoder.layers.0.self_attention.k_layernorm"),
         ({"qk_l2_norm": True}, "`qk_l2_norm` is True .norms of queries and keys without weights"),
         (

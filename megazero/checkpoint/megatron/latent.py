@@ -1,0 +1,91 @@
+"""Multi-head latent attention: Megatron's names of its tensors, and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megazero.config.tree.model import ModelConfig
+
+_UNSET = (None, False, "", ())
+_SAME = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+# Ours -> what Megatron-Core calls it in its configuration, where Megatron-LM has no argument.
+_YARN = (
+    ("yarn_original_max_position_embeddings", "original_max_position_embeddings"),
+    ("yarn_beta_fast", "beta_fast"),
+    ("yarn_beta_slow", "beta_slow"),
+)
+_SCALING = ("rotary_scaling_factor", "mscale", "mscale_all_dim")
+_IGNORED = ("softmax_scale", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
+
+Row = tuple[str, str, str, str, str | None, Callable[[ModelConfig], bool]]
+"""Our tensor, its dims, theirs, its dims, the dim that ranks split, and whether a model has it."""
+
+
+def with_latent(model: ModelConfig) -> bool:
+    """Whether a tensor is present: in latent attention."""
+    return model.multi_latent_attention
+
+
+def _small_queries(model: ModelConfig) -> bool:
+    return with_latent(model) and model.q_lora_rank is not None
+
+
+def _plain_queries(model: ModelConfig) -> bool:
+    return with_latent(model) and model.q_lora_rank is None
+
+
+def latent_rows() -> Iterator[Row]:
+    """The matrices of latent attention within a layer's attention."""
+    yield "query", "q d r", "linear_q_proj", "(q d) r", "q", _plain_queries
+    yield "query_down", "r h", "linear_q_down_proj", "r h", None, _small_queries
+    yield "query", "q d r", "linear_q_up_proj", "(q d) r", "q", _small_queries
+    yield "latent_down", "z h", "linear_kv_down_proj", "z h", None, with_latent
+    yield "latent_up", "q y l", "linear_kv_up_proj", "(q y) l", "q", with_latent
+
+
+def latent_norms() -> Iterator[tuple[str, str, str, Callable[[ModelConfig], bool]]]:
+    """The norms of small vectors: ours, theirs, the dim, and whether a model has it."""
+    yield "query_norm", "q_layernorm", "r", lambda m: m.qk_layernorm and _small_queries(m)
+    yield "latent_norm", "kv_layernorm", "l", lambda m: m.qk_layernorm and with_latent(m)
+
+
+def latent_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Read latent attention and its rotation, which is its own, from the arguments; nothing without it.
+
+    Raises:
+        ValueError: settings that Core ignores there, or that ours has not.
+    """
+    if arguments.get("multi_latent_attention") in _UNSET:
+        return {}
+    for name in _IGNORED:
+        if arguments.get(name) not in _UNSET:
+            raise ValueError(
+                f"`{name}` is {arguments[name]!r}, which latent attention ignores (unset it with "
+                f"--megatron-args)"
+            )
+    kind = arguments.get("rope_type") or "yarn"
+    fields: dict[str, Any] = {"multi_latent_attention": True, "rotary_percent": 1.0}
+    fields["rope_type"] = arguments.get("rope_type")
+    fields |= {name: arguments[name] for name in _SAME if arguments.get(name) is not None}
+    scaling = {name: arguments[name] for name in _SCALING if arguments.get(name) is not None}
+    if kind == "rope":
+        if arguments.get("rotary_percent") not in (None, 1):
+            raise ValueError(f"`rotary_percent` is {arguments['rotary_percent']!r} with latent attention")
+        if scaling.get("rotary_scaling_factor", 1) != 1 and scaling.get("mscale_all_dim"):
+            raise ValueError(
+                f"`rotary_scaling_factor` is {scaling['rotary_scaling_factor']!r} with `rope_type` rope, by "
+                f"which Core makes attention sharper"
+            )
+        return fields
+    yarn = {ours: arguments[name] for ours, name in _YARN if arguments.get(name) is not None}
+    return {**fields, **scaling, **yarn}
+
+
+def latent_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Latent attention as Megatron's arguments."""
+    if not model.multi_latent_attention:
+        return {}
+    named = {name: getattr(model, name) for name in (*_SAME, "multi_latent_attention")}
+    yarn = {theirs: getattr(model, ours) for ours, theirs in _YARN}
+    return {**named, **yarn, "rope_type": model.rope_type, "group_query_attention": False}
