@@ -43,10 +43,14 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "megatron_lm_examples": "Megatron-LM, examples",
         "megatron_lm_tests": "Megatron-LM, functional tests",
         "forks": "Forks, by which the tables were written",
-        "forks_held_out": "Forks, looked at afterwards",
+        "forks_held_out": "Forks, by which nothing was changed",
     }
 )
 """The corpora: name of the file -> what it holds."""
+
+FIRST_SIGHT = CORPUS / "first_sight.tsv"
+"""What became of lines of forks when they were first read, before anything was changed by them: where a line
+comes from, and `accepted` or `refused`. The lines are in the corpora of forks."""
 
 _PROGRAMS: Mapping[str, str] = MappingProxyType(
     {
@@ -60,6 +64,7 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
         "gpt_static_inference.py": "text generation",
         "pretrain_ict.py": "retrieval",
         "pretrain_retro.py": "retrieval",
+        "tasks/eval_harness/evaluate.py": "evaluation by another program",
         "tasks/main.py": "tasks",
         "tools/generate_samples_gpt.py": "text generation",
         "tools/run_hybrid_text_generation_server.py": "text generation",
@@ -157,6 +162,12 @@ def judge(line: LaunchLine) -> Outcome:
     return Outcome(**{kind: frozenset(names) for kind, names in found.items()})
 
 
+def first_sight() -> dict[str, bool]:
+    """Where a line comes from -> whether it was accepted at first sight."""
+    rows = (row.split("\t") for row in FIRST_SIGHT.read_text(encoding="utf-8").splitlines())
+    return {origin: verdict == "accepted" for origin, verdict in rows}
+
+
 def _problems(line: LaunchLine) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / JSON_NAME
@@ -183,6 +194,10 @@ def _reason(problem: str) -> tuple[str, str]:
     if match := re.match(r"`(--[\w-]+)` must be .* but is `(\S+?)`", problem):
         feature = _CHOICES.get((match[1], match[2]))
         return ("features", feature) if feature else ("others", f"{match[1]} {match[2]}")
+    if match := re.match(rf"{JSON_NAME}: unknown key `([\w.]+)`", problem):
+        return "others", f"unknown key {match[1]}"
+    if problem.startswith("unknown flags are not those of"):
+        return "others", "flags of no known fork"
     if " cannot be read: " in problem:
         return "others", "layers over stages"
     if re.match(r"`--[\w-]+` must be set \(.*\), but is missing", problem):
@@ -207,6 +222,8 @@ def page(judged: Iterable[tuple[LaunchLine, Outcome]]) -> str:
             [*map(_count_row(pairs), TITLES)],
         ),
         "",
+        *_at_first_sight(),
+        "",
         "## Features not built",
         "",
         "A line counts for each feature that it asks for. Starting another program is asking for a feature.",
@@ -224,6 +241,18 @@ def page(judged: Iterable[tuple[LaunchLine, Outcome]]) -> str:
         *_table(("Reason", "Lines", "First of them"), _others(pairs)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _at_first_sight() -> list[str]:
+    verdicts = first_sight()
+    repositories = {origin.split()[0] for origin in verdicts}
+    return [
+        f"Of the last {len(verdicts)} lines of forks, from {len(repositories)} repositories, "
+        f"{sum(verdicts.values())} were accepted at first sight, before",
+        "anything was changed by them (`first_sight.tsv`). Lines by which something was then changed are",
+        "counted with those by which the tables were written, so the row of the others is no measure of",
+        "first sight.",
+    ]
 
 
 def _count_row(pairs: list[tuple[LaunchLine, Outcome]]):
