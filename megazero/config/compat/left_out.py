@@ -78,22 +78,18 @@ def megatron_deepspeed(flags: Set[str], settings: Mapping[str, Any]) -> tuple[st
 
 
 def fewer_expert_ranks(flags: Set[str], settings: Mapping[str, Any]) -> tuple[int, str] | None:
-    """The ranks that hold the experts of every layer, where Megatron-DeepSpeed's flag names more of them.
+    """The ranks of the experts, where Megatron-DeepSpeed's flag names more than a layer has experts.
 
-    DeepSpeed's layers were made for that: a layer of fewer experts than ranks was over as many ranks as it
-    has experts. Where experts lie changes no number. None if the flag is Megatron-LM's, or fits.
+    DeepSpeed's first layers were over as many ranks as they had experts then. Where experts lie changes no
+    number. None if the flag is Megatron-LM's, or fits.
     """
     ranks = settings.get(_EXPERT_RANKS, 1)
     counts = [count for count in settings.get("model.num_experts") or () if count > 1]
-    fewer = gcd(ranks, *counts)
-    if _OWN[0] not in flags or all(count >= ranks for count in counts):
+    odd = any(count % ranks and ranks % count for count in counts)
+    if _OWN[0] not in flags or odd or all(count >= ranks for count in counts):
         return None
-    if any(count % ranks and ranks % count for count in counts):
-        return None
-    return fewer, (
-        f"`{_OWN[0]} {ranks}` is read as {fewer}, as a layer has only {min(counts)} experts; the numbers are "
-        "the same."
-    )
+    fewer, said = gcd(ranks, *counts), f"as a layer has only {min(counts)} experts; the numbers are the same."
+    return fewer, f"`{_OWN[0]} {ranks}` is read as {fewer}, {said}"
 
 
 def _spelling(flags: Set[str], counts: tuple[int, ...]) -> str | None:

@@ -1,4 +1,4 @@
-"""Values of a DeepSpeed JSON to which DeepSpeed gives a meaning of their own, as training scripts read them."""
+"""Values of a DeepSpeed JSON to which DeepSpeed gives a meaning of their own."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_the_optimizers_state_may_not_be_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         launched(tmp_path, zero_optimization={"stage": 1, "ignore_missing_optim_state": True})
     assert caught.value.violations == [
-        f"{tmp_path}/ds.json: `zero_optimization.ignore_missing_optim_state` is not accepted as true: to go "
-        "on without the optimizer's state use `--finetune`."
+        f"{tmp_path}/ds.json: `zero_optimization.ignore_missing_optim_state` is not accepted as true: use "
+        "`--finetune`, for weights alone."
     ]
 
 

@@ -145,12 +145,7 @@ ZERO_ROWS: tuple[KeyRow, ...] = (
             "enable_sanity_checks",
         ),
     ),
-    *refuses(
-        "to go on without the optimizer's state use `--finetune`",
-        BOOL,
-        only(False),
-        *_zero("ignore_missing_optim_state"),
-    ),
+    *refuses("use `--finetune`, for weights alone", BOOL, only(False), *_zero("ignore_missing_optim_state")),
     *ignores("the norm of the gradients is always computed", BOOL, *_zero("compute_grad_norm")),
     *refuses(
         "codes of gradients are sent without what they left out before; leave it out",
