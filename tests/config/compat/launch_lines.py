@@ -94,6 +94,7 @@ _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
         ("--recompute-modules", "mhc"): "model variants",
         ("--hybrid-layer-pattern", "G-*-/-"): "multi-token prediction",
+        ("--hybrid-layer-pattern", "M-M-MCM-MHM-MDM-MCM-MHM-MDM-"): "linear and sparse attention",
         ("--hybrid-layer-pattern", "*-*E*E*E/*E"): "multi-token prediction",
     }
 )
