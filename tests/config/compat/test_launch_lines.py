@@ -42,6 +42,7 @@ OTHERS = {
         ("needs_of_q_lora_rank", "needs_of_rope_type"),
         "sizes of latent attention for layers that are not built",
     ),
+    "needs_of_lr_warmup_fraction": "two lengths of warmup, which Megatron-LM refuses too",
     "unknown key fp16.autocast": "a key that DeepSpeed does not have, and does not read",
     "unknown key profiling": "a key that DeepSpeed does not have, and does not read",
     "unknown key veloc_config": "a key of a fork of DeepSpeed's",
@@ -68,7 +69,7 @@ def test_the_corpora_are_whole() -> None:
         "megatron_lm_examples": 28,
         "megatron_lm_tests": 151,
         "forks": 28,
-        "forks_held_out": 37,
+        "forks_held_out": 43,
     }
     assert len({line.origin for line in lines}) == len(lines)
     assert sum(line.corpus == "megatron_deepspeed" and line.program in FAMILIES for line in lines) == 61
@@ -83,7 +84,7 @@ def test_no_line_by_which_tables_are_written_holds_an_unknown_flag() -> None:
 def test_lines_that_were_accepted_at_first_sight_still_are() -> None:
     kinds = {line.origin: outcome.kind for line, outcome in judged() if line.corpus.startswith("forks")}
     verdicts = first_sight()
-    assert (len(verdicts), sum(verdicts.values())) == (36, 17)
+    assert (len(verdicts), sum(verdicts.values())) == (42, 21)
     assert [origin for origin, accepted in verdicts.items() if accepted and kinds[origin] != "passes"] == []
     assert verdicts.keys() <= kinds.keys()
 
@@ -134,7 +135,7 @@ def test_no_line_is_refused_for_a_flag_that_is_said_another_way() -> None:
     assert [line.origin for line, outcome in judged() if outcome.rewrites and not outcome.features] == []
 
 
-@pytest.mark.parametrize(("corpus", "least"), [("forks", 18), ("forks_held_out", 27)])
+@pytest.mark.parametrize(("corpus", "least"), [("forks", 18), ("forks_held_out", 31)])
 def test_lines_of_forks_are_accepted(corpus: str, least: int) -> None:
     kinds = Counter(outcome.kind for line, outcome in judged() if line.corpus == corpus)
     assert kinds["passes"] >= least
