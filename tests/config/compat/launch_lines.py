@@ -279,7 +279,7 @@ def _counted(pairs: list[tuple[LaunchLine, Outcome]], kind: str) -> list[tuple[s
 def _others(pairs: list[tuple[LaunchLine, Outcome]]) -> list[tuple[str, ...]]:
     origins: dict[str, list[str]] = {}
     for line, outcome in pairs:
-        for name in (*outcome.others, *outcome.unknown):
+        for name in (*outcome.others, *(["unknown flags"] if outcome.unknown else [])):
             origins.setdefault(name, []).append(line.origin)
     return [
         (f"`{name}`", str(len(where)), f"`{where[0]}`")
