@@ -6,14 +6,14 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from megazero.config.compat.foreign import Ignored, contradiction
 from megazero.config.compat.hub import notice
-from megazero.config.compat.left_out import megatron_deepspeed, ungrouped
+from megazero.config.compat.left_out import fewer_expert_ranks, megatron_deepspeed, ungrouped
 from megazero.config.deepspeed.beside import conflicts, left_to_json, overruled
 from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
@@ -79,6 +79,9 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     names = _names(flags)
     said += _leave_to_fork(flags.left_out, settings)
     said += _leave_to_megatron_deepspeed(names, settings)
+    if fewer := fewer_expert_ranks(names, {path: setting.value for path, setting in settings.items()}):
+        path = "parallel.expert_model_parallel_size"
+        settings[path], said = replace(settings[path], value=fewer[0]), [*said, fewer[1]]
     broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
     config = _with_default_tokenizer(_build(settings, broken, problems), broken)
     problems += [line for flag in flags.ignored if (line := _contradiction(flag, config, broken))]

@@ -17,7 +17,7 @@ from megazero.config.derive import (
     model_differences,
     moe_layers,
 )
-from megazero.config.resolve import parse_config
+from megazero.config.resolve import Resolved, parse_config
 from megazero.config.rules.table import check
 from megazero.config.shown import shown_config
 from megazero.config.tree.model import ModelConfig
@@ -285,6 +285,23 @@ def test_a_line_of_megatron_deepspeed_gives_its_model(flags: str, differs: dict[
     launched = parse_config([*BASE_FLAGS, *flags.split()], world_size=2).config.model
     expected = {**MEGATRON_DEEPSPEED, **differs}
     assert {name: getattr(launched, name) for name in expected} == expected
+
+
+def test_megatron_deepspeeds_experts_are_on_no_more_ranks_than_a_layer_has() -> None:
+    def read(flags: str) -> Resolved:
+        return parse_config([*BASE_FLAGS, *flags.split()], world_size=4)
+
+    resolved = read("--num-experts 2 4 --moe-expert-parallel-size 4")
+    assert resolved.config.parallel.expert_model_parallel_size == 2
+    said = "`--moe-expert-parallel-size 4` is read as 2, as a layer has only 2 experts; the numbers are the "
+    assert f"{said}same." in resolved.warnings
+    for flags in (
+        "--num-experts 3 4 --moe-expert-parallel-size 4",
+        "--num-experts 6 --moe-expert-parallel-size 4",
+        "--num-experts 2 --expert-model-parallel-size 4",
+    ):
+        with pytest.raises(ConfigError, match="experts_over_expert_ranks"):
+            read(flags)
 
 
 def test_experts_of_megatron_deepspeed_are_whole_unless_it_is_asked_for_otherwise() -> None:

@@ -260,3 +260,13 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("method", ["uniform", "every"])
+def test_a_unit_of_recompute_has_a_layer(method: str) -> None:
+    flags = [*BASE_FLAGS, "--recompute-granularity", "full", "--recompute-num-layers", "0"]
+    assert (
+        parse_config([*flags, "--recompute-method", "block"], world_size=1).config.recompute.num_layers == 0
+    )
+    with pytest.raises(ConfigError, match="at least 1 unless `recompute.method` is block, but"):
+        parse_config([*flags, "--recompute-method", method], world_size=1)

@@ -48,6 +48,7 @@ def test_units_drawn_by_hand():
         ([1], True),
         ([2, 3], False),
     ]
+    assert units(2, granularity="full", method="block", num_layers=0) == [([0, 1], False)]
     assert units(2, granularity="full", method="block", num_layers=5) == [([0], True), ([1], True)]
     assert units(5, granularity="full", method="every", num_layers=3) == [
         ([0], True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from math import gcd
 from types import MappingProxyType
 from typing import Any
 
@@ -41,6 +42,7 @@ _MEGATRON_LM = frozenset(
 
 _TOPK = "model.moe_router_topk"
 _FACTOR = "model.moe_expert_capacity_factor"
+_EXPERT_RANKS = "parallel.expert_model_parallel_size"
 _TENSOR_RANKS = "parallel.tensor_model_parallel_size"
 _CHOICES: Mapping[int, Mapping[str, Any]] = MappingProxyType(
     {
@@ -73,6 +75,21 @@ def megatron_deepspeed(flags: Set[str], settings: Mapping[str, Any]) -> tuple[st
         return None
     meant = {path: value for path, value in _meant(settings).items() if path not in settings}
     return spelling, meant
+
+
+def fewer_expert_ranks(flags: Set[str], settings: Mapping[str, Any]) -> tuple[int, str] | None:
+    """The ranks of the experts, where Megatron-DeepSpeed's flag names more than a layer has experts.
+
+    DeepSpeed's first layers were over as many ranks as they had experts then. Where experts lie changes no
+    number. None if the flag is Megatron-LM's, or fits.
+    """
+    ranks = settings.get(_EXPERT_RANKS, 1)
+    counts = [count for count in settings.get("model.num_experts") or () if count > 1]
+    odd = any(count % ranks and ranks % count for count in counts)
+    if _OWN[0] not in flags or odd or all(count >= ranks for count in counts):
+        return None
+    fewer, said = gcd(ranks, *counts), f"as a layer has only {min(counts)} experts; the numbers are the same."
+    return fewer, f"`{_OWN[0]} {ranks}` is read as {fewer}, {said}"
 
 
 def _spelling(flags: Set[str], counts: tuple[int, ...]) -> str | None:

@@ -21,6 +21,7 @@ from megazero.config.deepspeed.load import load_json
 from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, OR_NEVER, SECTION, KeyRow, say
 from megazero.config.deepspeed.rows.optimizer import optimizer_faults
 from megazero.config.deepspeed.rows.train import BATCH_ROWS
+from megazero.config.deepspeed.rows.zero import AT_STAGE_3
 from megazero.config.deepspeed.table import (
     ALIASES,
     LOOSE,
@@ -318,6 +319,9 @@ def _apply(
 
 def _off(row: KeyRow, values: Mapping[str, Any]) -> str | None:
     """The reason why a key does not count beside others; None if it counts."""
+    stage = values.get("zero_optimization.stage")
+    if row.key in AT_STAGE_3 and stage in (0, 1, 2):
+        return f"DeepSpeed reads it at stage 3 alone, and `zero_optimization.stage` is {stage}"
     key = row.when
     while key is not None:
         if key not in values:

@@ -195,10 +195,14 @@ PRECISION_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "recompute_units_within_model",
-        ("recompute.num_layers", "model.num_layers"),
-        "`recompute.num_layers` must be at most the number of layers",
-        "lower `--recompute-num-layers`",
-        lambda c: c.config.recompute.num_layers <= c.config.model.num_layers,
+        ("recompute.num_layers", "recompute.method", "model.num_layers"),
+        "`recompute.num_layers` must be at most the number of layers, and at least 1 unless "
+        "`recompute.method` is block",
+        "change `--recompute-num-layers`",
+        lambda c: (
+            (c.config.recompute.num_layers > 0 or c.config.recompute.method == "block")
+            and c.config.recompute.num_layers <= c.config.model.num_layers
+        ),
     ),
     Rule(
         "recompute_modules_are_there",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt
 
 from megazero.config.tree.option import Section, option
 
@@ -50,9 +50,9 @@ class RecomputeConfig(Section):
         # Megatron 2 recomputed whole layers wherever it was told how.
         implies={"--activations-checkpoint-method": ("granularity", "full")},
     )
-    num_layers: PositiveInt = option(
+    num_layers: NonNegativeInt = option(
         1,
-        "uniform, every: layers per unit; block: layers recomputed per model chunk",
+        "uniform, every: layers per unit; block: layers recomputed per model chunk, of which 0 are none",
         flag="--recompute-num-layers",
         aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
     )

@@ -43,10 +43,18 @@ TITLES: Mapping[str, str] = MappingProxyType(
         "megatron_lm_examples": "Megatron-LM, examples",
         "megatron_lm_tests": "Megatron-LM, functional tests",
         "forks": "Forks, by which the tables were written",
-        "forks_held_out": "Forks, looked at afterwards",
+        "forks_held_out": "Forks, by which nothing was changed",
     }
 )
 """The corpora: name of the file -> what it holds."""
+
+_KINDS: Mapping[str, str] = MappingProxyType(
+    {"feature": "Feature not built", "rewrite": "Said another way here", "other": "Other"}
+)
+"""Ways in which a line is refused: name -> heading."""
+FIRST_SIGHT = CORPUS / "first_sight.tsv"
+"""What became of lines of forks when they were first read, before anything was changed by them: where a line
+comes from, and `accepted` or `refused`. The lines are in the corpora of forks."""
 
 _PROGRAMS: Mapping[str, str] = MappingProxyType(
     {
@@ -60,6 +68,7 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
         "gpt_static_inference.py": "text generation",
         "pretrain_ict.py": "retrieval",
         "pretrain_retro.py": "retrieval",
+        "tasks/eval_harness/evaluate.py": "evaluation by another program",
         "tasks/main.py": "tasks",
         "tools/generate_samples_gpt.py": "text generation",
         "tools/run_hybrid_text_generation_server.py": "text generation",
@@ -89,6 +98,7 @@ _CHOICES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("--tokenizer-type", "SFTTokenizer"): "fine-tuning on conversations",
         ("--recompute-modules", "mhc"): "model variants",
         ("--hybrid-layer-pattern", "G-*-/-"): "multi-token prediction",
+        ("--hybrid-layer-pattern", "M-M-MCM-MHM-MDM-MCM-MHM-MDM-"): "linear and sparse attention",
         ("--hybrid-layer-pattern", "*-*E*E*E/*E"): "multi-token prediction",
     }
 )
@@ -157,6 +167,12 @@ def judge(line: LaunchLine) -> Outcome:
     return Outcome(**{kind: frozenset(names) for kind, names in found.items()})
 
 
+def first_sight() -> dict[str, bool]:
+    """Where a line comes from -> whether it was accepted at first sight."""
+    rows = (row.split("\t") for row in FIRST_SIGHT.read_text(encoding="utf-8").splitlines())
+    return {origin: verdict == "accepted" for origin, verdict in rows}
+
+
 def _problems(line: LaunchLine) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / JSON_NAME
@@ -183,6 +199,10 @@ def _reason(problem: str) -> tuple[str, str]:
     if match := re.match(r"`(--[\w-]+)` must be .* but is `(\S+?)`", problem):
         feature = _CHOICES.get((match[1], match[2]))
         return ("features", feature) if feature else ("others", f"{match[1]} {match[2]}")
+    if match := re.match(rf"{JSON_NAME}: unknown key `([\w.]+)`", problem):
+        return "others", f"unknown key {match[1]}"
+    if problem.startswith("unknown flags are not those of"):
+        return "others", "flags of no known fork"
     if " cannot be read: " in problem:
         return "others", "layers over stages"
     if re.match(r"`--[\w-]+` must be set \(.*\), but is missing", problem):
@@ -203,9 +223,11 @@ def page(judged: Iterable[tuple[LaunchLine, Outcome]]) -> str:
         "read as `--check-config` reads it, unchanged. The lines are kept in `tests/config/compat/corpus/`.",
         "",
         *_table(
-            ("Corpus", "Lines", "Accepted", "Feature not built", "Said another way here", "Other"),
+            ("Corpus", "Lines", "Accepted", *_KINDS.values(), "Of programs that exist here"),
             [*map(_count_row(pairs), TITLES)],
         ),
+        "",
+        *_at_first_sight(),
         "",
         "## Features not built",
         "",
@@ -226,11 +248,24 @@ def page(judged: Iterable[tuple[LaunchLine, Outcome]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _at_first_sight() -> list[str]:
+    verdicts = first_sight()
+    repositories = {origin.split()[0] for origin in verdicts}
+    return [
+        f"Of the last {len(verdicts)} lines of forks, from {len(repositories)} repositories, "
+        f"{sum(verdicts.values())} were accepted at first sight, before",
+        "anything was changed by them (`first_sight.tsv`). Lines by which something was then changed are",
+        "counted with those by which the tables were written, so the row of the others is no measure of",
+        "first sight.",
+    ]
+
+
 def _count_row(pairs: list[tuple[LaunchLine, Outcome]]):
     def row(corpus: str) -> tuple[str, ...]:
         kinds = Counter(outcome.kind for line, outcome in pairs if line.corpus == corpus)
-        counts = (kinds.total(), *(kinds[kind] for kind in ("passes", "feature", "rewrite", "other")))
-        return (TITLES[corpus], *map(str, counts))
+        counts = (kinds.total(), kinds["passes"], *(kinds[kind] for kind in _KINDS))
+        here = sum(line.corpus == corpus and line.program in FAMILIES for line, _ in pairs)
+        return (TITLES[corpus], *map(str, counts), f"{kinds['passes']} of {here}")
 
     return row
 
@@ -244,7 +279,7 @@ def _counted(pairs: list[tuple[LaunchLine, Outcome]], kind: str) -> list[tuple[s
 def _others(pairs: list[tuple[LaunchLine, Outcome]]) -> list[tuple[str, ...]]:
     origins: dict[str, list[str]] = {}
     for line, outcome in pairs:
-        for name in (*outcome.others, *outcome.unknown):
+        for name in (*outcome.others, *(["unknown flags"] if outcome.unknown else [])):
             origins.setdefault(name, []).append(line.origin)
     return [
         (f"`{name}`", str(len(where)), f"`{where[0]}`")

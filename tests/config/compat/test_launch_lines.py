@@ -17,6 +17,7 @@ from tests.config.compat.launch_lines import (
     TITLES,
     LaunchLine,
     Outcome,
+    first_sight,
     judge,
     page,
     read_lines,
@@ -27,7 +28,6 @@ OTHERS = {
     "the model is not given": "a model that a checkpoint describes",
     "--optimizer adafactor": "an optimizer that looks at whole matrices",
     "chunks_within_layers": "six layers in eight chunks, with the embedding and the loss counted as layers",
-    "experts_over_expert_ranks": "fewer experts than ranks for them, at which Megatron-DeepSpeed fails too",
     "data_source_given": "the data of fine-tuning on conversations",
     "needs_of_fp8_format": "experts whose products are of 8-bit floats",
     **dict.fromkeys(
@@ -38,6 +38,20 @@ OTHERS = {
     "--fp8-recipe mxfp8": "scales of blocks of 32 elements",
     "--fp8-recipe blockwise": "scales of blocks",
     "flags contradict the JSON": "two types in one script",
+    **dict.fromkeys(
+        ("needs_of_q_lora_rank", "needs_of_rope_type"),
+        "sizes of latent attention for layers that are not built",
+    ),
+    "needs_of_lr_warmup_fraction": "two lengths of warmup, which Megatron-LM refuses too",
+    "unknown key fp16.autocast": "a key that DeepSpeed does not have, and does not read",
+    "unknown key profiling": "a key that DeepSpeed does not have, and does not read",
+    "unknown key veloc_config": "a key of a fork of DeepSpeed's",
+    "flags of no known fork": "flags that no dialect has",
+    "needs_of_main_params_dtype": "weights of the optimizer in another half precision than the model's",
+    "--optimizer ademamix": "an optimizer that is not built",
+    "--lr-wsd-decay-iters 0": "a final decay without a step",
+    "--moe-router-load-balancing-type global_batch_loss": "a fork's loss of balance",
+    "--tokenizer-type TikTokenizer": "a tokenizer's file of another kind",
     "hybrid_pattern_length": "a pattern of 13 letters for 12 layers, which Megatron-LM refuses too",
 }
 """Other reasons for a refusal, with what the script does."""
@@ -51,18 +65,28 @@ def judged() -> tuple[tuple[LaunchLine, Outcome], ...]:
 def test_the_corpora_are_whole() -> None:
     lines = read_lines()
     assert Counter(line.corpus for line in lines) == {
-        "megatron_deepspeed": 62,
-        "megatron_lm_examples": 18,
+        "megatron_deepspeed": 76,
+        "megatron_lm_examples": 28,
         "megatron_lm_tests": 151,
-        "forks": 19,
-        "forks_held_out": 10,
+        "forks": 28,
+        "forks_held_out": 43,
     }
     assert len({line.origin for line in lines}) == len(lines)
-    assert sum(line.corpus == "megatron_deepspeed" and line.program in FAMILIES for line in lines) == 54
+    assert sum(line.corpus == "megatron_deepspeed" and line.program in FAMILIES for line in lines) == 61
 
 
-def test_no_line_holds_an_unknown_flag() -> None:
-    assert [(line.origin, outcome.unknown) for line, outcome in judged() if outcome.unknown] == []
+def test_no_line_by_which_tables_are_written_holds_an_unknown_flag() -> None:
+    unknown = [(line.origin, outcome.unknown) for line, outcome in judged() if outcome.unknown]
+    held_out = {line.origin for line in read_lines() if line.corpus == "forks_held_out"}
+    assert [(origin, flags) for origin, flags in unknown if origin not in held_out] == []
+
+
+def test_lines_that_were_accepted_at_first_sight_still_are() -> None:
+    kinds = {line.origin: outcome.kind for line, outcome in judged() if line.corpus.startswith("forks")}
+    verdicts = first_sight()
+    assert (len(verdicts), sum(verdicts.values())) == (42, 21)
+    assert [origin for origin, accepted in verdicts.items() if accepted and kinds[origin] != "passes"] == []
+    assert verdicts.keys() <= kinds.keys()
 
 
 def test_a_line_is_refused_only_for_a_feature_or_a_reason_that_is_listed() -> None:
@@ -82,8 +106,7 @@ def _experts_of_megatron_deepspeed(layers: int, counts: list[int]) -> tuple[int,
 def test_lines_with_experts_give_megatron_deepspeeds_model() -> None:
     """Experts in every second layer, pyramids included, one of them for each token, and its capacities.
 
-    Where a layer has fewer experts than ranks for them, at which Megatron-DeepSpeed fails too, there are as
-    many ranks as experts.
+    Where a layer has fewer experts than ranks for them, all layers' experts are over as many ranks as it has.
     """
     lines = [line for line in read_lines() if "--num-experts" in line.argv and line.program in FAMILIES]
     shapes = {}
@@ -94,8 +117,9 @@ def test_lines_with_experts_give_megatron_deepspeeds_model() -> None:
         if counts == [1] or line.corpus != "megatron_deepspeed":
             continue
         ranks = argv.index("--moe-expert-parallel-size") + 1
-        argv[ranks] = str(min(int(argv[ranks]), *counts))
-        model = parse_config(argv, world_size=line.world_size).config.model
+        config = parse_config(argv, world_size=line.world_size).config
+        model = config.model
+        assert config.parallel.expert_model_parallel_size == min(int(argv[ranks]), *counts)
         assert model.experts_by_layer == _experts_of_megatron_deepspeed(model.num_layers, counts)
         assert (model.moe_router_topk, model.moe_router_pre_softmax) == (1, True)
         assert (model.moe_expert_capacity_factor, model.moe_eval_capacity_factor) == (1.0, 1.0)
@@ -111,7 +135,7 @@ def test_no_line_is_refused_for_a_flag_that_is_said_another_way() -> None:
     assert [line.origin for line, outcome in judged() if outcome.rewrites and not outcome.features] == []
 
 
-@pytest.mark.parametrize(("corpus", "least"), [("forks", 14), ("forks_held_out", 9)])
+@pytest.mark.parametrize(("corpus", "least"), [("forks", 18), ("forks_held_out", 31)])
 def test_lines_of_forks_are_accepted(corpus: str, least: int) -> None:
     kinds = Counter(outcome.kind for line, outcome in judged() if line.corpus == corpus)
     assert kinds["passes"] >= least

@@ -115,7 +115,8 @@ LOGGING_ROWS: tuple[KeyRow, ...] = (
     sets("comms_logger.prof_ops", TEXTS, _OPERATIONS, convert=_operations, when="comms_logger.enabled"),
     *ignores("groups have names, which say what a call is for", BOOL, "comms_logger.debug"),
     sets("flops_profiler.enabled", BOOL, "profiling.flops_profiler"),
-    _of_flops("profile_step", SIZE, "step", lambda step, values: max(1, step)),
+    # A step below 0 never comes.
+    _of_flops("profile_step", INTEGER, "step", lambda step, values: max(1, step) if step >= 0 else 2**62),
     _of_flops("module_depth", INTEGER, "module_depth"),
     _of_flops("top_modules", INTEGER, "top_modules"),
     _of_flops("detailed", BOOL, "detailed"),

@@ -25,6 +25,9 @@ def _zero(*names: str) -> tuple[str, ...]:
     return tuple(f"zero_optimization.{name}" for name in names)
 
 
+AT_STAGE_3 = frozenset(_zero("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"))
+"""Keys that DeepSpeed gives to its engine of stage 3 alone."""
+
 ZERO_ROWS: tuple[KeyRow, ...] = (
     sets("zero_optimization.stage", INTEGER, "zero.stage", auto=left_to_flags),
     sets(
@@ -142,6 +145,7 @@ ZERO_ROWS: tuple[KeyRow, ...] = (
             "enable_sanity_checks",
         ),
     ),
+    *refuses("use `--finetune`, for weights alone", BOOL, only(False), *_zero("ignore_missing_optim_state")),
     *ignores("the norm of the gradients is always computed", BOOL, *_zero("compute_grad_norm")),
     *refuses(
         "codes of gradients are sent without what they left out before; leave it out",
