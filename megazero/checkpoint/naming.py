@@ -36,7 +36,7 @@ m     inner width of an expert
 w     inner width of the shared experts, together; 1 if there are none
 u     outputs of the shared experts' gate: one
 b     kinds of distance with a bias of their own
-j     positions before the first, which OPT's table has
+P     positions before the first, which OPT's table has
 G     groups of heads of a state-space mixer
 H     heads of such a group
 W     channels of these heads
@@ -242,7 +242,7 @@ def dim_sizes(model: ModelConfig, vocab_size: int) -> Sizes:
             "w": model.moe_shared_expert_intermediate_size or 1,
             "u": 1,
             "b": model.t5_relative_buckets,
-            "j": 2,
+            "P": 2,
             "G": groups,
             "H": (model.mamba_heads or 0) // groups,
             "W": model.mamba_width // groups,

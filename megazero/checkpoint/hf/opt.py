@@ -72,7 +72,7 @@ OPT = Architecture(
     copies=((_HEAD, _WORDS),),
     ignored=(),
     fused=((_POSITIONS, (_BEFORE, _OURS)),),
-    blank=(TensorRule("embedding.position.before", "j h", _BEFORE, "j h"),),
+    blank=(TensorRule("embedding.position.before", "P h", _BEFORE, "P h"),),
     settings=(
         FieldPair("num_hidden_layers", "num_layers", 12),
         FieldPair("hidden_size", "hidden_size", 768),
