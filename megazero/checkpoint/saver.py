@@ -111,6 +111,11 @@ class Saver:
         """Checkpoints that are on their way; the same on all ranks."""
         return len(self._flights)
 
+    def is_full(self, iteration: int) -> bool:
+        """Whether the oldest checkpoint on its way must be settled before this iteration's is begun."""
+        # One of the same iteration would be cleared while it is being written.
+        return len(self._flights) >= max(1, self.in_flight) or iteration in self._iterations()
+
     def save(self, iteration: int, parts: Sequence[Part], facts: Mapping[str, Any]) -> list[int]:
         """Save a checkpoint, or begin to save it.
 
@@ -127,8 +132,7 @@ class Saver:
                 concern an earlier checkpoint on its way that could not be settled.
         """
         visible = []
-        # An iteration that is on its way already would be cleared while it is being written.
-        while len(self._flights) >= max(1, self.in_flight) or iteration in self._iterations():
+        while self.is_full(iteration):
             visible.append(self.settle())
         folder = hidden_folder(self.directory, iteration, "partial")
         begin = (lambda: self._begin(folder)) if self.context.rank == 0 else None

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -246,6 +247,18 @@ def test_training_goes_on(tmp_path, capsys, number, how):
     assert saved_iterations(tmp_path / "run") == [2, 6, 8, 9]
     assert not hidden(tmp_path / "run")
     assert latest_iteration(tmp_path / "run") == 9
+
+
+def test_a_failure_that_is_seen_late_costs_no_other_checkpoint(tmp_path):
+    """The next save waited for it, and was given up with it."""
+
+    def late(change) -> bool:
+        fails = "iter_0000004" in str(change.path) and change.name == "write"
+        time.sleep(1.0 if fails else 0.0)  # as long as many steps
+        return fails
+
+    train(tmp_path, FaultyDisk(Refuse(errno.EIO, late)), "--async-save")
+    assert saved_iterations(tmp_path / "run") == [2, 6, 8, 9]
 
 
 @pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["in line", "in the background"])

@@ -192,7 +192,8 @@ class MegatronReader:
         further = kinds.keys() - {WEIGHT, *MOMENTS}
         if lacking or further:
             raise CheckpointError(
-                f"`{self.files.folder}` must hold masters and Adam's two moments by weights' names to go on, but "
+                f"`{self.files.folder}` must hold Adam's two moments and masters by names of weights, "
+                "but "
                 + (f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}")
                 + "; save it as torch_dist with --dist-ckpt-optim-fully-reshardable, or import without "
                 "--with-optimizer"
