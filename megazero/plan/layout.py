@@ -10,6 +10,9 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.recompute import RecomputeConfig
 
+RECOMPUTES = ("none", "selective", "full")
+"""How activations are recomputed: each keeps less than the one before."""
+
 
 @dataclass(frozen=True, order=True)
 class Slices:
@@ -130,6 +133,15 @@ class Layout:
         """The number of settings in which two layouts differ."""
         pairs = zip(_settings(self), _settings(other), strict=True)
         return sum(one != another for one, another in pairs)
+
+    def holds_more_than(self, other: Layout) -> bool:
+        """Whether it is the same with more samples in a micro-batch or less that is recomputed."""
+        one, two = self.savings, other.savings
+        same = (self.slices, self.stages, one.zero, one.offload) == (
+            *(other.slices, other.stages, two.zero, two.offload),
+        )
+        kept = [RECOMPUTES.index(savings.recompute) for savings in (one, two)]
+        return same and self != other and self.micro_batch >= other.micro_batch and kept[0] <= kept[1]
 
     def document(self) -> dict[str, Any]:
         """The layout as JSON; `read` is the inverse."""

@@ -17,7 +17,7 @@ from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
 from megazero.plan.device import Device
 from megazero.plan.job import Job
-from megazero.plan.layout import Layout, Savings, Slices, Stages
+from megazero.plan.layout import RECOMPUTES, Layout, Savings, Slices, Stages
 from megazero.plan.report import Report, report_on
 from megazero.plan.training import Model
 from megazero.train.parts.chunks import DTYPES
@@ -27,7 +27,7 @@ SIZES = (1, 2, 4, 8, 16)
 _STATE = 12  # bytes of a parameter's master and moments
 _OVERHEAD = MappingProxyType({"none": 1.0, "selective": 1.0, "full": 4 / 3})
 _ROWS = 4096  # with fewer, ranks that share a sequence would wait for each other
-_LIKE = 24  # layouts like a given one that are planned
+_LIKE = 12  # layouts like a given one that are planned
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Space:
     """
 
     micro_batches: tuple[int, ...] = SIZES
-    recomputes: tuple[str, ...] = ("none", "selective", "full")
+    recomputes: tuple[str, ...] = RECOMPUTES
     tensor: int | None = None
     offload: bool = False
 
@@ -197,7 +197,14 @@ class Search:
         offloaded = replace(self, space=replace(self.space, offload=True))
         bounds = [*self.ordered(), *offloaded.ordered()]
         bounds.sort(key=lambda bound: (bound[1].distance(layout), bound))
-        allowed = (other for _, other in bounds if other != layout and not self.refused(other))
+        too_large: list[Layout] = []
+        allowed = (
+            other
+            for _, other in bounds
+            if other != layout
+            and not any(other.holds_more_than(large) for large in too_large)
+            and not self.refused(other)
+        )
         for other in islice(allowed, _LIKE):
             try:
                 planned = Planned.of(self, other)
@@ -205,20 +212,25 @@ class Search:
                 continue
             if planned.fits:
                 yield planned
+            else:
+                too_large.append(other)
 
     @property
     def _batch(self) -> int:
         return int(self.given.batch.final_batch_size or self.ranks)
 
     def _state(self, parameters: int, layout: Layout, copies: int) -> float:
-        """Bytes at rest of a rank, if all stages had as much: weights, gradients, and the optimizer's."""
-        zero = layout.savings.zero
+        """Bytes at rest of a rank, if all stages had as much: weights, gradients, and the optimizer's.
+
+        With the optimizer on the host, slices of gradients go there too; whole ones stay.
+        """
+        zero, offload = layout.savings.zero, layout.savings.offload
         held = parameters / (layout.slices.tensor * layout.stages.count)
         width = DTYPES[self.given.precision.dtype].itemsize
         weights = width / (copies if zero == 3 else 1)
         gradients = 4 / (copies if zero >= 2 else 1)
-        state = 0 if layout.savings.offload else _STATE / (copies if zero else 1)
-        return held * (weights + (0 if layout.savings.offload else gradients) + state)
+        state = 0 if offload else _STATE / (copies if zero else 1)
+        return held * (weights + (0 if offload and zero >= 2 else gradients) + state)
 
 
 def explore(

@@ -44,10 +44,13 @@ def test_a_job_of_1024_gpus_is_planned_from_its_flags_alone(tmp_path, capsys):
 
 
 def test_what_does_not_fit_has_a_status_of_its_own(capsys):
-    words = [*GPT.split(), "--pipeline-model-parallel-size", "2", "--zero-stage", "0"]
-    words = [word for word in words if word not in ("--num-layers-per-virtual-pipeline-stage", "3", "--bf16")]
-    assert main(["--nproc", "16", "--device", "v100-32g", "--", *words, "--fp16"]) == 3
-    assert "does not fit: " in capsys.readouterr().out
+    words = [word for word in GPT.split() if word not in ("--num-layers-per-virtual-pipeline-stage", "3")]
+    words = ["--fp16" if word == "--bf16" else word for word in words]
+    words += ["--num-layers", "16", "--pipeline-model-parallel-size", "2", "--zero-stage", "0"]
+    assert main(["--nproc", "16", "--device", "v100-32g", "--", *words]) == 3
+    said = capsys.readouterr().out
+    assert "does not fit: " in said
+    assert "the nearest layouts that fit:\n  T8 x P2" in said
 
 
 @pytest.mark.parametrize(

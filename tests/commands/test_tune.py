@@ -135,6 +135,36 @@ def test_layouts_like_a_given_one_change_little_and_fit():
     assert first.layout.slices == Slices(4, True)
 
 
+def test_what_holds_more_than_a_layout_that_does_not_fit_is_not_planned(monkeypatch):
+    job, planned = search(), []
+
+    def of(_, own):
+        planned.append(own)
+        return Planned(own, 9, False, 1.0, 0, 0, 0)
+
+    monkeypatch.setattr(Planned, "of", of)
+    assert list(job.like(layout(2, 2))) == []
+    assert len(planned) == 12
+    assert not any(later.holds_more_than(own) for n, own in enumerate(planned) for later in planned[n:])
+
+
+def test_more_samples_and_less_recomputation_hold_more():
+    own = layout(2, 2, recompute="selective", micro_batch=2)
+    more = (layout(2, 2, micro_batch=2), layout(2, 2, recompute="selective", micro_batch=4))
+    less = (layout(2, 2, recompute="full", micro_batch=4), layout(2, 1), layout(2, 2), own)
+    assert all(other.holds_more_than(own) for other in more)
+    assert not any(other.holds_more_than(own) for other in less)
+
+
+def test_whole_gradients_stay_on_the_device_beside_an_optimizer_on_the_host():
+    """The bound left them out, and layouts that cannot fit were planned one after the other."""
+    job = search()
+    whole, sliced = (
+        job._state(1000, Layout(Slices(), Stages(), Savings(zero, "none", True), 1), 4) for zero in (1, 2)
+    )
+    assert (whole, sliced) == (2000 + 4000, 2000)
+
+
 def test_the_best_are_trained_and_compared(tmp_path, capsys):
     flags = GPT.replace("--bf16", "").replace("--tensor-model-parallel-size 4", "--device cpu")
     flags = flags.replace("256", "32").replace("4 --hidden", "2 --hidden")
