@@ -56,19 +56,26 @@ def run(layout: Layout, job: Job) -> list[tuple[TrafficLog, dict, list[str]]]:
     return world.run(work)
 
 
+KINDS = (
+    *((candidates, 25, 40), (expert_layouts, 8, 12), (context_layouts, 8, 12), (encoder_layouts, 8, 12)),
+    *((variant_layouts, 6, 10), (latent_layouts, 3, 4), (hybrid_layouts, 5, 8), (pair_layouts, 8, 12)),
+)
+"""Decoders, experts, shared sequences, encoders, variants, hybrids, both: how many by default, and in all."""
+UNEVEN = (
+    Layout(widths="halves", layers=4, pp=2, tp=2, sequence_parallel=True),
+    Layout(widths="empty", layers=3, pp=2, zero=3, dp=2),
+)
+
+
 @cache
-def selection() -> list[Layout]:
-    """Layouts of up to four ranks: decoders, experts, shared sequences, encoders, both, variants, hybrids."""
-    kinds = (
-        *((candidates(4), 40), (expert_layouts(4), 12), (context_layouts(4), 12), (encoder_layouts(4), 12)),
-        *((variant_layouts(4), 10), (latent_layouts(4), 4), (hybrid_layouts(4), 8), (pair_layouts(4), 12)),
-    )
-    uneven = [
-        Layout(widths="halves", layers=4, pp=2, tp=2, sequence_parallel=True),
-        Layout(widths="empty", layers=3, pp=2, zero=3, dp=2),
-    ]
-    drawn = [layout for some, count in kinds for layout in covering(some, count, allowed=allowed)[:count]]
-    return drawn + uneven
+def selection() -> tuple[list[Layout], list[Layout]]:
+    """Layouts of up to four ranks: the default suite's, and more."""
+    few, more = list(UNEVEN), []
+    for of, count, whole in KINDS:
+        drawn = covering(of(4), whole, allowed=allowed)
+        few += drawn[:count]
+        more += drawn[count:whole]
+    return few, more
 
 
 def few_micro_batches(layout: Layout) -> Config:
@@ -93,9 +100,10 @@ def moved(calls, payload, experts: bool) -> dict:
     return {key: (calls[key], None if experts and key == chosen else payload[key]) for key in calls}
 
 
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "more"])
 @pytest.mark.parametrize("bundle", range(BUNDLES))
-def test_a_plan_says_what_a_run_holds_moves_and_does(bundle):
-    for layout in selection()[bundle::BUNDLES]:
+def test_a_plan_says_what_a_run_holds_moves_and_does(bundle, more):
+    for layout in selection()[more][bundle::BUNDLES]:
         for paper, real, (log, held, order) in planned_and_run(layout):
             # Dropout's kernels of a GPU need less again when a layer is recomputed.
             for plan in (real,) if layout.dropout and layout.recompute == "full" else (paper, real):

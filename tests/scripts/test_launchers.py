@@ -64,7 +64,11 @@ def test_a_launcher_says_why_a_layout_is_refused():
 LAUNCHERS = sorted(path.name for path in (ROOT / "scripts").glob("pretrain_*.sh"))
 
 
-@pytest.mark.parametrize("script", LAUNCHERS)
+@pytest.mark.parametrize(
+    "script",
+    # Those of larger jobs than 175B plan for longer.
+    [pytest.param(s, marks=[pytest.mark.slow] * s.endswith(("_530b.sh", "_1t.sh"))) for s in LAUNCHERS],
+)
 def test_a_launcher_on_the_wrong_machine_says_so_instead_of_waiting(script):
     nodes = {"pretrain_gpt_175b.sh": "8", "pretrain_gpt_530b.sh": "140", "pretrain_gpt_1t.sh": "32"}.get(
         script, "2"
