@@ -105,6 +105,16 @@ def test_layers_of_their_own_sizes_move_between_layouts(tmp_path):
     assert check(circle, tmp_path).wrong == ()
 
 
+def test_experts_by_the_ids_of_tokens_move_between_layouts(tmp_path):
+    changes = (
+        {"tp": 2, "sequence_parallel": True, "dp": 2, "ep": 2, "zero": 3},
+        {"pp": 2, "schedule": "zb-h1", "dp": 2, "ep": 2},
+    )
+    circle = [Case(Layout(experts="hashed", samples=4, **change)) for change in changes]
+    assert not any(case.layout.broken_rules() for case in circle)
+    assert check(circle, tmp_path).wrong == ()
+
+
 def test_the_ranks_of_state_space_layers_change(tmp_path):
     circle = hybrid_circle()
     assert not any(case.layout.broken_rules() for case in circle)
