@@ -41,8 +41,9 @@ def save(saver: Saver, iteration: int) -> None:
 
 
 def anew(directory: Path) -> None:
-    shutil.rmtree(directory)
+    aside = directory.rename(directory.with_name(f"{directory.name}-before"))
     directory.mkdir()
+    shutil.rmtree(aside, ignore_errors=True)  # a save in the background may go on writing there
 
 
 def opened(directory: Path, in_flight: int = 0) -> Saver:

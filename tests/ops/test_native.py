@@ -22,7 +22,7 @@ from megazero.kernels.build import CSRC, LibraryRecipe, build
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops import native, operators
 from megazero.ops.bias_gelu import BIAS_GELU
-from megazero.ops.cross_entropy import CROSS_ENTROPY
+from megazero.ops.cross_entropy import CROSS_ENTROPY, VocabularySlice
 from megazero.ops.dispatch import CallFacts
 from megazero.ops.layer_norm import LAYER_NORM
 from megazero.ops.rms_norm import RMS_NORM
@@ -39,7 +39,10 @@ CALLS = {
     "layer_norm": (LAYER_NORM, lambda f, x: f(x, x.detach()[0].clone(), x.detach()[1].clone(), 1e-5)),
     "rms_norm": (RMS_NORM, lambda f, x: f(x, x.detach()[0].clone(), 1e-5)),
     "swiglu": (SWIGLU, lambda f, x: f(x.view(-1, 2, x.shape[-1] // 2))),
-    "cross_entropy": (CROSS_ENTROPY, lambda f, x: f(x, TARGET[: len(x)], SoloGroup(), 0, x.shape[-1])),
+    "cross_entropy": (
+        CROSS_ENTROPY,
+        lambda f, x: f(x, TARGET[: len(x)], VocabularySlice(SoloGroup(), 0, x.shape[-1])),
+    ),
 }
 each_call = pytest.mark.parametrize("name", CALLS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -122,7 +122,7 @@ class StillTier(Tier):
         return True
 
     def drop(self, slot: TierSlot, content: Tensor) -> None:
-        self.put(slot, content)
+        return None
 
     def at_rest(self, slot: TierSlot) -> Tensor:
         return self.fetch(slot)
