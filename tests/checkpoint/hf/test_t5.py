@@ -65,7 +65,7 @@ def theirs_on(model, shape: ModelConfig) -> torch.Tensor:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_transformers_saved_computes_the_same(name, tp, tmp_path):
     theirs = t5_model(T5S[name])
-    if name == "1.1":  # whose fresh head gives logits above 25, which fp32 itself rounds by more than the bound
+    if name == "1.1":  # whose fresh head gives logits of 25, which fp32 rounds by as much as the bound
         theirs.lm_head.weight.data.mul_(0.2)
     theirs.save_pretrained(tmp_path)
     with HFReader(tmp_path) as reader:
