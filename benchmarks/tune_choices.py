@@ -52,10 +52,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     flags = parser.parse_args()
     rows = []
-    print(
-        f"{'model':<31}{'layouts':>8}{'chosen':>10}{'best':>9}{'slower by':>11}{'of three':>10}  chosen; best",
-        flush=True,
-    )
+    heads = f"{'model':<31}{'layouts':>8}{'chosen':>10}{'best':>9}{'slower by':>11}{'of three':>10}"
+    print(f"{heads}  chosen; best", flush=True)
     for name, words in SHAPES.items():
         given = parse_config((COMMON + words).split(), world_size=2).config
         search = Search(given, 2, Device.load(str(flags.device)), 2, SPACE)
