@@ -208,12 +208,11 @@ def _write(search: Search, chosen: Sequence[Planned], folder: Path) -> None:
 
 
 def _kept(folder: Path, search: Search, *, anew: bool) -> KeptPlans:
-    path = folder / "plans.jsonl"
-    if anew:
-        path.unlink(missing_ok=True)
-    kept = KeptPlans(path, search)
+    kept = KeptPlans(folder / "plans.jsonl", search, anew=anew)
     if kept.others:
-        print(f"{path} keeps {kept.others:,} plans of other jobs or devices, which this search does not use")
+        print(
+            f"{kept.path} keeps {kept.others:,} plans of other jobs or devices, which this search does not use"
+        )
     return kept
 
 

@@ -57,7 +57,7 @@ class Costs:
         Raises:
             ConfigError: the length of a tuple is not the number of chunks.
         """
-        cost: PerChunk = getattr(self, action.op.name.lower(), 0)  # a release takes none
+        cost: PerChunk = 0 if action.op is Op.RELEASE else getattr(self, action.op.name.lower())
         if not isinstance(cost, tuple):
             return cost / schedule.chunks_per_stage if action.op.computes else cost
         if len(cost) != schedule.chunks:

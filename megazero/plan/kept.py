@@ -21,17 +21,18 @@ class KeptPlans:
     Args:
         path: the file, whose folder is made if need be.
         search: the search.
+        anew: whether what is in the file is forgotten.
 
     Raises:
         ConfigError: the file cannot be read or written, or a line is no plan.
     """
 
-    def __init__(self, path: Path, search: Search):
+    def __init__(self, path: Path, search: Search, *, anew: bool = False):
         self.path, self.job = path, _job(search)
         self.others = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a+", encoding="utf-8") as file:
+            with path.open("w+" if anew else "a+", encoding="utf-8") as file:
                 file.seek(0)
                 whole, _, cut = file.read().rpartition("\n")
                 if cut:

@@ -328,6 +328,8 @@ def test_plans_of_another_job_or_device_are_not_used_and_stay(tmp_path):
         assert (kept.known, kept.others) == ({}, 1)
     kept.add(replace(plan, seconds=3.0))
     assert KeptPlans(path, job).known == {plan.layout: plan}
+    assert KeptPlans(path, job, anew=True).known == {}
+    assert path.read_text() == ""
 
 
 @pytest.mark.parametrize("line", ["{}", "[]", '{"job": 1', '{"job": "x"', "7"])

@@ -9,10 +9,10 @@ import torch
 
 from megazero.config.fields import FIELD_BY_PATH
 from tests.oracle import product
+from tests.oracle.agreement import check_spread, check_steps, check_tensors
 from tests.oracle.cases import DEEPSEEK_FIELDS, FACTORS, STEPS, flags_of
 from tests.oracle.deepseek import DeepseekModel
 from tests.oracle.experts import train_experts
-from tests.oracle.test_oracle import check_spread, check_steps
 from tests.oracle.text import DATASETS
 
 LATENT = {
@@ -79,14 +79,6 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """The folder of the datasets."""
-    folder = tmp_path_factory.mktemp("data")
-    product.write_datasets(folder, DATASETS)
-    return folder
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_product_trains_deepseeks_shapes_as_the_oracle(name, data, tmp_path):
     dense, special, layout, ranks = CASES[name]
@@ -111,12 +103,7 @@ def test_product_trains_deepseeks_shapes_as_the_oracle(name, data, tmp_path):
     for layer, state in model.states.items():
         router = f"layers.{layer}.mlp.router"
         assert torch.allclose(tensors[f"{router}.bias"]["router"].double(), state.bias.double(), atol=1e-6)
-    assert set(wanted.weights) <= set(tensors)
-    for weight_name, weight in wanted.weights.items():
-        found = tensors[weight_name]["weight"].double()
-        torch.testing.assert_close(found, weight, rtol=2e-5, atol=5e-6, msg=weight_name)
-        for kind, moment in wanted.state[weight_name].items():
-            torch.testing.assert_close(tensors[weight_name][kind].double(), moment, rtol=1e-3, atol=1e-6)
+    check_tensors(tensors, wanted)
 
 
 def test_every_setting_of_deepseeks_shapes_is_stated():

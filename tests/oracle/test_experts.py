@@ -10,9 +10,9 @@ import torch
 from megazero.config.derive import EXPERT_FIELDS
 from megazero.config.fields import FIELDS
 from tests.oracle import product
+from tests.oracle.agreement import check_spread, check_steps, check_tensors
 from tests.oracle.cases import FACTORS, STEPS, flags_of
 from tests.oracle.experts import expert_layers, train_experts
-from tests.oracle.test_oracle import check_spread, check_steps
 from tests.oracle.text import DATASETS
 
 _EVEN = {"moe-router-load-balancing-type": ("seq_aux_loss",), "moe-aux-loss-coeff": (0.05,)}
@@ -173,14 +173,6 @@ NOT_STATED = {
 }
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """The folder of the datasets."""
-    folder = tmp_path_factory.mktemp("data")
-    product.write_datasets(folder, DATASETS)
-    return folder
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_product_trains_experts_as_the_oracle(name, data, tmp_path):
     of_dense, of_experts, layout, ranks = CASES[name]
@@ -214,11 +206,7 @@ def test_product_trains_experts_as_the_oracle(name, data, tmp_path):
             found = tensors[f"{router}.bias"]["router"].double()
             assert torch.allclose(found, state.bias.double(), atol=1e-6)
             assert found.abs().max() > 0.01
-    for weight_name, weight in wanted.weights.items():
-        found = tensors[weight_name]["weight"].double()
-        torch.testing.assert_close(found, weight, rtol=2e-5, atol=5e-6, msg=weight_name)
-        for kind, moment in wanted.state[weight_name].items():
-            torch.testing.assert_close(tensors[weight_name][kind].double(), moment, rtol=1e-3, atol=1e-6)
+    check_tensors(tensors, wanted)
 
 
 def test_every_setting_of_experts_is_stated_or_has_a_reason_not_to_be():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import pytest
-import torch
 
 from megazero.config.fields import FIELDS
 from tests.oracle import product
+from tests.oracle.agreement import check_spread, check_steps, check_tensors
 from tests.oracle.cases import (
     BERT_FACTORS,
     FACTORS,
@@ -25,20 +24,11 @@ from tests.oracle.cases import (
     flags_of,
     pairs_of,
 )
-from tests.oracle.model import initial_spread
 from tests.oracle.text import DATASETS
 from tests.oracle.trainer import train
 
 CASES = [*covering(FACTORS, least=60), *TOGETHER]
 HALF_CASES = covering(HALF_FACTORS)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """The folder of the datasets."""
-    folder = tmp_path_factory.mktemp("data")
-    product.write_datasets(folder, DATASETS)
-    return folder
 
 
 def both(flags, case, data, out):
@@ -49,35 +39,9 @@ def both(flags, case, data, out):
     return product.train(flags, data, out, RANKS[case["layout"]]), wanted, initial
 
 
-def check_spread(flags, initial):
-    """The initial weights have the spread that the flags say: five standard errors."""
-    for name, weight in initial.items():
-        spread, n = initial_spread(flags, name), weight.numel()
-        if isinstance(spread, str):
-            assert torch.equal(weight, torch.full_like(weight, float(spread == "ones"))), name
-            continue
-        assert weight.std().item() == pytest.approx(spread, rel=5 / math.sqrt(2 * n)), name
-        assert abs(weight.mean().item()) < 5 * spread / math.sqrt(n), name
-
-
 def name_of(case):
     """A few of its values; a failure shows all."""
     return "-".join(case[name] for name in ("layout", "positions", "activation", "batch", "optimizer"))
-
-
-EXACT = ("skipped", "loss_scale", "consumed_samples")
-
-
-def check_steps(records, steps, tolerance, factor=10):
-    """Each step's metrics; those that are no measurement must be equal. The norm may be off by more."""
-    assert len(records) == len(steps) == STEPS
-    for number, (found, wanted) in enumerate(zip(records, steps, strict=True)):
-        assert {k: found[k] for k in EXACT} == {k: wanted[k] for k in EXACT}, f"step {number}"
-        assert found["learning_rate"] == pytest.approx(wanted["learning_rate"], rel=1e-12), f"step {number}"
-        for name, most in (("lm_loss", tolerance), ("grad_norm", factor * tolerance)):
-            if math.isfinite(wanted["grad_norm"]):
-                expected = pytest.approx(wanted[name], rel=most)
-                assert found[name] == expected, f"{name} of step {number}"
 
 
 @pytest.mark.parametrize(
@@ -96,12 +60,7 @@ def test_product_trains_as_the_oracle(case, data, tmp_path):
     check_steps(records, wanted.steps, 1e-6, factor=10 * amplified)
     moved = {name: (weight - initial[name]).abs().max() for name, weight in wanted.weights.items()}
     assert max(moved.values()) > 1e-3, "a training that moves nothing shows nothing"
-    for name, weight in wanted.weights.items():
-        torch.testing.assert_close(tensors[name]["weight"].double(), weight, rtol=2e-5, atol=5e-6, msg=name)
-        assert tensors[name].keys() == {"weight", *wanted.state[name]}
-        for kind, moment in wanted.state[name].items():
-            saved = tensors[name][kind].double()
-            torch.testing.assert_close(saved, moment, rtol=1e-3, atol=1e-6 * amplified)
+    check_tensors(tensors, wanted, amplified)
 
 
 @pytest.mark.parametrize("case", HALF_CASES, ids=name_of)
