@@ -210,9 +210,7 @@ def _write(search: Search, chosen: Sequence[Planned], folder: Path) -> None:
 def _kept(folder: Path, search: Search, *, anew: bool) -> KeptPlans:
     kept = KeptPlans(folder / "plans.jsonl", search, anew=anew)
     if kept.others:
-        print(
-            f"{kept.path} keeps {kept.others:,} plans of other jobs or devices, which this search does not use"
-        )
+        print(f"{kept.path} keeps {kept.others:,} plans of other jobs or devices, not used here")
     return kept
 
 
