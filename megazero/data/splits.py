@@ -72,7 +72,5 @@ def warn_of_empty(split: str, number: int, amount: str, *, given: bool = False) 
     `amount` is what was divided, as in "100 sequences".
     """
     if given or split_ranges(split, 1 << 40)[number]:
-        warnings.warn(
-            f"the {SPLIT_NAMES[number]} split is empty: split {split} gives it none of the {amount}.",
-            stacklevel=4,
-        )
+        how = f"its own data has {amount}" if given else f"split {split} gives it none of the {amount}"
+        warnings.warn(f"the {SPLIT_NAMES[number]} split is empty: {how}.", stacklevel=4)

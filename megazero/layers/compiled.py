@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megazero.errors import ConfigError
-from megazero.layers.fp8 import Fp8Scaling
+from megazero.layers.fp8 import Fp8Scaling, products_in_8_bits
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megazero.layers.norm import Norm
@@ -50,8 +50,7 @@ def compile_layers(blocks: Iterable[nn.Module], backend: str) -> None:
             for module in apart:
                 module.forward = torch.compiler.disable(module.forward)
         compiled = torch.compile(layer.forward, dynamic=False, backend=backend)
-        in_8_bits = [(m.product, m.weight) for m in linears if isinstance(m.product, Fp8Scaling)]
-        use_forward(layer, _choosing(layer.layer, layer.forward, compiled, in_8_bits))
+        use_forward(layer, _choosing(layer.layer, layer.forward, compiled, products_in_8_bits(layer)))
 
 
 def _check_tools(device: torch.device) -> None:

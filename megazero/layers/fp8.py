@@ -106,7 +106,8 @@ class Fp8Scaling:
         group: the ranks that hold parts of the tensors; an amax is that of all parts.
         sliced_gradient: whether the gradient too is in parts.
         device: the scales' device.
-        keeps: whether codes of the weight may be kept; not where the weight itself is let go of in between.
+        keeps: whether codes of the weight may be kept; not where the weight itself is let go of in between,
+            nor in a CUDA graph, which would hold those of the step in which it was captured.
     """
 
     def __init__(
@@ -175,6 +176,12 @@ class Fp8Scaling:
         inverse = self.inverse[which] if self.passing and self.recipe.delayed else scale.reciprocal()
         turned = turns and on_tensor_cores(x)  # elsewhere a product takes a view
         return Codes(*to_fp8(x, scale, self.recipe.formats()[which], noted=noted, turned=turned), inverse)
+
+
+def products_in_8_bits(layer: nn.Module) -> list[tuple[Fp8Scaling, nn.Parameter]]:
+    """The scales of a layer's products of 8-bit floats, each with its weight."""
+    linears = (m for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear)))
+    return [(m.product, m.weight) for m in linears if isinstance(m.product, Fp8Scaling)]
 
 
 def on_tensor_cores(x: Tensor) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from megazero.layers.fp8 import Fp8Scaling
+from megazero.layers.fp8 import products_in_8_bits
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.sums import Sums
 from megazero.layers.transformer import Forward, TransformerLayer, layers_of, use_forward
@@ -65,9 +65,8 @@ def graph_layers(blocks: Iterable[nn.Module], graphs: Graphs, warm_calls: int = 
         warm_calls: the number of calls of a layer before its capture.
     """
     for layer in layers_of(blocks):
-        for module in layer.modules():
-            if isinstance(product := getattr(module, "product", None), Fp8Scaling):
-                product.keeps = False  # a graph would hold the codes of the step in which it was captured
+        for scaling, _ in products_in_8_bits(layer):
+            scaling.keeps = False
         use_forward(layer, _GraphedForward(layer, graphs, warm_calls))
 
 

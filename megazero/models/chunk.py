@@ -34,11 +34,13 @@ class Block:
         part: the part of the model that it is.
         kind: name of its type, which ``--pipeline-partition type:REGEX`` matches.
         flops: floating-point operations of its matrix products for one token, forward only.
+        own: whatever else tells it from blocks of its kind.
     """
 
     part: Part
     kind: str
     flops: float
+    own: object = None
 
 
 @dataclass(frozen=True)

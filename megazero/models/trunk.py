@@ -160,5 +160,9 @@ def routers_of(layers: nn.ModuleList) -> list[Router]:
 
 def trunk_blocks(model: ModelConfig, layers: Iterable[float], head: Block) -> tuple[Block, ...]:
     """The blocks of a model of embedding, layers and head, by the FLOPs of each layer."""
-    stack = (Block(number, kind_of(model, number), flops) for number, flops in enumerate(layers))
+    shapes = model.layer_shapes
+    stack = (
+        Block(n, kind_of(model, n), flops, (shapes and shapes[n], n < model.moe_n_hash_layers))
+        for n, flops in enumerate(layers)
+    )
     return (Block(EMBEDDING, Embedding.__name__, 0.0), *stack, head)

@@ -66,6 +66,8 @@ class Autotuning:
         )
         sizes = document.get(_MICRO_BATCH, "auto")
         given = sizes if isinstance(sizes, list) else [sizes] if _is_count(sizes) else _powers(most)
+        if not given:
+            raise ConfigError(f"`{_MICRO_BATCH}` must be a list of positive integers, but is empty")
         for size in given:
             if not _is_count(size):
                 raise ConfigError(f"`{_MICRO_BATCH}` must be a list of positive integers, but has {size!r}")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megazero.errors import ConfigError
+from megazero.plan.layout import Layout
 from megazero.plan.tuning import Planned, Search
 from megazero.version import VERSION
+
+_BEGINS = '{"job": "'
 
 
 class KeptPlans:
@@ -34,18 +38,16 @@ class KeptPlans:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w+" if anew else "a+", encoding="utf-8") as file:
                 file.seek(0)
-                whole, _, cut = file.read().rpartition("\n")
+                *lines, cut = file.read().split("\n")
+                self.known = self._read(lines)
                 if cut:
-                    file.truncate(len(f"{whole}\n".encode()) if whole else 0)
+                    if not cut.startswith(_BEGINS) and not _BEGINS.startswith(cut):
+                        raise self._foreign(len(lines) + 1)
+                    file.truncate(sum(len(f"{line}\n".encode()) for line in lines))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"`{path}` must be a file of plans that can be read and written, but: {error}"
             ) from error
-        self.known = {
-            plan.layout: plan
-            for number, line in enumerate(whole.splitlines(), 1)
-            if (plan := self._read(number, line)) is not None
-        }
 
     def add(self, plan: Planned) -> None:
         """Keep a plan."""
@@ -53,18 +55,26 @@ class KeptPlans:
             file.write(json.dumps({"job": self.job, **plan.document()}) + "\n")
         self.known[plan.layout] = plan
 
-    def _read(self, number: int, line: str) -> Planned | None:
-        try:
-            document: dict[str, Any] = json.loads(line)
-            if document.pop("job") == self.job:
-                return Planned.read(document)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"`{self.path}` must have a plan of `megazero tune` in each line, but line {number} is none; "
-                "move the file away, or name another folder"
-            ) from error
-        self.others += 1
-        return None
+    def _read(self, lines: Sequence[str]) -> dict[Layout, Planned]:
+        """The search's own plans among the lines; others are counted."""
+        known = {}
+        for number, line in enumerate(lines, 1):
+            try:
+                document: dict[str, Any] = json.loads(line)
+                if document.pop("job") == self.job:
+                    plan = Planned.read(document)
+                    known[plan.layout] = plan
+                else:
+                    self.others += 1
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise self._foreign(number) from error
+        return known
+
+    def _foreign(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"`{self.path}` must have a plan of `megazero tune` in each line, but line {number} is none; "
+            "move the file away, or name another folder"
+        )
 
 
 def _job(search: Search) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from megazero.config.derive import chunks_per_stage
@@ -136,12 +136,11 @@ class Layout:
 
     def holds_more_than(self, other: Layout) -> bool:
         """Whether it is the same with more samples in a micro-batch or less that is recomputed."""
-        one, two = self.savings, other.savings
-        same = (self.slices, self.stages, one.zero, one.offload) == (
-            *(other.slices, other.stages, two.zero, two.offload),
-        )
-        kept = [RECOMPUTES.index(savings.recompute) for savings in (one, two)]
-        return same and self != other and self.micro_batch >= other.micro_batch and kept[0] <= kept[1]
+        again, others = self.savings.recompute, other.savings.recompute
+        savings = replace(self.savings, recompute=others)
+        if replace(self, savings=savings, micro_batch=other.micro_batch) != other or self == other:
+            return False
+        return self.micro_batch >= other.micro_batch and RECOMPUTES.index(again) <= RECOMPUTES.index(others)
 
     def document(self) -> dict[str, Any]:
         """The layout as JSON; `read` is the inverse."""

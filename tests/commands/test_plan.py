@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from megazero.commands.memory_report import main as memory_report
 from megazero.commands.plan import main
 
 
@@ -157,3 +158,18 @@ def test_the_communicators_of_a_training(capsys):
     )
     assert main(["communicators", "--nproc", "4"]) == 2
     assert "flags of a training must follow after `--`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda: main(["communicators", "--nproc", "0", "--", "--num-layers", "2"]),
+        lambda: main(["schedule", "--nproc", "0", "--", "--num-layers", "2"]),
+        lambda: memory_report(["--nproc", "0", "--", "--num-layers", "2"]),
+    ],
+)
+def test_no_ranks_are_refused_by_the_name_of_the_flag(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command()
+    assert ended.value.code == 2
+    assert "argument --nproc: must be a positive integer, but is 0" in capsys.readouterr().err

@@ -228,14 +228,13 @@ def test_a_section_with_wrong_values_is_refused(section, said, tmp_path, capsys)
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("size", [0, "2", True])
+@pytest.mark.parametrize("size", [0, "2", True, ...])
 def test_a_list_with_what_is_no_size_is_refused(size, tmp_path, capsys):
     path = tmp_path / "f.json"
-    path.write_text(
-        json.dumps({"train_micro_batch_size_per_gpu": [1, size], "autotuning": {"enabled": True}})
-    )
+    sizes, said = ([], "is empty") if size is ... else ([1, size], f"has {size!r}")
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": sizes, "autotuning": {"enabled": True}}))
     assert main(["--gpus", "4", "--", *f"{GPT} --deepspeed --deepspeed_config {path}".split()]) == 2
-    said = f"`train_micro_batch_size_per_gpu` must be a list of positive integers, but has {size!r}"
+    said = f"`train_micro_batch_size_per_gpu` must be a list of positive integers, but {said}"
     assert said in capsys.readouterr().err
 
 
@@ -339,6 +338,16 @@ def test_a_line_that_is_no_plan_is_named(line, tmp_path):
     path.write_text(path.read_text() + f"{line}\n")
     with pytest.raises(ConfigError, match="in each line, but line 2 is none; move the file away"):
         KeptPlans(path, search())
+
+
+@pytest.mark.parametrize("text", ["mine", "mine\nand mine", '{"job": "a"}\nmine', '{"job": "a"}\n[1'])
+def test_a_file_of_something_else_keeps_every_byte(text, tmp_path):
+    """Its last line was cut off before it was looked at."""
+    path = tmp_path / "plans.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="must have a plan of `megazero tune` in each line"):
+        KeptPlans(path, search())
+    assert path.read_text() == text
 
 
 def test_what_is_no_file_of_plans_is_refused(tmp_path):

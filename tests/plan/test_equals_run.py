@@ -60,7 +60,7 @@ KINDS = (
     *((candidates, 25, 40), (expert_layouts, 8, 12), (context_layouts, 8, 12), (encoder_layouts, 8, 12)),
     *((variant_layouts, 6, 10), (latent_layouts, 3, 4), (hybrid_layouts, 5, 8), (pair_layouts, 8, 12)),
 )
-"""Decoders, experts, shared sequences, encoders, variants, hybrids, both: how many by default, and in all."""
+"""Layouts of a kind, how many of them by default, and how many in all."""
 UNEVEN = (
     Layout(widths="halves", layers=4, pp=2, tp=2, sequence_parallel=True),
     Layout(widths="empty", layers=3, pp=2, zero=3, dp=2),

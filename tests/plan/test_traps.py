@@ -14,7 +14,7 @@ from megazero.pipeline.schedules import build_schedule
 from megazero.pipeline.simulate import Costs, simulate
 from megazero.plan.device import Device
 from megazero.plan.job import Job
-from megazero.plan.plan import Plan
+from megazero.plan.plan import Plan, stages_alike
 from megazero.plan.report import Report
 from megazero.plan.times import StepTimes, duration_of
 from megazero.plan.training import Model
@@ -156,6 +156,14 @@ def test_29_few_micro_batches_and_uneven_stages_wait(stages, micro_batches):
         backward=tuple(4.0 if chunk == 0 else 2.0 for chunk in chunks),
     )
     assert simulate(program, uneven).bubble > even.bubble
+
+
+def test_stages_of_routers_that_choose_otherwise_are_not_alike():
+    """They hold as much and compute as much, but keep other activations."""
+    flags = "--pipeline-model-parallel-size 4 --num-experts 4 --moe-router-topk 2 --moe-n-hash-layers 2"
+    words = f"{GPT} --global-batch-size 8 {flags}".split()
+    job = Job(parse_config(words, world_size=4).config, 4, apart=True)
+    assert stages_alike(job) == [[0], [1], [2], [3]]
 
 
 def test_31_experts_are_taken_to_be_evenly_used_and_the_report_says_so():

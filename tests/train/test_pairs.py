@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megazero.commands.generate import main as generate
 from megazero.config.resolve import parse_config
+from megazero.config.training_plan import training_plan_of
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import ConfigError, DataError
+from megazero.mpu.context import solo_context
 from megazero.mpu.launch import Launch
+from megazero.train.parts.feeds import build_feeds
 from megazero.train.pretraining import pretrain
 
 WORDS = [f"w{i}" for i in range(8)]
@@ -104,6 +109,17 @@ def test_a_training_without_pairs_is_refused(folder):
     said = "the train split must have samples, but is empty with `--split` 1,9,0; give it a larger share"
     with pytest.warns(UserWarning, match="the train split is empty"), pytest.raises(DataError, match=said):
         run(folder, "one-pair", *flags)
+
+
+def test_a_training_whose_own_file_gives_nothing_blames_no_split():
+    config = parse_config(
+        f"{SHAPE} --vocab-file v --train-data-path p --train-iters 1 --lr 1e-3".split(), world_size=1
+    ).config
+    family = SimpleNamespace(datasets=lambda *_: (None, None, None))
+    said = "the train split must have samples, but is empty in `--train-data-path`; give more data"
+    patched = mock.patch("megazero.train.parts.feeds.family_of", return_value=family)
+    with patched, pytest.raises(DataError, match=said):
+        build_feeds(config, training_plan_of(config, 1), None, solo_context(), 0)
 
 
 def test_exact_epochs_of_pairs_are_refused():

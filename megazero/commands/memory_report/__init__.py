@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megazero.commands.memory_report.picture import draw_memory
 from megazero.commands.memory_report.table import COLUMNS, merge_alike, read_memory, rows, verdict
+from megazero.commands.training_words import positive
 from megazero.config.resolve import parse_config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
@@ -23,7 +24,7 @@ def build_memory_parser() -> argparse.ArgumentParser:
         "--nproc 8 -- --config gpt.yaml`: what it would hold is then worked out without running it.",
     )
     parser.add_argument("metrics", metavar="METRICS", nargs="?", type=Path, help="a file of --metrics-jsonl")
-    parser.add_argument("--nproc", type=int, help="ranks of the training whose flags follow after `--`")
+    parser.add_argument("--nproc", type=positive, help="ranks of the training whose flags follow after `--`")
     parser.add_argument("--output", type=Path, help="also draw it into this file (.png, .svg or .pdf)")
     return parser
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megazero.commands.training_words import positive
 from megazero.config.derive import replicas_per_node
 from megazero.config.resolve import parse_config
 from megazero.config.words import split_training_flags
@@ -37,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--kind", help=f"one of {', '.join(KINDS)}")
     schedule.add_argument("--stages", type=int, help="pipeline stages")
     schedule.add_argument("--microbatches", type=int, help="micro-batches of a step")
-    schedule.add_argument("--nproc", type=int, help="ranks of the training whose flags follow after `--`")
+    schedule.add_argument("--nproc", type=positive, help="ranks of the training of the flags after `--`")
     schedule.add_argument(
         "--virtual", type=int, help="chunks per stage (default 1, or 2 for interleaved and zb-v)"
     )
@@ -54,7 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="List the communicators that the first rank of a training opens on GPUs, with their "
         "priorities and uses. The flags of the training follow after `--`.",
     )
-    communicators.add_argument("--nproc", type=int, required=True, help="ranks of the training")
+    communicators.add_argument("--nproc", type=positive, required=True, help="ranks of the training")
     return parser
 
 

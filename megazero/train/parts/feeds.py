@@ -36,10 +36,10 @@ def build_feeds(
     )
     train, valid, test = family.datasets(config, vocabulary, sizes)
     if train is None and sizes[0]:
-        raise DataError(
-            f"the train split must have samples, but is empty with `--split` {data.split}; give it a larger "
-            "share, or more data"
-        )
+        how = f"with `--split` {data.split}; give it a larger share, or more data"
+        if data.train_data_path:
+            how = "in `--train-data-path`; give more data"
+        raise DataError(f"the train split must have samples, but is empty {how}")
 
     def feed(
         dataset: SampleDataset | None, ahead: int = 0, seed: int | None = None
