@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.megatron.dialects import WORD
-from megazero.checkpoint.megatron.dist_stages import IN_USE, DistStages
+from megazero.checkpoint.megatron.dist_stages import DistStages
 from megazero.checkpoint.megatron.folder import Form, find_files
-from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, check, take_inventories
+from megazero.checkpoint.megatron.inventory import IN_USE, Inventory, SavedTensor, check, take_inventories
 from megazero.checkpoint.megatron.masked import family_settings
 from megazero.checkpoint.megatron.names import VERSIONS, Sliced, links_of, rules
 from megazero.checkpoint.megatron.rank_optimizer import MOMENTS
@@ -94,7 +94,7 @@ class MegatronReader:
         opened = distributed or Stages(files, options.inert, with_optimizer=options.with_optimizer)
         self._stages: Opened = opened
         self.files = opened.files
-        inventories = take_inventories(opened, IN_USE) if isinstance(opened, Stages) else opened.inventories
+        inventories = take_inventories(opened) if isinstance(opened, Stages) else opened.inventories
         inventory = inventories.get(IN_USE, {})
         header = self._agreed_header()
         self.iteration, self.checkpoint_version = header.iteration, header.version
