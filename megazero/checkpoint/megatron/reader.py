@@ -191,12 +191,14 @@ class MegatronReader:
         }
         further = kinds.keys() - {WEIGHT, *MOMENTS}
         if lacking or further:
+            has = f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}"
+            named, remedy = "of all weights", "copy all files"
+            if self.files.form is Form.DISTRIBUTED:
+                named = "by names of weights"
+                remedy = "save it as torch_dist with --dist-ckpt-optim-fully-reshardable"
             raise CheckpointError(
-                f"`{self.files.folder}` must hold Adam's two moments and masters by names of weights, "
-                "but "
-                + (f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}")
-                + "; save it as torch_dist with --dist-ckpt-optim-fully-reshardable, or import without "
-                "--with-optimizer"
+                f"`{self.files.folder}` must hold Adam's two moments and masters {named}, but {has}; "
+                f"{remedy}, or import without --with-optimizer"
             )
         misshaped = {
             f"{kind} of {name}"

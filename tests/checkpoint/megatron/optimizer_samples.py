@@ -13,9 +13,9 @@ from tests.checkpoint.megatron.samples import (
     OLD,
     Layout,
     Weights,
-    _chunk,
-    _dialect,
     arguments_of,
+    chunk_of,
+    dialect_of,
     slice_of,
 )
 
@@ -64,9 +64,9 @@ def save_ranks(
         for pp in range(layout.pp):
             chunks = []
             for v in range(layout.chunks):
-                of = {kind: _chunk(tensors, model, pp, v, layout) for kind, tensors in whole.items()}
+                of = {kind: chunk_of(tensors, model, pp, v, layout) for kind, tensors in whole.items()}
                 of = {k: {n: t[n] for n in sorted(t, key=place)} for k, t in of.items()}
-                chunks.append({kind: _dialect(tensors, layout) for kind, tensors in of.items()})
+                chunks.append({kind: dialect_of(tensors, layout) for kind, tensors in of.items()})
             names = ["model"] if layout.chunks == 1 else [f"model{v}" for v in range(layout.chunks)]
             args = arguments_of(model, layout)
             vars(args).update(facts or {})
@@ -172,7 +172,7 @@ def save_zero(
                 module_states: Any = None
             else:
                 old = Layout(layout.tp, dialect="old", version=layout.version, arguments=layout.arguments)
-                trees = {k: _dialect(_chunk(t, model, 0, 0, old), old) for k, t in whole.items()}
+                trees = {k: dialect_of(chunk_of(t, model, 0, 0, old), old) for k, t in whole.items()}
                 named, module_states = (
                     {k: flat(t) for k, t in trees.items()},
                     narrowed(trees["weight"], dtype),

@@ -31,8 +31,8 @@ from tests.checkpoint.megatron.samples import (
     LLAMA,
     VOCAB,
     Layout,
-    _chunk,
     arguments_of,
+    chunk_of,
     random_weights,
     slice_of,
 )
@@ -315,7 +315,7 @@ def test_of_experts_on_ranks_of_their_own(tmp_path, grouped, distributed):
     for rank in range(2):
         chunk = {}
         for kind, weights in kinds.items():
-            own = _chunk(slice_of(model, weights, 0, layout), model, 0, 0, layout)
+            own = chunk_of(slice_of(model, weights, 0, layout), model, 0, 0, layout)
             for number in range(4):
                 own |= experts_of(weights, number, number, rank, grouped)
             chunk[kind] = {name: own[name].contiguous() for name in sorted(own, key=place)}
