@@ -39,7 +39,10 @@ def flat(tree: dict[str, Any], prefix: str = "") -> Weights:
     return {name: value for name, value in out.items() if isinstance(value, Tensor)}
 
 
-def decays(name: str, tensor: Tensor) -> bool:
+def decays(name: str, tensor: Tensor, small: bool = False) -> bool:
+    """Whether a weight decays; `small`: those of queries' and keys' norms do."""
+    if small and ("q_layernorm." in name or "k_layernorm." in name):
+        return True
     return not (name.endswith(".bias") or tensor.dim() == 1)
 
 
@@ -82,7 +85,8 @@ def save_ranks(
                 groups = [{"wd_mult": 1.0, "step": step}, {"wd_mult": 0.0, "step": step}]
                 saved["optimizer"] = {"optimizer": {"param_groups": groups}}
             else:
-                saved["optimizer"] = numbered(flats, dtype, step)
+                small = vars(args).get("apply_wd_to_qk_layernorm", False)
+                saved["optimizer"] = numbered(flats, dtype, step, small)
             torch.save(saved, rank / "model_optim_rng.pt")
     (run / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return folder
@@ -94,14 +98,14 @@ def narrowed(tree: Any, dtype: torch.dtype) -> Any:
     return tree.to(dtype) if isinstance(tree, Tensor) else tree
 
 
-def numbered(chunks: list[Kinds], dtype: torch.dtype, step: int) -> dict[str, Any]:
+def numbered(chunks: list[Kinds], dtype: torch.dtype, step: int, small: bool = False) -> dict[str, Any]:
     """Parameters by number: first all that decay, then all others."""
     groups, state, masters = [], {}, []
     for decayed in (True, False):
         numbers, own = [], []
         for chunk in chunks:
             for name, weight in chunk["weight"].items():
-                if decays(name, weight) == decayed:
+                if decays(name, weight, small) == decayed:
                     numbers.append(len(state))
                     own.append(weight.clone())
                     state[len(state)] = {kind: chunk[kind][name].clone() for kind in MOMENTS}

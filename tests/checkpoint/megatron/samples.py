@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,13 @@ FUSED = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a file holds."""
+    saved = torch.load(path, weights_only=False)
+    change(saved)
+    torch.save(saved, path)
 
 
 @dataclass(frozen=True)
