@@ -235,7 +235,7 @@ def _header(loaded: Mapping[str, Any]) -> Header:
 
 
 def _numbers(tree: Any) -> Mapping[str, Sequence[float]]:
-    """What nested mappings and lists call by a name of an optimizer's number; no tensor is kept."""
+    """The numbers of an optimizer in nested mappings and lists, by name; no tensor is kept."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for name, value in _named(tree):
         numbers[name].append(value)
