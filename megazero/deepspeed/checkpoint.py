@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.megatron.zero_states import Shapes
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.replica_rows import ReplicaRows
 from megazero.checkpoint.saver import Saver, together
 from megazero.checkpoint.shards import parts_to_read, parts_to_write
-from megazero.deepspeed.foreign.joined import Shapes
 from megazero.deepspeed.plain import encode
 from megazero.deepspeed.saved import STATE, Saved, open_saved
 from megazero.deepspeed.stepping import SteppingEngine

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.folder import candidates
+from megazero.checkpoint.megatron.zero_states import Scale
 from megazero.checkpoint.part import WEIGHT, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.deepspeed.foreign.files import Files, find_files, inventory
 from megazero.deepspeed.foreign.folder import ForeignFolder, Groups
-from megazero.deepspeed.foreign.progress import Scale
 from megazero.deepspeed.plain import decode
 from megazero.deepspeed.stepping import EngineCounters
 from megazero.errors import CheckpointError

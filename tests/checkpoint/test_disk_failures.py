@@ -257,8 +257,9 @@ def test_a_failure_that_is_seen_late_costs_no_other_checkpoint(tmp_path):
         time.sleep(1.0 if fails else 0.0)  # as long as many steps
         return fails
 
-    train(tmp_path, FaultyDisk(Refuse(errno.EIO, late)), "--async-save")
+    records = train(tmp_path, FaultyDisk(Refuse(errno.EIO, late)), "--async-save")
     assert saved_iterations(tmp_path / "run") == [2, 6, 8, 9]
+    assert sum(record["phase_seconds"].get("save", 0.0) for record in records) > 0.5  # the wait is timed
 
 
 @pytest.mark.parametrize("how", [[], ["--async-save"]], ids=["in line", "in the background"])

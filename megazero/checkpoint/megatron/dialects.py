@@ -7,7 +7,7 @@ of its own, ``mtp.layers.0``, beside the norms and the product that join what it
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 WORD = "embedding.word_embeddings.weight"
 WORD_COPY = "word_embeddings_for_further_tokens.weight"
@@ -16,7 +16,7 @@ HEAD = "output_layer.weight"
 HEAD_COPY = "word_embeddings_for_head.weight"
 BLOCK = "mtp.layers."
 """What the names of blocks that predict further tokens begin with."""
-_LAYER = r"(?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\."
+LAYER = r"(?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\."
 
 _MODULES = re.compile(r"^(?:module\.)+")
 
@@ -36,18 +36,18 @@ _RENAMED = tuple(
         (r"^lm_head\.bias$", "output_layer.bias"),
         (r"^lm_head\.layernorm\.", "lm_head.layer_norm."),
         (r"^decoder\.final_norm\.", "decoder.final_layernorm."),
-        (rf"^({_LAYER})input_norm\.", r"\1input_layernorm."),
-        (rf"^({_LAYER})attention\.", r"\1self_attention."),
-        (rf"^({_LAYER})self_attention\.query_key_value\.", r"\1self_attention.linear_qkv."),
-        (rf"^({_LAYER})self_attention\.dense\.", r"\1self_attention.linear_proj."),
-        (rf"^({_LAYER})post_attention_(?:layer)?norm\.", r"\1pre_mlp_layernorm."),
-        (rf"^({_LAYER})mlp\.dense_h_to_4h\.", r"\1mlp.linear_fc1."),
-        (rf"^({_LAYER})mlp\.dense_4h_to_h\.", r"\1mlp.linear_fc2."),
+        (rf"^({LAYER})input_norm\.", r"\1input_layernorm."),
+        (rf"^({LAYER})attention\.", r"\1self_attention."),
+        (rf"^({LAYER})self_attention\.query_key_value\.", r"\1self_attention.linear_qkv."),
+        (rf"^({LAYER})self_attention\.dense\.", r"\1self_attention.linear_proj."),
+        (rf"^({LAYER})post_attention_(?:layer)?norm\.", r"\1pre_mlp_layernorm."),
+        (rf"^({LAYER})mlp\.dense_h_to_4h\.", r"\1mlp.linear_fc1."),
+        (rf"^({LAYER})mlp\.dense_4h_to_h\.", r"\1mlp.linear_fc2."),
         # Transformer Engine keeps a norm with the linear layer after it.
-        (rf"^({_LAYER})self_attention\.linear_qkv\.layer_norm_", r"\1input_layernorm."),
-        (rf"^({_LAYER})mlp\.linear_fc1\.layer_norm_", r"\1pre_mlp_layernorm."),
+        (rf"^({LAYER})self_attention\.linear_qkv\.layer_norm_", r"\1input_layernorm."),
+        (rf"^({LAYER})mlp\.linear_fc1\.layer_norm_", r"\1pre_mlp_layernorm."),
         (
-            rf"^({_LAYER})self_attention\.linear_(q|kv)_up_proj\.layer_norm_",
+            rf"^({LAYER})self_attention\.linear_(q|kv)_up_proj\.layer_norm_",
             r"\1self_attention.\2_layernorm.",
         ),
     )
@@ -105,7 +105,12 @@ def layer_of(name: str) -> int | None:
 
 def moved(name: str, by: int) -> str:
     """The name with its layer's number raised by `by`."""
-    return _NUMBERED.sub(lambda match: f"decoder.layers.{int(match[1]) + by}.", name)
+    return renumbered(name, lambda number: f"decoder.layers.{number + by}.")
+
+
+def renumbered(name: str, place: Callable[[int], str]) -> str:
+    """The name with another place of its layer, which is made of its number."""
+    return _NUMBERED.sub(lambda match: place(int(match[1])), name)
 
 
 def prefix_of_layer_file(names: Iterable[str]) -> str:

@@ -25,15 +25,12 @@ from megazero.checkpoint.megatron.dialects import core_name
 from megazero.checkpoint.megatron.dist_file import SavedArray, read_array, read_metadata
 from megazero.checkpoint.megatron.expert_files import Weights
 from megazero.checkpoint.megatron.folder import Files
-from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, TensorRecord
+from megazero.checkpoint.megatron.inventory import IN_USE, Inventory, SavedTensor, TensorRecord
 from megazero.checkpoint.megatron.settings import with_grouped_mlp
 from megazero.checkpoint.megatron.stages import Header, Opened, read_header
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
 from megazero.regular_file import read_regular_text
-
-IN_USE = "in use"
-"""The kind of a model's weights beside the masters of the optimizer, which have the kind of ours."""
 
 _OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(\w+)\.)?")
 _KINDS = MappingProxyType({"param": WEIGHT, "fp32_param": WEIGHT})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -91,7 +92,7 @@ def export_megatron(
     beside = {**optimizer_of(facts), **schedule_of(facts)} if options.with_optimizer else {}
     iteration = reader.manifest.iteration
     folder = directory / f"iter_{iteration:07d}"
-    if folder.exists():
+    if os.path.lexists(folder):
         raise CheckpointError(f"`{folder}` must not exist yet, but does; name another folder")
     common = {
         "args": arguments,

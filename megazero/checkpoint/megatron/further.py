@@ -5,13 +5,10 @@ The block of depth 1 is ``mtp.layers.0``; in ours its layer has the number that 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from megazero.checkpoint.megatron.dialects import BLOCK
+from megazero.checkpoint.megatron.dialects import BLOCK, renumbered
 from megazero.config.tree.model import ModelConfig
-
-_NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def further_rows() -> Iterator[tuple[str, str, str, str, str | None]]:
@@ -28,4 +25,4 @@ def further_norms() -> Iterator[tuple[str, str]]:
 
 def further_name(name: str, model: ModelConfig, inside: str = "") -> str:
     """The name of a tensor of a further layer, numbered as ours is, where Megatron has it."""
-    return _NUMBERED.sub(lambda match: f"{BLOCK}{int(match[1]) - model.num_layers}.{inside}", name)
+    return renumbered(name, lambda number: f"{BLOCK}{number - model.num_layers}.{inside}")

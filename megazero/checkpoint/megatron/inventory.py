@@ -26,6 +26,9 @@ from megazero.checkpoint.megatron.stages import Opened, Stages
 from megazero.checkpoint.naming import Link
 from megazero.errors import CheckpointError
 
+IN_USE = "in use"
+"""The kind of a model's weights beside the masters of the optimizer, which have the kind of ours."""
+
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_NAMED = 8
 
@@ -57,23 +60,23 @@ Inventory = Mapping[str, TensorRecord]
 """Megatron-Core's name, with the number of the layer in the whole model -> the record of the tensor."""
 
 
-def take_inventories(stages: Stages, in_use: str) -> Mapping[str, Inventory]:
-    """Open each file once and note what it holds, by kind; `in_use` is what that of the weights is called.
+def take_inventories(stages: Stages) -> Mapping[str, Inventory]:
+    """Open each file once and note what it holds, by kind.
 
     Raises:
         CheckpointError: ranks of a stage hold different tensors, or a tensor is there twice.
     """
-    kinds: dict[str, dict[tuple[int, int], dict[str, TensorRecord]]] = {in_use: {}}
+    kinds: dict[str, dict[tuple[int, int], dict[str, TensorRecord]]] = {IN_USE: {}}
     for stage in range(len(stages.files.stages)):
         for chunk, ranks in stages.chunks(stage).items():
             kind, _, own = chunk.rpartition("/")
             virtual = int(own.removeprefix("model") or 0)
-            kinds.setdefault(kind or in_use, {})[virtual, stage] = dict(_of_chunk(stage, chunk, ranks))
-    two_stacks = has_two_stacks([name for names in kinds[in_use].values() for name in names])
+            kinds.setdefault(kind or IN_USE, {})[virtual, stage] = dict(_of_chunk(stage, chunk, ranks))
+    two_stacks = has_two_stacks([name for names in kinds[IN_USE].values() for name in names])
     first, firsts = 0, {}
     # A stage's second chunk comes after the last stage's first one.
-    for place in sorted(kinds[in_use]):
-        called = [core_name(name, two_stacks) for name in kinds[in_use][place]]
+    for place in sorted(kinds[IN_USE]):
+        called = [core_name(name, two_stacks) for name in kinds[IN_USE][place]]
         numbers = {number for name in called if name and (number := layer_of(name)) is not None}
         if numbers != set(range(len(numbers))):
             raise CheckpointError(
@@ -120,7 +123,7 @@ def _of_chunk(stage: int, chunk: str, ranks: Sequence[Weights]) -> Iterator[tupl
         if core is not None:
             tensors = [weights[name] for weights in ranks]
             shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
-            comparable = len({*shapes}) == 1 and dtypes[0] in _FLOATS and len({*dtypes}) == 1
+            comparable = len({*shapes}) == 1 and dtypes[0] in _FLOATS and len({*dtypes}) == 1 < len(tensors)
             apart = _difference(tensors) if comparable and held_whole(core) else 0.0
             yield name, TensorRecord(SavedTensor(stage, chunk, name), shapes, dtypes, apart)
 
@@ -199,12 +202,9 @@ def _misfits(
 def _same(word: TensorRecord, copy: TensorRecord, stages: Opened) -> bool:
     if (word.shapes, word.dtypes) != (copy.shapes, copy.dtypes):
         return False
-    # Copied, because opening the other stage closes this one; one rank's at a time.
-    for rank in range(len(word.shapes)):
-        mine = word.saved.tensors(stages)[rank].clone()
-        if not torch.equal(mine, copy.saved.tensors(stages)[rank]):
-            return False
-    return True
+    # Copied at once, because opening the other stage closes this one.
+    mine = [tensor.clone() for tensor in word.saved.tensors(stages)]
+    return all(map(torch.equal, mine, copy.saved.tensors(stages)))
 
 
 def _some(names: Iterable[str]) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 
 from megazero.config.tree.model import ModelConfig
 
-_UNSET = (None, False, "", ())
+UNSET = (None, False, "", ())
+"""The values of an argument that was not given."""
+
 _SAME = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 # Ours -> what Megatron-Core calls it in its configuration, where Megatron-LM has no argument.
 _YARN = (
@@ -56,10 +58,10 @@ def latent_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: settings that Core ignores there, or that ours has not.
     """
-    if arguments.get("multi_latent_attention") in _UNSET:
+    if arguments.get("multi_latent_attention") in UNSET:
         return {}
     for name in _IGNORED:
-        if arguments.get(name) not in _UNSET:
+        if arguments.get(name) not in UNSET:
             raise ValueError(
                 f"`{name}` is {arguments[name]!r}, which latent attention ignores (unset it with "
                 f"--megatron-args)"

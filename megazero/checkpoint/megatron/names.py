@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from megazero.checkpoint.box import Box
-from megazero.checkpoint.megatron.dialects import BLOCK, EXPERT, HEAD, WORD
+from megazero.checkpoint.megatron.dialects import BLOCK, EXPERT, HEAD, LAYER, WORD
 from megazero.checkpoint.megatron.further import further_name, further_norms, further_rows
 from megazero.checkpoint.megatron.latent import latent_norms, latent_rows, with_latent
 from megazero.checkpoint.megatron.masked import with_binary_head, with_masked_head, with_types
@@ -31,7 +31,7 @@ from megazero.checkpoint.part import ROUTER, WEIGHT, Key
 from megazero.config.tree.model import ModelConfig
 
 VERSIONS = (0.0, 1.0, 2.0, 3.0)
-_NUMBER = re.compile(r"^(?:decoder\.layers\.\d+|mtp\.layers\.\d+\.transformer_layer)\.")
+_IN_LAYER = re.compile(rf"^(?:{LAYER}|{re.escape(BLOCK)}\d+\.)")
 
 
 @dataclass(frozen=True)
@@ -200,14 +200,15 @@ def _latent_rows(norm: Callable[..., tuple[Sliced, Sliced]]) -> Iterator[Sliced]
         yield from norm(f"{ours}.{name}", f"{theirs}.{called}", when, dim)
 
 
-def _further(model: ModelConfig) -> Iterator[Sliced]:
+def _further() -> Iterator[Sliced]:
     """The tensors of blocks that predict further tokens, beside those of their layers."""
     ours, theirs = "layers.{i}", "decoder.layers.{i}"
     for name, dims, called, their_dims, letter in further_rows():
         yield Sliced(TensorRule(f"{ours}.{name}", dims, f"{theirs}.{called}", their_dims), letter)
     for name, called in further_norms():
-        for kind in ("weight", "bias") if _with_layer_norm(model) else ("weight",):
-            yield Sliced(TensorRule(f"{ours}.{name}.{kind}", "h", f"{theirs}.{called}.{kind}", "h"))
+        for kind, when in (("weight", always), ("bias", _with_layer_norm)):
+            rule = TensorRule(f"{ours}.{name}.{kind}", "h", f"{theirs}.{called}.{kind}", "h", when=when)
+            yield Sliced(rule)
 
 
 def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
@@ -290,7 +291,7 @@ def links_of(
     longer = model.model_copy(update={"num_layers": model.num_layers + (model.mtp_num_layers or 0)})
     parts = (
         (table, model, lambda name: name),
-        (_behind(_further(model), model), longer, lambda name: further_name(name, model)),
+        (_behind(_further(), model), longer, lambda name: further_name(name, model)),
         (_behind(layered, model), longer, lambda name: further_name(name, model, "transformer_layer.")),
     )
     return {
@@ -309,10 +310,9 @@ def _behind(table: Iterable[Sliced], model: ModelConfig) -> Iterator[Sliced]:
         yield replace(sliced, rule=replace(sliced.rule, layer=behind))
 
 
+_WHOLE = frozenset(sliced.rule.theirs for sliced in (*rules(3.0), *_further()) if sliced.letter is None)
+
+
 def held_whole(name: str) -> bool:
     """Whether each tensor-parallel rank has all of a tensor with this (Core) name."""
-    template = _NUMBER.sub(r"decoder.layers.{i}.", name)
-    template = EXPERT.sub(r"\1{x}.\3", template)
-    if name.startswith(BLOCK) and template == name:
-        return not name.endswith("eh_proj.weight")
-    return any(sliced.rule.theirs == template and sliced.letter is None for sliced in rules(3.0))
+    return EXPERT.sub(r"\1{x}.\3", _IN_LAYER.sub("decoder.layers.{i}.", name)) in _WHOLE

@@ -77,6 +77,16 @@ class Kept:
             self.__dict__.update(state)
 
 
+_SCALER = "deepspeed.runtime.fp16.loss_scaler."
+KEPT = (
+    *((Kept, _SCALER + name) for name in ("LossScalerBase", "LossScaler", "DynamicLossScaler")),
+    (Kept, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (Kept, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (Kept, "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum"),
+)
+"""The classes of objects in the files of DeepSpeed's optimizers."""
+
+
 class PositionEmbedding(Enum):
     """BigScience's ``megatron.enums.PositionEmbeddingType``; its arguments give the kind by number."""
 
@@ -119,6 +129,23 @@ def load_pickle(
         ) from error
     except Exception as error:  # a damaged pickle can fail in any way
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def parsed(path: Path, what: str) -> Iterator[None]:
+    """Take a file's content apart, which can fail in any way if it is damaged.
+
+    Raises:
+        DamagedCheckpointError: it fails; `what` is what should be there.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise DamagedCheckpointError(
+            f"`{path}` must hold {what}, but does not: {type(error).__name__}: {error}; copy it again"
+        ) from error
 
 
 @contextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,8 +18,6 @@ KIND = "pretraining"
 
 SECTIONS = ("optimizer", "batch", "training")
 """The sections whose settings decide how a run goes on, besides the model; they have Megatron's names."""
-
-_DEEPEST = 8
 
 
 def run_facts(
@@ -91,7 +87,7 @@ def _config(arguments: Arguments, model: ModelConfig, tokenizer: TokenizerConfig
 
 
 def _updates(header: Header) -> int:
-    steps = {value for key in ("step", "common_step") for value in _values(header.optimizer, key)}
+    steps = {value for key in ("step", "common_step") for value in header.numbers.get(key, ())}
     if len(steps) != 1:
         raise CheckpointError(
             f"the optimizer's state must say how many updates it made, but says "
@@ -105,28 +101,6 @@ def _scaler(header: Header) -> dict[str, Any]:
     names = {"scale": "scale", "growth_tracker": "growth_tracker", "hysteresis_tracker": "hysteresis_left"}
     state: dict[str, Any] = {"scale": 1.0, "growth_tracker": 0, "hysteresis_left": 0, "overflows_at_floor": 0}
     for theirs, ours in names.items():
-        for value in _values(header.optimizer, theirs):
+        for value in header.numbers.get(theirs, ()):
             state[ours] = value if ours == "scale" else int(value)
     return state
-
-
-def _values(tree: Any, name: str, depth: int = 0) -> Iterator[float]:
-    """The numbers that are called `name` anywhere in nested mappings and lists."""
-    if depth > _DEEPEST:
-        return
-    if isinstance(tree, Mapping):
-        if (value := _number(tree.get(name))) is not None:
-            yield value
-        for inner in tree.values():
-            yield from _values(inner, name, depth + 1)
-    elif isinstance(tree, (list, tuple)):
-        for inner in tree:
-            yield from _values(inner, name, depth + 1)
-
-
-def _number(value: Any) -> float | None:
-    """A number, also if it is a tensor of one element."""
-    if hasattr(value, "numel") and value.numel() == 1:
-        value = value.item()
-    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if plain and math.isfinite(value) else None

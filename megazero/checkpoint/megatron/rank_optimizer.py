@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.megatron.dialects import HEAD, HEAD_COPY, WORD, core_name
+from megazero.checkpoint.megatron.pickles import parsed
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
 
@@ -28,16 +29,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
 _REMEDY = "save it as torch_dist first (--ckpt-convert-format torch_dist), or import without --with-optimizer"
+_SMALL_NORMS = (".q_layernorm.", ".k_layernorm.")
 _VOCABULARY = (WORD, HEAD, HEAD_COPY)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a rank: its model chunk, its name there, and its weight."""
+    """A parameter of a rank: its model chunk, its name there, its weight, and whether that decays."""
 
     chunk: str
     name: str
     weight: Tensor
+    decays: bool
 
     @property
     def core(self) -> str:
@@ -49,23 +52,25 @@ class Parameter:
         """Whether it belongs to an expert that not all tokens go through."""
         return ".mlp.experts." in self.name
 
-    @property
-    def decays(self) -> bool:
-        """Whether its weight decays: norms and biases do not."""
-        return self.weight.dim() > 1 and not self.name.endswith(".bias")
-
 
 States = Mapping[str, Mapping[str, Mapping[str, Tensor]]]
 """Kind -> model chunk -> name -> tensor."""
 
 
-def parameters_of(chunks: Mapping[str, Mapping[str, Tensor]]) -> list[Parameter]:
-    """The parameters among the tensors of a rank's model chunks, in the model's order."""
+def parameters_of(
+    chunks: Mapping[str, Mapping[str, Tensor]], arguments: Mapping[str, Any]
+) -> list[Parameter]:
+    """The parameters among the tensors of a rank's model chunks, in the model's order.
+
+    Norms and biases do not decay, unless Megatron's arguments say so of the norms of queries and keys.
+    """
+    decayed = _SMALL_NORMS if arguments.get("apply_wd_to_qk_layernorm") else ()
     return [
-        Parameter(chunk, name, tensor)
+        Parameter(chunk, name, tensor, plain or any(norm in name for norm in decayed))
         for chunk, weights in chunks.items()
         for name, tensor in weights.items()
         if core_name(name) is not None and not name.endswith(".expert_bias")
+        for plain in (tensor.dim() > 1 and not name.endswith(".bias"),)
     ]
 
 
@@ -82,7 +87,8 @@ def read_states(
         arguments: Megatron's arguments.
 
     Raises:
-        CheckpointError: there is none, it is not Adam's, or its tensors cannot be told apart for certain.
+        CheckpointError: there is none, it is not Adam's, or its tensors cannot be told apart for certain;
+            DamagedCheckpointError if it has another structure.
     """
     states: dict[str, dict[str, dict[str, Tensor]]] = {}
     tensors = (
@@ -91,14 +97,18 @@ def read_states(
         else _buffered(path, buffers, parameters, arguments)
     )
     seen: set[tuple[str, str, str]] = set()
-    for parameter, kind, tensor in tensors:
-        place = kind, parameter.chunk, parameter.name
-        if place in seen or tensor.shape != parameter.weight.shape:
-            raise _untold(path, f"the {kind} of {parameter.name} is there twice or has {list(tensor.shape)}")
-        seen.add(place)
-        if kind == WEIGHT and not torch.equal(tensor.to(parameter.weight.dtype), parameter.weight):
-            raise _untold(path, f"the master of {parameter.name} is not its weight, more exactly")
-        states.setdefault(kind, {}).setdefault(parameter.chunk, {})[parameter.name] = tensor
+    file = path if buffers is None else path.with_name(DISTRIBUTED)
+    with parsed(file, "an optimizer's state as Megatron-LM saves it"):
+        for parameter, kind, tensor in tensors:
+            place = kind, parameter.chunk, parameter.name
+            if place in seen or tensor.shape != parameter.weight.shape:
+                raise _untold(
+                    path, f"the {kind} of {parameter.name} is there twice or has {list(tensor.shape)}"
+                )
+            seen.add(place)
+            if kind == WEIGHT and not torch.equal(tensor.to(parameter.weight.dtype), parameter.weight):
+                raise _untold(path, f"the master of {parameter.name} is not its weight, more exactly")
+            states.setdefault(kind, {}).setdefault(parameter.chunk, {})[parameter.name] = tensor
     lacking = [p.name for p in parameters for kind in MOMENTS if (kind, p.chunk, p.name) not in seen]
     if lacking:
         raise CheckpointError(
@@ -125,6 +135,9 @@ def _numbered(
     left = list(parameters)
     for one, torch_state in zip(chained, inner, strict=True):
         masters = one.get("fp32_from_fp16_params", one.get("fp32_from_fp16"))
+        if masters is not None and len(masters) != len(torch_state["param_groups"]):
+            groups = len(torch_state["param_groups"])
+            raise _untold(path, f"it has masters of {len(masters)} of {groups} groups")
         for at, group in enumerate(torch_state["param_groups"]):
             numbers = group["params"]
             saved = [torch_state["state"].get(number, {}) for number in numbers]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.megatron.dialects import WORD
-from megazero.checkpoint.megatron.dist_stages import IN_USE, DistStages
+from megazero.checkpoint.megatron.dist_stages import DistStages
 from megazero.checkpoint.megatron.folder import Form, find_files
-from megazero.checkpoint.megatron.inventory import Inventory, SavedTensor, check, take_inventories
+from megazero.checkpoint.megatron.inventory import IN_USE, Inventory, SavedTensor, check, take_inventories
 from megazero.checkpoint.megatron.masked import family_settings
 from megazero.checkpoint.megatron.names import VERSIONS, Sliced, links_of, rules
 from megazero.checkpoint.megatron.rank_optimizer import MOMENTS
@@ -94,7 +94,7 @@ class MegatronReader:
         opened = distributed or Stages(files, options.inert, with_optimizer=options.with_optimizer)
         self._stages: Opened = opened
         self.files = opened.files
-        inventories = take_inventories(opened, IN_USE) if isinstance(opened, Stages) else opened.inventories
+        inventories = take_inventories(opened) if isinstance(opened, Stages) else opened.inventories
         inventory = inventories.get(IN_USE, {})
         header = self._agreed_header()
         self.iteration, self.checkpoint_version = header.iteration, header.version
@@ -191,12 +191,14 @@ class MegatronReader:
         }
         further = kinds.keys() - {WEIGHT, *MOMENTS}
         if lacking or further:
+            has = f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}"
+            named, remedy = "of all weights", "copy all files"
+            if self.files.form is Form.DISTRIBUTED:
+                named = "by names of weights"
+                remedy = "save it as torch_dist with --dist-ckpt-optim-fully-reshardable"
             raise CheckpointError(
-                f"`{self.files.folder}` must hold Adam's two moments and masters by names of weights, "
-                "but "
-                + (f"has {', '.join(sorted(further))}" if further else f"lacks {min(lacking)}")
-                + "; save it as torch_dist with --dist-ckpt-optim-fully-reshardable, or import without "
-                "--with-optimizer"
+                f"`{self.files.folder}` must hold Adam's two moments and masters {named}, but {has}; "
+                f"{remedy}, or import without --with-optimizer"
             )
         misshaped = {
             f"{kind} of {name}"

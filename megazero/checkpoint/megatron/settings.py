@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megazero.checkpoint.megatron.latent import latent_settings
+from megazero.checkpoint.megatron.latent import UNSET, latent_settings
 from megazero.checkpoint.megatron.pickles import PositionEmbedding
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
@@ -17,23 +17,22 @@ from megazero.errors import CheckpointError
 Arguments = Mapping[str, Any]
 
 # Arguments that make Megatron compute what ours does not: name, values that are fine, what others mean.
-_UNSET = (None, False, "", ())
 _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    ("moe_apply_probs_on_input", _UNSET, "weights of experts before their MLPs"),
-    ("moe_latent_size", _UNSET, "experts of another width than the model"),
-    ("moe_n_hash_layers", (*_UNSET, 0), "experts by the ids of tokens, whose table is in its checkpoint"),
-    ("retro_add_retriever", _UNSET, "RETRO"),
-    ("qk_l2_norm", _UNSET, "norms of queries and keys without weights"),
-    ("attention_output_gate", _UNSET, "gated attention"),
-    ("experimental_attention_variant", _UNSET, "another attention"),
-    ("rotary_interleaved", _UNSET, "interleaved rotation"),
-    ("no_rope_freq", _UNSET, "layers without rotary positions"),
-    ("glu_activation", _UNSET, "a gated activation other than SwiGLU"),
-    ("onnx_safe", _UNSET, "the GELU for ONNX"),
-    ("mtp_use_repeated_layer", _UNSET, "one layer that predicts all further tokens"),
-    ("mtp_hybrid_override_pattern", _UNSET, "further tokens predicted by a hybrid"),
-    ("hybrid_override_pattern", _UNSET, "a hybrid of attention and state-space layers"),
-    ("heterogeneous_layers_config_path", _UNSET, "layers of different shapes"),
+    ("moe_apply_probs_on_input", UNSET, "weights of experts before their MLPs"),
+    ("moe_latent_size", UNSET, "experts of another width than the model"),
+    ("moe_n_hash_layers", (*UNSET, 0), "experts by the ids of tokens, whose table is in its checkpoint"),
+    ("retro_add_retriever", UNSET, "RETRO"),
+    ("qk_l2_norm", UNSET, "norms of queries and keys without weights"),
+    ("attention_output_gate", UNSET, "gated attention"),
+    ("experimental_attention_variant", UNSET, "another attention"),
+    ("rotary_interleaved", UNSET, "interleaved rotation"),
+    ("no_rope_freq", UNSET, "layers without rotary positions"),
+    ("glu_activation", UNSET, "a gated activation other than SwiGLU"),
+    ("onnx_safe", UNSET, "the GELU for ONNX"),
+    ("mtp_use_repeated_layer", UNSET, "one layer that predicts all further tokens"),
+    ("mtp_hybrid_override_pattern", UNSET, "further tokens predicted by a hybrid"),
+    ("hybrid_override_pattern", UNSET, "a hybrid of attention and state-space layers"),
+    ("heterogeneous_layers_config_path", UNSET, "layers of different shapes"),
 )
 _SAME_NAME = (
     *("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings"),
@@ -115,7 +114,7 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
         wrong += [
             f"`{name}` is {arguments[name]!r}, which only Core has (unset it with --megatron-args)"
             for name in _OF_CORE
-            if _comparable(arguments.get(name)) not in _UNSET
+            if _comparable(arguments.get(name)) not in UNSET
         ]
     if arguments.get("apply_layernorm_1p") and (arguments.get("embed_layernorm") or (family and not core)):
         wrong.append(
@@ -216,7 +215,7 @@ def _activation(arguments: Arguments, core: bool) -> dict[str, Any]:
 
     Its fused SwiGLU ignores the settings of gated activations.
     """
-    gated = {name: arguments[name] for name in GATED if _comparable(arguments.get(name)) not in _UNSET}
+    gated = {name: arguments[name] for name in GATED if _comparable(arguments.get(name)) not in UNSET}
     named = ", ".join(f"`{name}` is {value!r}" for name, value in gated.items())
     overlapped = arguments.get("moe_shared_expert_intermediate_size") and arguments.get(
         "moe_shared_expert_overlap"
@@ -253,13 +252,13 @@ def _attention(arguments: Arguments, core: bool) -> dict[str, Any]:
     """Both sides say these alike, but for a window of None, which is none whatever layers it is for."""
     fields: dict[str, Any] = {"softmax_type": arguments.get("softmax_type") or "vanilla"}
     window = arguments.get("window_size")
-    if window in _UNSET:
+    if window in UNSET:
         return fields
     return {**fields, "window_size": window, "window_attn_skip_freq": arguments.get("window_attn_skip_freq")}
 
 
 def _experts(arguments: Arguments, core: bool) -> dict[str, Any]:
-    if _comparable(arguments.get("num_experts")) in (*_UNSET, 1, (1,)):
+    if _comparable(arguments.get("num_experts")) in (*UNSET, 1, (1,)):
         return {}
     counts = arguments["num_experts"]
     if isinstance(counts, (list, tuple)) and len(set(counts)) > 1:

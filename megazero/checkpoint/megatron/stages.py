@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,11 +19,14 @@ from megazero.checkpoint.megatron.expert_files import Weights, experts_moved, on
 from megazero.checkpoint.megatron.folder import Files, Form
 from megazero.checkpoint.megatron.pickles import Inert, PositionEmbedding, load_pickle
 from megazero.checkpoint.megatron.rank_optimizer import DISTRIBUTED, parameters_of, read_states
-from megazero.checkpoint.megatron.zero_files import Joined, Pieces, ZeroStates, check_masters, read_zero
+from megazero.checkpoint.megatron.zero_files import Lazy, check_masters, read_zero
+from megazero.checkpoint.megatron.zero_states import Joined
 from megazero.errors import CheckpointError
 
 _MODEL = re.compile(r"model\d*")
 _DEEPEST = 16
+_DEEPEST_NUMBER = 8
+_NUMBERS = frozenset({"step", "common_step", "scale", "growth_tracker", "hysteresis_tracker"})
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,14 @@ class Header:
         iteration: the iteration after which it was saved, or None.
         version: the checkpoint's version; 0 if it does not say, as with the oldest.
         original_vocab_size: entries before padding, or None.
-        optimizer: the numbers of the optimizer's groups and of its loss scaler, or None.
+        numbers: the numbers of the optimizer's groups and of its loss scaler, by name.
     """
 
     arguments: Mapping[str, Any] | None
     iteration: int | None
     version: float
     original_vocab_size: int | None
-    optimizer: Any = None
+    numbers: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 class Opened(Protocol):
@@ -76,7 +81,7 @@ class Stages(Opened):
         self.headers: dict[Path, Header] = {}
         self._inert = tuple(inert)
         self._with_optimizer = with_optimizer
-        self._zero: dict[Path, ZeroStates] = {}
+        self._zero: dict[Path, Mapping[str, Lazy]] = {}
         self._held: tuple[int, Mapping[str, tuple[Weights, ...]]] | None = None
         if files.form is Form.LAYERS:
             for path in files.ranks:
@@ -92,6 +97,7 @@ class Stages(Opened):
     def close(self) -> None:
         """Close the open files."""
         self._held = None
+        self._zero.clear()
 
     def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
         """The model chunks of a stage, by their names in its files, each with the weights of every rank."""
@@ -140,7 +146,7 @@ class Stages(Opened):
         if self._with_optimizer:
             chunks |= self._states(path, loaded, chunks)
         return {
-            name: part if isinstance(part, Joined) else one_by_one(part, arguments)
+            name: part if isinstance(part, Lazy) else one_by_one(part, arguments)
             for name, part in chunks.items()
         }
 
@@ -149,23 +155,22 @@ class Stages(Opened):
     ) -> Mapping[str, Weights]:
         """The state of a rank's optimizer, by kind and model chunk."""
         if self.files.form is Form.DEEPSPEED:
-            zero = self._zero_of(path)
+            zero = self._zero_of(path, loaded)
             check_masters(path, zero, chunks["model"])
             return {f"{kind}/model": tensors for kind, tensors in zero.items()}
         beside = path.with_name(DISTRIBUTED)
         buffers = load_pickle(beside, self._inert) if beside.is_file() else None
         arguments = self.headers[path].arguments or {}
-        states = read_states(path, loaded.get("optimizer"), parameters_of(chunks), buffers, arguments)
+        states = read_states(
+            path, loaded.get("optimizer"), parameters_of(chunks, arguments), buffers, arguments
+        )
         return {f"{kind}/{chunk}": named for kind, of in states.items() for chunk, named in of.items()}
 
-    def _zero_of(self, path: Path) -> Mapping[str, Joined]:
+    def _zero_of(self, path: Path, loaded: Mapping[str, Any]) -> Mapping[str, Lazy]:
         """The state of a model-parallel rank under ZeRO; the header of its file then counts updates."""
-        if path not in self._zero:
-            loaded = self._load(path)
-            shapes = loaded.get("param_shapes")
-            self._zero[path] = read_zero(path.parent, self.files.ranks.index(path), shapes, self._inert)
-        zero = self._zero[path]
-        self.headers[path] = replace(self.headers[path], optimizer=zero.numbers)
+        shapes = loaded.get("param_shapes")
+        zero = read_zero(path.parent, self.files.ranks.index(path), shapes, self._inert)
+        self.headers[path] = replace(self.headers[path], numbers=_numbers(zero.numbers))
         return zero.tensors
 
     def _of_layer(self, path: Path, prefix: str, weights: Weights) -> Mapping[str, Weights]:
@@ -173,9 +178,11 @@ class Stages(Opened):
         (stage,) = (s for s in self.files.stages if path in s)
         rank, ranks = stage.index(path), self.files.tensor_ranks
         number = re.search(r"layer_0*(\d+)", path.name)
-        states: dict[str, dict[str, Pieces]] = {}
+        states: dict[str, dict[str, Joined]] = {}
         for holder in self.files.ranks[rank::ranks]:
-            for kind, tensors in self._zero_of(holder).items():
+            if holder not in self._zero:
+                self._zero[holder] = self._zero_of(holder, self._load(holder))
+            for kind, tensors in self._zero[holder].items():
                 for name, pieces in tensors.pieces.items():
                     place, _, plain = name.removeprefix("module.").partition(".")
                     if place == "tied_modules":
@@ -185,7 +192,7 @@ class Stages(Opened):
                         mine = number is not None and place == number[1]
                     if mine and plain in weights:
                         states.setdefault(kind, {}).setdefault(prefix + plain, pieces)
-        joined = {kind: Joined(of) for kind, of in states.items()}
+        joined = {kind: Lazy(of) for kind, of in states.items()}
         check_masters(path, joined, {prefix + name: tensor for name, tensor in weights.items()})
         return joined
 
@@ -223,8 +230,37 @@ def _header(loaded: Mapping[str, Any]) -> Header:
         iteration if isinstance(iteration, int) else None,
         float(version) if isinstance(version, (int, float)) else 0.0,
         size if isinstance(size, int) else None,
-        loaded.get("optimizer"),
+        _numbers(loaded.get("optimizer")),
     )
+
+
+def _numbers(tree: Any) -> Mapping[str, Sequence[float]]:
+    """The numbers of an optimizer in nested mappings and lists, by name; no tensor is kept."""
+    numbers: dict[str, list[float]] = defaultdict(list)
+    for name, value in _named(tree):
+        numbers[name].append(value)
+    return dict(numbers)
+
+
+def _named(tree: Any, depth: int = 0) -> Iterator[tuple[str, float]]:
+    if depth > _DEEPEST_NUMBER:
+        return
+    if isinstance(tree, Mapping):
+        for name in _NUMBERS & tree.keys():
+            if (value := _number(tree[name])) is not None:
+                yield name, value
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for inner in tree:
+            yield from _named(inner, depth + 1)
+
+
+def _number(value: Any) -> float | None:
+    """A number, also if it is a tensor of one element."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if plain and math.isfinite(value) else None
 
 
 def _plain(value: Any) -> Any:

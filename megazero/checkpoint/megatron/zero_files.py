@@ -9,7 +9,6 @@ names them, in order::
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,34 +18,24 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.megatron.dialects import core_name
-from megazero.checkpoint.megatron.pickles import Kept, load_pickle
+from megazero.checkpoint.megatron.folder import ZERO_FILE
+from megazero.checkpoint.megatron.pickles import KEPT, Kept, load_pickle, parsed
 from megazero.checkpoint.megatron.rank_optimizer import MOMENTS
+from megazero.checkpoint.megatron.zero_states import Joined, Scale, cut_vector, group_state, vector_of
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
 
-_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt")
-_WANTED = frozenset({"base_optimizer_state", "single_partition_of_fp32_groups"})
-_SCALER = "deepspeed.runtime.fp16.loss_scaler."
-_KNOWN = (
-    *((Kept, _SCALER + name) for name in ("LossScalerBase", "LossScaler", "DynamicLossScaler")),
-    (Kept, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (Kept, "deepspeed.utils.tensor_fragment.fragment_address"),
-)
+_HELD = frozenset({"base_optimizer_state", "single_partition_of_fp32_groups"})
 
 
-Pieces = tuple[tuple[Tensor, ...], tuple[int, ...]]
-"""Flat tensors that make one when they are joined, and its shape."""
-
-
-class Joined(Mapping[str, Tensor]):
+class Lazy(Mapping[str, Tensor]):
     """Tensors by name, each joined when it is asked for."""
 
-    def __init__(self, pieces: Mapping[str, Pieces]):
+    def __init__(self, pieces: Mapping[str, Joined]):
         self.pieces = pieces
 
     def __getitem__(self, name: str) -> Tensor:
-        pieces, shape = self.pieces[name]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(shape)
+        return self.pieces[name].whole()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.pieces)
@@ -59,7 +48,7 @@ class Joined(Mapping[str, Tensor]):
 class ZeroStates:
     """The state of a model-parallel rank: kind -> name -> tensor; and its counts and loss scale."""
 
-    tensors: Mapping[str, Joined]
+    tensors: Mapping[str, Lazy]
     numbers: Mapping[str, Any]
 
 
@@ -78,31 +67,38 @@ def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -
     files = {
         int(m["data"]): p
         for p in folder.iterdir()
-        if (m := _FILE.fullmatch(p.name)) and int(m["model"]) == rank
+        if (m := ZERO_FILE.fullmatch(p.name)) and int(m["model"]) == rank
     }
     if not files or not isinstance(shapes, (list, tuple)):
         raise CheckpointError(
             f"`{folder}` must hold zero_pp_rank_*_mp_rank_{rank:02d}_optim_states.pt, and the names of its "
             f"parameters, to go on from, but does not; copy all files, or import without --with-optimizer"
         )
-    paths = [files[number] for number in sorted(files)]
-    saved = [_load(path, inert) for path in paths]
-    _check_ranks(folder, sorted(files), saved, len(shapes))
-    tensors: dict[str, dict[str, Pieces]] = {kind: {} for kind in (WEIGHT, *MOMENTS)}
+    saved = [_load(files[number], inert) for number in sorted(files)]
+    with parsed(folder, f"an optimizer's state of rank {rank} as DeepSpeed saves it"):
+        _check_ranks(folder, sorted(files), saved, len(shapes))
+        return ZeroStates(_tensors(folder, saved, shapes), _numbers(saved[0]))
+
+
+def _tensors(
+    folder: Path, saved: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Lazy]:
+    tensors: dict[str, dict[str, Joined]] = {kind: {} for kind in (WEIGHT, *MOMENTS)}
     for number, group in enumerate(shapes):
         named = {str(name): tuple(map(int, shape)) for name, shape in group.items()}
         gaps = (saved[0].get("param_alignment_paddings") or {number: ()})[number]
-        vectors = {WEIGHT: [one["single_partition_of_fp32_groups"][number] for one in saved]}
-        states = [_group_state(one["base_optimizer_state"], number) for one in saved]
-        vectors |= {kind: [state.get(kind) for state in states] for kind in MOMENTS}
-        for kind, parts in vectors.items():
-            if not all(isinstance(part, Tensor) for part in parts):
+        vectors = {WEIGHT: [vector_of(one["single_partition_of_fp32_groups"][number]) for one in saved]}
+        states = [group_state(one["base_optimizer_state"], number) for one in saved]
+        for kind in MOMENTS:
+            if not all(kind in state for state in states):
                 raise CheckpointError(
-                    f"`{paths[0]}` must hold Adam's two moments and the masters of each group, but lacks "
-                    f"{kind} of group {number}; import without --with-optimizer"
+                    f"`{folder}` must hold Adam's two moments of each group, but lacks {kind} of group "
+                    f"{number}; import without --with-optimizer"
                 )
-            tensors[kind] |= dict(_cut(paths[0], [part.reshape(-1) for part in parts], named, gaps))
-    return ZeroStates({kind: Joined(of) for kind, of in tensors.items()}, _numbers(saved[0]))
+            vectors[kind] = [state[kind] for state in states]
+        for kind, slices in vectors.items():
+            tensors[kind] |= dict(cut_vector(slices, named, gaps))
+    return {kind: Lazy(of) for kind, of in tensors.items()}
 
 
 def check_masters(
@@ -126,12 +122,9 @@ def check_masters(
 
 
 def _load(path: Path, inert: Sequence[str]) -> Mapping[str, Any]:
-    loaded = load_pickle(path, inert, _KNOWN)
+    loaded = load_pickle(path, inert, KEPT)
     saved = loaded.get("optimizer_state_dict") if isinstance(loaded, Mapping) else None
-    if (
-        not isinstance(saved, Mapping)
-        or not {"base_optimizer_state", "single_partition_of_fp32_groups"} <= saved.keys()
-    ):
+    if not isinstance(saved, Mapping) or not saved.keys() >= _HELD:
         raise CheckpointError(
             f"`{path}` must hold the state of ZeRO's stages 1 or 2, or of the bf16 optimizer, but does not; "
             f"import without --with-optimizer"
@@ -153,34 +146,6 @@ def _check_ranks(folder: Path, ranks: Sequence[int], saved: Sequence[Mapping[str
         )
 
 
-def _group_state(base: Any, number: int) -> Mapping[str, Any]:
-    """The moments of a group: torch's own state, or (elastic checkpoints) a list of them."""
-    state = base["state"].get(number) if isinstance(base, Mapping) else base[number]
-    return state if isinstance(state, Mapping) else {}
-
-
-def _cut(
-    path: Path, slices: Sequence[Tensor], shapes: Mapping[str, tuple[int, ...]], gaps: Sequence[int]
-) -> Iterator[tuple[str, Pieces]]:
-    starts = [0]
-    for part in slices:
-        starts.append(starts[-1] + part.numel())
-    at = 0
-    for number, (name, shape) in enumerate(shapes.items()):
-        end = at + torch.Size(shape).numel()
-        if end > starts[-1]:
-            raise CheckpointError(
-                f"`{path}` and its other ranks must hold {end} elements up to {name}, but hold {starts[-1]}; "
-                f"copy all files of one checkpoint"
-            )
-        pieces = [
-            part[max(at - start, 0) : max(end - start, 0)]
-            for part, start in zip(slices, starts, strict=False)
-        ]
-        yield name, (tuple(piece for piece in pieces if piece.numel()), shape)
-        at = end + (gaps[number] if gaps else 0)
-
-
 def _numbers(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """The counts of updates, and the loss scale, by the names that Megatron-LM has for it."""
     base = saved["base_optimizer_state"]
@@ -189,8 +154,8 @@ def _numbers(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(scaler, Kept) and "cur_scale" in vars(scaler):
         known = vars(scaler)
         numbers["scale"] = float(known["cur_scale"])
-        if "last_overflow_iter" in known:
-            good, window = known["cur_iter"] - 1 - known["last_overflow_iter"], known["scale_window"]
+        if scale := Scale.of(saved):
+            good, window = scale.good_steps, known["scale_window"]
             # It counts on where Megatron-LM begins anew.
             numbers["growth_tracker"] = good if good <= window else (good - 1) % window
             numbers["hysteresis_tracker"] = known["cur_hysteresis"]

@@ -7,13 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megazero.checkpoint.megatron.folder import UNIVERSAL, ZERO_FILE
 from megazero.errors import DamagedCheckpointError
 
-UNIVERSAL = "zero"
-"""The folder that DeepSpeed's universal checkpoints have beside the model's files."""
 _MODEL = re.compile(r"(?:(?:bf16_)?zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<model>\d+)_model_states\.pt")
-# Old releases wrote no underline before the last part.
-_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<model>\d+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<model>\d+))?-model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt")
 
@@ -77,7 +74,7 @@ def find_files(folder: Path) -> Files | None:
     experts = [path for path in names if _EXPERT.fullmatch(path.name)]
     layers = {int(m["layer"]): path for path, m in _matches(_LAYER, names)}
     model = {(int(m["model"]), int(m["data"] or 0)): path for path, m in _matches(_MODEL, names)}
-    optimizer = {(int(m["model"]), int(m["data"])): path for path, m in _matches(_OPTIMIZER, names)}
+    optimizer = {(int(m["model"]), int(m["data"])): path for path, m in _matches(ZERO_FILE, names)}
     if not (model or optimizer or layers):
         return None
     return Files(folder, model, optimizer, layers, experts)

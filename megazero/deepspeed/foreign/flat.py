@@ -10,11 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.checkpoint.megatron.zero_states import (
+    Joined,
+    Scale,
+    Shapes,
+    cut_parameters,
+    cut_vector,
+    group_state,
+    joined_states,
+    tensors_of,
+    vector_of,
+)
 from megazero.checkpoint.part import WEIGHT
 from megazero.deepspeed.foreign.files import Files
-from megazero.deepspeed.foreign.joined import Joined, Shapes, cut_parameters, cut_vector
 from megazero.deepspeed.foreign.pickles import load_states
-from megazero.deepspeed.foreign.progress import Scale, count_updates
+from megazero.deepspeed.foreign.progress import count_updates
 from megazero.errors import CheckpointError
 
 Cut = Callable[[Sequence[Tensor]], Iterator[tuple[str, Joined]]]
@@ -64,8 +74,8 @@ def read_sharded(files: Files, rank: int, model: Mapping[str, Any]) -> Optimizer
         inner = [entry["optimizer_state_dict"] for entry in every]
         _take(
             tensors,
-            [torch.cat([_flat(part) for part in entry["fp32_flat_groups"]]) for entry in every],
-            [_joined_states(entry["state"]) for entry in inner],
+            [torch.cat([vector_of(part) for part in entry["fp32_flat_groups"]]) for entry in every],
+            [joined_states(entry["state"]) for entry in inner],
             lambda slices: cut_parameters(slices, together),
         )
         base = inner[0]
@@ -75,8 +85,8 @@ def read_sharded(files: Files, rank: int, model: Mapping[str, Any]) -> Optimizer
         for number, group in enumerate(shapes):
             _take(
                 tensors,
-                [_flat(entry["single_partition_of_fp32_groups"][number]) for entry in every],
-                [_group_state(entry, number) for entry in bases],
+                [vector_of(entry["single_partition_of_fp32_groups"][number]) for entry in every],
+                [group_state(entry, number) for entry in bases],
                 lambda slices, group=group, number=number: cut_vector(slices, group, gaps[number]),  # type: ignore[misc]
             )
         base = bases[0] if isinstance(bases[0], Mapping) else {"state": _elastic_steps(bases[0])}
@@ -105,8 +115,8 @@ def read_unsharded(saved: Any, groups: Sequence[Shapes], folder: Path) -> Optimi
     if masters is not None:
         _check_sizes([sum(map(_numel, group.values())) for group in groups], masters, folder)
         for number, group in enumerate(groups):
-            state = _tensors_of(inner["state"].get(number, {}))
-            _take(tensors, [_flat(masters[number])], [state], lambda s, group=group: cut_vector(s, group))  # type: ignore[misc]
+            state = tensors_of(inner["state"].get(number, {}))
+            _take(tensors, [vector_of(masters[number])], [state], lambda s, group=group: cut_vector(s, group))  # type: ignore[misc]
     else:
         named = [(name, shape) for group in groups for name, shape in group.items()]
         numbers = [number for group in inner["param_groups"] for number in group["params"]]
@@ -115,11 +125,11 @@ def read_unsharded(saved: Any, groups: Sequence[Shapes], folder: Path) -> Optimi
             raise _other_groups(folder, f"{len(numbers)} parameters", f"{len(named)}")
         _check_sizes([_numel(shape) for _, shape in named], whole or [None] * len(named), folder)
         for at, ((name, shape), number) in enumerate(zip(named, numbers, strict=True)):
-            state = _tensors_of(inner["state"].get(number, {}))
+            state = tensors_of(inner["state"].get(number, {}))
             values = state if not whole else {WEIGHT: whole[at], **state}
             for kind, value in values.items():
                 _check_sizes([_numel(shape)], [value], folder)
-                tensors[name, kind] = Joined(tuple(shape), (_flat(value),))
+                tensors[name, kind] = Joined(tuple(shape), (vector_of(value),))
     updates = count_updates(inner["state"], inner["param_groups"])
     return OptimizerStates(tensors, inner["param_groups"], updates, Scale.of(saved) if wrapped else None)
 
@@ -138,31 +148,8 @@ def _take(
             into[name, kind] = joined
 
 
-def _group_state(base: Any, number: int) -> Mapping[str, Tensor]:
-    """The moments of a group: one vector of each kind, or (elastic checkpoints) one for each parameter."""
-    if isinstance(base, Mapping):
-        return _tensors_of(base["state"].get(number, {}))
-    entry = base[number]
-    return _tensors_of(entry) if isinstance(entry, Mapping) else _joined_states(dict(enumerate(entry)))
-
-
-def _joined_states(states: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Tensor]:
-    """The vectors of sub-groups, one after another, by kind."""
-    parts = [_tensors_of(states[number]) for number in sorted(states)]
-    return {kind: torch.cat([part[kind] for part in parts]) for kind in (parts[0] if parts else ())}
-
-
 def _elastic_steps(base: Sequence[Any]) -> list[Any]:
     return [state for entry in base for state in (entry if isinstance(entry, list) else [entry])]
-
-
-def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The moments alone: counters may be tensors too, without dimensions."""
-    return {kind: _flat(value) for kind, value in state.items() if isinstance(value, Tensor) and value.dim()}
-
-
-def _flat(value: Tensor) -> Tensor:
-    return value.detach().reshape(-1)
 
 
 def _numel(shape: Sequence[int]) -> int:

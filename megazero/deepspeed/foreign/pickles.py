@@ -18,20 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.checkpoint.megatron.pickles import Kept, SafeGlobal, load_pickle
+from megazero.checkpoint.megatron.pickles import KEPT, SafeGlobal, load_pickle
 from megazero.errors import CheckpointError
 
 TRUST = "MEGAZERO_TRUST_PICKLE"
 REMEDY = f"if you trust who wrote it, set {TRUST}=1 in the environment, which lets it run any code"
-
-
-_SCALERS = ("LossScalerBase", "LossScaler", "DynamicLossScaler")
-_KEPT = (
-    *(f"deepspeed.runtime.fp16.loss_scaler.{name}" for name in _SCALERS),
-    "deepspeed.runtime.zero.config.ZeroStageEnum",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-    "deepspeed.runtime.zero.offload_config.OffloadDeviceEnum",
-)
 
 
 def trusts_pickle() -> bool:
@@ -100,5 +91,5 @@ def _known() -> list[SafeGlobal]:
         (rebuild.multiarray.scalar, "numpy.core.multiarray.scalar"),
         pathlib.PosixPath,
         (pathlib.PosixPath, "pathlib._local.PosixPath"),
-        *((Kept, name) for name in _KEPT),
+        *KEPT,
     ]

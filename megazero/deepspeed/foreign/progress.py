@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megazero.checkpoint.megatron.zero_states import Scale
 from megazero.deepspeed.foreign.names import clone_tensors_for_torch_save
 
 # Keys of a file of the model that are DeepSpeed's own; the script's stand among them.
@@ -18,30 +19,6 @@ _OWN = frozenset(
         *("csr_tensor_module_names", "num_experts", "autoep_layers", "ds_autoep_layers"),
     }
 )
-
-
-@dataclass(frozen=True)
-class Scale:
-    """A dynamic loss scale.
-
-    Attributes:
-        scale: the factor of the loss.
-        good_steps: steps in a row without an overflow.
-        hysteresis: overflows that are still tolerated; None if it was not saved.
-    """
-
-    scale: float
-    good_steps: int
-    hysteresis: int | None
-
-    @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> Scale | None:
-        """Read it from a wrapper's state, or from its loss scaler's; None if there is none."""
-        scaler = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
-        if not isinstance(scaler, Mapping) or "last_overflow_iter" not in scaler:
-            return None
-        good = int(scaler["cur_iter"]) - 1 - int(scaler["last_overflow_iter"])
-        return cls(float(scaler["cur_scale"]), good, scaler.get("cur_hysteresis"))
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from megazero.checkpoint.megatron.zero_states import Joined, Scale, Shapes
 from megazero.checkpoint.part import WEIGHT
 from megazero.deepspeed.foreign.flat import OptimizerStates
-from megazero.deepspeed.foreign.joined import Joined, Shapes
 from megazero.deepspeed.foreign.pickles import load_states
-from megazero.deepspeed.foreign.progress import Scale, count_updates
+from megazero.deepspeed.foreign.progress import count_updates
 from megazero.errors import DamagedCheckpointError
 
 _STATE = "optimizer_state.pt"

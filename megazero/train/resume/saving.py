@@ -56,7 +56,8 @@ class Saving(SharedConcern):
     def save(self, state: TrainState) -> None:
         """Save the run, or start to; if that fails, training goes on."""
         while self.saver.is_full(state.iteration):  # an earlier checkpoint's failure must not cost this one
-            self._on_the_way(lambda: self._tell(self.saver.settle()))
+            with self.timers("save"):
+                self._on_the_way(lambda: self._tell(self.saver.settle()))
         self._on_the_way(partial(self._save, state))
         self._due = False
 

@@ -13,9 +13,9 @@ from tests.checkpoint.megatron.samples import (
     OLD,
     Layout,
     Weights,
-    _chunk,
-    _dialect,
     arguments_of,
+    chunk_of,
+    dialect_of,
     slice_of,
 )
 
@@ -39,7 +39,10 @@ def flat(tree: dict[str, Any], prefix: str = "") -> Weights:
     return {name: value for name, value in out.items() if isinstance(value, Tensor)}
 
 
-def decays(name: str, tensor: Tensor) -> bool:
+def decays(name: str, tensor: Tensor, small: bool = False) -> bool:
+    """Whether a weight decays; `small`: those of queries' and keys' norms do."""
+    if small and ("q_layernorm." in name or "k_layernorm." in name):
+        return True
     return not (name.endswith(".bias") or tensor.dim() == 1)
 
 
@@ -64,9 +67,9 @@ def save_ranks(
         for pp in range(layout.pp):
             chunks = []
             for v in range(layout.chunks):
-                of = {kind: _chunk(tensors, model, pp, v, layout) for kind, tensors in whole.items()}
+                of = {kind: chunk_of(tensors, model, pp, v, layout) for kind, tensors in whole.items()}
                 of = {k: {n: t[n] for n in sorted(t, key=place)} for k, t in of.items()}
-                chunks.append({kind: _dialect(tensors, layout) for kind, tensors in of.items()})
+                chunks.append({kind: dialect_of(tensors, layout) for kind, tensors in of.items()})
             names = ["model"] if layout.chunks == 1 else [f"model{v}" for v in range(layout.chunks)]
             args = arguments_of(model, layout)
             vars(args).update(facts or {})
@@ -82,7 +85,8 @@ def save_ranks(
                 groups = [{"wd_mult": 1.0, "step": step}, {"wd_mult": 0.0, "step": step}]
                 saved["optimizer"] = {"optimizer": {"param_groups": groups}}
             else:
-                saved["optimizer"] = numbered(flats, dtype, step)
+                small = vars(args).get("apply_wd_to_qk_layernorm", False)
+                saved["optimizer"] = numbered(flats, dtype, step, small)
             torch.save(saved, rank / "model_optim_rng.pt")
     (run / "latest_checkpointed_iteration.txt").write_text(str(iteration))
     return folder
@@ -94,14 +98,14 @@ def narrowed(tree: Any, dtype: torch.dtype) -> Any:
     return tree.to(dtype) if isinstance(tree, Tensor) else tree
 
 
-def numbered(chunks: list[Kinds], dtype: torch.dtype, step: int) -> dict[str, Any]:
+def numbered(chunks: list[Kinds], dtype: torch.dtype, step: int, small: bool = False) -> dict[str, Any]:
     """Parameters by number: first all that decay, then all others."""
     groups, state, masters = [], {}, []
     for decayed in (True, False):
         numbers, own = [], []
         for chunk in chunks:
             for name, weight in chunk["weight"].items():
-                if decays(name, weight) == decayed:
+                if decays(name, weight, small) == decayed:
                     numbers.append(len(state))
                     own.append(weight.clone())
                     state[len(state)] = {kind: chunk[kind][name].clone() for kind in MOMENTS}
@@ -172,7 +176,7 @@ def save_zero(
                 module_states: Any = None
             else:
                 old = Layout(layout.tp, dialect="old", version=layout.version, arguments=layout.arguments)
-                trees = {k: _dialect(_chunk(t, model, 0, 0, old), old) for k, t in whole.items()}
+                trees = {k: dialect_of(chunk_of(t, model, 0, 0, old), old) for k, t in whole.items()}
                 named, module_states = (
                     {k: flat(t) for k, t in trees.items()},
                     narrowed(trees["weight"], dtype),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,13 @@ FUSED = {
 }
 
 
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a file holds."""
+    saved = torch.load(path, weights_only=False)
+    change(saved)
+    torch.save(saved, path)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a checkpoint is dealt: tensor-parallel ranks, stages, chunks per stage, dialect and version."""
@@ -134,7 +142,7 @@ def save_megatron(run: Path, model: ModelConfig, weights: Weights, layout: Layou
     for tp in range(layout.tp):
         whole = slice_of(model, weights, tp, layout)
         for pp in range(layout.pp):
-            chunks = [_dialect(_chunk(whole, model, pp, v, layout), layout) for v in range(layout.chunks)]
+            chunks = [dialect_of(chunk_of(whole, model, pp, v, layout), layout) for v in range(layout.chunks)]
             names = ["model"] if layout.chunks == 1 else [f"model{v}" for v in range(layout.chunks)]
             saved = {
                 "args": arguments_of(model, layout),
@@ -155,8 +163,8 @@ def save_deepspeed(run: Path, model: ModelConfig, weights: Weights, layout: Layo
     folder = run / f"global_step{step}"
     folder.mkdir(parents=True)
     for tp in range(layout.tp):
-        chunk = _chunk(slice_of(model, weights, tp, layout), model, 0, 0, layout)
-        _save_rank_file(folder, tp, model, layout, step, _dialect(chunk, layout))
+        chunk = chunk_of(slice_of(model, weights, tp, layout), model, 0, 0, layout)
+        _save_rank_file(folder, tp, model, layout, step, dialect_of(chunk, layout))
     (run / "latest").write_text(folder.name)
     return folder
 
@@ -246,7 +254,7 @@ def slice_of(model: ModelConfig, weights: Weights, tp: int, layout: Layout) -> W
     return out
 
 
-def _chunk(whole: Weights, model: ModelConfig, stage: int, chunk: int, layout: Layout) -> Weights:
+def chunk_of(whole: Weights, model: ModelConfig, stage: int, chunk: int, layout: Layout) -> Weights:
     """One model chunk's tensors; its layers count from 0. A tied head elsewhere copies the embedding."""
     count = model.num_layers // (layout.pp * layout.chunks)
     first = (chunk * layout.pp + stage) * count
@@ -264,7 +272,7 @@ def _chunk(whole: Weights, model: ModelConfig, stage: int, chunk: int, layout: L
     return out
 
 
-def _dialect(chunk: Weights, layout: Layout) -> dict[str, Any]:
+def dialect_of(chunk: Weights, layout: Layout) -> dict[str, Any]:
     if layout.dialect in ("core", "fused"):
         renamed = FUSED if layout.dialect == "fused" else {}
         extra = {f"{name.rpartition('.')[0]}._extra_state": None for name in chunk if "linear" in name}

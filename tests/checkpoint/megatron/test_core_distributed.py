@@ -21,7 +21,6 @@ from tests.checkpoint.megatron.core_models import PADDED
 from tests.source_tree import ROOT
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
-BALANCED = ("experts", "latent-further-experts")
 OPTIONS = ImportOptions(trust_pickle=True, vocab_size=PADDED, with_optimizer=True)
 
 

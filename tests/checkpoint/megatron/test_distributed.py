@@ -411,6 +411,8 @@ def test_weights_of_another_type_and_without_an_optimizer(tmp_path, capsys):
         half = export_megatron(ours, tmp_path / "half", ExportOptions(torch.bfloat16, with_optimizer=False))
         with pytest.raises(CheckpointError, match="must not exist yet"):
             export_megatron(ours, tmp_path / "half", ExportOptions())
+        with pytest.raises(CheckpointError, match="must be written, but cannot be: .* too long"):
+            export_megatron(ours, tmp_path / ("x" * 300), ExportOptions())
         expected = {key.name: ours.tensor(key) for key in ours.shapes if key.kind == WEIGHT}
     command = ["convert", str(tmp_path / "run"), str(tmp_path / "small"), "--format", "torch_dist"]
     assert main([*command, "--weights-only", "--max-shard-size", "2KB", "--dtype", "bf16"]) == 0

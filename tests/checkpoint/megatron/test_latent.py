@@ -19,6 +19,7 @@ from tests.checkpoint.megatron.samples import (
     Layout,
     Weights,
     arguments_of,
+    edit,
     random_weights,
 )
 from tests.checkpoint.megatron.test_reader import TRUSTED, UNTIED, assert_same, read_all
@@ -121,23 +122,24 @@ def test_folders_of_ranks(tmp_path, tp, pp, whole_down, fused, inner):
     assert {"layers.5.join.weight", "layers.5.attention.latent_up.weight"} <= weights.keys()
 
 
-def test_the_embedding_of_further_tokens_must_be_a_copy(tmp_path):
-    folder = save(tmp_path, random_weights(LATENT), 1, 2, whole_down=True, fused=True, inner=INNER)
-    path = folder / "mp_rank_00_001" / "model_optim_rng.pt"
-    saved = torch.load(path, weights_only=False)
-    saved["model"]["embedding.word_embeddings.weight"][3, 3] += 1
-    torch.save(saved, path)
-    with pytest.raises(CheckpointError, match="for_further_tokens.weight, which differs from"):
-        MegatronReader(folder, TRUSTED)
-
-
-def test_copies_of_whole_projections_must_be_alike(tmp_path):
-    folder = save(tmp_path, random_weights(LATENT), 2, 1, whole_down=True, fused=True, inner=INNER)
-    path = folder / "mp_rank_01" / "model_optim_rng.pt"
-    saved = torch.load(path, weights_only=False)
-    saved["model"]["decoder.layers.1.self_attention.linear_kv_down_proj.weight"][3, 3] += 1
-    torch.save(saved, path)
-    with pytest.raises(CheckpointError, match="kv_down_proj.weight, whose copies .* differ by up to 1"):
+@pytest.mark.parametrize(
+    ("tp", "rank", "name", "match"),
+    [
+        (1, "00_001", "embedding.word_embeddings", "for_further_tokens.weight, which differs from"),
+        (
+            2,
+            "01",
+            "decoder.layers.1.self_attention.linear_kv_down_proj",
+            "kv_down_proj.weight, whose copies .* differ by up to 1",
+        ),
+        (2, "01", "mtp.layers.0.enorm", "mtp.layers.0.enorm.weight, whose copies .* differ by up to 1"),
+    ],
+)
+def test_copies_must_be_alike(tmp_path, tp, rank, name, match):
+    folder = save(tmp_path, random_weights(LATENT), tp, 3 - tp, whole_down=True, fused=True, inner=INNER)
+    path = folder / f"mp_rank_{rank}" / "model_optim_rng.pt"
+    edit(path, lambda saved: saved["model"][f"{name}.weight"].view(-1)[3].add_(1))
+    with pytest.raises(CheckpointError, match=match):
         MegatronReader(folder, TRUSTED)
 
 

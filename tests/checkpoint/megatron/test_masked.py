@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from megazero.checkpoint.folder import iteration_folder
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
@@ -21,7 +20,7 @@ from tests.checkpoint.megatron.masked_samples import (
     save_bert,
     save_bert_deepspeed,
 )
-from tests.checkpoint.megatron.samples import PADDED, VOCAB, Layout
+from tests.checkpoint.megatron.samples import PADDED, VOCAB, Layout, edit
 from tests.checkpoint.megatron.test_reader import assert_same, read_all
 
 TRUSTED = ImportOptions(trust_pickle=True, vocab_size=VOCAB)
@@ -81,9 +80,7 @@ def test_a_head_of_its_own_is_kept(tmp_path):
 def test_a_copy_of_the_embedding_must_be_one(tmp_path):
     save_bert(tmp_path, BERT, random_weights(BERT), Layout(1, 2))
     path = tmp_path / "iter_0000100" / "mp_rank_00_001" / "model_optim_rng.pt"
-    saved = torch.load(path, weights_only=False)
-    saved["model"]["output_layer.weight"][3, 3] += 1
-    torch.save(saved, path)
+    edit(path, lambda saved: saved["model"]["output_layer.weight"][3, 3].add_(1))
     with pytest.raises(CheckpointError, match=r"holds output_layer.weight, which differs from the embedding"):
         MegatronReader(tmp_path, TRUSTED)
 
@@ -136,9 +133,7 @@ def test_token_types_without_the_binary_head_are_kept(tmp_path):
 def test_a_missing_part_of_a_head_is_named(tmp_path):
     save_bert(tmp_path, BERT, random_weights(BERT), Layout())
     path = tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt"
-    saved = torch.load(path, weights_only=False)
-    del saved["model"]["pooler.dense.bias"]
-    torch.save(saved, path)
+    edit(path, lambda saved: saved["model"].pop("pooler.dense.bias"))
     with pytest.raises(CheckpointError, match=r"lacks pooler.dense.bias$"):
         MegatronReader(tmp_path, TRUSTED)
 

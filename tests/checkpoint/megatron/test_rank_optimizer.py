@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from megazero.checkpoint.megatron import stages
 from megazero.checkpoint.megatron.arguments import arguments_of as megatron_arguments
 from megazero.checkpoint.megatron.convert import import_megatron
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.part import WEIGHT, Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.tree.model import ModelConfig
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.megatron.optimizer_samples import (
     MOMENTS,
     STEP,
@@ -31,8 +35,9 @@ from tests.checkpoint.megatron.samples import (
     LLAMA,
     VOCAB,
     Layout,
-    _chunk,
     arguments_of,
+    chunk_of,
+    edit,
     random_weights,
     slice_of,
 )
@@ -42,6 +47,7 @@ from tests.layouts.layout import VOCABULARY
 from tests.layouts.layout import Layout as Run
 
 ADAM = {**PROGRESS, "consumed_train_samples": 800}
+SMALL_NORMS = {"qk_layernorm": True, "apply_wd_to_qk_layernorm": True}
 
 
 def kinds_of(model: ModelConfig) -> dict[str, dict[str, torch.Tensor]]:
@@ -73,8 +79,10 @@ LAYOUTS = [
     (GPT2, Layout(1, 2, chunks=2, dialect="fused")),
     (GPT2, Layout(2, 1, dialect="old", version=1.0)),
     (LLAMA, Layout(2, 2, arguments=UNTIED)),
+    (LLAMA.model_copy(update=SMALL_NORMS), Layout(2, 1, arguments={**UNTIED, **SMALL_NORMS})),
+    (GPT2.model_copy(update=SMALL_NORMS), Layout(1, 2, arguments=SMALL_NORMS)),
 ]
-IDS = ["gpt", "gpt-t2-p2", "gpt-p2-v2", "gpt-old", "llama-t2-p2"]
+IDS = ["gpt", "gpt-t2-p2", "gpt-p2-v2", "gpt-old", "llama-t2-p2", "llama-decayed-norms", "gpt-decayed-norms"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -123,12 +131,6 @@ def test_of_deepspeed(tmp_path, model, layout, pipeline, bf16, dp):
         tmp_path / "theirs", model, kinds, layout, dp=dp, bf16=bf16, pipeline=pipeline, facts=ADAM
     )
     assert_read(folder, tmp_path / "ours", kinds)
-
-
-def change(path: Path, how) -> None:
-    saved = torch.load(path, weights_only=False)
-    how(saved)
-    torch.save(saved, path)
 
 
 def masters_of(saved):
@@ -183,6 +185,36 @@ SHARED = "mp_rank_01/distrib_optim.pt"
             lambda s: s["optimizer"]["optimizer"]["state"][1]["exp_avg"].mul_(2),
             "alike where ranks have copies, but holds exp_avg of embedding.position_embeddings",
         ),
+        (
+            False,
+            RANK,
+            lambda s: masters_of(s).pop(),
+            "an order that is known, but it has masters of 1 of 2 groups",
+        ),
+        (
+            False,
+            RANK,
+            lambda s: masters_of(s).append([]),
+            "an order that is known, but it has masters of 3 of 2 groups",
+        ),
+        (
+            False,
+            RANK,
+            lambda s: s["optimizer"]["optimizer"]["param_groups"][0].pop("params"),
+            "01/model_optim_rng.pt` must hold an optimizer's state as Megatron-LM saves it, .*: KeyError",
+        ),
+        (
+            False,
+            RANK,
+            lambda s: masters_of(s)[0].__setitem__(0, None),
+            "saves it, but does not: AttributeError: .*; copy it again",
+        ),
+        (
+            True,
+            SHARED,
+            lambda s: s[0][torch.bfloat16, torch.float32]["param"].unsqueeze_(0),
+            "01/distrib_optim.pt` must hold an optimizer's state as Megatron-LM saves it, .*: RuntimeError",
+        ),
         (True, SHARED, lambda s: s.pop("buckets_coalesced"), "has its buckets one by one"),
         (
             True,
@@ -208,7 +240,7 @@ SHARED = "mp_rank_01/distrib_optim.pt"
 )
 def test_what_is_not_known_for_certain_is_refused(tmp_path, distributed, file, how, match):
     folder = save_ranks(tmp_path, GPT2, kinds_of(GPT2), Layout(2), distributed=distributed, facts=ADAM)
-    change(folder / file, how)
+    edit(folder / file, how)
     with pytest.raises(CheckpointError, match=match):
         MegatronReader(folder, GOES_ON)
     MegatronReader(folder, ImportOptions(trust_pickle=True, vocab_size=VOCAB)).close()
@@ -218,6 +250,84 @@ def test_a_shared_optimizer_without_its_file(tmp_path):
     folder = save_ranks(tmp_path, GPT2, kinds_of(GPT2), Layout(), distributed=True, facts=ADAM)
     (folder / "mp_rank_00" / "distrib_optim.pt").unlink()
     with pytest.raises(CheckpointError, match="distrib_optim.pt` must lie beside model_optim_rng.pt"):
+        MegatronReader(folder, GOES_ON)
+
+
+def test_stages_are_opened_twice_at_most(tmp_path, monkeypatch):
+    """Once to see what they hold, and once to compare the last stage's copy of the embedding."""
+    read, paths = stages.read_states, []
+
+    def counted(path, *further):
+        paths.append(path)
+        return read(path, *further)
+
+    monkeypatch.setattr(stages, "read_states", counted)
+    folder = save_ranks(tmp_path, GPT2, kinds_of(GPT2), Layout(4, 2), facts=ADAM)
+    MegatronReader(folder, GOES_ON).close()
+    assert len(set(paths)) == 8
+    assert len(paths) == 16
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux")
+@pytest.mark.parametrize("write", ["ranks", "zero", "pipeline"])
+def test_a_closed_reader_maps_no_file(tmp_path, write):
+    layout = Layout(1, 2 if write == "pipeline" else 1)
+    if write == "ranks":
+        folder = save_ranks(tmp_path, GPT2, kinds_of(GPT2), layout, facts=ADAM)
+    else:
+        folder = save_zero(tmp_path, GPT2, kinds_of(GPT2), layout, pipeline=write == "pipeline", facts=ADAM)
+    reader = MegatronReader(folder, GOES_ON)
+    assert str(folder) in Path("/proc/self/maps").read_text()
+    reader.close()
+    gc.collect()
+    assert str(folder) not in Path("/proc/self/maps").read_text()
+
+
+def test_elastic_states_of_deepspeed(tmp_path):
+    """They lie in a list for each group."""
+    kinds = kinds_of(GPT2)
+    folder = save_zero(tmp_path / "theirs", GPT2, kinds, Layout(), dp=1, facts=ADAM)
+
+    def listed(saved):
+        own = saved["optimizer_state_dict"]
+        own["base_optimizer_state"] = [[state] for state in own["base_optimizer_state"]["state"].values()]
+
+    edit(zero_file(folder, 0), listed)
+    assert_read(folder, tmp_path / "ours", kinds)
+
+
+@pytest.fixture
+def scaled(monkeypatch):
+    """Give a file DeepSpeed's dynamic loss scaler, which counts 39 steps since an overflow."""
+    module = types.ModuleType("deepspeed.runtime.fp16.loss_scaler")
+    module.DynamicLossScaler = type("DynamicLossScaler", (), {"__module__": module.__name__})
+    for name in ("deepspeed", module.__name__):
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def give(path: Path, **further) -> None:
+        scaler = module.DynamicLossScaler()
+        vars(scaler).update(cur_scale=512.0, cur_iter=50, last_overflow_iter=10, cur_hysteresis=2, **further)
+        edit(path, lambda saved: saved["optimizer_state_dict"].update(loss_scaler=scaler))
+
+    return give
+
+
+def test_the_loss_scale_of_deepspeed(tmp_path, scaled):
+    folder = save_zero(tmp_path / "theirs", GPT2, kinds_of(GPT2), Layout(), facts=ADAM)
+    scaled(zero_file(folder, 0), scale_window=15)
+    with MegatronReader(folder, GOES_ON) as reader:
+        read = CheckpointReader(import_megatron(reader, tmp_path / "ours"))
+    left = {"hysteresis_left": 2, "overflows_at_floor": 0}
+    assert read.facts["scaler"] == {"scale": 512.0, "growth_tracker": 8, **left}
+
+
+@pytest.mark.parametrize(
+    ("further", "why"), [({"scale_window": 0}, "ZeroDivisionError"), ({}, "KeyError: 'scale_window'")]
+)
+def test_a_damaged_loss_scale_of_deepspeed(tmp_path, scaled, further, why):
+    folder = save_zero(tmp_path, GPT2, kinds_of(GPT2), Layout(), facts=ADAM)
+    scaled(zero_file(folder, 0), **further)
+    with pytest.raises(DamagedCheckpointError, match=f"as DeepSpeed saves it, but does not: {why}"):
         MegatronReader(folder, GOES_ON)
 
 
@@ -248,12 +358,26 @@ def test_refusals_of_deepspeed(tmp_path):
     refused(
         "all", lambda f: [zero_file(f, n).unlink() for n in (0, 1)], "must hold zero_pp_rank_.*_mp_rank_00"
     )
-    refused("swapped", lambda f: change(zero_file(f), swap), "weights that masters are more exactly")
+    refused("swapped", lambda f: edit(zero_file(f), swap), "weights that masters are more exactly")
     refused(
         "third",
-        lambda f: change(zero_file(f), lambda s: s["optimizer_state_dict"].pop("base_optimizer_state")),
+        lambda f: edit(zero_file(f), lambda s: s["optimizer_state_dict"].pop("base_optimizer_state")),
         "state of ZeRO's stages 1 or 2",
     )
+
+    def state(name: str, how, match: str) -> None:
+        refused(name, lambda f: edit(zero_file(f, 0), lambda s: how(s["optimizer_state_dict"])), match)
+
+    for number, (how, why) in enumerate(
+        [
+            (lambda s: s.update(base_optimizer_state=[]), "IndexError"),
+            (lambda s: s.update(base_optimizer_state={}), "KeyError: 'state'"),
+            (lambda s: s.update(single_partition_of_fp32_groups=None), "TypeError"),
+            (lambda s: s["single_partition_of_fp32_groups"].__setitem__(0, None), "AttributeError"),
+            (lambda s: s.update(param_alignment_paddings=[[0]]), "IndexError"),
+        ]
+    ):
+        state(str(number), how, f"optimizer's state of rank 0 as DeepSpeed saves it, but does not: {why}")
     refused("universal", lambda f: (f / "zero").mkdir(), "is DeepSpeed's universal form")
     refused(
         "hostile",
@@ -315,7 +439,7 @@ def test_of_experts_on_ranks_of_their_own(tmp_path, grouped, distributed):
     for rank in range(2):
         chunk = {}
         for kind, weights in kinds.items():
-            own = _chunk(slice_of(model, weights, 0, layout), model, 0, 0, layout)
+            own = chunk_of(slice_of(model, weights, 0, layout), model, 0, 0, layout)
             for number in range(4):
                 own |= experts_of(weights, number, number, rank, grouped)
             chunk[kind] = {name: own[name].contiguous() for name in sorted(own, key=place)}
@@ -344,8 +468,9 @@ def test_of_experts_on_ranks_of_their_own(tmp_path, grouped, distributed):
 
 def test_rounded_weights_are_no_masters(tmp_path):
     folder = save_ranks(tmp_path, GPT2, kinds_of(GPT2), Layout(), facts=ADAM)
-    change(folder / "mp_rank_00/model_optim_rng.pt", lambda s: s["optimizer"].pop("fp32_from_fp16_params"))
+    edit(folder / "mp_rank_00/model_optim_rng.pt", lambda s: s["optimizer"].pop("fp32_from_fp16_params"))
     with pytest.raises(
-        CheckpointError, match="two moments and masters .* but lacks weight of decoder.final_lay"
+        CheckpointError,
+        match="masters of all weights, but lacks weight of decoder.final_layernorm.*; copy all files, or",
     ):
         MegatronReader(folder, GOES_ON)

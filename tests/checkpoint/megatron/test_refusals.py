@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from tests.checkpoint.megatron.samples import (
     VOCAB,
     Layout,
     arguments_of,
+    edit,
     random_weights,
     save_deepspeed,
     save_layers,
@@ -39,13 +39,6 @@ WEIGHTS = random_weights(GPT2)
 def refused(source: Path, match: str, options: ImportOptions = TRUSTED) -> None:
     with pytest.raises(CheckpointError, match=match):
         MegatronReader(source, options)
-
-
-def edit(path: Path, change: Callable[[dict], object]) -> None:
-    """Change what a file holds."""
-    saved = torch.load(path, weights_only=False)
-    change(saved)
-    torch.save(saved, path)
 
 
 def rank_file(run: Path, rank: str = "00") -> Path:

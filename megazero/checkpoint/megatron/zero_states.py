@@ -1,9 +1,10 @@
-"""Whole tensors from the flat slices that DeepSpeed's ranks keep of them."""
+"""The contents of files of DeepSpeed's ZeRO: flat slices of tensors, states of groups, loss scales."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,56 @@ def cut_parameters(slices: Sequence[Tensor], shapes: Shapes) -> Iterator[tuple[s
                 raise _too_short(name, at + size, piece.numel())
         yield name, Joined(tuple(shape), tuple(piece.reshape(-1)[at : at + size] for piece in slices))
         at += size
+
+
+def group_state(base: Any, number: int) -> Mapping[str, Tensor]:
+    """The moments of a group: one vector of each kind, or (elastic checkpoints) one for each parameter."""
+    if isinstance(base, Mapping):
+        return tensors_of(base["state"].get(number, {}))
+    entry = base[number]
+    return tensors_of(entry) if isinstance(entry, Mapping) else joined_states(dict(enumerate(entry)))
+
+
+def joined_states(states: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Tensor]:
+    """The vectors of sub-groups, one after another, by kind."""
+    parts = [tensors_of(states[number]) for number in sorted(states)]
+    return {kind: torch.cat([part[kind] for part in parts]) for kind in (parts[0] if parts else ())}
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The moments alone: counters may be tensors too, without dimensions."""
+    return {
+        kind: vector_of(value) for kind, value in state.items() if isinstance(value, Tensor) and value.dim()
+    }
+
+
+def vector_of(value: Tensor) -> Tensor:
+    """The elements of a tensor in one dimension."""
+    return value.detach().reshape(-1)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A dynamic loss scale.
+
+    Attributes:
+        scale: the factor of the loss.
+        good_steps: steps in a row without an overflow.
+        hysteresis: overflows that are still tolerated; None if it was not saved.
+    """
+
+    scale: float
+    good_steps: int
+    hysteresis: int | None
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Scale | None:
+        """Read it from a wrapper's state, or from its loss scaler's; None if there is none."""
+        scaler = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
+        if not isinstance(scaler, Mapping) or "last_overflow_iter" not in scaler:
+            return None
+        good = int(scaler["cur_iter"]) - 1 - int(scaler["last_overflow_iter"])
+        return cls(float(scaler["cur_scale"]), good, scaler.get("cur_hysteresis"))
 
 
 def _too_short(name: str, wanted: int, held: int) -> DamagedCheckpointError:
