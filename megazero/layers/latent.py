@@ -112,7 +112,8 @@ class LatentAttention(nn.Module):
         if not config.qk_layernorm:
             return None
         named = f"{self.name}.{name}_norm"
-        return Norm(named, config, self.placement, width, decayed=config.apply_wd_to_qk_layernorm)
+        decayed = config.apply_wd_to_qk_layernorm and name == "query"  # as in Megatron-LM
+        return Norm(named, config, self.placement, width, decayed=decayed)
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
         config, deferred = self.config, inputs.deferred

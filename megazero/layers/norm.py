@@ -25,7 +25,7 @@ class Norm(nn.Module):
         scope: for queries and keys, of which each tensor-parallel rank has some heads. ``head``: h are the
             channels of one head, and all heads share the weights. ``projection``: h are those of all heads,
             and a rank has its part of them.
-        decayed: whether the weight decays.
+        decayed: whether its weight and bias decay.
     """
 
     def __init__(
@@ -47,8 +47,7 @@ class Norm(nn.Module):
         shape = (features or config.hidden_size,)
 
         def vector(suffix: str, init: InitialValues) -> nn.Parameter:
-            decays = decayed and suffix == "weight"
-            spec = ParamSpec(f"{name}.{suffix}", shape, init, cuts, decays, partial_grad=partial)
+            spec = ParamSpec(f"{name}.{suffix}", shape, init, cuts, decayed, partial_grad=partial)
             return placement.parameter(spec)
 
         zeros = InitialValues("zeros")

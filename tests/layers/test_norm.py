@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from megazero.config.tree.model import ModelConfig
+from megazero.layers.attention import SelfAttention
+from megazero.layers.latent import LatentAttention
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.mpu.context import solo_context, thread_context
@@ -93,3 +95,20 @@ def test_heads_on_ranks_are_normalized_as_on_one(kind, scope):
     together = sum(grads) if scope == "head" else torch.cat(grads)
     torch.testing.assert_close(together, alone[2])
     assert {part[3] for part in parts} == {(True, 0) if scope == "head" else (False, 1)}
+
+
+def test_norms_of_heads_decay_as_megatron_lm_has_it():
+    """Weights and biases of both; of latent attention's two norms that of the queries alone."""
+    context = solo_context()
+    decays = {"qk_layernorm": True, "apply_wd_to_qk_layernorm": True}
+    latent = {"multi_latent_attention": True, "position_embedding_type": "rope", "q_lora_rank": 8}
+    plain = SelfAttention(0, config("LayerNorm", **decays), Placement.of(context, torch.float32), causal=True)
+    small = LatentAttention(
+        0, config("LayerNorm", **decays, **latent), Placement.of(context, torch.float32), causal=True
+    )
+    found = {s.name: s.weight_decay for m in (plain, small) for s in map(spec_of, m.parameters())}
+    assert {name: found[name] for name in found if "_norm." in name} == {
+        **{f"layers.0.attention.{n}_norm.{kind}": True for n in "qk" for kind in ("weight", "bias")},
+        **{f"layers.0.attention.query_norm.{kind}": True for kind in ("weight", "bias")},
+        **{f"layers.0.attention.latent_norm.{kind}": False for kind in ("weight", "bias")},
+    }

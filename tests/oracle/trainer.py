@@ -238,7 +238,7 @@ def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Tra
             vectors = ("bias", "mamba.a_log", "mamba.skip", "mamba.norm.weight")
             decays = each.dim() > 1 and not name.endswith(vectors)
             if flags.get("apply-wd-to-qk-layernorm"):
-                decays |= name.endswith(("q_norm.weight", "k_norm.weight"))
+                decays |= "q_norm." in name or "k_norm." in name
             state = run.state.setdefault(name, {})
             facts = {"lr": rates.get(name, lr), "decay": decay if decays else 0.0, "exempt": not decays}
             update(flags, each, grads[name] * clip, state, updates, **facts)

@@ -66,7 +66,10 @@ class AttentionConfig(RotaryConfig):
         needs="qk_layernorm",
     )
     apply_wd_to_qk_layernorm: bool = option(
-        False, "decay the weights of these norms too (Qwen3-Next)", needs="qk_layernorm"
+        False,
+        "decay weights and biases of these norms too, but not of latent attention's norm for keys and values "
+        "(Qwen3-Next)",
+        needs="qk_layernorm",
     )
     attention_output_gate: bool = option(
         False, "multiply what attention gives by the sigmoid of a projection of its input (Qwen3-Next)"
