@@ -72,9 +72,9 @@ FREE_MODEL_FIELDS = FREE_EXPERT_FIELDS | {
     *("vocab_size", "extra_vocab_size", "make_vocab_size_divisible_by", "pad_vocab_size_to"),
     "mtp_loss_scaling_factor",
 }
-"""The settings that may change without changing which function the weights compute.
+"""The settings that a checkpoint's model need not share.
 
-The size of the vocabulary, which three of them determine together, is to be compared by itself.
+The size of the vocabulary, which four of them determine together, is to be compared by itself.
 """
 
 DEFAULT_TOKENIZERS = MappingProxyType(

@@ -123,9 +123,14 @@ def _leave_to_fork(left_out: LeftOut, settings: dict[str, Setting]) -> list[str]
     """Add a fork's defaults to the settings of one of its lines; returns what to say of them."""
     meant = [setting for setting in left_out.settings if setting.spec.path not in settings]
     settings |= {setting.spec.path: setting for setting in meant}
-    listed = " ".join(f"{setting.source} {spoken(setting.value)}" for setting in meant)
+    listed = _listed((setting.source, setting.value) for setting in meant)
     forks = " and ".join(left_out.forks)
     return [f"what a line of {forks} leaves out means what it means there: `{listed}`."] if meant else []
+
+
+def _listed(settings: Iterable[tuple[str, Any]]) -> str:
+    """Flags with their values; a switch says what it says by its name."""
+    return " ".join(flag if isinstance(x, bool) else f"{flag} {spoken(x)}" for flag, x in settings)
 
 
 def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) -> list[str]:
@@ -136,10 +141,7 @@ def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) 
     spelling, meant = left_out
     implied = [Setting(FIELD_BY_PATH[path], value, spelling) for path, value in meant.items()]
     settings |= {setting.spec.path: setting for setting in implied}
-    listed = " ".join(
-        flag if value is True else f"{flag} {spoken(value)}"
-        for flag, value in ((setting.spec.flag, setting.value) for setting in implied)
-    )
+    listed = _listed((setting.spec.flag, setting.value) for setting in implied)
     return [
         f"`{spelling}` is Megatron-DeepSpeed's, so what is left out about experts means what it means there: "
         f"`{listed}`; any of these flags changes it."

@@ -44,6 +44,15 @@ def split_training_flags(argv: Sequence[str]) -> tuple[list[str], list[str] | No
     return own[:cut], own[cut + 1 :]
 
 
+def is_number(text: str) -> bool:
+    """Whether a text is a number, as `float` reads it."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that `word` may stand for, ignoring case and `_` versus `-`; None if there is none.
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from megazero.config.compat.blends import prefix_of
+from megazero.config.words import is_number
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.index_build import build_blending_index, build_exhaustive_blending_index, normalized
@@ -65,7 +66,7 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
     entries = [str(entry) for entry in entries]
     if not entries:
         raise DataError("`data_path` must name at least one dataset, but is empty; give its prefix.")
-    if not any(_is_number(entry) for entry in entries):
+    if not any(_is_weight(entry) for entry in entries):
         pairs: list[tuple[float | None, str]] = [(None, entry) for entry in entries]
     elif len(entries) % 2:
         raise DataError(
@@ -88,12 +89,8 @@ def parse_blend(entries: Sequence[str], must_exist: bool = True) -> list[tuple[f
     return pairs
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return not Path(text + ".idx").exists()  # a dataset may be called "2024"
+def _is_weight(text: str) -> bool:
+    return is_number(text) and not Path(text + ".idx").exists()  # a dataset may be called "2024"
 
 
 def _weight(text: str) -> float:

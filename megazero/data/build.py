@@ -272,10 +272,11 @@ def default_cache(paths: tuple[str, ...]) -> str | None:
 
 @dataclass(frozen=True)
 class _Portion:
-    """One dataset's part in one split: its units, and its weight in the blend if it has one."""
+    """One dataset's part in one split: its units, those that were divided, and its weight in the blend."""
 
     indexed: IndexedDataset
     units: range
+    divided: int
     weight: float | None
 
 
@@ -293,22 +294,23 @@ def _build_split(
         if prefix not in opened:
             opened[prefix] = open_indexed(prefix, guarded=request.guarded)
         indexed = opened[prefix]
-        count = builder.units(indexed)
-        ids = part_of(name_of_part, count)
+        whole = ids = part_of(name_of_part, builder.units(indexed))
         if not own:
-            share = split_ranges(request.split, len(ids), request.split_reading)[number]
-            ids = ids[share.start : share.stop]
-        sources.append(_Portion(indexed, ids, weight))
+            share = split_ranges(request.split, len(whole), request.split_reading)[number]
+            ids = whole[share.start : share.stop]
+        sources.append(_Portion(indexed, ids, len(whole), weight))
     if not any(len(source.units) for source in sources):
-        amount = f"{sum(builder.units(s.indexed) for s in sources)} {builder.unit}"
+        amount = f"{sum(source.divided for source in sources)} {builder.unit}"
         warn_of_empty(request.split, number, amount, given=bool(own))
         return None
     for source in sources:
         if not len(source.units):
+            how = f"split {request.split} gives it none of {source.divided}; give {name}_data_path or a "
+            if own:
+                how = f"{name}_data_path gives it none of {builder.units(source.indexed)}; give a "
             raise DataError(
-                f"`{name}` split of {source.indexed.prefix} must have some of its {builder.unit}, but split "
-                f"{request.split} gives it none of {builder.units(source.indexed)}; give {name}_data_path or "
-                "a larger share."
+                f"`{name}` split of {source.indexed.prefix} must have some of its {builder.unit}, but {how}"
+                "larger share."
             )
     return _assemble(builder, sources, size, name, epochs)
 

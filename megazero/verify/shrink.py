@@ -260,7 +260,7 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
     return {
         **_layers(model, layers),
         **_letters(kinds, layers, tp),
-        **_shapes(model, shapes, layers, tp),
+        **_shapes(model, shapes, layers, heads, tp),
         "num_attention_heads": heads,
         "num_query_groups": tp if grouped else None,
         "kv_channels": None,
@@ -295,14 +295,16 @@ def _letters(kinds: str, layers: int, tp: int) -> dict[str, Any]:
     }
 
 
-def _shapes(model: ModelConfig, shapes: tuple[LayerShape, ...], layers: int, tp: int) -> dict[str, Any]:
+def _shapes(
+    model: ModelConfig, shapes: tuple[LayerShape, ...], layers: int, heads: int, tp: int
+) -> dict[str, Any]:
     """Layers of some of the shapes that a model has, in turn, with few heads and small widths."""
     if not shapes:
         return {}
     widths = sorted({shape.width for shape in shapes} - {0})
     small = [
         LayerShape(
-            shape.groups and tp * (1 if shape.groups < model.num_attention_heads else 2),
+            shape.groups and (tp if shape.groups < model.num_attention_heads else heads),
             shape.width and 8 * tp * (1 + widths.index(shape.width)),
         )
         for shape in shapes

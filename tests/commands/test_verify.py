@@ -309,3 +309,16 @@ def test_a_disk_that_is_elsewhere_is_not_needed(tmp_path):
     config = parse_config(flags.split(), world_size=2).config
     found = shrink(config, 2).config.offload
     assert (found.optimizer, found.path) == ("nvme", tempfile.gettempdir())
+
+
+@pytest.mark.parametrize("flags", ["", "--context-parallel-size 2 --cp-comm-type p2p"])
+def test_layers_of_sizes_of_their_own_stay_possible(flags):
+    text = text_of((LayerShape(8, 64), LayerShape(0, 32)))
+    words = f"--hidden-size 64 --num-attention-heads 8 --seq-length 32 --vocab-size 61 --mock-data {flags}"
+    words += " --micro-batch-size 1 --lr 1e-3 --train-iters 3 --tensor-model-parallel-size 2"
+    argv = [*words.split(), "--heterogeneous-layers-config-encoded-json", text]
+    small = shrink(parse_config(argv, world_size=4).config, 1).config
+    assert check(small, 4) == []
+    shapes = small.model.layer_shapes
+    assert shapes is not None
+    assert {shape.groups for shape in shapes} == {0, small.model.num_attention_heads}

@@ -394,3 +394,10 @@ def test_a_file_of_the_shown_settings_means_the_same(tmp_path: Any) -> None:
     assert again.warnings == ()
     assert again.config.model == filled_model(config.model)
     assert moe_layers(again.config.model) == (2, 3)
+
+
+@pytest.mark.parametrize("ranks", ["0", "-2"])
+def test_no_ranks_for_experts_are_refused(ranks):
+    flags = [*BASE_FLAGS, "--num-experts", "4", "--moe-expert-parallel-size", ranks]
+    with pytest.raises(ConfigError, match="must be greater than 0"):
+        parse_config(flags, world_size=1)

@@ -115,6 +115,16 @@ NO_OBJECT = "must be a JSON object with `block_configs`"
             f"must give sizes and `no_op` alone {FIRST}, `attention` has",
         ),
         (
+            json.dumps({"block_configs": [{"attention": {}, "ffn": {}, "mlp": {"ffn_hidden_size": 24}}]}),
+            "must give each layer `attention` and `ffn` as objects (`block_configs` [0] has both)",
+        ),
+        (
+            json.dumps({"block_configs": [{"attention": {}, "ffn": {}, "residual_scale": 2}]}),
+            "must give each layer `attention` and `ffn` alone (`block_configs` [0] has `residual_scale`)",
+        ),
+        (of({"num_query_groups": False}, {}), "`attention`: `num_query_groups` is false)"),
+        (of({}, {}, sliding_window=8), "must have no `sliding_window`: windows are given by `--window-size`"),
+        (
             of({"replace_with_linear": True}, {}),
             "must have no `replace_with_linear`, which is not built here (`block_configs` [0], `attention`)",
         ),
@@ -138,12 +148,35 @@ def test_what_is_no_description_of_layers_is_refused(text, says):
             "but `hidden_size` is 32 there and 64 here; `rope_theta` is 500000.0 there and 10000.0 here; "
             "`hidden_act` is silu there and gelu here; give the flags that the file asks for",
         ),
+        ((TEXT, of({}, {}, rope_scaling={"factor": 8})), "`rope_scaling` is 8 there and 1.0 here"),
+        ((TEXT, of({}, {}, rms_norm_eps=0.1)), "`rms_norm_eps` is 0.1 there and 1e-05 here"),
+        ((TEXT, of({}, {}, head_dim=99)), "`head_dim` is 99 there and 16 here"),
+        ((TEXT, of({}, {}, attention_bias=False)), "`attention_bias` is False there and True here"),
+        ((TEXT, of({}, {}, hidden_act="gelu")), "`hidden_act` is gelu there and gelu here; give"),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(flags, says):
     with pytest.raises(ConfigError) as error:
         resolved(*flags)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "flags"),
+    [
+        ("silu", "--swiglu"),
+        ("relu2", "--squared-relu"),
+        ("gelu_pytorch_tanh", ""),
+        ("gelu", "--activation gelu_exact"),
+    ],
+)
+def test_activations_have_the_names_of_hugging_face(word, flags):
+    text = of({}, {}, hidden_act=word, rope_scaling=None, rms_norm_eps=1e-5, attention_bias=True)
+    assert resolved(TEXT, text, *flags.split()).num_layers == 1
+
+
+def test_a_small_multiple_is_no_layer_without_an_mlp():
+    assert resolved(TEXT, of({}, {"ffn_mult": 0.0001})).layer_shapes == (LayerShape(2, 256),)
 
 
 def test_each_layer_is_cut_over_tensor_ranks():

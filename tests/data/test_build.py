@@ -93,6 +93,11 @@ def test_a_part_of_a_dataset_is_split_within_itself(corpora):
         assert ids.max() < starts[high]
 
 
+def test_an_empty_split_says_how_much_was_divided(corpora):
+    with pytest.warns(UserWarning, match="split is empty: split 969,30,1 gives it none of the 5 sequences"):
+        build_datasets(request(data_path=(f"{corpora[0]}[0:0.05]",), split="969,30,1"))
+
+
 def test_splits_without_share_or_sequences_are_none(corpora):
     assert build_datasets(request(data_path=(corpora[0],), split="1"))[1:] == (None, None)
     with pytest.warns(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megazero.config.words import is_number
 from megazero.errors import DataError
 from megazero.regular_file import read_regular_text
 
@@ -39,17 +40,9 @@ def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
     if re.search(r"[\d.]+:[\d.]+\s", text):
         return tuple(weighted(text))
     lines = [line.split() for line in text.splitlines() if line.strip()]
-    if all(list(map(_is_number, line)) == [True, False, False] for line in lines):
+    if all(list(map(is_number, line)) == [True, False, False] for line in lines):
         return tuple(word for line in lines for word in line[:2])
     return tuple(word for line in lines for word in line)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _of_json(text: str, split: str, path: Path) -> tuple[str, ...]:

@@ -84,9 +84,11 @@ def fewer_expert_ranks(flags: Set[str], settings: Mapping[str, Any]) -> tuple[in
     number. None if the flag is Megatron-LM's, or fits.
     """
     ranks = settings.get(_EXPERT_RANKS, 1)
+    if _OWN[0] not in flags or ranks < 1:
+        return None
     counts = [count for count in settings.get("model.num_experts") or () if count > 1]
     odd = any(count % ranks and ranks % count for count in counts)
-    if _OWN[0] not in flags or odd or all(count >= ranks for count in counts):
+    if odd or all(count >= ranks for count in counts):
         return None
     fewer, said = gcd(ranks, *counts), f"as a layer has only {min(counts)} experts; the numbers are the same."
     return fewer, f"`{_OWN[0]} {ranks}` is read as {fewer}, {said}"

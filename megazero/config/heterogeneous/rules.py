@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 from megazero.config.heterogeneous.shapes import LayerShape, facts_of
@@ -24,6 +25,14 @@ _PLAIN: tuple[tuple[str, Any], ...] = (
     ("distillation.kd", False),
 )
 """The values that other settings must have beside layers of their own sizes."""
+
+_ACTIVATIONS = MappingProxyType(
+    {
+        **{"silu": "swiglu", "swish": "swiglu", "relu2": "squared_relu", "gelu": "gelu_exact"},
+        **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu"),
+    }
+)
+"""Hugging Face's names of activations."""
 
 
 def _shapes(case: Case) -> tuple[LayerShape, ...]:
@@ -61,19 +70,25 @@ def _facts_otherwise(case: Case) -> list[str]:
     """Facts about the whole model that the file gives otherwise than other settings."""
     model = case.config.model
     text = model.heterogeneous_layers_config_encoded_json
+    llama3, linear = model.rope_scaling_factor, model.rotary_seq_len_interpolation_factor
     ours = {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_attention_heads,
+        "head_dim": model.head_dim,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
         "rope_theta": model.rotary_base,
-        "hidden_act": "silu" if model.activation == "swiglu" else model.activation,
+        "rope_scaling": llama3 if model.use_rope_scaling else linear or model.rotary_scaling_factor,
+        "hidden_act": model.activation,
+        "rms_norm_eps": model.norm_epsilon,
+        "attention_bias": model.add_bias_linear or model.add_qkv_bias,
+        "mlp_bias": model.add_bias_linear,
     }
     said = {} if text is None else facts_of(text)
     return [
         f"`{name}` is {value} there and {ours[name]} here"
         for name, value in said.items()
-        if value != ours[name]
+        if (_ACTIVATIONS.get(value, value) if name == "hidden_act" else value) != ours[name]
     ]
 
 
@@ -129,7 +144,10 @@ HETEROGENEOUS_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "layers_given_fit_the_model",
-        (_TEXT, "model.num_layers", "model.hidden_size", _HEADS, "model.activation", "model.rotary_base"),
+        (
+            *(_TEXT, "model.num_layers", "model.hidden_size", _HEADS, "model.activation"),
+            *("model.rotary_base", "model.norm_epsilon", "model.untie_embeddings_and_output_weights"),
+        ),
         "settings of the whole model beside `block_configs` must be the launch line's",
         "give the flags that the file asks for",
         lambda c: not _facts_otherwise(c),

@@ -23,10 +23,12 @@ _HALVES = MappingProxyType(
 """The halves of a layer, and the names of their sizes."""
 
 _FACTS = (
-    *("num_hidden_layers", "hidden_size", "num_attention_heads", "tie_word_embeddings", "rope_theta"),
-    "hidden_act",
+    *("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "tie_word_embeddings"),
+    *("rope_theta", "rope_scaling", "hidden_act", "rms_norm_eps", "attention_bias", "mlp_bias"),
 )
 """Settings of a whole model that a file may name beside its layers."""
+
+_SWITCHES = ("no_op", "replace_with_linear", "sparsify")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ def read_layers(text: str) -> str:
     layers = given.get("block_configs") if isinstance(given, dict) else None
     if not isinstance(layers, list) or not layers:
         raise ValueError("must be a JSON object with `block_configs`, a list with an object for each layer")
+    if given.get("sliding_window"):
+        raise ValueError("must have no `sliding_window`: windows are given by `--window-size`")
+    if isinstance(scaling := given.get("rope_scaling"), dict):
+        given["rope_scaling"] = scaling.get("factor", 1.0)
     kept = {name: given[name] for name in _FACTS if isinstance(given.get(name), int | float | str)}
     halves = [{name: _half(layer, name, n) for name in _HALVES} for n, layer in enumerate(layers)]
     return json.dumps({"block_configs": halves, **kept}, separators=(",", ":"))
@@ -76,11 +82,18 @@ def _no_number(name: str) -> Any:
 def _half(layer: Any, name: str, number: int) -> dict[str, Any]:
     """The size of a half by its name, or `no_op`; empty where it has that of the model."""
     where = f"`block_configs` [{number}]"
-    other = "mlp" if name == "ffn" else name
-    half = layer.get(name, layer.get(other)) if isinstance(layer, dict) else None
-    if not isinstance(half, dict):
-        raise ValueError(f"must give each layer `attention` and `ffn` as objects ({where} has no `{name}`)")
-    given = {key: value for key, value in half.items() if value is not None and value is not False}
+    spellings = ("ffn", "mlp") if name == "ffn" else (name,)
+    halves = [layer[word] for word in spellings if word in layer] if isinstance(layer, dict) else []
+    if len(halves) != 1 or not isinstance(half := halves[0], dict):
+        how = "both" if len(halves) > 1 else f"no `{name}`"
+        raise ValueError(f"must give each layer `attention` and `ffn` as objects ({where} has {how})")
+    if more := [key for key in layer.keys() - {"attention", "ffn", "mlp"} if layer[key] is not None]:
+        raise ValueError(f"must give each layer `attention` and `ffn` alone ({where} has `{min(more)}`)")
+    given = {
+        key: value
+        for key, value in half.items()
+        if value is not None and not (value is False and key in _SWITCHES)
+    }
     if "replace_with_linear" in given:
         raise ValueError(f"must have no `replace_with_linear`, which is not built here ({where}, `{name}`)")
     known = {"no_op", *_HALVES[name]}
@@ -140,7 +153,7 @@ def _width(half: Mapping[str, Any], hidden: int, width: int) -> int:
     if "no_op" in half:
         return 0
     if "ffn_mult" in half:
-        return math.ceil(int(2 * half["ffn_mult"] * hidden / 3) / _MULTIPLE) * _MULTIPLE
+        return max(1, math.ceil(int(2 * half["ffn_mult"] * hidden / 3) / _MULTIPLE)) * _MULTIPLE
     return next(iter(half.values()), width)
 
 

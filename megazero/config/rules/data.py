@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megazero.config.rules.rule import Case, Rule, value_at
 from megazero.config.tree.data import DataConfig
+from megazero.config.words import is_number
 
 _SPLIT_PATHS = ("data.train_data_path", "data.valid_data_path", "data.test_data_path")
 _ALL_PATHS = ("data.data_path", *_SPLIT_PATHS)
@@ -17,25 +18,17 @@ def _sources(case: Case) -> int:
 
 def _is_blend(items: tuple[str, ...]) -> bool:
     """Whether `items` are prefixes alone, or pairs of a weight of at least 0 and a prefix."""
-    if len(items) <= 1 or not any(map(_is_number, items)):
+    if len(items) <= 1 or not any(map(is_number, items)):
         return True
     weights = items[::2]
     return len(items) % 2 == 0 and all(
-        _is_number(weight) and 0 <= float(weight) < float("inf") for weight in weights
+        is_number(weight) and 0 <= float(weight) < float("inf") for weight in weights
     )
 
 
 def _names_one(data: DataConfig) -> bool:
     names = data.data_path or data.train_data_path
     return len(names) <= 1 and not any(name.startswith("@") for name in names)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 DATA_RULES: tuple[Rule, ...] = (
