@@ -75,7 +75,7 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     tp, pp, cp, dp = sizes["tp"], sizes["pp"], sizes["cp"], sizes["dp"]
     ep, etp = _expert_sizes(config, tp, dp * cp)
     changes: dict[str, dict[str, Any]] = {
-        "model": {**_model(config, tp, pp), **_experts(config, tp, ep, etp)},
+        "model": {**_model(config, tp, pp, cp), **_experts(config, tp, ep, etp)},
         "parallel": _parallel(config, tp, pp) | _context(config, cp) | _shared_experts(config, ep, etp),
         "zero": _zero(config, dp),
         "offload": _offload(config),
@@ -96,8 +96,6 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
         notes.append("no biases: the gradient of the keys' bias is rounding alone, and its sign is taken")
     if config.optimizer.optimizer in _ALL_EXACT:
         notes.append(f"{config.optimizer.optimizer} sums exactly: compressed sums depend on the replicas")
-    if cp > 1:
-        changes["model"] |= {"seq_length": 8 * tp * cp} | _heads(changes["model"], tp, cp)
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     if ep != parallel.expert_model_parallel_size:
         notes.append(f"expert parallel size {parallel.expert_model_parallel_size} -> {ep}")
@@ -127,12 +125,6 @@ def _context(config: Config, cp: int) -> dict[str, Any]:
         "cp_comm_type": types,
         "hierarchical_context_parallel_sizes": blocks,
     }
-
-
-def _heads(model: dict[str, Any], tp: int, cp: int) -> dict[str, Any]:
-    """Enough heads for ranks to exchange."""
-    heads = max(model["num_attention_heads"], 2 * tp * cp)
-    return {"num_attention_heads": heads, "hidden_size": heads * _WIDTH_OF_HEAD}
 
 
 def _offload(config: Config) -> dict[str, Any]:
@@ -250,10 +242,12 @@ def _experts(config: Config, tp: int, ep: int, etp: int) -> dict[str, Any]:
     }
 
 
-def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
+def _model(config: Config, tp: int, pp: int, cp: int) -> dict[str, Any]:
     model = config.model
     grouped = model.grouped
     heads = 2 * tp if grouped else tp * (1 if tp > 1 else 2)
+    if cp > 1:  # enough for ranks to exchange
+        heads = max(heads, 2 * tp * cp)
     kinds = "".join(dict.fromkeys(model.layer_kinds or ""))
     shapes = tuple(dict.fromkeys(model.layer_shapes or ()))[:_MOST_SHAPES]
     layers = max(2, pp * chunks_per_stage(config), len(kinds), len(shapes))
@@ -266,7 +260,7 @@ def _model(config: Config, tp: int, pp: int) -> dict[str, Any]:
         "kv_channels": None,
         "hidden_size": heads * _WIDTH_OF_HEAD,
         "ffn_hidden_size": 24 * tp,
-        "seq_length": 8 * tp,
+        "seq_length": 8 * tp * cp,
         "t5_decoder_seq_length": None if model.t5_decoder_seq_length is None else 4 * tp,
         "max_position_embeddings": None,
         **_windows(model),
