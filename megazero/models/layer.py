@@ -51,8 +51,8 @@ def kind_of(model: ModelConfig, number: int) -> str:
 
 def layer_of(number: int, held: Slice, *, causal: bool) -> TransformerLayer:
     """A layer with the parts that the configuration gives it, of the sizes that it gives it."""
-    held = replace(held, config=held.config.at_layer(number))
-    config, placement, parts = held.config, held.placement, held.config.parts_at(number)
+    parts, held = held.config.parts_at(number), replace(held, config=held.config.at_layer(number))
+    config, placement = held.config, held.placement
     mixer = attention_of(number, held, causal=causal) if ATTENTION in parts else None
     if MAMBA in parts:
         mixer = Mamba2(number, config, placement, recompute=held.recompute.again("core_attn"))
