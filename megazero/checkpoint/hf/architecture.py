@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megazero.checkpoint.naming import TensorRule, biased
+from megazero.checkpoint.naming import TensorRule, biased, named_in
 from megazero.config.tree.model import ModelConfig
 
 Json = Mapping[str, Any]
@@ -269,14 +269,10 @@ class Architecture:
         return tuple(kept)
 
     def fused_in(self, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """`fused` of each layer."""
-
-        def name(template: str, number: int) -> str:
-            return template.replace("{i}", str(number)).replace("{i/2}", str(number // 2))
-
-        for number in range(layers):
-            for whole, parts in self.fused:
-                yield name(whole, number), tuple(name(part, number) for part in parts)
+        """`fused` with the numbers of layers; what lies in no layer is there once."""
+        for whole, parts in self.fused:
+            for number in range(layers if "{i" in whole else 1):
+                yield named_in(whole, number), tuple(named_in(part, number) for part in parts)
 
 
 def _is_held(rule: TensorRule, names: Iterable[str]) -> bool:

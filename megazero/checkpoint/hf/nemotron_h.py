@@ -118,11 +118,11 @@ def _complete(config: Json) -> dict[str, Any]:
     out = dict(config)
     kinds = {letter: kind for kind, letter in _LETTERS.items()}
     listed = [kinds[letter] for letter in out.pop(PATTERN)]
-    if not out.pop(_BIASED) and "moe" not in listed:
-        out = {name: value for name, value in out.items() if name not in _EXPERTS}
-    else:
+    del out[_SCORES], out[_BIASED]
+    if "moe" in listed:
         out |= {"n_group": out["n_group"] or 1, "topk_group": out["topk_group"] or 1}
-    del out[_SCORES]
+    else:
+        out = {name: value for name, value in out.items() if name not in _EXPERTS}
     return {**out, _KINDS: listed}
 
 
