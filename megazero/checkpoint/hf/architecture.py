@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megazero.checkpoint.naming import TensorRule, biased, named_in
+from megazero.checkpoint.naming import TensorRule, biased, named_in, qkv_biased
 from megazero.config.tree.model import ModelConfig
 
 Json = Mapping[str, Any]
@@ -93,6 +93,16 @@ def pair(ours: str, theirs: str, dims: str = "h", their_dims: str | None = None)
         return weight, replace(weight, ours=f"{ours}.bias", theirs=f"{theirs}.bias")
     rows, their_rows = dims.rpartition(" ")[0], their_dims.rpartition(" ")[0]
     return weight, TensorRule(f"{ours}.bias", rows, f"{theirs}.bias", their_rows, when=biased)
+
+
+def separate(theirs: str, *names: str) -> tuple[TensorRule, ...]:
+    """Matrices of queries, keys and values, which `theirs` has under these names, and their biases."""
+    slots = slice(0, -2), slice(-2, -1), slice(-1, None)
+    return tuple(
+        replace(rule, take=("s", slot), when=qkv_biased if rule.when is biased else rule.when)
+        for name, slot in zip(names, slots, strict=True)
+        for rule in pair("layers.{i}.attention.qkv", f"{theirs}.{name}", "g s d h", "(g s d) h")
+    )
 
 
 def layers_of(config: Json, default: int) -> int:

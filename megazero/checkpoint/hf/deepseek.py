@@ -13,6 +13,7 @@ from typing import Any
 
 from megazero.checkpoint.hf.architecture import (
     COMMON_LIMITS,
+    UNGROUPED,
     FieldPair,
     Json,
     Limit,
@@ -164,7 +165,7 @@ _LIMITS = (
     NO_DROPS,
     NO_WINDOWS,
     EXPERTS_SOMEWHERE,
-    Limit(lambda m: m.kv_heads == m.num_attention_heads, "there must be no groups of query heads"),
+    UNGROUPED,
     Limit(lambda m: m.qk_pos_emb_head_dim % 2 == 0, "a head must have an even number of rotated channels"),
     Limit(
         lambda m: m.position_embedding_type in ("rope", "yarn", "none"),

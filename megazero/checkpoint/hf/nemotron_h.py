@@ -17,11 +17,11 @@ from megazero.checkpoint.hf.architecture import (
     Json,
     Limit,
     pair,
+    separate,
     without_own_code,
 )
 from megazero.checkpoint.hf.deepseek import groups_scored_by
 from megazero.checkpoint.hf.experts import ALIKE_EXPERTS, CHOSEN, NO_DROPS
-from megazero.checkpoint.hf.llama import KEY, QUERIES, VALUE
 from megazero.checkpoint.hf.state_space import (
     LETTERS,
     LIMITS,
@@ -143,17 +143,7 @@ NEMOTRON_H = Architecture(
         TensorRule("embedding.word.weight", "v h", "backbone.embeddings.weight", "v h"),
         *pair("layers.{i}.input_norm", f"{_LAYER}.norm")[:1],
         *_RULES,
-        *(
-            TensorRule(
-                "layers.{i}.attention.qkv.weight",
-                "g s d h",
-                f"{_MIXER}.{name}.weight",
-                "(g s d) h",
-                take,
-                layer=of_kinds("*"),
-            )
-            for name, take in (("q_proj", QUERIES), ("k_proj", KEY), ("v_proj", VALUE))
-        ),
+        *(replace(rule, layer=of_kinds("*")) for rule in separate(_MIXER, "q_proj", "k_proj", "v_proj")),
         TensorRule(
             "layers.{i}.attention.out.weight", "h a", f"{_MIXER}.o_proj.weight", "h a", layer=of_kinds("*")
         ),
