@@ -20,8 +20,16 @@ from megazero.checkpoint.hf.architecture import (
     separate,
     without_own_code,
 )
-from megazero.checkpoint.hf.deepseek import groups_scored_by
-from megazero.checkpoint.hf.experts import ALIKE_EXPERTS, CHOSEN, NO_DROPS
+from megazero.checkpoint.hf.experts import (
+    ALIKE_EXPERTS,
+    CHOSEN,
+    GROUPS,
+    NO_DROPS,
+    SCALED,
+    SEVERAL_CHOSEN,
+    UNGATED,
+    groups_scored_by,
+)
 from megazero.checkpoint.hf.state_space import (
     LETTERS,
     LIMITS,
@@ -194,16 +202,8 @@ NEMOTRON_H = Architecture(
         replace(CHOSEN, default=1),
         FieldPair("moe_intermediate_size", "moe_ffn_hidden_size", None, int, resolved="expert_ffn_size"),
         FieldPair("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", None, int),
-        FieldPair("n_group", "moe_router_num_groups", None, int),
-        FieldPair("topk_group", "moe_router_group_topk", None, int),
-        FieldPair(
-            "routed_scaling_factor",
-            "moe_router_topk_scaling_factor",
-            None,
-            float,
-            resolved=lambda m: m.moe_router_topk_scaling_factor or 1.0,
-            taken=lambda factor: None if factor == 1 else factor,
-        ),
+        *GROUPS,
+        replace(SCALED, default=None, kind=float),
         FieldPair(_SCORES, "moe_router_score_function", "softmax"),
         FieldPair(_BIASED, "moe_router_enable_expert_bias", False),
     ),
@@ -242,12 +242,12 @@ NEMOTRON_H = Architecture(
                     lambda m: m.moe_router_score_function == "sigmoid",
                     "`moe_router_score_function` must be sigmoid",
                 ),
-                Limit(lambda m: m.moe_router_topk > 1, "a token must be sent to more experts than one"),
+                SEVERAL_CHOSEN,
                 Limit(
                     lambda m: m.moe_shared_expert_intermediate_size is not None,
                     "there must be shared experts where there are others",
                 ),
-                Limit(lambda m: not m.moe_shared_expert_gate, "shared experts must have no gate"),
+                UNGATED,
             ),
         ),
     ),
