@@ -312,17 +312,21 @@ def _link(
         offset[dim], size[dim] = start, stop - start
     box = Box(tuple(offset), tuple(size))
     merged = tuple(tuple(letters.index(letter) for letter in group) for group in groups_of(rule.their_dims))
+    ours, theirs = (named_in(name, number, slot, ends) for name in (rule.ours, rule.theirs))
+    ours, _, kind = ours.partition("/")
+    return Link(Key(ours, kind or WEIGHT), shape, box, theirs, merged)
 
-    def name(template: str) -> str:
-        marks: dict[str, int | None] = {"{i}": number, "{last}": ends[0], "{x}": slot}
-        if number is not None:
-            marks |= {"{i-1}": number - 1, "{j}": number - ends[1], "{i/2}": number // 2}
-        for mark, value in marks.items():
-            template = template.replace(mark, str(value))
-        return template
 
-    ours, _, kind = name(rule.ours).partition("/")
-    return Link(Key(ours, kind or WEIGHT), shape, box, name(rule.theirs), merged)
+def named_in(
+    template: str, number: int | None, slot: int | None = None, ends: tuple[int, int] = (0, 0)
+) -> str:
+    """A rule's name in layer `number`, expert `slot`; `ends` are the last layer and the first decoder's."""
+    marks: dict[str, int | None] = {"{i}": number, "{last}": ends[0], "{x}": slot}
+    if number is not None:
+        marks |= {"{i-1}": number - 1, "{j}": number - ends[1], "{i/2}": number // 2}
+    for mark, value in marks.items():
+        template = template.replace(mark, str(value))
+    return template
 
 
 def groups_of(dims: str) -> tuple[tuple[str, ...], ...]:

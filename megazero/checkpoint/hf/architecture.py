@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megazero.checkpoint.naming import TensorRule, biased
+from megazero.checkpoint.naming import TensorRule, biased, named_in, qkv_biased
 from megazero.config.tree.model import ModelConfig
 
 Json = Mapping[str, Any]
@@ -93,6 +93,16 @@ def pair(ours: str, theirs: str, dims: str = "h", their_dims: str | None = None)
         return weight, replace(weight, ours=f"{ours}.bias", theirs=f"{theirs}.bias")
     rows, their_rows = dims.rpartition(" ")[0], their_dims.rpartition(" ")[0]
     return weight, TensorRule(f"{ours}.bias", rows, f"{theirs}.bias", their_rows, when=biased)
+
+
+def separate(theirs: str, *names: str) -> tuple[TensorRule, ...]:
+    """Matrices of queries, keys and values, which `theirs` has under these names, and their biases."""
+    slots = slice(0, -2), slice(-2, -1), slice(-1, None)
+    return tuple(
+        replace(rule, take=("s", slot), when=qkv_biased if rule.when is biased else rule.when)
+        for name, slot in zip(names, slots, strict=True)
+        for rule in pair("layers.{i}.attention.qkv", f"{theirs}.{name}", "g s d h", "(g s d) h")
+    )
 
 
 def layers_of(config: Json, default: int) -> int:
@@ -269,14 +279,10 @@ class Architecture:
         return tuple(kept)
 
     def fused_in(self, layers: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """`fused` of each layer."""
-
-        def name(template: str, number: int) -> str:
-            return template.replace("{i}", str(number)).replace("{i/2}", str(number // 2))
-
-        for number in range(layers):
-            for whole, parts in self.fused:
-                yield name(whole, number), tuple(name(part, number) for part in parts)
+        """`fused` with the numbers of layers; what lies in no layer is there once."""
+        for whole, parts in self.fused:
+            for number in range(layers if "{i" in whole else 1):
+                yield named_in(whole, number), tuple(named_in(part, number) for part in parts)
 
 
 def _is_held(rule: TensorRule, names: Iterable[str]) -> bool:

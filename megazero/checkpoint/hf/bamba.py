@@ -15,19 +15,16 @@ from megazero.checkpoint.hf.llama import LLAMA, UNBIASED_SETTINGS, rules_with, w
 from megazero.checkpoint.hf.neox import EVEN_SHARE, PARTIAL, SCALINGS, SHARE, rotated
 from megazero.checkpoint.hf.rope import with_rope_parameters
 from megazero.checkpoint.hf.state_space import (
-    EXPANDED,
+    EXPANDED_LIMITS,
     LEAST_STEP,
     LETTERS,
-    LIMITS,
     OURS_FIXED,
     PATTERN,
-    STEP_LIMITS,
-    check_expansion,
-    least_step,
+    complete_mixers,
     mixer,
     of_kinds,
+    plain_mixers,
     shape,
-    with_limits,
 )
 from megazero.checkpoint.hf.windows import NO_WINDOWS
 from megazero.checkpoint.naming import TensorRule
@@ -35,12 +32,8 @@ from megazero.config.tree.model import ModelConfig
 
 _LAYER = "model.layers.{i/2}"
 _RULES, _FUSED = mixer(f"{_LAYER}.mamba")
-_LAYERS, _ATTENTION, _EXPAND, _WIDTH = (
-    "num_hidden_layers",
-    "attn_layer_indices",
-    "mamba_expand",
-    "mamba_d_head",
-)
+_LAYERS, _ATTENTION = "num_hidden_layers", "attn_layer_indices"
+_EXPAND, _HEADS, _WIDTH = _MIXER = ("mamba_expand", "mamba_n_heads", "mamba_d_head")
 _SHARE = 0.5
 _NAMES = MappingProxyType({"attention.": "*", "mlp.": "-"})
 
@@ -70,33 +63,22 @@ def plain(config: Json) -> dict[str, Any]:
     if not isinstance(attention, list) or not all(type(n) is int and 0 <= n < layers for n in attention):
         raise ValueError(f"`{_ATTENTION}` must list layers from 0 to {layers - 1}, but is {attention!r:.100}")
     if out.get(_WIDTH, "auto") == "auto":
-        sizes = out.get(_EXPAND, 2), out.get("hidden_size", 4096), out.get("mamba_n_heads", 128)
+        sizes = out.get(_EXPAND, 2), out.get("hidden_size", 4096), out.get(_HEADS, 128)
         if not all(type(size) is int and size > 0 for size in sizes):
             raise ValueError(f"`{_WIDTH}` must be a number where it does not follow from others")
         out[_WIDTH] = sizes[0] * sizes[1] // sizes[2]
-    check_expansion(
-        out,
-        expand=(_EXPAND, 2),
-        hidden=("hidden_size", 4096),
-        heads=("mamba_n_heads", 128),
-        width=(_WIDTH, 64),
-    )
     letters = ("*-" if number in attention else "M-" for number in range(layers))
-    out |= {_LAYERS: layers, PATTERN: "".join(letters), STEP_LIMITS: least_step(out)}
+    out = {**plain_mixers(out, *_MIXER), _LAYERS: layers, PATTERN: "".join(letters)}
     return rotated(out, _SHARE)
 
 
 def _complete(config: Json) -> dict[str, Any]:
-    out = with_rope_parameters(with_limits(config))
+    out = with_rope_parameters(complete_mixers(config, *_MIXER))
     share, letters = out.pop(SHARE), out.pop(PATTERN)
     for field in SCALINGS:
         if field in out:
             out[field] = {**out[field], PARTIAL: share}
-    return {
-        **out,
-        _ATTENTION: [number for number, letter in enumerate(letters[::2]) if letter == "*"],
-        _EXPAND: out["mamba_n_heads"] * out[_WIDTH] // out["hidden_size"],
-    }
+    return {**out, _ATTENTION: [number for number, letter in enumerate(letters[::2]) if letter == "*"]}
 
 
 def _in_pairs(model: ModelConfig) -> bool:
@@ -137,7 +119,7 @@ BAMBA = replace(
         ),
         FieldPair(SHARE, "rotary_percent", _SHARE),
         *with_defaults(
-            shape("mamba_n_heads", _WIDTH, "mamba_d_state", "mamba_n_groups"),
+            shape(_HEADS, _WIDTH, "mamba_d_state", "mamba_n_groups"),
             mamba_d_state=256,
             mamba_n_groups=1,
         ),
@@ -157,11 +139,10 @@ BAMBA = replace(
         ("add_qkv_bias", False),
     ),
     limits=(
-        *LIMITS,
+        *EXPANDED_LIMITS,
         NO_WINDOWS,
         PLAIN_HEADS,
         EVEN_SHARE,
-        EXPANDED,
         Limit(lambda m: not m.num_experts, "there must be no experts"),
         Limit(_in_pairs, "the pattern must be of M- and *-, a mixer or attention and then an MLP"),
     ),

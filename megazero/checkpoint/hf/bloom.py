@@ -10,15 +10,13 @@ from dataclasses import replace
 from megazero.checkpoint.hf.architecture import (
     DENSE_LIMITS,
     PLAIN_EMBEDDING,
-    PLAIN_HEADS,
     TIED,
-    UNGROUPED,
     Architecture,
     FieldPair,
     Limit,
     pair,
 )
-from megazero.checkpoint.hf.windows import NO_WINDOWS
+from megazero.checkpoint.hf.windows import PLAIN_ATTENTION
 from megazero.checkpoint.naming import TensorRule, untied
 
 _WORDS, _HEAD = "transformer.word_embeddings.weight", "lm_head.weight"
@@ -68,9 +66,7 @@ BLOOM = Architecture(
     ),
     limits=(
         *(limit for limit in DENSE_LIMITS if limit is not PLAIN_EMBEDDING),
-        NO_WINDOWS,
-        UNGROUPED,
-        PLAIN_HEADS,
+        *PLAIN_ATTENTION,
         Limit(lambda m: m.ffn_size == 4 * m.hidden_size, "the MLP must be four times as wide as the model"),
     ),
 )

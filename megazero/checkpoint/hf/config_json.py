@@ -307,7 +307,8 @@ def objections(architecture: Architecture, model: ModelConfig) -> list[str]:
         if field not in architecture.named
     ]
     reasons = [
-        f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, but is {getattr(model, field)}"
+        f"`{field}` must be {' or '.join(dict.fromkeys(map(str, values)))}, "
+        f"but is {getattr(model, field)!s:.100}"
         for field, values in allowed
         if getattr(model, field) not in values
     ]

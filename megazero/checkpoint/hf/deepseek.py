@@ -13,6 +13,7 @@ from typing import Any
 
 from megazero.checkpoint.hf.architecture import (
     COMMON_LIMITS,
+    UNGROUPED,
     FieldPair,
     Json,
     Limit,
@@ -22,9 +23,14 @@ from megazero.checkpoint.hf.architecture import (
 from megazero.checkpoint.hf.experts import (
     ALIKE_EXPERTS,
     CHOSEN,
+    GROUPS,
     NO_DROPS,
     OURS_FIXED,
+    SCALED,
+    SEVERAL_CHOSEN,
+    UNGATED,
     expert_rules,
+    groups_scored_by,
     number_of_experts,
     shared_rules,
 )
@@ -148,23 +154,13 @@ def _first_with_experts(model: ModelConfig) -> int:
     return next((number for number in numbers if experts_of(model, number)), model.num_layers)
 
 
-def groups_scored_by(best: int) -> Limit:
-    """The condition that a group is scored by so many of its experts."""
-    return Limit(
-        lambda m: (
-            (m.moe_router_num_groups or 1) == 1 or m.moe_router_topk // (m.moe_router_group_topk or 1) == best
-        ),
-        f"a token must be sent to {best} experts of each group that it chooses, or there must be no groups",
-    )
-
-
 _LIMITS = (
     *COMMON_LIMITS,
     *ALIKE_EXPERTS,
     NO_DROPS,
     NO_WINDOWS,
     EXPERTS_SOMEWHERE,
-    Limit(lambda m: m.kv_heads == m.num_attention_heads, "there must be no groups of query heads"),
+    UNGROUPED,
     Limit(lambda m: m.qk_pos_emb_head_dim % 2 == 0, "a head must have an even number of rotated channels"),
     Limit(
         lambda m: m.position_embedding_type in ("rope", "yarn", "none"),
@@ -186,7 +182,7 @@ _LIMITS = (
         lambda m: (m.moe_shared_expert_intermediate_size or 1) % m.expert_ffn_size == 0,
         "there must be shared experts, each as wide as the others",
     ),
-    Limit(lambda m: not m.moe_shared_expert_gate, "shared experts must have no gate"),
+    UNGATED,
 )
 
 DEEPSEEK_V3 = replace(
@@ -221,15 +217,8 @@ DEEPSEEK_V3 = replace(
             int,
             resolved=lambda m: (m.moe_shared_expert_intermediate_size or 0) // m.expert_ffn_size,
         ),
-        FieldPair(_GROUPS, "moe_router_num_groups", None, int),
-        FieldPair(_CHOSEN_GROUPS, "moe_router_group_topk", None, int),
-        FieldPair(
-            "routed_scaling_factor",
-            "moe_router_topk_scaling_factor",
-            2.5,
-            resolved=lambda m: m.moe_router_topk_scaling_factor or 1.0,
-            taken=lambda factor: None if factor == 1 else factor,
-        ),
+        *GROUPS,
+        SCALED,
     ),
     fixed=(
         ("attention_bias", False),
@@ -244,11 +233,7 @@ DEEPSEEK_V3 = replace(
         ("moe_router_score_function", "sigmoid"),
     ),
     implied=(*LLAMA.implied, ("position_embedding_type", "rope"), ("moe_router_enable_expert_bias", True)),
-    limits=(
-        *_LIMITS,
-        groups_scored_by(2),
-        Limit(lambda m: m.moe_router_topk > 1, "a token must be sent to more experts than one"),
-    ),
+    limits=(*_LIMITS, groups_scored_by(2), SEVERAL_CHOSEN),
     plain=plain_v3,
     complete=_complete_v3,
 )

@@ -11,15 +11,14 @@ from dataclasses import replace
 
 from megazero.checkpoint.hf.architecture import (
     DENSE_LIMITS,
-    PLAIN_HEADS,
-    UNGROUPED,
     Architecture,
     FieldPair,
     Limit,
     TensorLike,
     pair,
+    separate,
 )
-from megazero.checkpoint.hf.windows import NO_WINDOWS
+from megazero.checkpoint.hf.windows import PLAIN_ATTENTION
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree.model import ModelConfig
 
@@ -30,11 +29,6 @@ _TYPES = "bert.embeddings.token_type_embeddings.weight"
 _BIAS = "cls.predictions.bias"
 _HEAD = "cls.predictions.decoder"
 _BINARY = "cls.seq_relationship"
-_SLOTS = (
-    ("query", ("s", slice(0, -2))),
-    ("key", ("s", slice(-2, -1))),
-    ("value", ("s", slice(-1, None))),
-)
 _GELUS = (("gelu", "gelu_exact"), ("gelu_new", "gelu"), ("gelu_pytorch_tanh", "gelu"))
 
 
@@ -52,26 +46,7 @@ EMBEDDING = (
     TensorRule("embedding.token_type.weight", "t h", _TYPES, "t h", when=_with_types),
 )
 LINEAR = (
-    *(
-        rule
-        for name, take in _SLOTS
-        for rule in (
-            TensorRule(
-                f"{_OURS}.attention.qkv.weight",
-                "g s d h",
-                f"{LAYER}.attention.self.{name}.weight",
-                "(g s d) h",
-                take,
-            ),
-            TensorRule(
-                f"{_OURS}.attention.qkv.bias",
-                "g s d",
-                f"{LAYER}.attention.self.{name}.bias",
-                "(g s d)",
-                take,
-            ),
-        )
-    ),
+    *separate(f"{LAYER}.attention.self", "query", "key", "value"),
     *pair(f"{_OURS}.attention.out", f"{LAYER}.attention.output.dense", "h a"),
     *pair(f"{_OURS}.mlp.up", f"{LAYER}.intermediate.dense", "f h"),
     *pair(f"{_OURS}.mlp.down", f"{LAYER}.output.dense", "h f"),
@@ -122,12 +97,7 @@ OURS_FIXED = (
     ("normalization", "LayerNorm"),
     ("add_bias_linear", True),
 )
-TRUNK_LIMITS = (
-    *DENSE_LIMITS,
-    NO_WINDOWS,
-    UNGROUPED,
-    PLAIN_HEADS,
-)
+TRUNK_LIMITS = (*DENSE_LIMITS, *PLAIN_ATTENTION)
 LIMITS = (
     *TRUNK_LIMITS,
     Limit(

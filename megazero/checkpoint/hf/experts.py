@@ -58,6 +58,30 @@ OVER_CHOSEN = FieldPair(
     "norm_topk_prob", "moe_router_pre_softmax", False, words=((True, False), (False, True))
 )
 """Whether the weights of those that it chose add up to 1."""
+GROUPS = (
+    FieldPair("n_group", "moe_router_num_groups", None, int),
+    FieldPair("topk_group", "moe_router_group_topk", None, int),
+)
+"""Groups of experts, and how many of them a token chooses."""
+SCALED = FieldPair(
+    "routed_scaling_factor",
+    "moe_router_topk_scaling_factor",
+    2.5,
+    resolved=lambda m: m.moe_router_topk_scaling_factor or 1.0,
+    taken=lambda factor: None if factor == 1 else factor,
+)
+SEVERAL_CHOSEN = Limit(lambda m: m.moe_router_topk > 1, "a token must be sent to more experts than one")
+UNGATED = Limit(lambda m: not m.moe_shared_expert_gate, "shared experts must have no gate")
+
+
+def groups_scored_by(best: int) -> Limit:
+    """The condition that a group is scored by so many of its experts."""
+    return Limit(
+        lambda m: (
+            (m.moe_router_num_groups or 1) == 1 or m.moe_router_topk // (m.moe_router_group_topk or 1) == best
+        ),
+        f"a token must be sent to {best} experts of each group that it chooses, or there must be no groups",
+    )
 
 
 def width_of_experts(default: int) -> FieldPair:

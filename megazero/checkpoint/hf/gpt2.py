@@ -10,14 +10,12 @@ from dataclasses import replace
 from megazero.checkpoint.hf.architecture import (
     DENSE_LIMITS,
     GELUS,
-    PLAIN_HEADS,
     TIED,
-    UNGROUPED,
     Architecture,
     FieldPair,
     pair,
 )
-from megazero.checkpoint.hf.windows import NO_WINDOWS
+from megazero.checkpoint.hf.windows import PLAIN_ATTENTION
 from megazero.checkpoint.naming import TensorRule, untied
 
 _WORDS = "transformer.wte.weight"
@@ -76,5 +74,5 @@ GPT2 = Architecture(
         ("add_bias_linear", True),
         ("apply_residual_connection_post_layernorm", False),
     ),
-    limits=(*DENSE_LIMITS, NO_WINDOWS, UNGROUPED, PLAIN_HEADS),
+    limits=(*DENSE_LIMITS, *PLAIN_ATTENTION),
 )

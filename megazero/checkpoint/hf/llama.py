@@ -8,42 +8,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import DENSE_LIMITS, TIED, Architecture, FieldPair, Limit
+from megazero.checkpoint.hf.architecture import (
+    DENSE_LIMITS,
+    TIED,
+    Architecture,
+    FieldPair,
+    Limit,
+    pair,
+    separate,
+)
 from megazero.checkpoint.hf.rope import ROPE_SETTINGS, plain_rope, with_rope_parameters
 from megazero.checkpoint.hf.windows import NO_WINDOWS
-from megazero.checkpoint.naming import TensorRule, biased, qkv_biased, untied
+from megazero.checkpoint.naming import TensorRule, biased, untied
 
 _WORDS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 LAYER = "model.layers.{i}"
-QUERIES, KEY, VALUE = ("s", slice(0, -2)), ("s", slice(-2, -1)), ("s", slice(-1, None))
 GATE, UP = ("c", slice(0, 1)), ("c", slice(1, 2))
 
 _EMBEDDING = (TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),)
 _ATTENTION = (
-    *(
-        rule
-        for name, take in (("q_proj", QUERIES), ("k_proj", KEY), ("v_proj", VALUE))
-        for rule in (
-            TensorRule(
-                "layers.{i}.attention.qkv.weight",
-                "g s d h",
-                f"{LAYER}.self_attn.{name}.weight",
-                "(g s d) h",
-                take,
-            ),
-            TensorRule(
-                "layers.{i}.attention.qkv.bias",
-                "g s d",
-                f"{LAYER}.self_attn.{name}.bias",
-                "(g s d)",
-                take,
-                qkv_biased,
-            ),
-        )
-    ),
-    TensorRule("layers.{i}.attention.out.weight", "h a", f"{LAYER}.self_attn.o_proj.weight", "h a"),
-    TensorRule("layers.{i}.attention.out.bias", "h", f"{LAYER}.self_attn.o_proj.bias", "h", when=biased),
+    *separate(f"{LAYER}.self_attn", "q_proj", "k_proj", "v_proj"),
+    *pair("layers.{i}.attention.out", f"{LAYER}.self_attn.o_proj", "h a"),
 )
 HEAD_NORMS = tuple(
     TensorRule(f"layers.{{i}}.attention.{name}.weight", "d", f"{LAYER}.self_attn.{name}.weight", "d")
@@ -64,8 +50,7 @@ MLP = (
             TensorRule("layers.{i}.mlp.up.bias", "c f", f"{LAYER}.mlp.{name}.bias", "(c f)", take, biased),
         )
     ),
-    TensorRule("layers.{i}.mlp.down.weight", "h f", f"{LAYER}.mlp.down_proj.weight", "h f"),
-    TensorRule("layers.{i}.mlp.down.bias", "h", f"{LAYER}.mlp.down_proj.bias", "h", when=biased),
+    *pair("layers.{i}.mlp.down", f"{LAYER}.mlp.down_proj", "h f"),
 )
 _END = (
     TensorRule("final_norm.weight", "h", "model.norm.weight", "h"),

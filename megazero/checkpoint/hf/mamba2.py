@@ -14,18 +14,15 @@ from megazero.checkpoint.hf.architecture import (
     pair,
 )
 from megazero.checkpoint.hf.state_space import (
-    EXPANDED,
+    EXPANDED_LIMITS,
     LEAST_STEP,
     LETTERS,
-    LIMITS,
     OURS_FIXED,
     PATTERN,
-    STEP_LIMITS,
-    check_expansion,
-    least_step,
+    complete_mixers,
     mixer,
+    plain_mixers,
     shape,
-    with_limits,
 )
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree.model import ModelConfig
@@ -33,7 +30,7 @@ from megazero.config.tree.model import ModelConfig
 _WORDS, _HEAD = "backbone.embeddings.weight", "lm_head.weight"
 _LAYER = "backbone.layers.{i}"
 _RULES, _FUSED = mixer(f"{_LAYER}.mixer")
-_EXPAND = "expand"
+_NAMES = ("expand", "num_heads", "head_dim")
 
 
 def plain(config: Json) -> dict[str, Any]:
@@ -42,21 +39,14 @@ def plain(config: Json) -> dict[str, Any]:
     Raises:
         ValueError: steps are cut short, a number of layers cannot be, or a mixer is not as wide as its heads.
     """
-    check_expansion(
-        config,
-        expand=(_EXPAND, 2),
-        hidden=("hidden_size", 4096),
-        heads=("num_heads", 128),
-        width=("head_dim", 64),
-    )
     layers = layers_of(config, 64)
-    return {**config, "num_hidden_layers": layers, PATTERN: "M" * layers, STEP_LIMITS: least_step(config)}
+    return {**plain_mixers(config, *_NAMES), "num_hidden_layers": layers, PATTERN: "M" * layers}
 
 
 def _complete(config: Json) -> dict[str, Any]:
-    out = with_limits(config)
+    out = complete_mixers(config, *_NAMES)
     del out[PATTERN]
-    return {**out, _EXPAND: out["num_heads"] * out["head_dim"] // out["hidden_size"]}
+    return out
 
 
 def _mixers_alone(model: ModelConfig) -> bool:
@@ -83,7 +73,7 @@ MAMBA2 = Architecture(
         FieldPair("num_hidden_layers", "num_layers", 64),
         FieldPair("hidden_size", "hidden_size", 4096),
         LETTERS,
-        *shape("num_heads", "head_dim", "state_size", "n_groups"),
+        *shape(*_NAMES[1:], "state_size", "n_groups"),
         LEAST_STEP,
         FieldPair("layer_norm_epsilon", "norm_epsilon", 1e-5),
         FieldPair("residual_in_fp32", "fp32_residual_connection", True),
@@ -100,7 +90,7 @@ MAMBA2 = Architecture(
         ("hidden_dropout", 0.0),
         ("attention_dropout", 0.0),
     ),
-    limits=(*LIMITS, EXPANDED, Limit(_mixers_alone, "all layers must be Mamba-2")),
+    limits=(*EXPANDED_LIMITS, Limit(_mixers_alone, "all layers must be Mamba-2")),
     plain=plain,
     complete=_complete,
 )

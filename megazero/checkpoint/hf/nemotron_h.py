@@ -17,11 +17,19 @@ from megazero.checkpoint.hf.architecture import (
     Json,
     Limit,
     pair,
+    separate,
     without_own_code,
 )
-from megazero.checkpoint.hf.deepseek import groups_scored_by
-from megazero.checkpoint.hf.experts import ALIKE_EXPERTS, CHOSEN, NO_DROPS
-from megazero.checkpoint.hf.llama import KEY, QUERIES, VALUE
+from megazero.checkpoint.hf.experts import (
+    ALIKE_EXPERTS,
+    CHOSEN,
+    GROUPS,
+    NO_DROPS,
+    SCALED,
+    SEVERAL_CHOSEN,
+    UNGATED,
+    groups_scored_by,
+)
 from megazero.checkpoint.hf.state_space import (
     LETTERS,
     LIMITS,
@@ -118,11 +126,11 @@ def _complete(config: Json) -> dict[str, Any]:
     out = dict(config)
     kinds = {letter: kind for kind, letter in _LETTERS.items()}
     listed = [kinds[letter] for letter in out.pop(PATTERN)]
-    if not out.pop(_BIASED) and "moe" not in listed:
-        out = {name: value for name, value in out.items() if name not in _EXPERTS}
-    else:
+    del out[_SCORES], out[_BIASED]
+    if "moe" in listed:
         out |= {"n_group": out["n_group"] or 1, "topk_group": out["topk_group"] or 1}
-    del out[_SCORES]
+    else:
+        out = {name: value for name, value in out.items() if name not in _EXPERTS}
     return {**out, _KINDS: listed}
 
 
@@ -143,17 +151,7 @@ NEMOTRON_H = Architecture(
         TensorRule("embedding.word.weight", "v h", "backbone.embeddings.weight", "v h"),
         *pair("layers.{i}.input_norm", f"{_LAYER}.norm")[:1],
         *_RULES,
-        *(
-            TensorRule(
-                "layers.{i}.attention.qkv.weight",
-                "g s d h",
-                f"{_MIXER}.{name}.weight",
-                "(g s d) h",
-                take,
-                layer=of_kinds("*"),
-            )
-            for name, take in (("q_proj", QUERIES), ("k_proj", KEY), ("v_proj", VALUE))
-        ),
+        *(replace(rule, layer=of_kinds("*")) for rule in separate(_MIXER, "q_proj", "k_proj", "v_proj")),
         TensorRule(
             "layers.{i}.attention.out.weight", "h a", f"{_MIXER}.o_proj.weight", "h a", layer=of_kinds("*")
         ),
@@ -204,16 +202,8 @@ NEMOTRON_H = Architecture(
         replace(CHOSEN, default=1),
         FieldPair("moe_intermediate_size", "moe_ffn_hidden_size", None, int, resolved="expert_ffn_size"),
         FieldPair("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", None, int),
-        FieldPair("n_group", "moe_router_num_groups", None, int),
-        FieldPair("topk_group", "moe_router_group_topk", None, int),
-        FieldPair(
-            "routed_scaling_factor",
-            "moe_router_topk_scaling_factor",
-            None,
-            float,
-            resolved=lambda m: m.moe_router_topk_scaling_factor or 1.0,
-            taken=lambda factor: None if factor == 1 else factor,
-        ),
+        *GROUPS,
+        replace(SCALED, default=None, kind=float),
         FieldPair(_SCORES, "moe_router_score_function", "softmax"),
         FieldPair(_BIASED, "moe_router_enable_expert_bias", False),
     ),
@@ -252,12 +242,12 @@ NEMOTRON_H = Architecture(
                     lambda m: m.moe_router_score_function == "sigmoid",
                     "`moe_router_score_function` must be sigmoid",
                 ),
-                Limit(lambda m: m.moe_router_topk > 1, "a token must be sent to more experts than one"),
+                SEVERAL_CHOSEN,
                 Limit(
                     lambda m: m.moe_shared_expert_intermediate_size is not None,
                     "there must be shared experts where there are others",
                 ),
-                Limit(lambda m: not m.moe_shared_expert_gate, "shared experts must have no gate"),
+                UNGATED,
             ),
         ),
     ),

@@ -12,16 +12,15 @@ from typing import Any
 from megazero.checkpoint.hf.architecture import (
     DENSE_LIMITS,
     GELUS,
-    PLAIN_HEADS,
     TIED,
-    UNGROUPED,
     Architecture,
     FieldPair,
     Json,
     pair,
+    separate,
 )
-from megazero.checkpoint.hf.llama import BIASES_ALIKE, KEY, QUERIES, VALUE
-from megazero.checkpoint.hf.windows import NO_WINDOWS
+from megazero.checkpoint.hf.llama import BIASES_ALIKE
+from megazero.checkpoint.hf.windows import PLAIN_ATTENTION
 from megazero.checkpoint.naming import TensorRule, untied
 
 _MODEL = "model.decoder"
@@ -57,11 +56,7 @@ OPT = Architecture(
         TensorRule("embedding.word.weight", "v h", _WORDS, "v h"),
         TensorRule("embedding.position.weight", "p h", _OURS, "p h"),
         *pair("layers.{i}.input_norm", f"{_LAYER}.self_attn_layer_norm"),
-        *(
-            replace(rule, take=take)
-            for name, take in (("q_proj", QUERIES), ("k_proj", KEY), ("v_proj", VALUE))
-            for rule in pair("layers.{i}.attention.qkv", f"{_LAYER}.self_attn.{name}", "g s d h", "(g s d) h")
-        ),
+        *separate(f"{_LAYER}.self_attn", "q_proj", "k_proj", "v_proj"),
         *pair("layers.{i}.attention.out", f"{_LAYER}.self_attn.out_proj", "h a"),
         *pair("layers.{i}.mlp_norm", f"{_LAYER}.final_layer_norm"),
         *pair("layers.{i}.mlp.up", f"{_LAYER}.fc1", "f h"),
@@ -98,6 +93,6 @@ OPT = Architecture(
         ("norm_epsilon", 1e-5),
         ("apply_residual_connection_post_layernorm", False),
     ),
-    limits=(*DENSE_LIMITS, NO_WINDOWS, UNGROUPED, PLAIN_HEADS, BIASES_ALIKE),
+    limits=(*DENSE_LIMITS, *PLAIN_ATTENTION, BIASES_ALIKE),
     plain=plain,
 )

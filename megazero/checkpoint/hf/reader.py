@@ -45,13 +45,12 @@ class HFReader(Source):
         self.folder = Path(folder)
         self.description = Description.read(self.folder)
         self._tensors = TensorFolder(self.folder)
-        self.remarks: tuple[str, ...] = ()
         try:
             # Checked before a table of them is made: a hostile config.json may name billions of layers.
             layers, tensors = self.description.model.num_layers, len(self._tensors.tensors)
             if layers > tensors:
                 raise self._misfit(f"{layers} layers cannot be in {tensors} tensors")
-            present = self._named_as_today()
+            present, self.remarks = self._named_as_today()
             self.description = self.description.given(present)
             rules = self.description.architecture.rules_for(present)
             self._check_experts(rules, tensors)
@@ -141,16 +140,11 @@ class HFReader(Source):
         if any("{x}" in rule.theirs for rule in rules) and experts > tensors:
             raise self._misfit(f"{experts} experts cannot be in {tensors} tensors")
 
-    @property
-    def _blank(self) -> Mapping[str, Link]:
-        """Tensors of theirs that ours does without, by name."""
-        return self._table(self.description.architecture.blank).by_theirs
-
     def _table(self, rules: Iterable[TensorRule]) -> Table:
         return Table.of(rules, self.description.model, self.description.vocab_size)
 
-    def _named_as_today(self) -> dict[str, Stored]:
-        """The stored tensors by the names that the architecture gives them, without what is ignored there."""
+    def _named_as_today(self) -> tuple[dict[str, Stored], tuple[str, ...]]:
+        """The stored tensors by their names in the architecture, and remarks on what is ignored there."""
         architecture = self.description.architecture
         present = dict(self._tensors.tensors)
         if not any(name.startswith(architecture.prefix) for name in present):  # the bare model was saved
@@ -169,17 +163,18 @@ class HFReader(Source):
                     whole.add(match[0])
                 elif int(match["further"]) >= self.description.model.num_layers:
                     further[int(match["further"])] = match[0][: match.end("further") + 1]
-        self.remarks = tuple(
+        remarks = tuple(
             f"left out layer {number}, which predicts further tokens, as transformers does"
             for number in sorted(further)
         )
         layers = tuple(further.values())
-        return {n: t for n, t in present.items() if n not in whole and not n.startswith(layers)}
+        return {n: t for n, t in present.items() if n not in whole and not n.startswith(layers)}, remarks
 
     def _match(self, present: dict[str, Stored]) -> dict[str, Stored]:
         """The stored tensor behind each name of the table; raises unless exactly these are `present`."""
-        present = self._parted(self._without_copies(present))
-        for name in self._blank:
+        blank = self._table(self.description.architecture.blank).by_theirs  # what ours does without
+        present = self._parted(self._without_copies(present), blank)
+        for name in blank:
             present.pop(name, None)  # zeros, as the architecture has seen, or what nothing reads
         wrong = []
         if missing := self.table.by_theirs.keys() - present.keys():
@@ -195,10 +190,10 @@ class HFReader(Source):
             raise self._misfit("they " + "; ".join(wrong[:8]))
         return present
 
-    def _parted(self, present: dict[str, Stored]) -> dict[str, Stored]:
-        """Cut tensors that are several of the table's."""
+    def _parted(self, present: dict[str, Stored], blank: Mapping[str, Link]) -> dict[str, Stored]:
+        """Cut tensors that are several of the table's, or of those without a tensor of ours."""
         model, architecture = self.description.model, self.description.architecture
-        present, table = dict(present), {**self._blank, **self.table.by_theirs}
+        present, table = dict(present), {**blank, **self.table.by_theirs}
         for whole, parts in architecture.fused_in(model.num_layers):
             here = [part for part in parts if part in table]
             rows = [table[part].their_shape[0] for part in here]

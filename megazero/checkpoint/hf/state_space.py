@@ -28,8 +28,12 @@ LIMITS = (
     Limit(lambda m: m.mamba_heads is not None, "there must be Mamba-2 layers"),
     Limit(lambda m: (m.mamba_heads or 0) % m.mamba_num_groups == 0, "groups must have equally many heads"),
 )
-EXPANDED = Limit(
-    lambda m: m.mamba_width % m.hidden_size == 0, "a mixer's channels must be a multiple of the hidden size"
+EXPANDED_LIMITS = (
+    *LIMITS,
+    Limit(
+        lambda m: m.mamba_width % m.hidden_size == 0,
+        "a mixer's channels must be a multiple of the hidden size",
+    ),
 )
 
 
@@ -120,28 +124,6 @@ def least_step(config: Json) -> float:
     return float(least)
 
 
-def check_expansion(config: Json, **assumed: tuple[str, int]) -> None:
-    """Make sure that a mixer is as wide as its heads, as transformers does.
-
-    Args:
-        config: ``config.json``.
-        assumed: `expand`, `hidden`, `heads` and `width`: the name of each, and what it is if it is missing.
-
-    Raises:
-        ValueError: it is not.
-    """
-    sizes = {what: config.get(name, default) for what, (name, default) in assumed.items()}
-    for what, size in sizes.items():
-        if type(size) is not int:
-            raise ValueError(f"`{assumed[what][0]}` must be a number, but is {size!r:.40}")
-    if sizes["expand"] * sizes["hidden"] != sizes["heads"] * sizes["width"]:
-        names = {what: f"`{name}`" for what, (name, _) in assumed.items()}
-        raise ValueError(
-            f"{names['expand']} x {names['hidden']} must be {names['heads']} x {names['width']}, but are "
-            f"{sizes['expand']} x {sizes['hidden']} and {sizes['heads']} x {sizes['width']}"
-        )
-
-
 PATTERN = "hybrid_layer_pattern"
 LETTERS = FieldPair(PATTERN, PATTERN, None, str, resolved="layer_kinds")
 """The letter of each layer, which no ``config.json`` has under this name."""
@@ -150,8 +132,27 @@ LEAST_STEP = FieldPair(STEP_LIMITS, "mamba_min_step", 0.0)
 """The shortest step, as `least_step` gives it."""
 
 
-def with_limits(config: Json) -> dict[str, Any]:
-    """The opposite of `least_step`: `config` with two limits, where they say something."""
-    out = dict(config)
+def plain_mixers(config: Json, expand: str, heads: str, width: str) -> dict[str, Any]:
+    """`config`, which has these names, with `least_step`.
+
+    Raises:
+        ValueError: see there; or a mixer is not as wide as its heads, which transformers refuses too.
+    """
+    names = expand, "hidden_size", heads, width
+    sizes = [config.get(name, default) for name, default in zip(names, (2, 4096, 128, 64), strict=True)]
+    for name, size in zip(names, sizes, strict=True):
+        if type(size) is not int:
+            raise ValueError(f"`{name}` must be a number, but is {size!r:.40}")
+    if sizes[0] * sizes[1] != sizes[2] * sizes[3]:
+        raise ValueError(
+            f"`{expand}` x `hidden_size` must be `{heads}` x `{width}`, but are {sizes[0]} x {sizes[1]} and "
+            f"{sizes[2]} x {sizes[3]}"
+        )
+    return {**config, STEP_LIMITS: least_step(config)}
+
+
+def complete_mixers(config: Json, expand: str, heads: str, width: str) -> dict[str, Any]:
+    """The opposite of `plain_mixers`: `config` with two limits of steps, where they say something."""
+    out = {**config, expand: config[heads] * config[width] // config["hidden_size"]}
     least = out.pop(STEP_LIMITS)
     return {**out, STEP_LIMITS: [least, float("inf")]} if least else out

@@ -7,19 +7,23 @@ or not; newer releases no longer say so, but by whether the decoder's outputs ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import PLAIN_EMBEDDING, Architecture, FieldPair, Json, Limit
-from megazero.checkpoint.naming import Take, TensorRule, untied
+from megazero.checkpoint.hf.architecture import (
+    PLAIN_EMBEDDING,
+    UNGROUPED,
+    Architecture,
+    FieldPair,
+    Json,
+    Limit,
+    separate,
+)
+from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree.model import ModelConfig
 
 _OURS = "layers.{i}"
 _TIED, _SCALED = "tie_word_embeddings", "scale_decoder_outputs"
-_PARTS: tuple[tuple[str, Take], ...] = (
-    ("q", ("s", slice(0, -2))),
-    ("k", ("s", slice(-2, -1))),
-    ("v", ("s", slice(-1, None))),
-)
 _FIRST, _SECOND = ("c", slice(0, 1)), ("c", slice(1, 2))
 
 
@@ -45,17 +49,7 @@ def _layer(theirs: str, mlp: int, layer: Callable[[ModelConfig, int], bool]) -> 
     up = f"{_OURS}.mlp.up.weight"
     return (
         TensorRule(f"{_OURS}.input_norm.weight", "h", f"{theirs}.0.layer_norm.weight", "h", layer=layer),
-        *(
-            TensorRule(
-                f"{_OURS}.attention.qkv.weight",
-                "g s d h",
-                f"{attention}.{name}.weight",
-                "(g s d) h",
-                take,
-                layer=layer,
-            )
-            for name, take in _PARTS
-        ),
+        *(replace(rule, layer=layer) for rule in separate(attention, "q", "k", "v")),
         TensorRule(f"{_OURS}.attention.out.weight", "h a", f"{attention}.o.weight", "h a", layer=layer),
         TensorRule(f"{_OURS}.mlp_norm.weight", "h", f"{theirs}.{mlp}.layer_norm.weight", "h", layer=layer),
         TensorRule(up, "f h", f"{dense}.wi.weight", "f h", when=_is_plain, layer=layer),
@@ -143,10 +137,7 @@ T5_GENERATION = Architecture(
     ),
     limits=(
         PLAIN_EMBEDDING,
-        Limit(
-            lambda m: m.kv_heads == m.num_attention_heads,
-            "each query head must have keys and values of its own",
-        ),
+        UNGROUPED,
         Limit(
             lambda m: m.tells_distances,
             "`relative_attention_num_buckets` must be at least 4, and `relative_attention_max_distance` more "

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megazero.checkpoint.hf.architecture import FieldPair, Json, Limit, layers_of
+from megazero.checkpoint.hf.architecture import PLAIN_HEADS, UNGROUPED, FieldPair, Json, Limit, layers_of
 from megazero.config.tree.attention import is_interval
 from megazero.config.tree.model import ModelConfig
 
@@ -18,6 +18,7 @@ PATTERN = "sliding_window_pattern"
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 NO_WINDOWS = Limit(lambda m: not m.has_windows, "all tokens must see all earlier ones, without `window_size`")
+PLAIN_ATTENTION = (NO_WINDOWS, UNGROUPED, PLAIN_HEADS)
 
 
 def _alike(model: ModelConfig) -> bool:

@@ -166,9 +166,9 @@ def write_hf(
     small = {CONFIG: _json(config), **dict(extras.files)}
     if architecture.auto == GENERATING:
         small[GENERATION] = _json(extras.tokens.as_json())
-    if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
-        raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
     try:
+        if os.path.lexists(out) and (not out.is_dir() or os.listdir(out)):
+            raise CheckpointError(f"`{out}` must be new or an empty folder, but is neither; name another")
         files = appear(disk, out, lambda aside: tuple(export.write(disk, aside, small)))
     except OSError as error:
         raise CheckpointError(f"`{out}` must be written, but cannot be: {error}") from error

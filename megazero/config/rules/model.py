@@ -126,10 +126,18 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, min(number, _LARGEST_AXIS) + 1) if number % size == 0]
 
 
+def _over_ranks(heads: int, case: Case) -> bool:
+    ranks = case.config.parallel.tensor_model_parallel_size
+    return heads % ranks == 0 or not case.config.model.layers_of("*")
+
+
 def _fitting_layouts(case: Case) -> str:
     """The tensor x pipeline x data parallel layouts that these ranks and this model allow, nearest first."""
     model, parallel = case.config.model, case.config.parallel
     world, context = case.world_size or 1, parallel.context_parallel_size
+    shapes = model.layer_shapes or (model.layer_size,)
+    heads = (model.num_attention_heads, *(shape.groups for shape in shapes)) if model.layers_of("*") else ()
+    counts = (*heads, *(shape.width for shape in shapes))
     most_stages = max(1, model.num_layers // chunks_per_stage(case.config))
     fits = [
         (tensor, stages, world // (tensor * stages * context))
@@ -137,8 +145,7 @@ def _fitting_layouts(case: Case) -> str:
         for stages in _divisors(world // tensor)
         if stages <= most_stages
         and world % (tensor * stages * context) == 0
-        and model.num_attention_heads % tensor == 0
-        and all(s.groups % tensor == s.width % tensor == 0 for s in model.layer_shapes or (model.layer_size,))
+        and all(count % tensor == 0 for count in counts)
     ]
 
     def distance(layout: tuple[int, int, int]) -> float:
@@ -171,17 +178,14 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         ("model.num_attention_heads", "parallel.tensor_model_parallel_size"),
         "`num_attention_heads` must be a multiple of `tensor_model_parallel_size`",
         "change one of the two",
-        lambda c: c.config.model.num_attention_heads % c.config.parallel.tensor_model_parallel_size == 0,
+        lambda c: _over_ranks(c.config.model.num_attention_heads, c),
     ),
     Rule(
         "query_groups_over_tensor_ranks",
         ("model.num_query_groups", "parallel.tensor_model_parallel_size"),
         "`num_query_groups` must be a multiple of `tensor_model_parallel_size`",
         "use more query groups or fewer tensor-parallel ranks",
-        lambda c: (
-            c.config.model.num_query_groups is None
-            or c.config.model.num_query_groups % c.config.parallel.tensor_model_parallel_size == 0
-        ),
+        lambda c: _over_ranks(c.config.model.num_query_groups or 0, c),
     ),
     Rule(
         "ffn_over_tensor_ranks",

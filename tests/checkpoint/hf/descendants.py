@@ -330,7 +330,7 @@ SAMPLES: Mapping[str, Sample] = {
         of(
             HYBRID,
             {"mamba_num_heads": 8, "mamba_head_dim": 9, "mamba_min_step": 0.0, "num_query_groups": None},
-            {"hybrid_layer_pattern": "MM", "kv_channels": None},
+            {"hybrid_layer_pattern": "MM", "kv_channels": None, "num_attention_heads": 1},
         ),
     ),
     "mamba2-shortest-step": Sample(

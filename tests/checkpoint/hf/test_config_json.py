@@ -317,6 +317,17 @@ def test_reasons_that_another_architecture_has_too_are_left_out():
     )
 
 
+def test_the_sizes_of_many_layers_are_cut_short_in_a_refusal():
+    sizes = {"attention": {"num_query_groups": 4}, "mlp": {"ffn_hidden_size": 48}}
+    text = json.dumps({"block_configs": [sizes] * 80})
+    changed = {"num_layers": 80, "heterogeneous_layers_config_encoded_json": text}
+    with pytest.raises(CheckpointError) as refusal:
+        architecture_of(LLAMA.model_copy(update=changed))
+    said = str(refusal.value)
+    assert "`heterogeneous_layers_config_encoded_json` must be None, but is {" in said
+    assert len(said) < 2000
+
+
 def test_what_training_may_change_is_no_difference():
     free = {"seq_length": 7, "hidden_dropout": 0.5, "vocab_size": 9, "ffn_hidden_size": 74, "kv_channels": 7}
     assert differences(GPT2, GPT2.model_copy(update={**free, "max_position_embeddings": 31})) == []

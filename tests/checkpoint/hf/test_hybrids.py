@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megazero.checkpoint.hf.config_json import architecture_of, differences, model_of
+from megazero.checkpoint.hf.config_json import TokenIds, architecture_of, config_of, differences, model_of
 from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.writer import write_hf
 from megazero.commands.checkpoint.hf import model_flags
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
-from megazero.errors import CheckpointError
+from megazero.errors import CheckpointError, ConfigError
 from tests.checkpoint.hf.descendants import SAMPLES
 from tests.checkpoint.hf.samples import VOCAB, logits_of
 from tests.checkpoint.hf.test_descendants_refused import config_for, named, weights_of
@@ -130,6 +130,33 @@ def test_the_flags_that_are_printed_make_the_model(name):
     assert parse_config(flags).config.model == model
 
 
+def test_the_flags_of_a_model_without_attention_run_on_several_tensor_parallel_ranks():
+    """Its one head, which `--num-attention-heads` must say and no layer has, was to be cut in two."""
+    model = model_of(named("mamba2"), config_for("mamba2")).model_copy(update={"vocab_size": VOCAB})
+    flags = [word for line in model_flags(model) for word in line.split()]
+    assert flags[flags.index("--num-attention-heads") + 1] == "1"
+    flags += ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--mock-data"]
+    flags += ["--tensor-model-parallel-size", "2", "--num-query-groups", "1"]
+    assert parse_config(flags, world_size=2).config.model.layer_kinds == "MM"
+    with pytest.raises(
+        ConfigError, match="tensor x pipeline x data parallel can be 1 x 2 x 1, 2 x 1 x 1, 1 x 1 x 2"
+    ):
+        parse_config([*flags, "--pipeline-model-parallel-size", "2"], world_size=2)
+
+
+def test_a_hybrid_without_experts_says_nothing_of_them():
+    """Its `--moe-router-enable-expert-bias` once wrote that there are 0, which transformers refuses."""
+    model = SAMPLES["nemotron-h"].ours.model_copy(update={"moe_router_enable_expert_bias": True})
+    config = config_of(architecture_of(model), model, VOCAB, TokenIds(), "float32")
+    experts = {"n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group"}
+    experts |= {"moe_shared_expert_intermediate_size", "routed_scaling_factor"}
+    assert not experts & config.keys()
+    transformers = pytest.importorskip("transformers")
+    assert transformers.NemotronHConfig(**config).layers_block_type == [
+        *("linear_attention", "mlp", "full_attention", "linear_attention"),
+    ]
+
+
 def test_both_spellings_of_no_longest_step_are_read():
     for longest in (float("inf"), "Infinity", {"__float__": "Infinity"}):
         config = config_for("mamba2", time_step_limit=[0.25, longest])
@@ -172,6 +199,22 @@ def test_a_model_of_any_step_is_written_with_one_that_no_state_feels(tmp_path):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["time_step_min"] == 1e-30
     with HFReader(tmp_path / "hf") as reader:
         assert reader.model_settings()["mamba_min_step"] == 0.0
+
+
+def test_what_several_tensors_lie_in_is_named_once_where_no_layer_has_it():
+    assert list(named("opt").fused_in(3)) == [
+        (
+            "model.decoder.embed_positions.weight",
+            (
+                "model.decoder.embed_positions.weight, before the first",
+                "model.decoder.embed_positions.weight, from the first",
+            ),
+        )
+    ]
+    assert [whole for whole, _ in named("mamba2").fused_in(2)][:2] == [
+        "backbone.layers.0.mixer.in_proj.weight",
+        "backbone.layers.1.mixer.in_proj.weight",
+    ]
 
 
 def test_opts_rows_before_the_first_position_are_left_out_and_written_as_zeros(tmp_path):

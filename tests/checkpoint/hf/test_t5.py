@@ -121,7 +121,7 @@ def test_the_names_are_all_of_transformers_own(tmp_path):
     [
         ({"t5_style": "megatron"}, "`t5_style` must be google, but is megatron"),
         ({"position_embedding_type": "learned_absolute"}, "`position_embedding_type` must be relative"),
-        ({"num_query_groups": 2}, "each query head must have keys and values of its own"),
+        ({"num_query_groups": 2}, "the number of key/value heads must equal the number of query heads"),
         ({"activation": "swiglu"}, "`activation` must be relu or geglu, but is swiglu"),
     ],
 )

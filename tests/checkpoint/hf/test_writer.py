@@ -191,6 +191,16 @@ def test_what_is_there_is_never_overwritten(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["link", "out"]
 
 
+def test_a_folder_that_may_not_be_looked_into_is_refused_in_words(tmp_path, monkeypatch):
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "listdir", closed)
+    with pytest.raises(CheckpointError, match=r"out` must be written, but cannot be: .*Permission denied"):
+        write_hf(random_weights(GPT2), GPT2, VOCAB, tmp_path / "out")
+
+
 class FullDisk(Disk):
     """Refuses its n-th new file."""
 
