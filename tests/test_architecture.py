@@ -482,6 +482,15 @@ def test_config_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+@pytest.mark.parametrize("module", ["megazero", "megazero.train.pretraining", "megazero.deepspeed"])
+def test_a_start_waits_for_no_compiler_and_no_library_of_a_few_commands(module):
+    """torch's compiler alone takes a second; who compiles, plots or converts imports it then."""
+    late = ("torch._dynamo", "torch._inductor", "sympy", "triton", "transformers", "matplotlib", "pandas")
+    code = f"import {module}, sys; print(*(name for name in {late} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
 def test_an_operator_is_one_file():
     """Its formula, kernels, table and examples; attention is a folder, and `update` knows no optimizer."""
     folders = {path.parent.name for path in (ROOT / "megazero/ops").glob("*/*.py")}

@@ -202,8 +202,9 @@ def test_which_versions_know_what():
 
 def test_this_torchs_function_takes_the_arguments():
     varlen = pytest.importorskip("torch.nn.attention.varlen")
-    given = varlen_arguments(AttentionCall(0.3, pattern=CAUSAL), grouped=varlen_knows(True))
-    inspect.signature(varlen.varlen_attn).bind(*range(7), **given)
+    signature = inspect.signature(varlen.varlen_attn)
+    call, names = AttentionCall(0.3, pattern=CAUSAL), frozenset(signature.parameters)
+    signature.bind(*range(7), **varlen_arguments(call, varlen_knows(True), names))
 
 
 class Made(TorchDispatchMode):

@@ -5,7 +5,6 @@ It computes nothing between documents, and needs no mask.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,24 +13,20 @@ from torch import Tensor
 
 from megazero.ops.attention.call import AttentionCall
 
-_torchs: Callable[..., Any] | None
-try:  # from torch 2.10 on
-    from torch.nn.attention.varlen import varlen_attn as _torchs
-except ImportError:
-    _torchs = None
-_NAMES = frozenset(inspect.signature(_torchs).parameters) if _torchs else frozenset()
 
-
-def varlen_knows(grouped: bool, names: frozenset[str] = _NAMES) -> bool:
+def varlen_knows(grouped: bool, names: frozenset[str] | None = None) -> bool:
     """Whether torch's function is there, and takes heads in groups if they are `grouped`.
 
     `names` are those of its parameters, none if there is no function: torch 2.10 has `is_causal`, later ones
     `window_size` and `scale` instead, those from 2.12 on `enable_gqa`.
     """
+    from megazero.ops.attention.varlen_in_torch import VARLEN_NAMES
+
+    names = VARLEN_NAMES if names is None else names
     return bool({"is_causal", "window_size"} & names) and not (grouped and "enable_gqa" not in names)
 
 
-def varlen_arguments(call: AttentionCall, grouped: bool, names: frozenset[str] = _NAMES) -> dict[str, Any]:
+def varlen_arguments(call: AttentionCall, grouped: bool, names: frozenset[str]) -> dict[str, Any]:
     """The arguments of torch's function besides tensors and lengths; without `scale` it is 1 / sqrt(d)."""
     given: dict[str, Any] = {"scale": call.scale} if "scale" in names else {}
     if "window_size" in names:
@@ -46,10 +41,13 @@ def attention_varlen(
     k: Tensor,
     v: Tensor,
     call: AttentionCall,
-    attend: Callable[..., Any] | None = _torchs,
-    names: frozenset[str] = _NAMES,
+    attend: Callable[..., Any] | None = None,
+    names: frozenset[str] | None = None,
 ) -> tuple[Tensor, None]:
     """Attention by documents whose runs are known; `attend` and its `names` stand for torch's in tests."""
+    from megazero.ops.attention.varlen_in_torch import VARLEN, VARLEN_NAMES
+
+    attend, names = attend or VARLEN, VARLEN_NAMES if names is None else names
     runs, (s, b, n, d) = None if call.documents is None else call.documents.runs, q.shape
     assert attend is not None, "the table asks whether there is one"
     assert runs is not None, "the table asks for runs"
