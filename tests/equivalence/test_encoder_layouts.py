@@ -15,7 +15,7 @@ from megazero.mpu.context import solo_context
 from megazero.verify.compare import compare
 from megazero.verify.record import micro_batches
 from megazero.verify.run import run_in_threads, run_in_world
-from tests.equivalence.one_process import Sweep, check, serial
+from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
 from tests.layouts.layout import ENCODERS, Layout
 from tests.layouts.selection import encoder_layouts
 
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_layout_equals_one_process(selected):
-    check(run_in_threads(selected.config(), selected.grid), selected)
+    check_as_threads(selected)
 
 
 def test_the_selections_hold_every_pair_of_settings():

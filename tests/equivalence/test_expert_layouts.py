@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megazero.verify.compare import compare
 from megazero.verify.run import run_in_threads, run_in_world
-from tests.equivalence.one_process import Sweep, check, serial
+from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
 from tests.layouts.layout import DECODERS, DRAWN_EXPERTS, ENCODERS, EXPERTS, Layout
 from tests.layouts.selection import expert_layouts
 
@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_layout_equals_one_process(selected):
-    check(run_in_threads(selected.config(), selected.grid), selected)
+    check_as_threads(selected)
 
 
 def test_the_selections_hold_every_pair_of_settings():

@@ -6,7 +6,7 @@ import pytest
 
 from megazero.verify.compare import compare
 from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from tests.equivalence.one_process import Sweep, check, serial
+from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
 from tests.layouts.layout import DECODERS, Layout
 from tests.layouts.selection import hybrid_layouts
 
@@ -18,7 +18,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_layout_equals_one_process(selected):
-    check(run_in_threads(selected.config(), selected.grid), selected)
+    check_as_threads(selected)
 
 
 def test_the_selections_hold_every_pair_of_settings():

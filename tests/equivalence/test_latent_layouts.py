@@ -11,7 +11,7 @@ from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of
 from megazero.verify.record import verification_engine
 from megazero.verify.run import run_in_threads
-from tests.equivalence.one_process import Sweep, check
+from tests.equivalence.one_process import Sweep, check, check_as_threads
 from tests.layouts.layout import LATENT, Layout
 from tests.layouts.selection import latent_layouts
 
@@ -23,7 +23,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_layout_equals_one_process(selected):
-    check(run_in_threads(selected.config(), selected.grid), selected)
+    check_as_threads(selected)
 
 
 def test_the_selection_holds_every_pair_of_settings():

@@ -13,7 +13,7 @@ from megazero.verify.record import micro_batches
 from megazero.verify.run import run_in_threads, run_in_world
 from proofs.reshard_sweep import Case
 from proofs.reshard_sweep import check as resharded
-from tests.equivalence.one_process import Sweep, check, serial
+from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
 from tests.layouts.layout import PAIRS, Layout
 from tests.layouts.selection import pair_layouts
 
@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_layout_equals_one_process(selected):
-    check(run_in_threads(selected.config(), selected.grid), selected)
+    check_as_threads(selected)
 
 
 def test_the_selections_hold_every_setting_and_every_pair_of_them():

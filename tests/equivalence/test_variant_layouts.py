@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from tests.equivalence.one_process import Sweep, check, serial
+from megazero.verify.run import run_alone, run_in_world
+from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
 from tests.layouts.layout import DECODERS, ENCODERS, Layout
 from tests.layouts.selection import variant_layouts
 from tests.layouts.variants import VARIANTS
@@ -18,7 +18,7 @@ def pytest_generate_tests(metafunc):
 
 
 def test_layout_equals_one_process(selected):
-    check(run_in_threads(selected.config(), selected.grid), selected)
+    check_as_threads(selected)
 
 
 def test_the_selections_hold_every_pair_of_settings():
