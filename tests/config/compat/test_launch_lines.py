@@ -49,6 +49,11 @@ OTHERS = {
     "flags of no known fork": "flags that no dialect has",
     "needs_of_main_params_dtype": "weights of the optimizer in another half precision than the model's",
     "--optimizer ademamix": "an optimizer that is not built",
+    "--optimizer onebitadam": "an optimizer of DeepSpeed's JSON, among the flags",
+    "--lr-wsd-decay-style 1-sqrt": "a fork's name of a decay",
+    "--distributed-backend mpi": "a backend of torch's that needs a build of its own",
+    "`--verify-checkpoint` must be followed by a value (full | size).": "a fork's switch of this name",
+    "needs_of_tokenizer_type": "merges that are not given, which Megatron-LM needs too",
     "--lr-wsd-decay-iters 0": "a final decay without a step",
     "--moe-router-load-balancing-type global_batch_loss": "a fork's loss of balance",
     "--tokenizer-type TikTokenizer": "a tokenizer's file of another kind",
@@ -69,7 +74,7 @@ def test_the_corpora_are_whole() -> None:
         "megatron_lm_examples": 28,
         "megatron_lm_tests": 151,
         "forks": 28,
-        "forks_held_out": 43,
+        "forks_held_out": 78,
     }
     assert len({line.origin for line in lines}) == len(lines)
     assert sum(line.corpus == "megatron_deepspeed" and line.program in FAMILIES for line in lines) == 61
@@ -83,8 +88,11 @@ def test_no_line_by_which_tables_are_written_holds_an_unknown_flag() -> None:
 
 def test_lines_that_were_accepted_at_first_sight_still_are() -> None:
     kinds = {line.origin: outcome.kind for line, outcome in judged() if line.corpus.startswith("forks")}
-    verdicts = first_sight()
-    assert (len(verdicts), sum(verdicts.values())) == (42, 21)
+    readings = first_sight()
+    counts = {reading: (len(verdicts), sum(verdicts.values())) for reading, verdicts in readings.items()}
+    assert counts == {"1": (42, 21), "2": (35, 16)}
+    verdicts = {origin: accepted for reading in readings.values() for origin, accepted in reading.items()}
+    assert len(verdicts) == sum(map(len, readings.values()))
     assert [origin for origin, accepted in verdicts.items() if accepted and kinds[origin] != "passes"] == []
     assert verdicts.keys() <= kinds.keys()
 
@@ -135,7 +143,7 @@ def test_no_line_is_refused_for_a_flag_that_is_said_another_way() -> None:
     assert [line.origin for line, outcome in judged() if outcome.rewrites and not outcome.features] == []
 
 
-@pytest.mark.parametrize(("corpus", "least"), [("forks", 18), ("forks_held_out", 31)])
+@pytest.mark.parametrize(("corpus", "least"), [("forks", 18), ("forks_held_out", 47)])
 def test_lines_of_forks_are_accepted(corpus: str, least: int) -> None:
     kinds = Counter(outcome.kind for line, outcome in judged() if line.corpus == corpus)
     assert kinds["passes"] >= least
