@@ -178,6 +178,16 @@ def num_chunks(config: Config) -> int:
     return config.parallel.pipeline_model_parallel_size * chunks_per_stage(config)
 
 
+def fills_groups(stages: int, micro_batches: int, group: int) -> bool:
+    """Whether a step's micro-batches can be interleaved in groups of this size, the last one smaller.
+
+    A group must hold at least as many as there are stages: the first of them comes back from the last stage
+    when the next chunk's turn has come.
+    """
+    left = micro_batches % group
+    return stages <= group <= micro_batches and (left == 0 or left >= stages)
+
+
 def schedule_kind(config: Config) -> str:
     """The pipeline schedule by name; auto is interleaved with several chunks per stage, else 1f1b."""
     kind = config.parallel.pipeline_schedule

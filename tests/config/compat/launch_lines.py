@@ -80,7 +80,6 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
 
 _RULES: Mapping[str, str] = MappingProxyType(
     {
-        "interleaved_micro_batches": "micro-batch groups of other sizes",
         "needs_of_is_hybrid_model": "context parallelism of state-space layers",
     }
 )
@@ -260,9 +259,9 @@ def _at_first_sight() -> list[str]:
     return [
         "## At first sight",
         "",
-        "Lines of forks are first read before anything is changed by them (`first_sight.tsv`). Those by which",
-        "something was then changed are counted above with those by which the tables were written, so the row",
-        "of the others is no measure of first sight.",
+        "Lines of forks are first read before anything is changed by them (`first_sight.tsv`). Those by",
+        "which something was then changed are counted above with those by which the tables were written, so the",
+        "row of the others is no measure of first sight.",
         "",
         *_table(("Reading", "Lines", "Repositories", "Accepted"), rows),
     ]
