@@ -73,7 +73,8 @@ class Router(nn.Module):
     there is one, takes part in the choice alone; `RouterLoads` moves it so that loads become even (Wang et
     al. 2024, arXiv:2408.15664). Group-limited choice keeps the groups whose best experts score highest.
     With `sinkhorn`, training chooses by an even `assignment`, and the weights are the sigmoid of the logits
-    for k = 1, or else their softmax over all experts.
+    for k = 1, or else their softmax over all experts. With `moe_router_force_load_balancing`, training takes
+    normal random numbers for logits, and passes their gradient on to the logits.
 
     Args:
         layer: number of the layer.
@@ -110,6 +111,8 @@ class Router(nn.Module):
             eps = config.moe_input_jitter_eps
             x = x * (1 + eps * (2 * noise.uniform("jitter", x.shape[1]) - 1))
         logits = F.linear(x, weight, None if self.logit_bias is None else self.logit_bias.float())
+        if config.moe_router_force_load_balancing and noise.on:
+            logits = noise.normal("forced", self.experts) + (logits - logits.detach())
         sigmoid = config.moe_router_score_function == "sigmoid"
         with torch.no_grad():
             ranking = logits.sigmoid() if sigmoid else logits
@@ -165,9 +168,16 @@ class Noise:
 
     def gumbel(self, columns: int) -> Tensor:
         """Numbers from the standard Gumbel distribution, float32 [n, columns]."""
+        return -(-self._inner("sample", columns).log()).log()
+
+    def normal(self, site: str, columns: int) -> Tensor:
+        """Numbers from the standard normal distribution, float32 [n, columns]."""
+        return 2**0.5 * torch.erfinv(2 * self._inner(site, columns) - 1)
+
+    def _inner(self, site: str, columns: int) -> Tensor:
+        """Uniform numbers in (0, 1), float32 [n, columns]."""
         # The middle of each step of 2^-24, so never 0; that of the last one would be rounded to 1.
-        uniform = (self.uniform("sample", columns) + 2.0**-25).clamp_max(1 - 2.0**-24)
-        return -(-uniform.log()).log()
+        return (self.uniform(site, columns) + 2.0**-25).clamp_max(1 - 2.0**-24)
 
 
 def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:

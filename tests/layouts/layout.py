@@ -185,6 +185,13 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
             "moe_router_sampling": "second",
             "moe_z_loss_coeff": 0.01,
         },
+        "forced": {
+            "num_experts": (8,),
+            "moe_router_force_load_balancing": True,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            **_EVEN,
+        },
         "hashed": {
             "num_experts": (8,),
             "moe_n_hash_layers": 1,
@@ -212,8 +219,8 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
 )
 """Kinds of experts by name, as settings of the model; the empty name has none."""
 
-DRAWN_EXPERTS = tuple(name for name in EXPERTS if name not in ("", "hashed"))
-"""Those that expert layouts are drawn from; routing by ids has a sweep of its own."""
+DRAWN_EXPERTS = tuple(name for name in EXPERTS if name not in ("", "hashed", "forced"))
+"""Those that expert layouts are drawn from; routing by ids and by chance have sweeps of their own."""
 
 _TOGETHER = ("micro-batch", "assigned", "assigned-one")
 """Kinds with which a token's result depends on the other sequences of its micro-batch."""

@@ -260,8 +260,8 @@ def _at_first_sight() -> list[str]:
         "## At first sight",
         "",
         "Lines of forks are first read before anything is changed by them (`first_sight.tsv`). Those by",
-        "which something was then changed are counted above with those by which the tables were written, so the",
-        "row of the others is no measure of first sight.",
+        "which something was then changed are counted above with those by which the tables were written, so",
+        "the row of the others is no measure of first sight.",
         "",
         *_table(("Reading", "Lines", "Repositories", "Accepted"), rows),
     ]

@@ -299,11 +299,11 @@ def test_what_changes_numbers_is_not_without_effect(argv: str, says: str) -> Non
             "it contradicts `--grad-reduce-in-bf16`",
         ),
         (
-            "--bf16 --megatron-fsdp-main-grads-dtype bf16",
+            "--bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype bf16",
             "are added up with `--main-grads-dtype`",
         ),
         (
-            "--bf16 --megatron-fsdp-grad-comm-dtype bf16",
+            "--bf16 --main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype bf16",
             "are sent with `--grad-reduce-dtype`",
         ),
         ("--fp8-format hybrid --bf16 --no-fp8-wgrad", "all products of linear layers are of 8-bit floats"),
@@ -321,6 +321,8 @@ def test_what_says_what_a_model_has_must_be_true_of_it(argv: str, says: str) -> 
         "--use-moe --num-experts 4", "--use-gqa --num-query-groups 2", "--causal --tie-word-embeddings",
         "--disable-moe --no-use-alibi", "--no-fp8-wgrad", "--megatron-fsdp-grad-comm-dtype fp32",
         "--grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype auto --bf16",
+        # Without `--grad-reduce-in-bf16` Megatron-LM sets both to fp32, whatever they are.
+        "--bf16 --megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype bf16",
     ],
 )  # fmt: skip
 def test_what_says_what_a_model_has_is_accepted_where_it_is_true(argv: str) -> None:
