@@ -150,6 +150,11 @@ def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) 
 
 def _unheard(flag: Setting, deepspeed: DeepSpeedSettings, config: Config) -> str:
     precision = config.precision
+    if flag.spec.path == "precision.dtype":
+        return (
+            f"`{flag.source}` has no effect beside `{precision.dtype}.enabled` of {deepspeed.name}, as in "
+            "Megatron-DeepSpeed: the model is cast to the type of the JSON. Leave the flag out."
+        )
     scale = "a loss in bf16 is not scaled"
     if precision.dtype == "fp16":
         scale = (

@@ -14,15 +14,23 @@ _FLAG_COUNTS = ("optimizer.lr", "logging.tensorboard_dir")
 
 
 def left_to_json(flags: Sequence[Setting], values: Mapping[str, Any]) -> list[Setting]:
-    """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON has no static scale.
+    """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON has no static scale, and
+    `--fp16`, where the JSON enables bf16.
 
     In Megatron-DeepSpeed the engine scales the loss in fp16 alone, and looks at the JSON alone. Its scripts
-    give the flag the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15).
-    `values` are path -> value of all fields that the JSON sets or implies.
+    give the flag the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15). It casts
+    the model to the type that the JSON enables, whatever Megatron made it in. fp16 where a script says
+    `--bf16` would overflow what the author has not thought of, and stays refused. `values` are path -> value
+    of all fields that the JSON sets or implies.
     """
-    scaled = values.get("precision.dtype") in ("fp16", "bf16")
-    dynamic = scaled and not values.get("precision.loss_scale")
-    return [flag for flag in flags if dynamic and flag.spec.path == "precision.loss_scale"]
+    dtype = values.get("precision.dtype")
+    dynamic = dtype in ("fp16", "bf16") and not values.get("precision.loss_scale")
+
+    def unheard(flag: Setting) -> bool:
+        cast = flag.spec.path == "precision.dtype" and (flag.value, dtype) == ("fp16", "bf16")
+        return cast or (dynamic and flag.spec.path == "precision.loss_scale")
+
+    return list(filter(unheard, flags))
 
 
 def overruled(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:
