@@ -18,8 +18,8 @@ def left_to_json(flags: Sequence[Setting], values: Mapping[str, Any]) -> list[Se
     `--fp16`, where the JSON enables bf16.
 
     In Megatron-DeepSpeed the engine scales the loss in fp16 alone, and looks at the JSON alone. Its scripts
-    give the flag the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15). It casts
-    the model to the type that the JSON enables, whatever Megatron made it in. fp16 where a script says
+    give the flag the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15). It
+    casts the model to the type that the JSON enables, whatever Megatron made it in. fp16 where a script says
     `--bf16` would overflow what the author has not thought of, and stays refused. `values` are path -> value
     of all fields that the JSON sets or implies.
     """
