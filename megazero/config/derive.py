@@ -179,13 +179,9 @@ def num_chunks(config: Config) -> int:
 
 
 def fills_groups(stages: int, micro_batches: int, group: int) -> bool:
-    """Whether a step's micro-batches can be interleaved in groups of this size, the last one smaller.
-
-    A group must hold at least as many as there are stages: the first of them comes back from the last stage
-    when the next chunk's turn has come.
-    """
-    left = micro_batches % group
-    return stages <= group <= micro_batches and (left == 0 or left >= stages)
+    """Whether a step's micro-batches can be interleaved in groups of this size, each of at least as many as
+    there are stages, so that its first comes back from the last stage at the next chunk's turn."""
+    return stages <= group <= micro_batches and not 0 < micro_batches % group < stages
 
 
 def schedule_kind(config: Config) -> str:

@@ -12,6 +12,7 @@ from megazero.config.tree.routing import RouterConfig
 from megazero.config.tree.transformer import TransformerConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
+from megazero.moe.forced import forced
 from megazero.moe.sinkhorn import assignment
 from megazero.moe.tokens import Tokens
 from megazero.mpu.param_spec import InitialValues, ParamSpec
@@ -112,7 +113,7 @@ class Router(nn.Module):
             x = x * (1 + eps * (2 * noise.uniform("jitter", x.shape[1]) - 1))
         logits = F.linear(x, weight, None if self.logit_bias is None else self.logit_bias.float())
         if config.moe_router_force_load_balancing and noise.on:
-            logits = noise.normal("forced", self.experts) + (logits - logits.detach())
+            logits = forced(logits, noise.uniform("forced", self.experts))
         sigmoid = config.moe_router_score_function == "sigmoid"
         with torch.no_grad():
             ranking = logits.sigmoid() if sigmoid else logits
@@ -168,16 +169,9 @@ class Noise:
 
     def gumbel(self, columns: int) -> Tensor:
         """Numbers from the standard Gumbel distribution, float32 [n, columns]."""
-        return -(-self._inner("sample", columns).log()).log()
-
-    def normal(self, site: str, columns: int) -> Tensor:
-        """Numbers from the standard normal distribution, float32 [n, columns]."""
-        return 2**0.5 * torch.erfinv(2 * self._inner(site, columns) - 1)
-
-    def _inner(self, site: str, columns: int) -> Tensor:
-        """Uniform numbers in (0, 1), float32 [n, columns]."""
         # The middle of each step of 2^-24, so never 0; that of the last one would be rounded to 1.
-        return (self.uniform(site, columns) + 2.0**-25).clamp_max(1 - 2.0**-24)
+        uniform = (self.uniform("sample", columns) + 2.0**-25).clamp_max(1 - 2.0**-24)
+        return -(-uniform.log()).log()
 
 
 def row_keys(sample_keys: Tensor, tokens: Tokens, *site: str | int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from megazero.config.deepspeed.row import AUTO, say
 from megazero.config.deepspeed.rows.train import BATCH_ROWS
 from megazero.config.flags import Setting
+from megazero.config.tree.precision import PrecisionConfig
 
 _FLAG_COUNTS = ("optimizer.lr", "logging.tensorboard_dir")
 """Fields, besides the batch sizes, of which a flag takes precedence over the JSON."""
@@ -26,11 +27,28 @@ def left_to_json(flags: Sequence[Setting], values: Mapping[str, Any]) -> list[Se
     dtype = values.get("precision.dtype")
     dynamic = dtype in ("fp16", "bf16") and not values.get("precision.loss_scale")
 
-    def unheard(flag: Setting) -> bool:
+    def is_unheard(flag: Setting) -> bool:
         cast = flag.spec.path == "precision.dtype" and (flag.value, dtype) == ("fp16", "bf16")
         return cast or (dynamic and flag.spec.path == "precision.loss_scale")
 
-    return list(filter(unheard, flags))
+    return list(filter(is_unheard, flags))
+
+
+def unheard(flag: Setting, name: str, precision: PrecisionConfig) -> str:
+    """What to say of a flag that has no effect beside the JSON of this name."""
+    source = f"`{precision.dtype}.enabled` of {name}, as in Megatron-DeepSpeed"
+    if flag.spec.path == "precision.dtype":
+        return (
+            f"`{flag.source}` has no effect beside {source}: the model is cast to the type of the JSON. "
+            "Leave the flag out."
+        )
+    scale = "a loss in bf16 is not scaled"
+    if precision.dtype == "fp16":
+        scale = (
+            f"the loss scale is dynamic and starts at {precision.initial_loss_scale:g}; a static one is set "
+            "by `fp16.loss_scale` there"
+        )
+    return f"`{flag.source} {flag.value:g}` has no effect beside {source}: {scale}."
 
 
 def overruled(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:

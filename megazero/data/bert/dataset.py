@@ -195,10 +195,10 @@ class BERTDataset(SampleDataset):
 
     @cached_property
     def _prepared_as(self) -> dict[str, object]:
-        """What a prepared map adds to the description: a digest of its rows."""
+        """The part of the description that a prepared map adds: a digest of its rows."""
         if self._prepared is None:
             return {}
-        return {"prepared": hashlib.blake2b(np.ascontiguousarray(self.rows), digest_size=16).hexdigest()}
+        return {"prepared": hashlib.blake2b(np.ascontiguousarray(self.rows).data, digest_size=16).hexdigest()}
 
     def _build(self) -> dict[str, np.ndarray]:
         lengths, plan = self.indexed.lengths, self.plan
