@@ -35,7 +35,7 @@ def left_to_json(flags: Sequence[Setting], values: Mapping[str, Any]) -> list[Se
 
 
 def unheard(flag: Setting, name: str, precision: PrecisionConfig) -> str:
-    """What to say of a flag that has no effect beside the JSON of this name."""
+    """The sentence on a flag that has no effect beside the JSON of this name."""
     source = f"`{precision.dtype}.enabled` of {name}, as in Megatron-DeepSpeed"
     if flag.spec.path == "precision.dtype":
         return (
