@@ -178,6 +178,12 @@ def num_chunks(config: Config) -> int:
     return config.parallel.pipeline_model_parallel_size * chunks_per_stage(config)
 
 
+def fills_groups(stages: int, micro_batches: int, group: int) -> bool:
+    """Whether a step's micro-batches can be interleaved in groups of this size, each of at least as many as
+    there are stages, so that its first comes back from the last stage at the next chunk's turn."""
+    return stages <= group <= micro_batches and not 0 < micro_batches % group < stages
+
+
 def schedule_kind(config: Config) -> str:
     """The pipeline schedule by name; auto is interleaved with several chunks per stage, else 1f1b."""
     kind = config.parallel.pipeline_schedule

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from megazero.config.compat.foreign import Ignored, contradiction
 from megazero.config.compat.hub import notice
 from megazero.config.compat.left_out import fewer_expert_ranks, megatron_deepspeed, ungrouped
-from megazero.config.deepspeed.beside import conflicts, left_to_json, overruled
+from megazero.config.deepspeed.beside import conflicts, left_to_json, overruled, unheard
 from megazero.config.deepspeed.read import DeepSpeedSettings, read_deepspeed
 from megazero.config.derive import DEFAULT_TOKENIZERS
 from megazero.config.document import Document, read_file
@@ -71,8 +71,8 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     deepspeed = _read_deepspeed(flags, given, ranks)
     said = deepspeed.overruled + overruled(flags.settings, deepspeed.settings)
     problems += [*deepspeed.problems, *deepspeed.script_problems]
-    unheard = left_to_json(flags.settings, deepspeed.values)
-    heard = [setting for setting in flags.settings if setting not in unheard]
+    left = left_to_json(flags.settings, deepspeed.values)
+    heard = [setting for setting in flags.settings if setting not in left]
     problems += conflicts(heard, deepspeed.settings)
     layers = (deepspeed.defaults, document.settings, deepspeed.settings, heard)
     settings = {setting.spec.path: setting for layer in layers for setting in layer}
@@ -90,7 +90,7 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
         raise ConfigError([*problems, *rules])
     if rules:
         raise BrokenRules(rules, config)
-    said += [_unheard(flag, deepspeed, config) for flag in unheard]
+    said += [unheard(flag, deepspeed.name, config.precision) for flag in left]
     said += [
         line for line in (ungrouped(names, config.model), notice(config.tokenizer.tokenizer_model)) if line
     ]
@@ -146,20 +146,6 @@ def _leave_to_megatron_deepspeed(names: set[str], settings: dict[str, Setting]) 
         f"`{spelling}` is Megatron-DeepSpeed's, so what is left out about experts means what it means there: "
         f"`{listed}`; any of these flags changes it."
     ]
-
-
-def _unheard(flag: Setting, deepspeed: DeepSpeedSettings, config: Config) -> str:
-    precision = config.precision
-    scale = "a loss in bf16 is not scaled"
-    if precision.dtype == "fp16":
-        scale = (
-            f"the loss scale is dynamic and starts at {precision.initial_loss_scale:g}; a static one is set "
-            "by `fp16.loss_scale` there"
-        )
-    return (
-        f"`{flag.source} {flag.value:g}` has no effect beside `{precision.dtype}.enabled` of "
-        f"{deepspeed.name}, as in Megatron-DeepSpeed: {scale}."
-    )
 
 
 def _read_deepspeed(flags: Scan, given: list[Setting], ranks: int | None) -> DeepSpeedSettings:

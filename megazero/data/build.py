@@ -188,7 +188,7 @@ def bert_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> D
         short_seq_prob=data.short_seq_prob,
         binary_head=config.model.bert_binary_head,
     )
-    return build_datasets(_request(config, BERTBuilder(settings), sizes))
+    return build_datasets(_request(config, BERTBuilder(settings, data.train_idx_path), sizes))
 
 
 def t5_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Datasets:

@@ -100,7 +100,7 @@ class GPTDataset(SampleDataset):
         if prepared is not None:
             self.index, epochs = prepared_index(prepared, len(sequence_ids), indexed.prefix)
             self.plan = self._plan(None, epochs)
-            check_prepared(self._fault(vars(self.index)), self.plan, num_samples, indexed.prefix)
+            check_prepared(self._fault(vars(self.index)), len(self), num_samples, indexed.prefix)
             self._tables = (indexed.lengths, indexed.offsets, self.index.document_index)
             return
         self.plan = self._plan(num_samples, epochs)

@@ -1,4 +1,4 @@
-"""An index of a GPT's samples that a Megatron has prepared, in three .npy files."""
+"""An index of samples that a Megatron has prepared: three .npy files of a GPT's, or one of a BERT's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megazero.data.index_build import GPTIndex, SamplePlan
+from megazero.data.index_build import GPTIndex
 from megazero.errors import DataError
 
 
@@ -21,7 +21,7 @@ def prepared_index(files: Sequence[str], sequences: int, prefix: str) -> tuple[G
     Raises:
         DataError: a file cannot be read, or the documents are not those of whole epochs.
     """
-    index = GPTIndex(*map(_read, files))
+    index = GPTIndex(*map(read_prepared, files))
     epochs, rest = divmod(len(index.document_index), max(1, sequences))
     if rest or not epochs:
         raise DataError(
@@ -32,15 +32,16 @@ def prepared_index(files: Sequence[str], sequences: int, prefix: str) -> tuple[G
     return index, epochs
 
 
-def check_prepared(fault: str | None, plan: SamplePlan, num_samples: int | None, prefix: str) -> None:
+def check_prepared(fault: str | None, samples: int, num_samples: int | None, prefix: str) -> None:
     """Refuse an index with a fault, or with fewer samples than the training needs. Raises DataError."""
-    if fault is None and plan.samples < (num_samples or 1):
-        fault = f"its {plan.samples} samples are fewer than the {num_samples} of the training"
+    if fault is None and samples < (num_samples or 1):
+        fault = f"its {samples} samples are fewer than the {num_samples} of the training"
     if fault is not None:
         raise DataError(f"the prepared index does not fit {prefix}: {fault}.")
 
 
-def _read(path: str) -> np.ndarray:
+def read_prepared(path: str) -> np.ndarray:
+    """The array in a file of an index. Raises DataError if it cannot be read, or holds Python objects."""
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ from megazero.config.tree.routing import RouterConfig
 from megazero.config.tree.transformer import TransformerConfig
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
+from megazero.moe.forced import forced
 from megazero.moe.sinkhorn import assignment
 from megazero.moe.tokens import Tokens
 from megazero.mpu.param_spec import InitialValues, ParamSpec
@@ -73,7 +74,8 @@ class Router(nn.Module):
     there is one, takes part in the choice alone; `RouterLoads` moves it so that loads become even (Wang et
     al. 2024, arXiv:2408.15664). Group-limited choice keeps the groups whose best experts score highest.
     With `sinkhorn`, training chooses by an even `assignment`, and the weights are the sigmoid of the logits
-    for k = 1, or else their softmax over all experts.
+    for k = 1, or else their softmax over all experts. With `moe_router_force_load_balancing`, training takes
+    normal random numbers for logits, and passes their gradient on to the logits.
 
     Args:
         layer: number of the layer.
@@ -110,6 +112,8 @@ class Router(nn.Module):
             eps = config.moe_input_jitter_eps
             x = x * (1 + eps * (2 * noise.uniform("jitter", x.shape[1]) - 1))
         logits = F.linear(x, weight, None if self.logit_bias is None else self.logit_bias.float())
+        if config.moe_router_force_load_balancing and noise.on:
+            logits = forced(logits, noise.uniform("forced", self.experts))
         sigmoid = config.moe_router_score_function == "sigmoid"
         with torch.no_grad():
             ranking = logits.sigmoid() if sigmoid else logits

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TypeVar
 
+from megazero.config.derive import fills_groups
 from megazero.errors import ConfigError
 from megazero.pipeline.actions import Action, Op, Schedule
 
@@ -48,25 +49,32 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     return _schedule("1f1b", microbatches, loop_placement(stages, 1), actions)
 
 
-def interleaved(stages: int, microbatches: int, chunks_per_stage: int) -> Schedule:
+def interleaved(stages: int, microbatches: int, chunks_per_stage: int, group: int | None = None) -> Schedule:
     """1F1B over several chunks per stage, which divides the bubble by their number (Narayanan et al. 2021,
     "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"). One chunk gives 1F1B.
 
+    Args:
+        stages, microbatches, chunks_per_stage: the sizes.
+        group: how many micro-batches pass through a chunk before the next chunk takes them, by default as
+            many as there are stages. More of them keep more activations, and give messages more time.
+
     Raises:
-        ConfigError: `microbatches` is not a multiple of `stages`.
+        ConfigError: the micro-batches do not come out in such groups, as `fills_groups` says.
     """
-    if microbatches % stages:
+    size = group or stages
+    if not fills_groups(stages, microbatches, size):
+        needed = f"groups of {size} with a rest of none or at least" if group else "a multiple of"
         raise ConfigError(
-            f"The micro-batches of a step must be a multiple of the pipeline stages ({stages}) for the "
+            f"The micro-batches of a step must be {needed} the pipeline stages ({stages}) for the "
             f"interleaved schedule, but are {microbatches}; make them "
-            f"{stages * max(1, round(microbatches / stages))}, or choose 1f1b or zb-v"
+            f"{size * max(1, round(microbatches / size))}, or choose 1f1b or zb-v"
         )
     actions = []
     for stage in range(stages):
         own = range(stage, stages * chunks_per_stage, stages)
-        forwards = [Action(Op.FORWARD, c, m) for c, m in _in_groups(own, stages, microbatches)]
-        backwards = [Action(Op.BACKWARD, c, m) for c, m in _in_groups(own[::-1], stages, microbatches)]
-        warmup = interleaved_warmup(stages, chunks_per_stage, stage)
+        forwards = [Action(Op.FORWARD, c, m) for c, m in _in_groups(own, size, microbatches)]
+        backwards = [Action(Op.BACKWARD, c, m) for c, m in _in_groups(own[::-1], size, microbatches)]
+        warmup = interleaved_warmup(stages, chunks_per_stage, stage, size)
         actions.append(_alternate(forwards, backwards, warmup))
     return _schedule("interleaved", microbatches, loop_placement(stages, chunks_per_stage), actions)
 
@@ -189,7 +197,13 @@ def forward_only(
 
 
 def build_schedule(
-    kind: str, stages: int, microbatches: int, chunks_per_stage: int | None = None, *, v_shape: bool = False
+    kind: str,
+    stages: int,
+    microbatches: int,
+    chunks_per_stage: int | None = None,
+    *,
+    v_shape: bool = False,
+    group: int | None = None,
 ) -> Schedule:
     """The schedule called `kind`.
 
@@ -200,6 +214,7 @@ def build_schedule(
         chunks_per_stage: number of chunks on each stage; by default 2 for interleaved, zb-v and `v_shape`,
             otherwise 1.
         v_shape: whether to place the chunks of ``forward`` as zb-v does.
+        group: how many micro-batches of ``interleaved`` pass through a chunk before the next one's turn.
 
     Raises:
         ConfigError: the kind is unknown, a size is below 1, or the kind cannot have these sizes; the message
@@ -220,7 +235,7 @@ def build_schedule(
         if size < 1:
             raise ConfigError(f"The number of {name} must be at least 1, but is {size}; raise it")
     if kind == "interleaved":
-        return interleaved(stages, microbatches, chunks_per_stage)
+        return interleaved(stages, microbatches, chunks_per_stage, group)
     if kind == "forward":
         return forward_only(stages, microbatches, chunks_per_stage, v_shape)
     if kind == "zb-v":
@@ -234,13 +249,13 @@ def build_schedule(
     return (gpipe if kind == "gpipe" else one_f_one_b if kind == "1f1b" else zb_h1)(stages, microbatches)
 
 
-def interleaved_warmup(stages: int, chunks_per_stage: int, stage: int) -> int:
+def interleaved_warmup(stages: int, chunks_per_stage: int, stage: int, group: int | None = None) -> int:
     """Number of forwards before the first forward-backward pair. With several chunks it includes twice the
     distance to the last stage, because gradients arrive while forwards of later chunks are also due.
     """
     if chunks_per_stage == 1:
         return stages - stage - 1
-    return (chunks_per_stage - 1) * stages + 2 * (stages - stage - 1)
+    return (chunks_per_stage - 1) * (group or stages) + 2 * (stages - stage - 1)
 
 
 def _alternate(first: list[T], second: list[T], warmup: int) -> list[T]:
@@ -250,13 +265,13 @@ def _alternate(first: list[T], second: list[T], warmup: int) -> list[T]:
     return [*first[:ahead], *(item for pair in pairs for item in pair), *second[len(first) - ahead :]]
 
 
-def _in_groups(chunks: range, stages: int, microbatches: int) -> list[tuple[int, int]]:
-    """(chunk, micro-batch): `stages` micro-batches at a time pass through one chunk after another."""
+def _in_groups(chunks: range, group: int, microbatches: int) -> list[tuple[int, int]]:
+    """(chunk, micro-batch): `group` micro-batches at a time pass through one chunk after another."""
     return [
         (chunk, m)
-        for start in range(0, microbatches, stages)
+        for start in range(0, microbatches, group)
         for chunk in chunks
-        for m in range(start, min(start + stages, microbatches))
+        for m in range(start, min(start + group, microbatches))
     ]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megazero.config.compat.hub import local
-from megazero.config.derive import chunks_per_stage, replicas_per_node, schedule_kind
+from megazero.config.derive import replicas_per_node
 from megazero.config.steps import Progress, Step
 from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
@@ -25,8 +25,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.launch import grid_of
 from megazero.mpu.streams import STILL
 from megazero.pipeline.actions import Program
-from megazero.pipeline.schedules import build_schedule
-from megazero.train.parts.chunks import programs_of
+from megazero.train.parts.chunks import programs_of, schedule_of
 from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import Vocabulary, build_vocabulary
 from megazero.train.step.feed import cut
@@ -96,10 +95,9 @@ class Job:
     @cached_property
     def traced_micro_batches(self) -> int:
         """The micro-batches to run: all if they are few, else the fewest with one that is neither end's."""
-        kind, stages = schedule_kind(self.config), self.config.parallel.pipeline_model_parallel_size
         for count in range(3, self.micro_batches) if self.micro_batches > _FEW else ():
             try:
-                build_schedule(kind, stages, count, chunks_per_stage(self.config))
+                schedule_of(self.config, count)
             except ConfigError:
                 continue
             return count

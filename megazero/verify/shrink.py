@@ -362,11 +362,13 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
 def _parallel(config: Config, tp: int, pp: int) -> dict[str, Any]:
     virtual = chunks_per_stage(config) if schedule_kind(config) == "interleaved" else 1
     partition = config.parallel.pipeline_partition
+    grouped = config.parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
     return {
         "tensor_model_parallel_size": tp,
         "pipeline_model_parallel_size": pp,
         "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": virtual if virtual > 1 else None,
+        "microbatch_group_size_per_virtual_pipeline_stage": 2 * pp if grouped else None,
         "pipeline_partition": "uniform" if partition[0].isdigit() or "type:" in partition else partition,
     }
 

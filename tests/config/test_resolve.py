@@ -93,7 +93,7 @@ def test_an_empty_command_line_is_told_all_that_is_required() -> None:
         (["--hidden-dropout", "1"], "`--hidden-dropout` must be less than 1, but is `1.0`."),
         (
             ["--distributed-timeout-minutes", "1e300"],
-            "`--distributed-timeout-minutes` must be less than or equal to 525600, but is `1e+300`.",
+            "`--distributed-timeout-minutes` must be less than or equal to 10000000, but is `1e+300`.",
         ),
         (["--rotary-percent", "1.5"], "`--rotary-percent` must be less than or equal to 1, but is `1.5`."),
         (["--num-workers", "-1"], "`--num-workers` must be greater than or equal to 0, but is `-1`."),

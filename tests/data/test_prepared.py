@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megazero.data.bert.builder import BERTBuilder
+from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.errors import DataError
+from tests.data.bert.golden import WORDS, golden_corpus
 from tests.data.corpora import write_lengths
 
 SETTINGS = GPTSettings(8, seed=3)
@@ -64,6 +67,50 @@ def test_an_index_of_other_data_is_refused(indexed, tmp_path):
     paths = files(tmp_path, built, shuffle_index=twice)
     with pytest.raises(DataError, match="does not fit"):
         GPTDataset(indexed, range(5), 20, SETTINGS, prepared=paths)
+
+
+def sentences(folder: Path):
+    return golden_corpus(folder), BERTSettings(sequence_length=32, words=WORDS, seed=3)
+
+
+def test_the_samples_of_a_bert_are_those_of_the_file(tmp_path):
+    indexed, settings = sentences(tmp_path)
+    built = BERTDataset(indexed, range(30), 100, replace(settings, seed=99))
+    np.save(tmp_path / "rows.npy", built.rows)
+    builder = BERTBuilder(settings, str(tmp_path / "rows.npy"))
+    read = builder.build(indexed, range(30), 100, "train", None)
+    other = BERTDataset(indexed, range(30), 100, settings)
+    np.testing.assert_array_equal(read.rows, built.rows)
+    assert not np.array_equal(other.rows[:100], built.rows[:100])
+    same = BERTDataset(indexed, range(30), 100, built.settings, prepared=builder.prepared)
+    for name, array in built.batch(range(50)).items():
+        np.testing.assert_array_equal(same.batch(range(50))[name], array)
+    assert read.description != other.description
+    valid = builder.build(indexed, range(30, 40), 20, "valid", None)
+    plain = BERTDataset(indexed, range(30, 40), 20, settings, "valid")
+    np.testing.assert_array_equal(valid.rows, plain.rows)
+
+
+def test_sentences_of_other_data_are_refused(tmp_path):
+    indexed, settings = sentences(tmp_path)
+    rows = BERTDataset(indexed, range(30), 100, settings).rows
+    path = str(tmp_path / "rows.npy")
+
+    def refusal(array: np.ndarray, documents: range = range(30), samples: int = 100) -> str:
+        np.save(path, array)
+        with pytest.raises(DataError) as caught:
+            BERTDataset(indexed, documents, samples, settings, prepared=path)
+        return str(caught.value)
+
+    assert "each sentence once per epoch" in refusal(rows, range(40))
+    assert "sentences that are not there" in refusal(rows, range(20))
+    assert "rows must be at least 5000" in refusal(rows, samples=5000)
+    assert "unsigned integers [samples, 3]" in refusal(rows[:, :2])
+    twice = rows.copy()
+    twice[1] = twice[0]
+    assert "each sentence once per epoch" in refusal(twice)
+    with pytest.raises(DataError, match=r"must be a \.npy file"):
+        BERTDataset(indexed, range(30), 100, settings, prepared=str(tmp_path / "none.npy"))
 
 
 def test_a_file_that_is_none_is_refused(indexed, tmp_path):

@@ -56,6 +56,22 @@ def test_each_kind_trains_its_routers(kind):
     assert 0 < record.losses[0]["router_entropy"] < 2.1
 
 
+_FORCED = (
+    {"dp": 2, "ep": 2, "zero": 1, "micro_batch": 2},
+    {"tp": 2, "dp": 2, "ep": 4, "etp": 1, "zero": 2, "sequence_parallel": True, "recompute": "full"},
+    {"pp": 2, "dp": 2, "ep": 2, "zero": 3, "schedule": "zb-h1", "shape": "llama", "dropout": 0.1},
+    {"pp": 2, "tp": 2, "schedule": "interleaved", "virtual": 2, "layers": 4, "dispatcher": "allgather"},
+    {"cp": 2, "dp": 2, "ep": 2, "zero": 2, "shape": "bert", "recompute": "selective"},
+    {"pp": 2, "cp": 2, "schedule": "zb-v", "layers": 4, "zero": 1, "comm": "a2a"},
+)
+
+
+@pytest.mark.parametrize("layout", _FORCED, ids=lambda settings: Layout(**settings).name)
+def test_random_logits_are_the_same_on_every_layout(layout):
+    layout = Layout(experts="forced", **layout)
+    check(run_in_threads(layout.config(), layout.grid), layout)
+
+
 @pytest.mark.parametrize("name", ["layers.1.mlp.router.weight", "layers.0.mlp.experts.down.weight"])
 def test_a_difference_is_seen(name):
     layout = Layout(experts="top2", dp=2, ep=2, zero=2)

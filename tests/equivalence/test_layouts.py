@@ -125,6 +125,23 @@ def test_ways_to_deal_layers_to_stages(partition):
     check(run_in_threads(config.model_copy(update={"parallel": parallel}), layout.grid), layout)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2, "group": 3},  # 8 micro-batches: 3, 3 and 2
+        {"pp": 2, "tp": 2, "group": 4, "zero": 1, "sequence_parallel": True, "recompute": "full"},
+        {"pp": 2, "dp": 2, "group": 4, "zero": 3, "keep": True, "dropout": 0.1},
+        {"pp": 2, "dp": 2, "group": 2, "zero": 2, "shape": "llama", "untied": True},
+        pytest.param({"pp": 4, "group": 5, "layers": 8, "samples": 10, "zero": 2}, marks=pytest.mark.slow),
+        pytest.param({"pp": 4, "tp": 2, "group": 8, "layers": 12, "virtual": 3}, marks=pytest.mark.slow),
+    ],
+    ids=lambda settings: Layout(**settings).name,
+)
+def test_micro_batches_in_groups(layout):
+    layout = Layout(**{"schedule": "interleaved", "virtual": 2, "layers": 4, **layout})
+    check(run(layout), layout)
+
+
 def test_dropout_does_something():
     assert serial(Layout(dropout=0.2)).losses[0] != serial(Layout()).losses[0]
 

@@ -185,6 +185,13 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
             "moe_router_sampling": "second",
             "moe_z_loss_coeff": 0.01,
         },
+        "forced": {
+            "num_experts": (8,),
+            "moe_router_force_load_balancing": True,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            **_EVEN,
+        },
         "hashed": {
             "num_experts": (8,),
             "moe_n_hash_layers": 1,
@@ -212,8 +219,8 @@ EXPERTS: Mapping[str, _Settings] = MappingProxyType(
 )
 """Kinds of experts by name, as settings of the model; the empty name has none."""
 
-DRAWN_EXPERTS = tuple(name for name in EXPERTS if name not in ("", "hashed"))
-"""Those that expert layouts are drawn from; routing by ids has a sweep of its own."""
+DRAWN_EXPERTS = tuple(name for name in EXPERTS if name not in ("", "hashed", "forced"))
+"""Those that expert layouts are drawn from; routing by ids and by chance have sweeps of their own."""
 
 _TOGETHER = ("micro-batch", "assigned", "assigned-one")
 """Kinds with which a token's result depends on the other sequences of its micro-batch."""
@@ -297,6 +304,7 @@ class Layout:
         tp, pp, dp: ranks of each axis.
         schedule: kind of the pipeline schedule.
         virtual: chunks per stage.
+        group: micro-batches that pass through a chunk before the next one's turn; 0: as many as stages.
         zero: ZeRO stage.
         sequence_parallel, recompute: as in the configuration; ``parts`` recomputes all parts that there are.
         micro_batch: sequences in a micro-batch.
@@ -363,6 +371,7 @@ class Layout:
     variant: str = ""
     letters: str = ""
     widths: str = ""
+    group: int = 0
 
     @property
     def world_size(self) -> int:
@@ -429,6 +438,7 @@ class Layout:
         parts += [self.shape, f"T{self.tp}P{self.pp}D{self.dp}", f"Z{self.zero}"]
         if self.pp > 1 or self.schedule != "1f1b":
             parts.append(self.schedule + (f"x{self.virtual}" if self.virtual > 1 else ""))
+        parts += [f"groups-of-{self.group}"] if self.group else []
         parts += [f"C{self.cp}", self.comm] if self.cp > 1 else []
         parts += [f"s{self.sequence}"] if self.sequence != SEQUENCE else []
         parts += [self.attends] if self.attends else []
@@ -486,6 +496,7 @@ class Layout:
                 pipeline_model_parallel_size=self.pp,
                 pipeline_schedule=self.schedule,
                 num_virtual_stages_per_pipeline_rank=self.virtual if self.virtual > 1 else None,
+                microbatch_group_size_per_virtual_pipeline_stage=self.group or None,
                 sequence_parallel=self.sequence_parallel,
                 distributed_backend=self.backend,
                 expert_model_parallel_size=self.ep,

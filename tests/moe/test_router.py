@@ -175,6 +175,7 @@ NOISY = {
     "jitter": {"moe_input_jitter_eps": 0.3},
     "first": {"moe_router_sampling": "first", "moe_router_topk": 1, "moe_router_pre_softmax": True},
     "second": {"moe_router_sampling": "second"},
+    "forced": {"moe_router_force_load_balancing": True},
 }
 
 
@@ -205,9 +206,10 @@ def test_noise_is_a_function_of_seed_layer_sample_and_position(kind):
     others = [seen(), seen(layer=1), seen(seed=8), seen(samples=(6, 10)), seen(shift=16)]
     for i, one in enumerate(others):
         assert not any(torch.equal(one, other) for other in others[:i])
-    plain = {name: value for name, value in NOISY[kind].items() if name != "moe_router_sampling"}
-    plain.pop("moe_input_jitter_eps", None)
+    noise = ("moe_router_sampling", "moe_input_jitter_eps", "moe_router_force_load_balancing")
+    plain = {name: value for name, value in NOISY[kind].items() if name not in noise}
     quiet, clean = route(table, whole, inputs(), **NOISY[kind]), route(table, whole, both, **plain)
+    assert not torch.equal(found.experts, clean.experts)
     assert torch.equal(quiet.experts, clean.experts)
     assert torch.equal(quiet.logits, table)
 
@@ -241,6 +243,26 @@ def test_jitter_is_uniform_around_one():
     assert 1.299 < found.max() <= 1.3
     assert abs(found.mean() - 1) < 4 * 0.6 / math.sqrt(12 * found.numel())
     assert found.unique().numel() > 11000
+
+
+def test_a_forced_choice_is_even_and_passes_its_gradient_to_the_logits():
+    """Megatron-LM's `RandomSTE`: normal numbers forward, the gradient as it comes backward."""
+    n, table = 4000, torch.zeros(4000, 4)
+    table[:, 2] = 50.0  # without force, the best of every token
+    table.requires_grad_()
+    found = route(table, tokens([n]), inputs((4,)), **NOISY["forced"])
+    assert all(abs(share - 0.25) < 4 * math.sqrt(0.25 * 0.75 / n) for share in shares(found.experts[:, 0], 4))
+    normal = found.logits.detach()
+    assert abs(normal.mean()) < 4 / math.sqrt(normal.numel())
+    assert abs(normal.var() - 1) < 4 * math.sqrt(2 / normal.numel())
+    fixed = normal.clone().requires_grad_()
+    wanted = route(fixed, tokens([n]), inputs((4,)))
+    assert torch.equal(wanted.experts, found.experts)
+    of_tokens = randn(6, n, 2).float()
+    (grad,) = torch.autograd.grad((found.weights * of_tokens).sum(), table)
+    (expected,) = torch.autograd.grad((wanted.weights * of_tokens).sum(), fixed)
+    assert torch.equal(grad, expected)
+    assert expected.abs().max() > 0
 
 
 def test_gumbel_noise_is_finite(monkeypatch):

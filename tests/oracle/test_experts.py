@@ -169,6 +169,7 @@ NOT_STATED = {
     "moe_n_hash_layers": "its table has literal values, its weights a formula: tests/moe/test_hashed.py",
     "moe_input_jitter_eps": "noise is a function of its own: tests/moe/test_router.py",
     "moe_router_sampling": "the same",
+    "moe_router_force_load_balancing": "the same",
     "moe_eval_capacity_factor": "the oracle only trains: tests/moe/test_capacity.py",
 }
 

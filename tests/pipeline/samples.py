@@ -26,7 +26,9 @@ def schedules(kind: str, chunks: int, *, stages: int = 6, microbatches: int = 12
                 yield build_schedule(kind, p, m, chunks, v_shape=True)
 
 
-def activation_bound(kind: str, stages: int, microbatches: int, chunks_per_stage: int = 1) -> tuple[int, ...]:
+def activation_bound(
+    kind: str, stages: int, microbatches: int, chunks_per_stage: int = 1, group: int | None = None
+) -> tuple[int, ...]:
     """Per stage, the most (micro-batch, chunk) activations alive at once, as published for the schedule.
 
     An activation lives from its forward to the end of its backward (its weight gradient, where split).
@@ -40,7 +42,7 @@ def activation_bound(kind: str, stages: int, microbatches: int, chunks_per_stage
     }
     if kind in every:
         return (every[kind],) * stages
-    warmups = (interleaved_warmup(stages, chunks_per_stage, stage) for stage in range(stages))
+    warmups = (interleaved_warmup(stages, chunks_per_stage, stage, group) for stage in range(stages))
     return tuple(min(microbatches * chunks_per_stage, warmup + 1) for warmup in warmups)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 
 import pytest
 
+from megazero.config.derive import fills_groups
 from megazero.errors import ConfigError
 from megazero.pipeline.actions import Op
+from megazero.pipeline.lower import lower
 from megazero.pipeline.render import render_text
 from megazero.pipeline.schedules import (
     KINDS,
@@ -20,6 +23,7 @@ from megazero.pipeline.schedules import (
     zb_v,
 )
 from megazero.pipeline.simulate import Costs, simulate
+from tests.pipeline.check import check
 from tests.pipeline.samples import FAMILIES, action, activation_bound, gaps, schedules
 
 GRIDS = [
@@ -211,6 +215,34 @@ def test_interleaved_takes_groups_of_as_many_microbatches_as_stages():
     ]
 
 
+def test_interleaved_takes_groups_of_other_sizes():
+    """Megatron-LM's `--microbatch-group-size-per-virtual-pipeline-stage`: five micro-batches as 3 and 2."""
+    assert [" ".join(map(str, stage)) for stage in interleaved(2, 5, 2, 3).actions] == [
+        "F0.0 F0.1 F0.2 F2.0 F2.1 F2.2 B2.0 F0.3 B2.1 F0.4 B2.2 F2.3 B0.0 F2.4 B0.1 B0.2 B2.3 B2.4 B0.3 B0.4",
+        "F1.0 F1.1 F1.2 F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 F1.3 B1.0 F1.4 B1.1 F3.3 B1.2 F3.4 B3.3 B3.4 B1.3 B1.4",
+    ]
+    assert interleaved(3, 6, 2, 3) == interleaved(3, 6, 2)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_larger_groups_run_within_their_bound(chunks):
+    for stages, microbatches, group in product(range(1, 5), range(1, 10), range(1, 10)):
+        if not fills_groups(stages, microbatches, group):
+            continue
+        schedule = interleaved(stages, microbatches, chunks, group)
+        every = [each for actions in schedule.actions for each in actions]
+        assert len(every) == len(set(every)) == 2 * microbatches * stages * chunks
+        check(lower(schedule, gather=True, reduce_every_microbatch=microbatches % 2 == 0))
+        peak = simulate(schedule).peak_activations
+        bound = activation_bound("interleaved", stages, microbatches, chunks, group)
+        assert all(a <= b for a, b in zip(peak, bound, strict=True)), (stages, microbatches, group)
+
+
+def test_groups_that_a_stage_would_wait_in_do_not_fill():
+    sizes = [(2, 5, 3), (2, 4, 3), (4, 5, 5), (4, 9, 5), (4, 8, 5), (4, 4, 5), (4, 8, 3)]
+    assert [fills_groups(*each) for each in sizes] == [True, False, True, True, False, False, False]
+
+
 def test_one_chunk_per_stage_interleaved_is_1f1b():
     assert interleaved(3, 6, 1).actions == one_f_one_b(3, 6).actions
 
@@ -240,6 +272,12 @@ def test_sizes_that_a_kind_cannot_have_are_refused_with_a_remedy(arguments, mess
     with pytest.raises(ConfigError) as caught:
         build_schedule(*arguments)
     assert message in str(caught.value)
+
+
+def test_groups_that_do_not_come_out_are_refused_with_a_remedy():
+    said = r"groups of 5 with a rest of none or at least the pipeline stages \(4\) .* but are 7; make them 5"
+    with pytest.raises(ConfigError, match=said):
+        build_schedule("interleaved", 4, 7, 2, group=5)
 
 
 def test_chunks_per_stage_where_none_are_given():

@@ -126,10 +126,18 @@ def test_a_step_of_many_micro_batches_is_the_sections_of_a_few_repeated(schedule
     """Of 24, all are run, or the fewest: peaks, traffic and FLOPs of each stage are the same."""
     layout = Layout(pp=4, schedule=schedule, recompute=recompute, zero=1, layers=8)
     layout = replace(layout, virtual=2 if schedule == "interleaved" else 1)
+    _repeats(layout)
+
+
+def test_so_is_one_of_groups_of_micro_batches():
+    _repeats(Layout(pp=2, schedule="interleaved", virtual=2, group=3, zero=1, layers=4))
+
+
+def _repeats(layout):
     config = layout.config()
     batch = config.batch.model_copy(update={"global_batch_size": 24 * layout.micro_batch})
     config = config.model_copy(update={"batch": batch})
-    few, every = (Job(config, 4, False, Progress()) for _ in range(2))
+    few, every = (Job(config, layout.pp, False, Progress()) for _ in range(2))
     vars(every)["traced_micro_batches"] = 24
     assert few.traced_micro_batches < 5
     for ours, theirs in zip(Plan.of(few).stages, Plan.of(every).stages, strict=True):

@@ -8,21 +8,47 @@ from typing import Any
 from megazero.config.deepspeed.row import AUTO, say
 from megazero.config.deepspeed.rows.train import BATCH_ROWS
 from megazero.config.flags import Setting
+from megazero.config.tree.precision import PrecisionConfig
 
 _FLAG_COUNTS = ("optimizer.lr", "logging.tensorboard_dir")
 """Fields, besides the batch sizes, of which a flag takes precedence over the JSON."""
 
 
 def left_to_json(flags: Sequence[Setting], values: Mapping[str, Any]) -> list[Setting]:
-    """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON has no static scale.
+    """The flags that have no effect beside this JSON: `--loss-scale`, where the JSON has no static scale, and
+    `--fp16`, where the JSON enables bf16.
 
     In Megatron-DeepSpeed the engine scales the loss in fp16 alone, and looks at the JSON alone. Its scripts
-    give the flag the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15).
-    `values` are path -> value of all fields that the JSON sets or implies.
+    give the flag the exponent of the first scale (`--loss-scale 15` beside `initial_scale_power` 15). It
+    casts the model to the type that the JSON enables, whatever Megatron made it in. fp16 where a script says
+    `--bf16` would overflow what the author has not thought of, and stays refused. `values` are path -> value
+    of all fields that the JSON sets or implies.
     """
-    scaled = values.get("precision.dtype") in ("fp16", "bf16")
-    dynamic = scaled and not values.get("precision.loss_scale")
-    return [flag for flag in flags if dynamic and flag.spec.path == "precision.loss_scale"]
+    dtype = values.get("precision.dtype")
+    dynamic = dtype in ("fp16", "bf16") and not values.get("precision.loss_scale")
+
+    def is_unheard(flag: Setting) -> bool:
+        cast = flag.spec.path == "precision.dtype" and (flag.value, dtype) == ("fp16", "bf16")
+        return cast or (dynamic and flag.spec.path == "precision.loss_scale")
+
+    return list(filter(is_unheard, flags))
+
+
+def unheard(flag: Setting, name: str, precision: PrecisionConfig) -> str:
+    """The sentence on a flag that has no effect beside the JSON of this name."""
+    source = f"`{precision.dtype}.enabled` of {name}, as in Megatron-DeepSpeed"
+    if flag.spec.path == "precision.dtype":
+        return (
+            f"`{flag.source}` has no effect beside {source}: the model is cast to the type of the JSON. "
+            "Leave the flag out."
+        )
+    scale = "a loss in bf16 is not scaled"
+    if precision.dtype == "fp16":
+        scale = (
+            f"the loss scale is dynamic and starts at {precision.initial_loss_scale:g}; a static one is set "
+            "by `fp16.loss_scale` there"
+        )
+    return f"`{flag.source} {flag.value:g}` has no effect beside {source}: {scale}."
 
 
 def overruled(flags: Sequence[Setting], settings: Sequence[Setting]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megazero.config.rules.rule import Case, Rule, value_at
+from megazero.config.tree.config import Config
 from megazero.config.tree.data import DataConfig
 from megazero.config.words import is_number
 
@@ -26,6 +27,12 @@ def _is_blend(items: tuple[str, ...]) -> bool:
     )
 
 
+def _is_prepared(config: Config) -> bool:
+    data = config.data
+    one = data.train_idx_path if config.model.family == "bert" else data.train_doc_idx_path
+    return one is not None and not data.mock_data
+
+
 def _names_one(data: DataConfig) -> bool:
     names = data.data_path or data.train_data_path
     return len(names) <= 1 and not any(name.startswith("@") for name in names)
@@ -41,10 +48,10 @@ DATA_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "prepared_index_of_one_dataset",
-        ("data.train_doc_idx_path", "data.data_path", "data.train_data_path"),
+        ("data.train_doc_idx_path", "data.train_idx_path", "data.data_path", "data.train_data_path"),
         "a prepared index must be of one dataset, which is named itself",
         "give the prefix of that dataset alone",
-        lambda c: c.config.data.train_doc_idx_path is None or _names_one(c.config.data),
+        lambda c: not _is_prepared(c.config) or _names_one(c.config.data),
     ),
     Rule(
         "one_data_source",

@@ -32,6 +32,7 @@ _MASKED = (
     "data.mask_prob",
     "data.short_seq_prob",
     "data.bert_pack",
+    "data.train_idx_path",
 )
 _OF_EXPERTS = (
     *(f"model.{name}" for name in EXPERT_FIELDS if name != "num_experts"),

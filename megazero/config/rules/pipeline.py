@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megazero.config.derive import chunks_per_stage, num_chunks, schedule_kind
+from megazero.config.derive import chunks_per_stage, fills_groups, num_chunks, schedule_kind
 from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
 from megazero.config.steps import BatchRamp
 
@@ -14,6 +14,7 @@ _VIRTUAL = (
     "parallel.num_virtual_stages_per_pipeline_rank",
 )
 _STAGES = "parallel.pipeline_model_parallel_size"
+_GROUP = "parallel.microbatch_group_size_per_virtual_pipeline_stage"
 
 
 def _layers_divide(case: Case) -> bool:
@@ -61,10 +62,12 @@ def micro_batch_counts(case: Case) -> list[int]:
 
 
 def _interleaved_rounds(case: Case) -> bool:
-    stages = case.config.parallel.pipeline_model_parallel_size
+    parallel = case.config.parallel
+    stages = parallel.pipeline_model_parallel_size
     if schedule_kind(case.config) != "interleaved":
         return True
-    return all(count % stages == 0 for count in micro_batch_counts(case))
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or stages
+    return all(fills_groups(stages, count, group) for count in micro_batch_counts(case))
 
 
 def _partition_fault(case: Case) -> str | None:
@@ -123,10 +126,11 @@ PIPELINE_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "interleaved_micro_batches",
-        ("parallel.pipeline_schedule", _STAGES, "batch.micro_batch_size", "batch.global_batch_size"),
+        ("parallel.pipeline_schedule", _STAGES, _GROUP, "batch.micro_batch_size", "batch.global_batch_size"),
         "the number of micro-batches per step must be a multiple of `pipeline_model_parallel_size` with the "
-        "interleaved schedule",
-        "change a batch size, or leave out the virtual stages",
+        "interleaved schedule, or come out in groups of "
+        "`microbatch_group_size_per_virtual_pipeline_stage` each at least as large as the stages are many",
+        "change a batch size or the groups, or leave out the virtual stages",
         _interleaved_rounds,
         lambda c: f"micro-batches per step: {', '.join(map(str, micro_batch_counts(c)))}",
     ),

@@ -49,6 +49,11 @@ class DataConfig(Section):
             "finetune.task=None: `--epochs` takes its place",
         ),
     )
+    train_idx_path: str | None = option(
+        None,
+        "prepared sentences of the samples of a BERT's training, a Megatron's .npy, instead of an index that "
+        "is built",
+    )
     train_doc_idx_path: str | None = option(
         None,
         "prepared order of documents of the training, a Megatron's .npy; with the two others, instead of an "

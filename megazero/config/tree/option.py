@@ -89,8 +89,8 @@ Duration = Annotated[PositiveFloat | None, BeforeValidator(_none_if_zero)]
 Scale = Annotated[PositiveFloat | None, BeforeValidator(_none_if_zero)]
 """A factor that stays as it is; None, and 0 as in both Megatrons, for one that does not."""
 
-Patience = Annotated[float, Field(gt=0, le=525_600)]
-"""Minutes to wait: more than none, and a year at most, which clocks can count."""
+Patience = Annotated[float, Field(gt=0, le=10_000_000)]
+"""Minutes to wait: more than none, and 19 years at most, which clocks can count."""
 
 Proportions = Annotated[str, AfterValidator(_split_proportions)]
 """Train, validation and test proportions, separated by commas or slashes; those left out are 0.

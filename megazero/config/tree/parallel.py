@@ -34,6 +34,11 @@ class ParallelConfig(Section):
         "the same, given as the number of chunks per stage",
         needs="num_layers_per_virtual_pipeline_stage=None",
     )
+    microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = option(
+        None,
+        "micro-batches that pass through a chunk of the interleaved schedule before the next chunk's turn; "
+        "default: as many as there are stages",
+    )
     pipeline_schedule: Literal["auto", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = option(
         "auto",
         "order of forward and backward passes; auto is 1f1b, or interleaved with virtual stages",

@@ -105,6 +105,13 @@ class BalanceConfig(Section):
         ),
     )
 
+    moe_router_force_load_balancing: bool = option(
+        False,
+        "put random numbers in the place of the router's logits in training, so that experts are evenly "
+        "loaded whatever the router has learnt: for benchmarks; its gradient is that of the logits",
+        needs="moe_n_hash_layers=0: a table says which experts tokens have",
+    )
+
     @property
     def assigns(self) -> bool:
         """Whether training chooses experts by an even assignment of tokens."""

@@ -8,13 +8,18 @@ from pathlib import Path
 from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.bert.mock import MockBERTDataset
 from megazero.data.indexed.reader import IndexedDataset
+from megazero.data.splits import SPLIT_NAMES
 
 
 @dataclass(frozen=True)
 class BERTBuilder:
-    """Makes BERT datasets of these settings. Splits divide documents, so that none lies in two of them."""
+    """Makes BERT datasets of these settings. Splits divide documents, so that none lies in two of them.
+
+    prepared: a .npy file with the map of the training's samples; None for one that is built.
+    """
 
     settings: BERTSettings
+    prepared: str | None = None
 
     unit = "documents"
 
@@ -28,7 +33,8 @@ class BERTBuilder:
     def build(
         self, indexed: IndexedDataset, units: range, num_samples: int | None, name: str, epochs: int | None
     ) -> BERTDataset:
-        return BERTDataset(indexed, units, num_samples, self.settings, name, epochs)
+        prepared = self.prepared if name == SPLIT_NAMES[0] else None
+        return BERTDataset(indexed, units, num_samples, self.settings, name, epochs, prepared)
 
     def mock(self, num_samples: int, name: str) -> MockBERTDataset:
         return MockBERTDataset(num_samples, self.settings, name)

@@ -9,6 +9,7 @@ padding; the padding comes after them), `is_random` (1 if the segments are excha
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,7 @@ from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.indexed.reader import IndexedDataset
+from megazero.data.prepared import check_prepared, read_prepared
 from megazero.data.sample_numbers import sample_numbers
 from megazero.errors import DataError
 
@@ -88,7 +90,8 @@ class BERTDataset(SampleDataset):
 
     documents: the split's documents, consecutive ones; num_samples: the least number of samples, over as
     many epochs as it takes (None: one epoch); epochs: exactly this many epochs instead. name: the split's
-    name, for messages and cache files. Raises DataError if no document gives a sample.
+    name, for messages and cache files. prepared: a .npy file with the rows of the map, instead of one that is
+    built. Raises DataError if no document gives a sample, or if the file is not a map of these documents.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class BERTDataset(SampleDataset):
         settings: BERTSettings,
         name: str = "train",
         epochs: int | None = None,
+        prepared: str | None = None,
     ):
         self.indexed = indexed
         self.settings = settings
@@ -116,11 +120,16 @@ class BERTDataset(SampleDataset):
         self.counts = count_documents(indexed.lengths, self._boundaries, self.plan.min_sentences)
         if not self.counts.used:
             raise self._nothing_to_use()
-        description = {} if settings.cache_dir is None else self._map_description
-        arrays = cached_arrays(
-            settings.cache_dir, f"bert-{name}", description, ("rows",), self._build, self._fault
-        )
-        self.rows: np.ndarray = arrays["rows"]
+        self._prepared = prepared
+        if prepared is not None:
+            self.rows = read_prepared(prepared)
+            check_prepared(self._fault({"rows": self.rows}), len(self.rows), num_samples, indexed.prefix)
+        else:
+            description = {} if settings.cache_dir is None else self._map_description
+            arrays = cached_arrays(
+                settings.cache_dir, f"bert-{name}", description, ("rows",), self._build, self._fault
+            )
+            self.rows = arrays["rows"]
         self._store = SentenceStore(indexed.tokens, indexed.lengths, indexed.offsets)
 
     def __len__(self) -> int:
@@ -181,7 +190,15 @@ class BERTDataset(SampleDataset):
             "epochs": plan.epochs,
             "num_samples": plan.num_samples,
             "seed": plan.seed,
+            **self._prepared_as,
         }
+
+    @cached_property
+    def _prepared_as(self) -> dict[str, object]:
+        """The part of the description that a prepared map adds: a digest of its rows."""
+        if self._prepared is None:
+            return {}
+        return {"prepared": hashlib.blake2b(np.ascontiguousarray(self.rows).data, digest_size=16).hexdigest()}
 
     def _build(self) -> dict[str, np.ndarray]:
         lengths, plan = self.indexed.lengths, self.plan

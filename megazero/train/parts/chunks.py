@@ -32,7 +32,9 @@ from megazero.zero.table import STAGES
 def schedule_of(config: Config, microbatches: int | None = None) -> Schedule:
     """The configured pipeline schedule; `microbatches` may be left out if only the stages matter."""
     stages = config.parallel.pipeline_model_parallel_size
-    return build_schedule(schedule_kind(config), stages, microbatches or 2 * stages, chunks_per_stage(config))
+    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
+    few = microbatches or 2 * (group or stages)
+    return build_schedule(schedule_kind(config), stages, few, chunks_per_stage(config), group=group)
 
 
 def programs_of(config: Config) -> Programs:
@@ -44,7 +46,7 @@ def programs_of(config: Config) -> Programs:
     @cache
     def train(microbatches: int) -> Program:
         return lower(
-            build_schedule(kind, stages, microbatches, per_stage),
+            schedule_of(config, microbatches),
             gather=row.shard_params,
             reduce_every_microbatch=row.shard_grads,
             overlap_reduce=overlap,

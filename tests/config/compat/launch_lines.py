@@ -54,7 +54,7 @@ _KINDS: Mapping[str, str] = MappingProxyType(
 """Ways in which a line is refused: name -> heading."""
 FIRST_SIGHT = CORPUS / "first_sight.tsv"
 """What became of lines of forks when they were first read, before anything was changed by them: where a line
-comes from, and `accepted` or `refused`. The lines are in the corpora of forks."""
+comes from, `accepted` or `refused`, and the number of the reading. The lines are in the corpora of forks."""
 
 _PROGRAMS: Mapping[str, str] = MappingProxyType(
     {
@@ -80,7 +80,6 @@ _PROGRAMS: Mapping[str, str] = MappingProxyType(
 
 _RULES: Mapping[str, str] = MappingProxyType(
     {
-        "interleaved_micro_batches": "micro-batch groups of other sizes",
         "needs_of_is_hybrid_model": "context parallelism of state-space layers",
     }
 )
@@ -167,10 +166,13 @@ def judge(line: LaunchLine) -> Outcome:
     return Outcome(**{kind: frozenset(names) for kind, names in found.items()})
 
 
-def first_sight() -> dict[str, bool]:
-    """Where a line comes from -> whether it was accepted at first sight."""
-    rows = (row.split("\t") for row in FIRST_SIGHT.read_text(encoding="utf-8").splitlines())
-    return {origin: verdict == "accepted" for origin, verdict in rows}
+def first_sight() -> dict[str, dict[str, bool]]:
+    """The number of a reading -> where a line comes from -> whether it was accepted at first sight."""
+    readings: dict[str, dict[str, bool]] = {}
+    for row in FIRST_SIGHT.read_text(encoding="utf-8").splitlines():
+        origin, verdict, reading = row.split("\t")
+        readings.setdefault(reading, {})[origin] = verdict == "accepted"
+    return readings
 
 
 def _problems(line: LaunchLine) -> list[str]:
@@ -249,14 +251,19 @@ def page(judged: Iterable[tuple[LaunchLine, Outcome]]) -> str:
 
 
 def _at_first_sight() -> list[str]:
-    verdicts = first_sight()
-    repositories = {origin.split()[0] for origin in verdicts}
+    rows = []
+    for reading, verdicts in first_sight().items():
+        lines, repositories = len(verdicts), len({origin.split()[0] for origin in verdicts})
+        accepted = sum(verdicts.values())
+        rows.append((reading, str(lines), str(repositories), f"{accepted} ({accepted / lines:.0%})"))
     return [
-        f"Of the last {len(verdicts)} lines of forks, from {len(repositories)} repositories, "
-        f"{sum(verdicts.values())} were accepted at first sight, before",
-        "anything was changed by them (`first_sight.tsv`). Lines by which something was then changed are",
-        "counted with those by which the tables were written, so the row of the others is no measure of",
-        "first sight.",
+        "## At first sight",
+        "",
+        "Lines of forks are first read before anything is changed by them (`first_sight.tsv`). Those by",
+        "which something was then changed are counted above with those by which the tables were written, so",
+        "the row of the others is no measure of first sight.",
+        "",
+        *_table(("Reading", "Lines", "Repositories", "Accepted"), rows),
     ]
 
 

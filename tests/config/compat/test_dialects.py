@@ -113,6 +113,16 @@ def test_a_line_of_no_named_fork_is_read_as_the_fork_that_knows_most_of_it() -> 
             "must be WEIGHT START:STOP PREFIX, but is `a`",
         ),
         ("--pp-partition-method uniform --no-such 1", "unknown flag `--no-such`"),
+        (
+            "--grad-comp",
+            "gradients and hidden states are sent whole; leave it out, or take `--optimizer onebit-adam`",
+        ),
+        ("--mup", "leave it out, and set `--lr` and `--init-method-std`"),
+        ("--fmoefy", "say experts with `--num-experts`"),
+        ("--sequence-packing", "use `--pack best-fit`"),
+        ("--json-file f", "with `data_tools/preprocess_data.py`"),
+        ("--expert-choise-bucket 4 --capacity 1.0", "`--capacity 1.0` is not accepted: routers are trained"),
+        ("--capacity 1.0", "unknown flag `--capacity`"),
     ],
 )
 def test_refused_with_what_to_do(argv: str, says: str) -> None:
@@ -222,6 +232,14 @@ def test_layers_that_cannot_be_dealt_so_are_refused(argv: str, says: str) -> Non
         ("--dialect mindspeed --sparse-mode 2 --pre-tockens 65536 --next-tockens 0", {}),
         ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-5",
          {"optimizer.decoupled_lr": 1e-4, "optimizer.decoupled_min_lr": 1e-5}),
+        ("--relu --input-embeddings-multiplier 50",
+         {"model.activation": "relu", "model.embedding_multiplier": 50.0}),
+        ("--no-cuda --distributed-backend mpi",
+         {"parallel.device": "cpu", "parallel.distributed_backend": "auto"}),
+        ("--synthetic --lr-wsd-decay-style 1-sqrt",
+         {"data.mock_data": True, "optimizer.lr_wsd_decay_style": "minus_sqrt"}),
+        ("--rope-factor 8 --position-embedding-type learned",
+         {"model.rope_scaling_factor": 8.0, "model.position_embedding_type": "learned_absolute"}),
     ],
 )  # fmt: skip
 def test_words_of_many_trainers(argv: str, expected: dict[str, object]) -> None:
@@ -299,11 +317,11 @@ def test_what_changes_numbers_is_not_without_effect(argv: str, says: str) -> Non
             "it contradicts `--grad-reduce-in-bf16`",
         ),
         (
-            "--bf16 --megatron-fsdp-main-grads-dtype bf16",
+            "--bf16 --grad-reduce-in-bf16 --megatron-fsdp-main-grads-dtype bf16",
             "are added up with `--main-grads-dtype`",
         ),
         (
-            "--bf16 --megatron-fsdp-grad-comm-dtype bf16",
+            "--bf16 --main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype bf16",
             "are sent with `--grad-reduce-dtype`",
         ),
         ("--fp8-format hybrid --bf16 --no-fp8-wgrad", "all products of linear layers are of 8-bit floats"),
@@ -321,6 +339,8 @@ def test_what_says_what_a_model_has_must_be_true_of_it(argv: str, says: str) -> 
         "--use-moe --num-experts 4", "--use-gqa --num-query-groups 2", "--causal --tie-word-embeddings",
         "--disable-moe --no-use-alibi", "--no-fp8-wgrad", "--megatron-fsdp-grad-comm-dtype fp32",
         "--grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype auto --bf16",
+        # Without `--grad-reduce-in-bf16` Megatron-LM sets both to fp32, whatever they are.
+        "--bf16 --megatron-fsdp-main-grads-dtype bf16 --megatron-fsdp-grad-comm-dtype bf16",
     ],
 )  # fmt: skip
 def test_what_says_what_a_model_has_is_accepted_where_it_is_true(argv: str) -> None:

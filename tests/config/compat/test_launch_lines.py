@@ -28,13 +28,9 @@ OTHERS = {
     "the model is not given": "a model that a checkpoint describes",
     "--optimizer adafactor": "an optimizer that looks at whole matrices",
     "chunks_within_layers": "six layers in eight chunks, with the embedding and the loss counted as layers",
-    "data_source_given": "the data of fine-tuning on conversations",
+    "data_source_given": "the data of fine-tuning on conversations, or a script that names none",
+    "training_length_given": "settings in a file",
     "needs_of_fp8_format": "experts whose products are of 8-bit floats",
-    **dict.fromkeys(
-        ("needs_of_rotary_scaling_factor", "needs_of_mscale", "needs_of_mscale_all_dim"),
-        "YaRN within multi-latent attention",
-    ),
-    "recompute_modules_are_there": "parts of multi-latent attention",
     "--fp8-recipe mxfp8": "scales of blocks of 32 elements",
     "--fp8-recipe blockwise": "scales of blocks",
     "flags contradict the JSON": "two types in one script",
@@ -46,9 +42,11 @@ OTHERS = {
     "unknown key fp16.autocast": "a key that DeepSpeed does not have, and does not read",
     "unknown key profiling": "a key that DeepSpeed does not have, and does not read",
     "unknown key veloc_config": "a key of a fork of DeepSpeed's",
-    "flags of no known fork": "flags that no dialect has",
     "needs_of_main_params_dtype": "weights of the optimizer in another half precision than the model's",
     "--optimizer ademamix": "an optimizer that is not built",
+    "--optimizer onebitadam": "an optimizer of DeepSpeed's JSON, among the flags",
+    "`--verify-checkpoint` must be followed by a value (full | size).": "a fork's switch of this name",
+    "needs_of_tokenizer_type": "merges that are not given, which Megatron-LM needs too",
     "--lr-wsd-decay-iters 0": "a final decay without a step",
     "--moe-router-load-balancing-type global_batch_loss": "a fork's loss of balance",
     "--tokenizer-type TikTokenizer": "a tokenizer's file of another kind",
@@ -68,8 +66,8 @@ def test_the_corpora_are_whole() -> None:
         "megatron_deepspeed": 76,
         "megatron_lm_examples": 28,
         "megatron_lm_tests": 151,
-        "forks": 28,
-        "forks_held_out": 43,
+        "forks": 49,
+        "forks_held_out": 73,
     }
     assert len({line.origin for line in lines}) == len(lines)
     assert sum(line.corpus == "megatron_deepspeed" and line.program in FAMILIES for line in lines) == 61
@@ -83,8 +81,11 @@ def test_no_line_by_which_tables_are_written_holds_an_unknown_flag() -> None:
 
 def test_lines_that_were_accepted_at_first_sight_still_are() -> None:
     kinds = {line.origin: outcome.kind for line, outcome in judged() if line.corpus.startswith("forks")}
-    verdicts = first_sight()
-    assert (len(verdicts), sum(verdicts.values())) == (42, 21)
+    readings = first_sight()
+    counts = {reading: (len(verdicts), sum(verdicts.values())) for reading, verdicts in readings.items()}
+    assert counts == {"1": (42, 21), "2": (35, 16), "3": (16, 11)}
+    verdicts = {origin: accepted for reading in readings.values() for origin, accepted in reading.items()}
+    assert len(verdicts) == sum(map(len, readings.values()))
     assert [origin for origin, accepted in verdicts.items() if accepted and kinds[origin] != "passes"] == []
     assert verdicts.keys() <= kinds.keys()
 
@@ -131,11 +132,12 @@ def test_lines_with_experts_give_megatron_deepspeeds_model() -> None:
     assert shapes["1.3B_PR-MoE64or128_MoS.sh"] == (0, 64) * 8 + (0, 128) * 2 + (0,)
 
 
-def test_no_line_is_refused_for_a_flag_that_is_said_another_way() -> None:
-    assert [line.origin for line, outcome in judged() if outcome.rewrites and not outcome.features] == []
+def test_only_a_file_of_settings_is_refused_for_being_said_another_way() -> None:
+    rewrites = [outcome.rewrites for _, outcome in judged() if outcome.rewrites and not outcome.features]
+    assert rewrites == [{"--yaml-cfg"}]
 
 
-@pytest.mark.parametrize(("corpus", "least"), [("forks", 18), ("forks_held_out", 31)])
+@pytest.mark.parametrize(("corpus", "least"), [("forks", 26), ("forks_held_out", 59)])
 def test_lines_of_forks_are_accepted(corpus: str, least: int) -> None:
     kinds = Counter(outcome.kind for line, outcome in judged() if line.corpus == corpus)
     assert kinds["passes"] >= least

@@ -74,7 +74,7 @@ def test_what_is_absent_is_named() -> None:
             "`--moe-router-dtype fp64` is not accepted: routers always compute in fp32",
         ),
         ("--moe-latent-size 64", "experts of a narrower space are not built"),
-        ("--moe-router-force-load-balancing", "the router's choice cannot be forced"),
+        ("--moe-router-force-biased 0.5", "force an even choice with `--moe-router-force-load-balancing`"),
         (
             "--moe-router-load-balancing-type quantile_balancing",
             "(quantile_balancing is not offered; take --moe",
@@ -143,6 +143,7 @@ def test_accepted_because_the_numbers_are_those_asked_for(argv: str) -> None:
     [
         ("--deterministic-mode", "training.deterministic_mode", True),
         ("--add-qkv-bias", "model.add_qkv_bias", True),
+        ("--moe-router-force-load-balancing", "model.moe_router_force_load_balancing", True),
         ("--moe-use-upcycling", "checkpoint.moe_use_upcycling", True),
         ("--most-recent-k 2", "checkpoint.keep_last", 2),
         ("--window-size (128,0)", "model.window_size", (128, 0)),

@@ -155,6 +155,18 @@ def test_a_loss_scale_has_no_effect_beside_bf16_in_the_json(launch: Launch) -> N
     )
 
 
+def test_fp16_has_no_effect_beside_bf16_in_the_json(launch: Launch) -> None:
+    """Megatron-DeepSpeed's offload example gives both, and trains in bf16: the engine casts the model."""
+    resolved = launch({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "--fp16")
+    assert (resolved.config.precision.dtype, resolved.config.precision.initial_loss_scale) == ("bf16", 2**32)
+    assert resolved.warnings[-1] == (
+        "`--fp16` has no effect beside `bf16.enabled` of ds.json, as in Megatron-DeepSpeed: the model is "
+        "cast to the type of the JSON. Leave the flag out."
+    )
+    (refusal,) = refusals(launch, {"fp16": {"enabled": False}}, "--fp16")  # DeepSpeed stops there, too
+    assert "`--fp16` says fp16 and ds.json: `fp16.enabled` says fp32" in refusal
+
+
 @pytest.mark.parametrize("dynamic", [{}, {"loss_scale": 0}])
 def test_the_json_alone_says_how_the_loss_is_scaled(launch: Launch, dynamic: dict[str, int]) -> None:
     """Megatron-DeepSpeed's scripts pass `--loss-scale 15` beside `initial_scale_power` 15, for 2^15.

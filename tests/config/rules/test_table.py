@@ -88,6 +88,11 @@ def test_interleaved_micro_batches_are_judged_at_every_rung_of_the_ramp() -> Non
     }
     (sentence,) = check(make_config(changes), 4)
     assert "(micro-batches per step: 2, 3, 4)" in sentence
+    grouped = {"parallel.microbatch_group_size_per_virtual_pipeline_stage": 3}
+    (sentence,) = check(make_config({**changes, **grouped}), 4)
+    assert "_group_size_per_virtual_pipeline_stage` is 3" in sentence  # neither 2 nor 4 come out in threes
+    steady = {"batch.global_batch_size": 20, "batch.rampup_batch_size": None}  # 5: 3 and 2
+    assert check(make_config({**changes, **grouped, **steady}), 4) == []
 
 
 def test_rows_longer_than_samples_are_refused() -> None:
