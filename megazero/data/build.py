@@ -228,10 +228,10 @@ def _word_pieces(vocabulary: TextVocabulary, mock: bool) -> WordPieces:
 
 
 def _request(config: Config, builder: DatasetBuilder, sizes: Sizes) -> DatasetRequest:
-    data = config.data
+    data, by_metric = config.data, bool(config.data_sampling.curriculum_metrics)
     return DatasetRequest(
         builder=builder,
-        num_samples=(_train_size(config, sizes[0]), *sizes[1:]),
+        num_samples=(_train_size(data, sizes[0], by_metric=by_metric), *sizes[1:]),
         data_path=expanded(data.data_path, "train"),
         split=data.split,
         train_data_path=expanded(data.train_data_path, "train"),
@@ -247,14 +247,13 @@ def _cache_of(data: DataConfig) -> str | None:
     return data.data_cache_path or default_cache(expanded(data.data_path or data.train_data_path, "train"))
 
 
-def _train_size(config: Config, wanted: int | None) -> int | None:
+def _train_size(data: DataConfig, wanted: int | None, *, by_metric: bool) -> int | None:
     """The number of samples to build for training: one epoch (None) for a cyclic order or a curriculum.
 
     An epoch is then the data, whatever the batch size and the length of the training. A weighted blend, which
     gives what its weights say, has no epoch; and Megatron's own order is over what Megatron builds.
     """
-    data = config.data
-    endless = data.dataloader_type == "cyclic" or config.data_sampling.curriculum_metrics
+    endless = data.dataloader_type == "cyclic" or by_metric
     if not wanted or not endless or data.data_sharding:
         return wanted
     source = expanded(data.train_data_path or data.data_path, "train")

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.config.tree.zero import ZeroConfig
@@ -121,7 +122,7 @@ def measure_position_loss(config: Config, context: ParallelContext, samples: int
     meter = PositionMeter(
         dataset,
         Evaluator(wrapped, context.pp, context.device),
-        programs_of(config).evaluate,
+        programs_of(config.zero, PipelineShape.of(config)).evaluate,
         TextCollate.of(config, vocabulary.size, context, None),
         context,
         step_shape(config),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megazero.checkpoint.manifest import MANIFEST
 from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.config.derive import PipelineShape
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.config import Config
 from megazero.config.tree.recompute import RecomputeConfig
@@ -211,7 +212,7 @@ def _loss_meter(
     meter = LossMeter(
         dataset,
         Evaluator(wrapped, context.pp, context.device),
-        programs_of(config).evaluate,
+        programs_of(config.zero, PipelineShape.of(config)).evaluate,
         family_of(config.model).collate(config, vocabulary.size, context, None),
         context,
         step_shape(config),
@@ -244,5 +245,6 @@ def trained_chunks(
     where = checkpoint_at(section.load, context, section.ckpt_step)
     reader: CheckpointReader = opened(where, Verify(section.verify_checkpoint), context)
     saved = saved_model(reader)
-    check_model(config.model, vocabulary.size, saved, where, free_fields(config, config.model, saved, where))
+    free = free_fields(config.model, saved, where, extends=section.extend_context)
+    check_model(config.model, vocabulary.size, saved, where, free)
     return where, load_chunks(config, vocabulary, context, reader)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megazero.config.derive import sequence_multiple
 from megazero.config.tree.config import Config
+from megazero.config.tree.parallel import ParallelConfig
 from megazero.data.token_ids import check_token_ids
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.layers.placement import SequenceCut
@@ -149,10 +150,10 @@ class Columns:
     zigzag: bool = False
 
     @classmethod
-    def of(cls, config: Config, context: ParallelContext) -> Columns:
+    def of(cls, parallel: ParallelConfig, context: ParallelContext) -> Columns:
         """The columns of this rank in a run."""
         group = context.groups["cp"]
-        return cls(group.rank, group.size, SequenceCut.of(config.parallel).zigzag)
+        return cls(group.rank, group.size, SequenceCut.of(parallel).zigzag)
 
     def own(self, array: np.ndarray) -> np.ndarray:
         """This rank's columns of an array [b, s]."""
@@ -198,7 +199,7 @@ class TextCollate:
     @classmethod
     def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> TextCollate:
         """The collate function for a run's configuration."""
-        columns, depths = Columns.of(config, context), config.model.mtp_num_layers or 0
+        columns, depths = Columns.of(config.parallel, context), config.model.mtp_num_layers or 0
         return cls(vocab_size, context.device, config.data.reset_position_ids, seed, columns, depths)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> Batch:

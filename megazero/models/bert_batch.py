@@ -117,7 +117,7 @@ class BertCollate:
     def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> BertCollate:
         """The collate function for a run's configuration."""
         whole, multiple = config.skipping.random_ltd and seed is not None, column_multiple(config)
-        columns, packed = Columns.of(config, context), config.data.bert_pack
+        columns, packed = Columns.of(config.parallel, context), config.data.bert_pack
         return cls(vocab_size, context.device, multiple, packed, seed, whole, columns)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> BertBatch:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megazero.config.compat.hub import local
-from megazero.config.derive import chunks_per_stage, replicas_per_node, schedule_kind
+from megazero.config.derive import PipelineShape, replicas_per_node
 from megazero.config.steps import Progress, Step
 from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
@@ -84,6 +84,11 @@ class Job:
         """Micro-batches of a rank in that step, the rows of cut samples included."""
         return self.step.micro_batches
 
+    @property
+    def shape(self) -> PipelineShape:
+        """The stages of its pipeline."""
+        return PipelineShape.of(self.config)
+
     @cached_property
     def program(self) -> Program:
         """The program of that step."""
@@ -91,15 +96,15 @@ class Job:
 
     def program_of(self, micro_batches: int) -> Program:
         """The program of a step of so many micro-batches."""
-        return programs_of(self.config).train(micro_batches)
+        return programs_of(self.config.zero, self.shape).train(micro_batches)
 
     @cached_property
     def traced_micro_batches(self) -> int:
         """The micro-batches to run: all if they are few, else the fewest with one that is neither end's."""
-        kind, stages = schedule_kind(self.config), self.config.parallel.pipeline_model_parallel_size
+        shape = self.shape
         for count in range(3, self.micro_batches) if self.micro_batches > _FEW else ():
             try:
-                build_schedule(kind, stages, count, chunks_per_stage(self.config))
+                build_schedule(shape.kind, shape.stages, count, shape.chunks_per_stage)
             except ConfigError:
                 continue
             return count

@@ -42,9 +42,9 @@ def test_a_ramp_that_does_not_grow_is_held_for_good() -> None:
 
 def test_ramp_of_a_configuration() -> None:
     config = make_config({"batch.global_batch_size": 16, "batch.rampup_batch_size": (4, 4, 30)})
-    assert BatchRamp.of(config, 2) == BatchRamp(4, 4, 30, 16)
-    assert BatchRamp.of(make_config(), 3) == BatchRamp.constant(6)
-    assert BatchRamp.of(make_config({"batch.global_batch_size": 24}), 3) == BatchRamp.constant(24)
+    assert BatchRamp.of(config.batch, 8, 2) == BatchRamp(4, 4, 30, 16)
+    assert BatchRamp.of(make_config().batch, 8, 3) == BatchRamp.constant(6)
+    assert BatchRamp.of(make_config({"batch.global_batch_size": 24}).batch, 8, 3) == BatchRamp.constant(24)
 
 
 def test_sequence_lengths_by_hand() -> None:
@@ -145,7 +145,7 @@ def test_any_start_agrees_with_walking() -> None:
 def stairs(schedule: str, seq_length: int = 32) -> BatchStairs:
     """The batch sizes of `--step-batch-size-schedule`."""
     config = make_config({"batch.step_batch_size_schedule": (schedule,), "model.seq_length": seq_length})
-    sizes = BatchRamp.of(config, 1)
+    sizes = BatchRamp.of(config.batch, config.model.seq_length, 1)
     assert isinstance(sizes, BatchStairs)
     return sizes
 

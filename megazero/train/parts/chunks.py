@@ -10,9 +10,10 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from megazero.config.derive import chunks_per_stage, schedule_kind
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.layers.initialize import initialize
 from megazero.layers.placement import Placement, SequenceCut
 from megazero.models.batch import MicroBatch
@@ -29,22 +30,20 @@ from megazero.train.step.timers import Timers
 from megazero.zero.table import STAGES
 
 
-def schedule_of(config: Config, microbatches: int | None = None) -> Schedule:
-    """The configured pipeline schedule; `microbatches` may be left out if only the stages matter."""
-    stages = config.parallel.pipeline_model_parallel_size
-    return build_schedule(schedule_kind(config), stages, microbatches or 2 * stages, chunks_per_stage(config))
+def schedule_of(shape: PipelineShape, microbatches: int | None = None) -> Schedule:
+    """The schedule of a pipeline; `microbatches` may be left out if only the stages matter."""
+    stages = shape.stages
+    return build_schedule(shape.kind, stages, microbatches or 2 * stages, shape.chunks_per_stage)
 
 
-def programs_of(config: Config) -> Programs:
+def programs_of(zero: ZeroConfig, shape: PipelineShape) -> Programs:
     """The programs of a training step and of an evaluation, for each number of micro-batches per replica."""
-    row, overlap = STAGES[config.zero.stage], config.zero.overlap_grad_reduce
-    stages, per_stage = config.parallel.pipeline_model_parallel_size, chunks_per_stage(config)
-    kind = schedule_kind(config)
+    row, overlap = STAGES[zero.stage], zero.overlap_grad_reduce
 
     @cache
     def train(microbatches: int) -> Program:
         return lower(
-            build_schedule(kind, stages, microbatches, per_stage),
+            schedule_of(shape, microbatches),
             gather=row.shard_params,
             reduce_every_microbatch=row.shard_grads,
             overlap_reduce=overlap,
@@ -52,7 +51,8 @@ def programs_of(config: Config) -> Programs:
 
     @cache
     def evaluate(microbatches: int) -> Program:
-        forward = build_schedule("forward", stages, microbatches, per_stage, v_shape=kind == "zb-v")
+        stages, chunks = shape.stages, shape.chunks_per_stage
+        forward = build_schedule("forward", stages, microbatches, chunks, v_shape=shape.kind == "zb-v")
         return lower(forward, gather=row.shard_params, reduce_every_microbatch=False)
 
     return Programs(train, evaluate)
@@ -89,7 +89,8 @@ def assign_parts(config: Config, vocabulary: Vocabulary, context: ParallelContex
     weigh = _METHODS.get(method)
     costs = weigh(config, vocabulary, context) if weigh else [1.0] * len(blocks)
     types = [block.kind if isinstance(block.part, int) else None for block in blocks]
-    chunks = partition_blocks(method, len(schedule_of(config).stage_of), costs=costs, types=types)
+    number = PipelineShape.of(config).chunks
+    chunks = partition_blocks(method, number, costs=costs, types=types)
     return [tuple(blocks[number].part for number in numbers) for numbers in chunks]
 
 
@@ -169,7 +170,7 @@ def build_chunks(
     """
     family = family_of(config.model)
     placement = placement_of(config.parallel, config.precision.dtype, context, device or torch.device("meta"))
-    stage_of = schedule_of(config).stage_of
+    stage_of = schedule_of(PipelineShape.of(config)).stage_of
     assigned = assign_parts(config, vocabulary, context)
     whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
     chunks: Chunks = {}

@@ -55,7 +55,9 @@ def build_feeds(
             seed=training.seed,
             data_sharding=data.data_sharding,
         )
-        sampler = curriculum_sampler(config, training_plan.steps, dataset, spec) if dataset is train else None
+        sampler = None
+        if dataset is train:
+            sampler = curriculum_sampler(config.data_sampling, training_plan.steps, dataset, spec)
         collate = family.collate(config, vocabulary.size, context, seed)
         return make_feed(dataset, sampler or BatchSampler(spec), collate, ahead)
 

@@ -10,6 +10,7 @@ from megazero.checkpoint.part import Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.saver import together
 from megazero.checkpoint.shards import parts_of_parameters
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.recompute import RecomputeConfig
@@ -97,7 +98,7 @@ def load_for_inference(
         return Loaded(
             context,
             chunks,
-            schedule_of(config).stage_of,
+            schedule_of(PipelineShape.of(config)).stage_of,
             vocabulary.tokenizer,
             tuple(remarks),
             collate,
