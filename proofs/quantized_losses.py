@@ -25,6 +25,7 @@ from megazero.layers.placement import Placement
 from megazero.models.batch import Batch
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
+from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
@@ -110,7 +111,7 @@ def losses(variant: Variant, text: Tensor, steps: int, context: ParallelContext)
         starts = torch.randint(0, len(text) - LENGTH - 1, (SAMPLES,), generator=places)
         rows = torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
         parallel.start(step)
-        loss = gpt.run(Batch(rows[:, :-1], rows[:, 1:].contiguous()))[1]["lm"]
+        loss = gpt.run(Batch(rows[:, :-1], Targets(rows[:, 1:].contiguous())))[1]["lm"]
         parallel.begin_backward(0, reduce=True)
         loss.backward()
         parallel.end_backward()

@@ -71,11 +71,12 @@ class BertHead(nn.Module):
         x: [s, b, h] ([s/tp, b, h] under sequence parallelism), or only the wanted rows of it.
         """
         x = self.spread.all_columns(x)
-        rows = batch.masked if self.binary is None else torch.cat([batch.masked, batch.firsts])
+        read = batch.targets
+        rows = read.masked if self.binary is None else torch.cat([read.masked, read.firsts])
         if x.shape[0] < batch.tokens.shape[1]:
             rows = batch.places_among_wanted(rows)
         chosen = self.norm(x.flatten(0, 1)[rows]).to(self.placement.dtype)
-        masked, firsts = chosen.tensor_split([len(batch.masked)])
+        masked, firsts = chosen.tensor_split([len(read.masked)])
         masked = bias_gelu(self.dense(masked.unsqueeze(1), deferred), None, exact=self.exact)
         masked = self.dense_norm(masked).to(self.placement.dtype)
         logits = column_linear(masked, self.weight, self.bias, self.placement.tp, False, deferred)
@@ -132,7 +133,7 @@ class BERT(MaskedLanguageModel):
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits as `BertHead` returns them, from the hidden states of the previous chunk."""
-        hidden, _ = self.through(batch, hidden, deferred=deferred, wanted=batch.wanted)
+        hidden, _ = self.through(batch, hidden, deferred=deferred, wanted=batch.targets.wanted)
         return self._logits(hidden, batch, deferred)
 
     def run(
@@ -144,12 +145,12 @@ class BERT(MaskedLanguageModel):
         correct answers to their accuracies, and the positions that the samples leave empty to ``padding``;
         all are float32 scalars.
         """
-        wanted = None if self.head is None else batch.wanted
+        wanted = None if self.head is None else batch.targets.wanted
         hidden, sums = self.through(batch, hidden, deferred=deferred, wanted=wanted)
         if self.head is None:
             return ChunkResult(hidden, sums.terms, sums.tallies)
         logits, order = self._logits(hidden, batch, deferred)
-        labels, slice_of = batch.labels.unsqueeze(1), self._slice_of(logits)
+        labels, slice_of = batch.targets.labels.unsqueeze(1), self._slice_of(logits)
         padding = torch.full((), float(batch.padding), device=logits.device)
         terms = {
             **sums.terms,
@@ -158,8 +159,8 @@ class BERT(MaskedLanguageModel):
             PADDING: padding,
         }
         if order is not None:
-            terms["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")
-            terms["sop_accuracy"] = (order.detach().argmax(-1) == batch.is_random).sum().float()
+            terms["sop"] = F.cross_entropy(order.float(), batch.targets.is_random, reduction="sum")
+            terms["sop_accuracy"] = (order.detach().argmax(-1) == batch.targets.is_random).sum().float()
         return ChunkResult(None, terms, sums.tallies)
 
     def sample_losses(self, batch: BertBatch, hidden: Tensor | None = None) -> Tensor:
@@ -168,9 +169,11 @@ class BERT(MaskedLanguageModel):
         Only the chunk with the head has it, from the hidden states of the previous chunk.
         """
         logits: Tensor = self(batch, hidden)[0]
-        losses = vocab_parallel_cross_entropy(logits, batch.labels.unsqueeze(1), *self._slice_of(logits))
+        losses = vocab_parallel_cross_entropy(
+            logits, batch.targets.labels.unsqueeze(1), *self._slice_of(logits)
+        )
         samples = len(batch.tokens)
-        return losses.new_zeros(samples).index_add(0, batch.masked % samples, losses.flatten())
+        return losses.new_zeros(samples).index_add(0, batch.targets.masked % samples, losses.flatten())
 
     def _logits(
         self, hidden: Tensor, batch: BertBatch, deferred: Deferred | None

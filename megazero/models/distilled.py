@@ -100,7 +100,7 @@ class DistilledChunk(Chunk[Batch]):
             student.vocab_size,
             self.temperature,
         )
-        return batch.total(divergences)
+        return batch.learnt.weighted(divergences).sum()
 
     def _teaching(self) -> GPT | None:
         return self.teacher if torch.is_grad_enabled() else None
@@ -110,6 +110,6 @@ class DistilledChunk(Chunk[Batch]):
 def _teacher_output(teacher: GPT, batch: Batch, hidden: Tensor | None) -> Tensor:
     """The teacher's hidden states after its part here, or its logits."""
     # Without keys of random streams, nothing is dropped.
-    quiet = replace(batch, sample_keys=None, skipping=NOTHING_SKIPPED)
+    quiet = replace(batch, places=replace(batch.places, sample_keys=None), skipping=NOTHING_SKIPPED)
     output: Tensor = teacher.hidden(quiet, hidden) if teacher.head is None else teacher(quiet, hidden)
     return output

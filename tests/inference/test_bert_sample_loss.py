@@ -72,7 +72,7 @@ def test_it_is_the_mean_over_the_masked_tokens_of_each_sample(trained, alone):
         batch = collate(dataset.batch(np.array([number])), (number,))
         with torch.no_grad():
             logits, _ = model(batch)
-        loss = F.cross_entropy(logits.squeeze(1)[:, : vocabulary.size].float(), batch.labels)
+        loss = F.cross_entropy(logits.squeeze(1)[:, : vocabulary.size].float(), batch.targets.labels)
         expected.append(SCALE * float(loss))
     assert len(alone) == len(dataset) > 30
     assert len(set(alone.tolist())) > 20

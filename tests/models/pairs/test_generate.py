@@ -12,6 +12,7 @@ from megazero.config.derive import PipelineShape
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.inference.text_to_text import answer
+from megazero.models.batch import Batch
 from megazero.models.pairs import bias
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
@@ -95,7 +96,7 @@ def test_each_step_equals_a_pass_without_a_cache():
     batch = _first_batch(SOURCES[:1], 0, torch.device("cpu"))
     given = torch.tensor([[0, *tokens[:-1]]])
     with torch.no_grad():
-        logits = ours(replace(batch, decoder_tokens=given))
+        logits = ours(replace(batch, decoder=Batch(given)))
     assert logits[:, 0, :61].argmax(-1).tolist() == tokens
 
 
