@@ -122,7 +122,7 @@ class Training:
     def __init__(self, rule: UpdateRule, context, width: int, text: Tensor):
         self.model, self.text, self.context = Network(width), text, context
         units = module_units(self.model)
-        policy = ZeroPolicy(rule_reduces=rule.needs.reduces, own_masters=rule.needs.in_use)
+        policy = ZeroPolicy(needs=rule.needs)
         store = build_store(units, policy, context)
         self.parallel = DataParallel(units, store, policy, context)
         self.optimizer = Optimizer(store, rule, context, 1.0)

@@ -34,7 +34,7 @@ from megazero.optim.elementwise import Adam
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
+from megazero.zero.policy import Codes, GatherPolicy, ZeroPolicy
 from megazero.zero.unit import Unit
 
 RANKS, SAMPLES, LENGTH, TOKENS = 4, 4, 64, 256
@@ -58,10 +58,12 @@ class Variant:
         """The policy of this row."""
         return ZeroPolicy(
             3,
-            persistence_threshold=0,
-            weight_codes=Quantization(self.weights) if self.weights else None,
-            gradient_codes=Quantization(self.gradients) if self.gradients else None,
-            rounding_seed=self.seed,
+            gathers=GatherPolicy(persistence_threshold=0),
+            codes=Codes(
+                Quantization(self.weights) if self.weights else None,
+                Quantization(self.gradients) if self.gradients else None,
+                self.seed,
+            ),
         )
 
 

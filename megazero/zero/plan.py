@@ -93,7 +93,7 @@ def plan_buckets(
         param = params[i]
         row = _row(param, policy, group_size(param.spec.replicas))
         compressed = _compressed(param, policy, group_size)
-        matrices = policy.matrices_apart and param.spec.matrices is not None
+        matrices = policy.needs.matrices and param.spec.matrices is not None
         key = BucketKey(
             param.chunk, param.dtype, param.spec.replicas, param.trainable, row, compressed, matrices
         )
@@ -118,7 +118,7 @@ def _row(param: BucketMember, policy: ZeroPolicy, replicas: int) -> int:
         return 0
     row = policy.stage
     if STAGES[row].shard_params and (
-        param.numel < policy.persistence_threshold or not param.dtype.is_floating_point
+        param.numel < policy.gathers.persistence_threshold or not param.dtype.is_floating_point
     ):
         row -= 1
     return row if param.trainable or STAGES[row].shard_params else 0
@@ -131,7 +131,7 @@ def _compressed(param: BucketMember, policy: ZeroPolicy, group_size: Callable[[s
     Nor may parameters that a model holds copies of: beside other neighbours in a block, each copy would be
     rounded to other bits.
     """
-    if policy.weight_codes is None and policy.gradient_codes is None:
+    if policy.codes.weights is None and policy.codes.gradients is None:
         return False
     copied = any(group_size(axis) > 1 for axis in copy_axes(param.spec))
     matrix = len(param.shape) > 1 and param.spec.weight_decay

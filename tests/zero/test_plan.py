@@ -6,7 +6,7 @@ import torch
 
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.zero.plan import BucketKey, BucketMember, plan_buckets
-from megazero.zero.policy import ZeroPolicy
+from tests.zero.policies import make_policy
 
 F32 = torch.float32
 SLICED, EXPERT = (Cut(0, "tp"),), (Cut(0, "ep"),)
@@ -22,7 +22,7 @@ def slot(name: str, numel: int = 4, *, unit: int = 0, **changes) -> BucketMember
 
 def plan(slots: list[BucketMember], replicas: int = 2, **policy) -> list[tuple[int, str]]:
     """(row, names of the members) of each bucket."""
-    found = plan_buckets(slots, ZeroPolicy(**policy), lambda group: replicas)
+    found = plan_buckets(slots, make_policy(**policy), lambda group: replicas)
     return [(key.row, "".join(slots[i].spec.name for i in members)) for key, members in found]
 
 
@@ -85,7 +85,7 @@ def test_frozen_parameters_are_sharded_in_stage_3_alone():
 def test_one_replica_has_nothing_to_cut():
     assert plan([slot("a")], replicas=1, stage=3, persistence_threshold=0) == [(0, "a")]
     slots = [slot("a"), slot("b", cuts=EXPERT)]
-    found = plan_buckets(slots, ZeroPolicy(stage=2), {"replica": 4, "expert_replica": 1}.__getitem__)
+    found = plan_buckets(slots, make_policy(stage=2), {"replica": 4, "expert_replica": 1}.__getitem__)
     assert [key for key, _ in found] == [
         BucketKey(0, F32, "expert_replica", True, 0),
         BucketKey(0, F32, "replica", True, 2),
