@@ -31,7 +31,7 @@ from megazero.mpu.group import Group, Work
 from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 from megazero.optim.compressed.onebit_adam import OnebitAdam
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
 from megazero.optim.elementwise import Adam
 from megazero.optim.rule import UpdateRule
 from megazero.zero.build import build_store
@@ -172,8 +172,8 @@ def rank_main(rank: int, store: str, args: argparse.Namespace, results) -> None:
         "adam": (Adam(), Adam()),
         "onebit-adam": (OnebitAdam(2), OnebitAdam(late)),
         "zero-one-adam": (
-            ZeroOneAdam(2, local_step_scaler=1, local_step_clipper=4),
-            ZeroOneAdam(late, local_step_scaler=late, local_step_clipper=4),
+            ZeroOneAdam(ZeroOneSteps(2, local_step_scaler=1, local_step_clipper=4)),
+            ZeroOneAdam(ZeroOneSteps(late, local_step_scaler=late, local_step_clipper=4)),
         ),
     }
     for name, (timed, learning) in contenders.items():

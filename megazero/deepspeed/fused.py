@@ -14,7 +14,7 @@ from torch import nn
 from megazero.errors import ConfigError
 from megazero.optim.compressed.onebit_adam import OnebitAdam
 from megazero.optim.compressed.onebit_lamb import OnebitLamb
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
 from megazero.optim.elementwise import Lion
 from megazero.optim.lamb import Lamb
 from megazero.optim.rule import Pieces, UpdateRule, is_matrix_rule, is_norm_rule, is_reducing_rule
@@ -247,7 +247,7 @@ class CompressedOptimizer(RuleOptimizer):
 
     def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         if self.name == "zero-one-adam":
-            return ZeroOneAdam(**{name: group[name] for name in _STEPS}, **_adam(group))
+            return ZeroOneAdam(ZeroOneSteps(**{name: group[name] for name in _STEPS}), **_adam(group))
         if self.name == "onebit-adam":
             return OnebitAdam(group["freeze_step"], **_adam(group))
         factors = {name: group[name] for name in _FACTORS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
-from megazero.zero.plan import BucketKey, BucketMember, plan_buckets
+from megazero.zero.plan import BucketKey, BucketMember, ParameterUse, plan_buckets
 from tests.zero.policies import make_policy
 
 F32 = torch.float32
@@ -13,11 +13,10 @@ SLICED, EXPERT = (Cut(0, "tp"),), (Cut(0, "ep"),)
 
 
 def slot(name: str, numel: int = 4, *, unit: int = 0, **changes) -> BucketMember:
-    own = {
-        key: changes.pop(key) for key in ("dtype", "chunk", "trainable", "alone", "group") if key in changes
-    }
+    own = {key: changes.pop(key) for key in ("dtype", "trainable", "group") if key in changes}
+    use = {key: changes.pop(key) for key in ("chunk", "alone") if key in changes}
     spec = ParamSpec(name, (numel,), InitialValues("zeros"), **changes)
-    return BucketMember(spec, (numel,), own.pop("dtype", F32), unit=unit, **own)
+    return BucketMember(spec, (numel,), own.pop("dtype", F32), use=ParameterUse(unit=unit, **use), **own)
 
 
 def plan(slots: list[BucketMember], replicas: int = 2, **policy) -> list[tuple[int, str]]:
