@@ -15,7 +15,7 @@ from data_tools.preprocessing.chunks import CHUNK_BYTES, LONGEST_LINE, Chunk, Pr
 from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
 from data_tools.preprocessing.partitions import divide, lines_before
 from data_tools.preprocessing.pool import InlinePool, WorkerPool
-from data_tools.preprocessing.progress import Progress, Totals
+from data_tools.preprocessing.progress import KeyTotals, Progress, Totals
 from data_tools.preprocessing.watch import PATIENCE, WorkerPatience
 from megazero.data.claim import temporary_path
 from megazero.data.indexed.writer import IndexedDatasetWriter
@@ -181,7 +181,7 @@ class _Tally:
     """The totals of a run, which any thread may add to, and their display."""
 
     def __init__(self, keys: tuple[str, ...], progress: Progress):
-        self.totals = Totals(keys)
+        self.totals = Totals({key: KeyTotals() for key in keys})
         self.progress = progress
         self._lock = threading.Lock()
 
@@ -197,8 +197,8 @@ def _say_if_slow(facts: EncoderFacts) -> None:
 
 
 def _require_documents(totals: Totals) -> None:
-    for key in totals.keys:
-        if not totals.documents[key]:
+    for key, counts in totals.keys.items():
+        if not counts.documents:
             raise DataError(
                 f"`--input` must hold at least one document under key `{key}`, but holds none in "
                 f"{totals.lines} lines ({totals.problems.total()} skipped); nothing was written."

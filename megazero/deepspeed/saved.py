@@ -124,17 +124,17 @@ def _ours(reader: CheckpointReader, folder: Path) -> Saved:
 
 def _foreign(files: Files, groups: Groups, optimizer: bool) -> Saved:
     source = ForeignFolder(files, groups, optimizer=optimizer)
-    facts = source.facts
+    facts, counts = source.facts, source.facts.counts
 
     def progress(accumulation: int) -> EngineCounters:
-        done = facts.global_steps
-        return EngineCounters(done, facts.global_samples, done * accumulation, facts.skipped_steps)
+        done = counts.steps
+        return EngineCounters(done, counts.samples, done * accumulation, counts.skipped)
 
     return Saved(
         files.folder,
         source,
         progress,
-        facts.updates,
+        counts.updates,
         lambda: facts.options,
         lambda scaler: None if facts.scale is None else _scaler_state(facts.scale, scaler),
         lambda: facts.schedule,

@@ -116,7 +116,7 @@ def measure_position_loss(config: Config, context: ParallelContext, samples: int
     vocabulary, family = build_vocabulary(config), family_of(config.model)
     _, chunks = trained_chunks(config, vocabulary, context)
     wrapped = {number: PositionLosses.of(chunk) for number, chunk in chunks.items()}
-    dataset = family.datasets(config, vocabulary, (0, samples, 0))[1]
+    dataset = family.samples.datasets(config, vocabulary, (0, samples, 0))[1]
     if dataset is None:
         raise ConfigError("`split` must give the validation some data, but gives none; correct it")
     meter = PositionMeter(

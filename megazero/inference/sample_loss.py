@@ -150,7 +150,7 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
     meter, model = _loss_meter(config, vocabulary, context, dataset)
     facts = AnalyzedDataset.of(dataset)
     grid = ChunkGrid(len(dataset), _CHUNK)
-    objective = family_of(config.model).objective(config)
+    objective = family_of(config.model).samples.objective(config)
     identity = {
         "dataset": facts.key,
         "samples": facts.samples,
@@ -197,7 +197,7 @@ def whole_numbers(losses: np.ndarray, samples: range) -> np.ndarray:
 
 def _training_samples(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> SampleDataset:
     size = config.training.train_samples or training_plan_of(config, context.data.size).end.samples
-    dataset = family_of(config.model).datasets(config, vocabulary, (size, 0, 0))[0]
+    dataset = family_of(config.model).samples.datasets(config, vocabulary, (size, 0, 0))[0]
     if dataset is None:
         raise ConfigError("`split` must give the training some data, but gives none; correct it")
     return dataset
@@ -213,7 +213,7 @@ def _loss_meter(
         dataset,
         Evaluator(wrapped, context.pp, context.device),
         programs_of(config.zero, PipelineShape.of(config)).evaluate,
-        family_of(config.model).collate(config, vocabulary.size, context, None),
+        family_of(config.model).samples.collate(config, vocabulary.size, context, None),
         context,
         step_shape(config),
     )

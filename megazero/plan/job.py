@@ -134,11 +134,11 @@ class Job:
         config, step, size = self.config, self.step, self.config.batch.micro_batch_size
         family = family_of(config.model)
         length = step.sequence_length if step.rows == 1 else config.model.seq_length
-        collate = family.collate(config, self.vocabulary.size, context, config.training.seed)
+        collate = family.samples.collate(config, self.vocabulary.size, context, config.training.seed)
         rng, batches = np.random.default_rng(0), []
         for first in range(0, size * count, size):
             # The first of several random samples is the longest.
-            drawn = [family.random_arrays(rng, 1, length, self.vocabulary.size) for _ in range(size)]
+            drawn = [family.samples.random_arrays(rng, 1, length, self.vocabulary.size) for _ in range(size)]
             arrays = {name: np.concatenate([sample[name] for sample in drawn]) for name in drawn[0]}
             samples = tuple(range(first, first + size))
             batches.append(collate(*cut(arrays, samples, step.sequence_length, step.rows)))

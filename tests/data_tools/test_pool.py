@@ -112,7 +112,7 @@ def test_a_bar_on_a_terminal_does_not_keep_workers_from_being_forked(tmp_path, o
     path = write_jsonl(tmp_path / "f.jsonl", [{"text": "the fox"}] * 50)
     job = EncodeJob(spec, ("text",))
     outcome = preprocess(PreprocessRun((path,), str(out / "p"), job, workers=2, chunk_bytes=100))
-    assert outcome.totals.documents["text"] == 50
+    assert outcome.totals.keys["text"].documents == 50
     assert outcome.encoder == "GPT2BPETokenizer"
     assert "starting again" in terminal.getvalue()
     assert asked[0] is True

@@ -69,7 +69,7 @@ def test_output_is_the_tokenizers_ids_for_any_worker_count_chunk_size_and_packin
         prefix = str(out / f"w{workers}_{chunk_bytes}")
         run = PreprocessRun((plain, str(packed)), prefix, job, workers, chunk_bytes=chunk_bytes)
         totals = preprocess(run).totals
-        assert (totals.lines, totals.documents["text"], totals.empty["text"]) == (300, 257, 43)
+        assert (totals.lines, totals.keys["text"].documents, totals.keys["text"].empty) == (300, 257, 43)
         ends = (".bin", ".idx", ".sum")
         digests.add(tuple(Path(f"{prefix}_text_document{end}").read_bytes() for end in ends))
     assert len(digests) == 1

@@ -69,8 +69,8 @@ def test_sentences_are_the_same_bytes_for_any_numbers_of_workers_and_partitions(
         prefix = str(out / f"w{workers}_{partitions}_{chunk_bytes}")
         run = PreprocessRun((plain, str(packed)), prefix, job, workers, 1000, chunk_bytes, partitions)
         totals = preprocess(run).totals
-        assert (totals.lines, totals.documents["text"], totals.empty["text"]) == (125, 124, 1)
-        assert (totals.sequences["text"], totals.single["text"]) == (368, 25)
+        assert (totals.lines, totals.keys["text"].documents, totals.keys["text"].empty) == (125, 124, 1)
+        assert (totals.keys["text"].sequences, totals.keys["text"].single) == (368, 25)
         ends = (".bin", ".idx", ".sum")
         digests.add(tuple(Path(f"{prefix}_text_sentence{end}").read_bytes() for end in ends))
     assert len(digests) == 1

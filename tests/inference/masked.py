@@ -77,7 +77,7 @@ def on_ranks(layout: Layout, tokenizer: Tokenizer, work, model: ModelConfig = MO
             schedule_of(PipelineShape.of(config)).stage_of,
             context.pp,
         )
-        collate = family_of(config.model).collate(config, size, solo_context(), None)
+        collate = family_of(config.model).samples.collate(config, size, solo_context(), None)
         return work(MaskFiller(staged, tokenizer, collate))
 
     return world.run(on_rank)

@@ -47,8 +47,8 @@ def samples_of(flags: list[str]):
     """The training samples, and what makes batches of them."""
     config = parse_config(flags, world_size=1).config
     vocabulary, family = build_vocabulary(config), family_of(config.model)
-    dataset = family.datasets(config, vocabulary, (1, 0, 0))[0]
-    collate = family.collate(config, vocabulary.size, solo_context(), None)
+    dataset = family.samples.datasets(config, vocabulary, (1, 0, 0))[0]
+    collate = family.samples.collate(config, vocabulary.size, solo_context(), None)
     return config, vocabulary, dataset, collate
 
 

@@ -67,7 +67,7 @@ def read_task(config: Config, vocabulary: Vocabulary) -> TaskData:
         raise ConfigError(
             "`tokenizer_type` must be set to read labelled texts, but is not; set --tokenizer-type"
         )
-    causal = FAMILIES[config.model.family].causal
+    causal = FAMILIES[config.model.family].models.causal
     encoder = SampleEncoder.of(vocabulary.tokenizer, config.model.seq_length, causal=causal)
     paths = (section.train_data if section.epochs else (), section.valid_data, section.test_data)
     read = [

@@ -24,7 +24,7 @@ def shapes_vary(config: Config) -> bool:
 
 def _padded(model: ModelConfig) -> bool:
     """Whether samples are shorter than their rows, of which collating leaves out columns of padding."""
-    return model.num_classes is not None or not family_of(model).causal
+    return model.num_classes is not None or not family_of(model).models.causal
 
 
 def attention_facts(
@@ -38,14 +38,14 @@ def attention_facts(
         device: the device of the layers.
         documents: whether a row has several documents that do not see each other.
     """
-    mask = MaskKind.CAUSAL if family_of(model).causal else MaskKind.NONE
+    mask = MaskKind.CAUSAL if family_of(model).models.causal else MaskKind.NONE
     if model.has_windows:
         mask = MaskKind.WINDOW
     # On a CPU each document is a call of its own.
     if device.type != "cpu" and (documents or _padded(model)):
         takes_runs = varlen_knows(model.grouped) and not model.has_windows
         mask = MaskKind.RUNS if takes_runs else MaskKind.DOCUMENTS
-    if family_of(model).masks_keys:
+    if family_of(model).models.masks_keys:
         mask = MaskKind.DENSE
     if model.is_sparse or (model.has_windows and model.window_sink_tokens):
         mask = MaskKind.PATTERN

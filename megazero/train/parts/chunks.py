@@ -85,7 +85,7 @@ def assign_parts(config: Config, vocabulary: Vocabulary, context: ParallelContex
         ConfigError: there are fewer layers than chunks, or the method's numbers do not fit.
     """
     method = config.parallel.pipeline_partition
-    blocks = family_of(config.model).blocks(config, vocabulary.padded)
+    blocks = family_of(config.model).models.blocks(config, vocabulary.padded)
     weigh = _METHODS.get(method)
     costs = weigh(config, vocabulary, context) if weigh else [1.0] * len(blocks)
     types = [block.kind if isinstance(block.part, int) else None for block in blocks]
@@ -97,13 +97,13 @@ def assign_parts(config: Config, vocabulary: Vocabulary, context: ParallelContex
 def parameter_counts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
     """Number of parameters in each block; a tied head counts, because its stage holds a copy."""
     build = _piece_builder(config, vocabulary, context, torch.device("meta"))
-    pieces = [build(block.part) for block in family_of(config.model).blocks(config, vocabulary.padded)]
+    pieces = [build(block.part) for block in family_of(config.model).models.blocks(config, vocabulary.padded)]
     return [float(sum(p.numel() for p in piece.parameters())) for piece in pieces]
 
 
 def estimated_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
     """FLOPs per token in each block; looking up an embedding takes none."""
-    return [block.flops for block in family_of(config.model).blocks(config, vocabulary.padded)]
+    return [block.flops for block in family_of(config.model).models.blocks(config, vocabulary.padded)]
 
 
 def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
@@ -112,9 +112,9 @@ def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelCont
     Blocks of the same kind with equally many FLOPs and parameters are measured once.
     """
     family, shape = family_of(config.model), (config.batch.micro_batch_size, config.model.seq_length)
-    arrays = family.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
-    batch = family.collate(config, vocabulary.size, context, None)(arrays, tuple(range(shape[0])))
-    blocks = family.blocks(config, vocabulary.padded)
+    arrays = family.samples.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
+    batch = family.samples.collate(config, vocabulary.size, context, None)(arrays, tuple(range(shape[0])))
+    blocks = family.models.blocks(config, vocabulary.padded)
     counts = parameter_counts(config, vocabulary, context)
     alike = [(block.kind, block.flops, count) for block, count in zip(blocks, counts, strict=True)]
     firsts = [alike.index(kind) for kind in alike]
@@ -153,7 +153,7 @@ def _piece_builder(
     """
     placement = placement_of(config.parallel, config.precision.dtype, context, device)
     whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
-    return lambda part: family_of(config.model).chunk(replace(whole, parts=(part,)))
+    return lambda part: family_of(config.model).models.chunk(replace(whole, parts=(part,)))
 
 
 Chunks = dict[int, ModelChunk[MicroBatch]]
@@ -178,7 +178,7 @@ def build_chunks(
         if stage_of[number] != context.pp.rank:
             continue
         tied, copied = {}, set()
-        for tie in family.ties(config.model):
+        for tie in family.models.ties(config.model):
             users = [chunk for chunk, own in enumerate(assigned) if any(part in tie.parts for part in own)]
             if number not in users:
                 continue
@@ -189,7 +189,7 @@ def build_chunks(
             if len(here) < len(users):
                 copied.add(tie.weight)
         held = replace(whole, parts=parts, tied=tied, copied=frozenset(copied))
-        chunks[number] = family.chunk(held)
+        chunks[number] = family.models.chunk(held)
         if device is not None:
             initialize(chunks[number], config.training.seed, context.place)
     return chunks

@@ -94,7 +94,7 @@ def load_for_inference(
             remarks.append(f"passed over {folder}: {error}")
             continue
         assert vocabulary.tokenizer is not None, "a model without a tokenizer was refused"
-        collate = family_of(config.model).collate(config, vocabulary.size, whole, None)
+        collate = family_of(config.model).samples.collate(config, vocabulary.size, whole, None)
         return Loaded(
             context,
             chunks,
