@@ -50,8 +50,8 @@ def test_a_call_is_placed_where_it_was_made_and_by_whom(tmp_path):
     exec(compile(source, str(tmp_path / "collectives.py"), "exec"), space)
     log = CallLog()
     record = log.record(space["gather"](log, Channel("tp", "tp", (0, 1))))
-    assert record.site.endswith("collectives.py:2")
-    assert record.asker.startswith("tests/mpu/test_watch.py:")
+    assert record.place.site.endswith("collectives.py:2")
+    assert record.place.asker.startswith("tests/mpu/test_watch.py:")
 
 
 # One process.
