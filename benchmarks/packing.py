@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from megazero.data.gpt_dataset import DocumentEnds, GPTDataset, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
-from megazero.data.packed_dataset import PackedDataset
-from megazero.data.packing import PackingFacts, pack, packing_fault
+from megazero.data.packed.dataset import PackedDataset
+from megazero.data.packed.packing import PackingFacts, pack, packing_fault
 
 SEED = 1234
 BATCH, READ = 8, 2048

@@ -38,7 +38,7 @@ _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 @dataclass(frozen=True)
 class DocumentEnds:
-    """What the end of a document means to the samples that it lies in.
+    """The meaning of a document's end to the samples that it lies in.
 
     eod_token: the id that ends a document, needed by the three flags: eod_mask_loss (no loss where the input
     is EOD), reset_position_ids (positions restart after EOD), reset_attention_mask (adds `document_ids`).

@@ -46,7 +46,7 @@ class SavedNames:
 
 @dataclass(frozen=True)
 class SavedBeside:
-    """What stands beside the tensors of a saved state; each is made when it is asked for.
+    """The values beside the tensors of a saved state; each is made when it is asked for.
 
     Attributes:
         progress: the counters; given the micro-batches of a step.

@@ -26,7 +26,6 @@ from megazero.models.flops import dense_flops, layer_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks
-from megazero.mpu.group import Group
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -150,12 +149,12 @@ class BERT(MaskedLanguageModel):
         if self.head is None:
             return ChunkResult(hidden, sums.terms, sums.tallies)
         logits, order = self._logits(hidden, batch, deferred)
-        labels, slice_of = batch.targets.labels.unsqueeze(1), self._slice_of(logits)
+        labels, part = batch.targets.labels.unsqueeze(1), self.slice_of(logits)
         padding = torch.full((), float(batch.padding), device=logits.device)
         terms = {
             **sums.terms,
-            "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of, overwrite=True).sum(),
-            "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, *slice_of),
+            "lm": vocab_parallel_cross_entropy(logits, labels, part, overwrite=True).sum(),
+            "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, part),
             PADDING: padding,
         }
         if order is not None:
@@ -170,7 +169,7 @@ class BERT(MaskedLanguageModel):
         """
         logits: Tensor = self(batch, hidden)[0]
         losses = vocab_parallel_cross_entropy(
-            logits, batch.targets.labels.unsqueeze(1), *self._slice_of(logits)
+            logits, batch.targets.labels.unsqueeze(1), self.slice_of(logits)
         )
         samples = len(batch.tokens)
         return losses.new_zeros(samples).index_add(0, batch.targets.masked % samples, losses.flatten())
@@ -181,7 +180,3 @@ class BERT(MaskedLanguageModel):
         assert self.head is not None, "only a chunk with the head has logits"
         logits: tuple[Tensor, Tensor | None] = self.head(hidden, batch, deferred)
         return logits
-
-    def _slice_of(self, logits: Tensor) -> tuple[Group, int, int]:
-        """The slice of the vocabulary: the ranks that share it, the first id here, the number of all ids."""
-        return self.placement.tp, self.placement.tp.rank * logits.shape[-1], self.vocab_size

@@ -91,15 +91,8 @@ class DistilledChunk(Chunk[Batch]):
 
     def _divergence(self, logits: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
         """The sum over the positions that count, in nats."""
-        student = self.student
-        divergences = vocab_parallel_kl_divergence(
-            logits,
-            wanted,
-            student.placement.tp,
-            student.placement.tp.rank * logits.shape[-1],
-            student.vocab_size,
-            self.temperature,
-        )
+        part = self.student.slice_of(logits)
+        divergences = vocab_parallel_kl_divergence(logits, wanted, part, self.temperature)
         return batch.learnt.weighted(divergences).sum()
 
     def _teaching(self) -> GPT | None:

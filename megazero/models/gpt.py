@@ -28,6 +28,7 @@ from megazero.models.language_model import LanguageModel
 from megazero.models.multi_token.block import further_terms, further_tokens, term_of
 from megazero.models.trunk import routers_of, trunk_blocks
 from megazero.moe.router import Router
+from megazero.ops.cross_entropy import VocabularySlice
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
 from megazero.pipeline.chunk import ChunkResult
 
@@ -87,9 +88,8 @@ class Head(nn.Module):
         # The loss makes a gradient of its own, for this sum alone.
         whole = gather_for_parts(x, tp) if sequence_parallel else share_for_parts(x, tp, given_away=True)
         matrix = self.weight.flatten(0, -2)
-        start = tp.rank * matrix.shape[0]
-        target, tiles = labels.t().contiguous(), self.tiles
-        return linear_cross_entropy(whole, matrix, target, tp, start, self.vocab_size, tiles=tiles)
+        part = VocabularySlice(tp, tp.rank * matrix.shape[0], self.vocab_size)
+        return linear_cross_entropy(whole, matrix, labels.t().contiguous(), part, tiles=self.tiles)
 
 
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:

@@ -84,11 +84,6 @@ class Job:
         """Micro-batches of a rank in that step, the rows of cut samples included."""
         return self.step.micro_batches
 
-    @property
-    def shape(self) -> PipelineShape:
-        """The stages of its pipeline."""
-        return PipelineShape.of(self.config)
-
     @cached_property
     def program(self) -> Program:
         """The program of that step."""
@@ -96,12 +91,12 @@ class Job:
 
     def program_of(self, micro_batches: int) -> Program:
         """The program of a step of so many micro-batches."""
-        return programs_of(self.config.zero, self.shape).train(micro_batches)
+        return programs_of(self.config.zero, PipelineShape.of(self.config)).train(micro_batches)
 
     @cached_property
     def traced_micro_batches(self) -> int:
         """The micro-batches to run: all if they are few, else the fewest with one that is neither end's."""
-        shape = self.shape
+        shape = PipelineShape.of(self.config)
         for count in range(3, self.micro_batches) if self.micro_batches > _FEW else ():
             try:
                 build_schedule(shape.kind, shape.stages, count, shape.chunks_per_stage)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.plan.device import Device
 from megazero.plan.job import Job
@@ -104,7 +105,7 @@ class Report:
     def headline(self) -> str:
         """The job in one line."""
         job = self.plan.job
-        grid, shape = job.grid, job.shape
+        grid, shape = job.grid, PipelineShape.of(job.config)
         sizes = [
             ("T", grid.tp),
             ("P", grid.pp),

@@ -48,7 +48,7 @@ def run(kernel, *leading, size=512, order=ThreadOrder.FORWARD):
 @pytest.mark.parametrize("order", ThreadOrder, ids=str)
 def test_a_fault_is_found(kernel, count, words, order):
     _, counts, faults = run(kernel, order=order)
-    assert getattr(counts, count) > 0
+    assert getattr(counts.mistakes, count) > 0
     # Who does not wait may also read what is not written yet.
     others = counts.mistakes.unwritten_reads if kernel == "reverse_without_barrier" else 0
     assert counts.mistakes.total == getattr(counts.mistakes, count) + others

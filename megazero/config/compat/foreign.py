@@ -20,11 +20,14 @@ _UNLIMITED = 1_000_000
 class Arity(NamedTuple):
     """How many values must follow a flag, and how many of the arguments after it can be its values."""
 
-    least: int = 0
-    most: int = 0
+    least: int
+    most: int
 
 
-_ARITIES = MappingProxyType({"": Arity(), "=": Arity(1, 1), "=?": Arity(0, 1), "=*": Arity(0, _UNLIMITED)})
+_SWITCH = Arity(0, 0)
+
+
+_ARITIES = MappingProxyType({"": _SWITCH, "=": Arity(1, 1), "=?": Arity(0, 1), "=*": Arity(0, _UNLIMITED)})
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Foreign:
     accepted: str | None = None
     refused: str | None = None
     values: tuple[str, ...] = ()
-    arity: Arity = Arity()
+    arity: Arity = _SWITCH
     where: tuple[Condition, ...] = ()
     silent: bool = False
 

@@ -58,7 +58,7 @@ class FamilyModels(Generic[M]):
 
 @dataclass(frozen=True)
 class FamilySamples(Generic[M]):
-    """What models of a family read, in micro-batches of type `M`.
+    """The samples that models of a family read, in micro-batches of type `M`.
 
     Attributes:
         collate: (configuration, vocabulary size, this rank, dropout seed or None) -> a function that checks

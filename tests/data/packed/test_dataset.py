@@ -14,8 +14,8 @@ from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import DocumentEnds, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
-from megazero.data.packed_dataset import PackedDataset
-from megazero.data.packing import PackingFacts
+from megazero.data.packed.dataset import PackedDataset
+from megazero.data.packed.packing import PackingFacts
 from megazero.errors import DataError
 from tests.data.corpora import write_golden, write_lengths
 from tests.data.test_planted_cache import check, set_to

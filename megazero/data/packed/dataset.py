@@ -18,7 +18,7 @@ from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.gpt_dataset import GPTSettings, chosen_sequences, refuse_ids
 from megazero.data.indexed.reader import IndexedDataset
-from megazero.data.packing import Packing, PackingFacts, pack, packing_fault
+from megazero.data.packed.packing import Packing, PackingFacts, pack, packing_fault
 from megazero.data.sample_numbers import sample_numbers
 from megazero.data.shuffle import cyclic_sample
 from megazero.errors import DataError

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megazero.data.packing import Packing, PackingFacts, best_fit_decreasing, pack, packing_fault
+from megazero.data.packed.packing import Packing, PackingFacts, best_fit_decreasing, pack, packing_fault
 
 
 def contents(packing: Packing, lengths: np.ndarray, length: int) -> list[list[tuple[int, int, int]]]:
