@@ -39,16 +39,16 @@ LARGE_CONSTRUCTORS = {
 }
 MOST_LARGE = 15
 # Signatures of DeepSpeed's, which its users' scripts call by position and by name: they are not ours to
-# divide. Each is that of DeepSpeed's class of this name; `PipelineStage` is its `PipelineModule`'s.
+# divide. Each is that of the class of this name in DeepSpeed 0.18.2, parameter for parameter.
 FOREIGN_SIGNATURES = {
     "megazero.deepspeed.adam.DeepSpeedCPUAdam": 9,
     "megazero.deepspeed.adam.FusedAdam": 9,
-    "megazero.deepspeed.fused.FusedLamb": 12,
+    "megazero.deepspeed.fused.FusedLamb": 12,  # with apex's `use_nvlamb`
     "megazero.deepspeed.linear.OptimizedLinear": 8,
     "megazero.deepspeed.moe.layer.MoE": 15,
     "megazero.deepspeed.one_cycle.OneCycle": 14,
-    "megazero.deepspeed.pipe.module.PipelineStage": 12,
-    # With the seed and the layer of random blocks.
+    "megazero.deepspeed.pipe.module.PipelineStage": 12,  # there `PipelineModule`
+    # With the seed and the layer of random blocks, which are keywords.
     "megazero.deepspeed.sparse.configs.BSLongformerSparsityConfig": 9,
     "megazero.deepspeed.sparse.configs.BigBirdSparsityConfig": 9,
     "megazero.deepspeed.sparse.configs.FixedSparsityConfig": 10,
