@@ -24,7 +24,7 @@ def shown_config(config: Config, world_size: int) -> str:
     replicas = data_parallel_size(config, world_size)
     if config.finetune.task is not None:  # the length follows from files that are not read here
         facts = _layout(config, world_size) + _vocabulary(config)
-        sizes = BatchRamp.of(config.batch, config.model.seq_length, replicas)
+        sizes = BatchRamp.of(config.batch, config.model, replicas)
         return _comments(facts) + to_yaml(_filled(config, sizes.final))
     training_plan = training_plan_of(config, replicas)
     facts = [*_layout(config, world_size), *_lengths(training_plan), *_vocabulary(config)]

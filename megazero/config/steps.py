@@ -120,13 +120,13 @@ class BatchRamp:
         return cls(start=size, increment=1, ramp_samples=1, final=size)
 
     @classmethod
-    def of(cls, batch: BatchConfig, seq_length: int, data_parallel_size: int) -> BatchSizes:
+    def of(cls, batch: BatchConfig, model: ModelConfig, data_parallel_size: int) -> BatchSizes:
         """The batch sizes of `--rampup-batch-size` or its like; without one, a constant batch.
 
         If no flag gives the batch size, it is one micro-batch on each replica.
         """
         if batch.step_batch_size_schedule:
-            return BatchStairs.of(batch.step_batch_size_schedule, seq_length)
+            return BatchStairs.of(batch.step_batch_size_schedule, model.seq_length)
         final = batch.final_batch_size or batch.micro_batch_size * data_parallel_size
         if batch.rampup_batch_size is None:
             return cls.constant(final)
@@ -281,7 +281,7 @@ class Steps:
         """The steps of a run from `start` on, on `data_parallel_size` replicas of the model."""
         model, batch = config.model, config.batch
         return cls(
-            BatchRamp.of(batch, model.seq_length, data_parallel_size),
+            BatchRamp.of(batch, model, data_parallel_size),
             batch.micro_batch_size * data_parallel_size,
             SequenceLengths.of(config.curriculum, model.seq_length),
             start,

@@ -55,7 +55,7 @@ def micro_batch_counts(case: Case) -> list[int]:
     if case.data_parallel is None or (batch.rampup_batch_size and batch.global_batch_size is None):
         return []
     unit = batch.micro_batch_size * case.data_parallel
-    ramp = BatchRamp.of(batch, case.config.model.seq_length, case.data_parallel)
+    ramp = BatchRamp.of(batch, case.config.model, case.data_parallel)
     uneven = isinstance(ramp, BatchRamp) and (
         ramp.start > ramp.final or (ramp.final - ramp.start) % ramp.increment
     )

@@ -45,7 +45,7 @@ class Case:
         batch = self.config.batch
         if self.data_parallel is None or (batch.rampup_batch_size and batch.global_batch_size is None):
             return None
-        if BatchRamp.of(batch, self.config.model.seq_length, self.data_parallel).increments > MOST_INCREMENTS:
+        if BatchRamp.of(batch, self.config.model, self.data_parallel).increments > MOST_INCREMENTS:
             return None
         steps = Steps.of(self.config, self.data_parallel)
         # A curriculum may cut samples into rows that are longer than they are, which a rule refuses.
