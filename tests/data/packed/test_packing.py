@@ -99,7 +99,7 @@ def test_the_seed_decides_who_goes_together():
 
 def test_a_million_documents_take_as_many_steps_as_there_are_lengths(monkeypatch):
     """Time that does not show on a busy machine: steps of the loop, each of which handles all equal bins."""
-    from megazero.data import packing
+    from megazero.data.packed import packing
 
     steps = 0
     take = packing._Rooms.take
