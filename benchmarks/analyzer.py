@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megazero.data.build import DatasetRequest, build_datasets
+from megazero.data.build import DatasetRequest, DataSources, build_datasets
 from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.writer import IndexedDatasetWriter
@@ -49,7 +49,10 @@ def training_samples(folder: Path, samples: int):
             writer.add_raw(np.minimum(rng.zipf(1.2, 1_000_000), VOCABULARY - 1), np.full(1000, 1000))
     settings = GPTSettings(LENGTH, vocab_size=VOCABULARY)
     request = DatasetRequest(
-        GPTBuilder(settings), (None, 0, 0), (str(folder / "text"),), "1,0,0", train_exact_num_epochs=1
+        GPTBuilder(settings),
+        (None, 0, 0),
+        DataSources((str(folder / "text"),), "1,0,0"),
+        train_exact_num_epochs=1,
     )
     return build_datasets(request)[0]
 

@@ -31,7 +31,7 @@ from megazero.mpu.group import Group, Work
 from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 from megazero.optim.compressed.onebit_adam import OnebitAdam
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
 from megazero.optim.elementwise import Adam
 from megazero.optim.rule import UpdateRule
 from megazero.zero.build import build_store
@@ -122,7 +122,7 @@ class Training:
     def __init__(self, rule: UpdateRule, context, width: int, text: Tensor):
         self.model, self.text, self.context = Network(width), text, context
         units = module_units(self.model)
-        policy = ZeroPolicy(rule_reduces=rule.needs.reduces, own_masters=rule.needs.in_use)
+        policy = ZeroPolicy(needs=rule.needs)
         store = build_store(units, policy, context)
         self.parallel = DataParallel(units, store, policy, context)
         self.optimizer = Optimizer(store, rule, context, 1.0)
@@ -172,8 +172,8 @@ def rank_main(rank: int, store: str, args: argparse.Namespace, results) -> None:
         "adam": (Adam(), Adam()),
         "onebit-adam": (OnebitAdam(2), OnebitAdam(late)),
         "zero-one-adam": (
-            ZeroOneAdam(2, local_step_scaler=1, local_step_clipper=4),
-            ZeroOneAdam(late, local_step_scaler=late, local_step_clipper=4),
+            ZeroOneAdam(ZeroOneSteps(2, local_step_scaler=1, local_step_clipper=4)),
+            ZeroOneAdam(ZeroOneSteps(late, local_step_scaler=late, local_step_clipper=4)),
         ),
     }
     for name, (timed, learning) in contenders.items():

@@ -38,7 +38,8 @@ from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
-from megazero.models.batch import Batch
+from megazero.models.batch import Batch, Places
+from megazero.models.targets import Targets
 from megazero.mpu.context import solo_context
 from megazero.mpu.malloc import keep_freed_memory
 from megazero.mpu.rng import sample_keys
@@ -94,7 +95,11 @@ def step_seconds(engine: Engine, shape: Shape, contender: Contender) -> float:
     columns = int(shape.sequence * contender.length)
     keys = torch.from_numpy(sample_keys(1, range(shape.micro_batch)))
     batches = [
-        Batch(tokens[:, :columns].contiguous(), labels[:, :columns].contiguous(), sample_keys=keys)
+        Batch(
+            tokens[:, :columns].contiguous(),
+            Targets(labels[:, :columns].contiguous()),
+            places=Places(sample_keys=keys),
+        )
         for tokens, labels in shape.batches(0)
     ]
     engine.schedules = replace(engine.schedules, skipping=FixedSkipping(contender.skipping))

@@ -43,7 +43,8 @@ from megazero.config.tree.zero import ZeroConfig
 from megazero.kernels.build import build, on_cpu_recipe
 from megazero.kernels.library import KernelLibrary
 from megazero.kernels.on_cpu import WatchedLibrary
-from megazero.models.batch import Batch
+from megazero.models.batch import Batch, Places
+from megazero.models.targets import Targets
 from megazero.mpu.context import solo_context
 from megazero.mpu.host_waits import HostWaits
 from megazero.mpu.rng import sample_keys
@@ -164,7 +165,10 @@ class Step:
         self.engine = build_engine(config, training_plan_of(config, 1), chunks, context)
         keys = torch.from_numpy(sample_keys(1, range(shape.micro_batch)))
         keys = keys if case.dropout else None
-        self.batches = [Batch(tokens, labels=labels, sample_keys=keys) for tokens, labels in shape.batches(0)]
+        self.batches = [
+            Batch(tokens, Targets(labels), places=Places(sample_keys=keys))
+            for tokens, labels in shape.batches(0)
+        ]
         self.timers = Timers()
 
     def __call__(self) -> None:

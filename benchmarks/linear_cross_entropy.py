@@ -23,19 +23,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.mpu.solo_group import SoloGroup
-from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
+
+
+def _all_of(weight: Tensor) -> VocabularySlice:
+    return VocabularySlice(SoloGroup(), 0, len(weight))
 
 
 def _whole(x: Tensor, weight: Tensor, target: Tensor, overwrite: bool = False) -> Tensor:
     logits = F.linear(x, weight)
-    return vocab_parallel_cross_entropy(logits, target, SoloGroup(), 0, len(weight), overwrite=overwrite)
+    return vocab_parallel_cross_entropy(
+        logits, target, VocabularySlice(SoloGroup(), 0, len(weight)), overwrite=overwrite
+    )
 
 
 WAYS: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "whole": _whole,
     "overwritten": lambda *inputs: _whole(*inputs, overwrite=True),
-    "blocks": lambda x, weight, target: linear_cross_entropy(x, weight, target, SoloGroup(), 0, len(weight)),
+    "blocks": lambda x, weight, target: linear_cross_entropy(
+        x, weight, target, VocabularySlice(SoloGroup(), 0, len(weight))
+    ),
 }
 
 

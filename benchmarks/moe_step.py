@@ -36,7 +36,8 @@ from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 from megazero.layers.inputs import NOTHING_SKIPPED
-from megazero.models.batch import Batch
+from megazero.models.batch import Batch, Places
+from megazero.models.targets import Targets
 from megazero.mpu.malloc import keep_freed_memory
 from megazero.mpu.rng import sample_keys
 from megazero.train.parts.families import TokenFlops
@@ -74,7 +75,10 @@ def configured(changes: dict[str, object]) -> Config:
 def step_seconds(engine: Engine, turn: int) -> float:
     """The time of one step, on the batch of this round."""
     keys = torch.from_numpy(sample_keys(1, range(SHAPE.micro_batch)))
-    batches = [Batch(tokens, labels, sample_keys=keys) for tokens, labels in SHAPE.batches(turn)]
+    batches = [
+        Batch(tokens, Targets(labels), places=Places(sample_keys=keys))
+        for tokens, labels in SHAPE.batches(turn)
+    ]
     began = time.perf_counter()
     engine.train_step(batches, Progress(iteration=turn), Timers())
     return time.perf_counter() - began

@@ -44,7 +44,7 @@ from megazero.zero import gather
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
+from megazero.zero.policy import GatherPolicy, ZeroPolicy
 from megazero.zero.store.disk import DiskSettings, DiskTier
 from megazero.zero.store.host import HostTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
@@ -268,7 +268,7 @@ def slices(folder: Path, rounds: int = 7) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(24)))
     units = module_units(model)
-    policy = ZeroPolicy(3, bucket_size=width**2, prefetch=0, max_live=0, shard_alone=True)
+    policy = ZeroPolicy(3, width**2, GatherPolicy(prefetch=0, max_live=0), shard_alone=True)
     tier = DiskTier(folder)
     store = build_store(
         units, policy, context, kind=lambda p: OffloadStore(p, StatePlacement(parameters=tier))
@@ -307,7 +307,7 @@ def slices(folder: Path, rounds: int = 7) -> int:
 def optimizer_of(tier: Tier) -> Optimizer:
     """AdamW over eight bf16 matrices of four million elements, all of whose state is in a tier."""
     model = nn.ModuleList(nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(8))
-    policy = ZeroPolicy(3, persistence_threshold=0, bucket_size=1 << 22, shard_alone=True)
+    policy = ZeroPolicy(3, 1 << 22, GatherPolicy(persistence_threshold=0), shard_alone=True)
     placement = StatePlacement(tier, tier, tier)
     store = build_store(
         module_units(model), policy, solo_context(), kind=lambda policy: OffloadStore(policy, placement)

@@ -24,7 +24,7 @@ from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.attention import attention
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
-from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
 from megazero.ops.dropout import AttentionDropout, Dropout
 from megazero.ops.layer_norm import layer_norm
 from megazero.ops.rms_norm import rms_norm
@@ -152,7 +152,7 @@ def _losses(leaf: Callable[..., Tensor]) -> Iterator[Contest]:
     yield Contest(
         "cross_entropy",
         (leaf(S, B, VOCAB),),
-        lambda x: vocab_parallel_cross_entropy(x, target, SoloGroup(), 0, VOCAB),
+        lambda x: vocab_parallel_cross_entropy(x, target, VocabularySlice(SoloGroup(), 0, VOCAB)),
         lambda x: F.cross_entropy(x.float().view(-1, VOCAB), target.view(-1), reduction="none").view(S, B),
     )
 

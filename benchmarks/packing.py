@@ -23,11 +23,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megazero.data.gpt_dataset import GPTDataset, GPTSettings
+from megazero.data.gpt_dataset import DocumentEnds, GPTDataset, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
-from megazero.data.packed_dataset import PackedDataset
-from megazero.data.packing import PackingFacts, pack, packing_fault
+from megazero.data.packed.dataset import PackedDataset
+from megazero.data.packed.packing import PackingFacts, pack, packing_fault
 
 SEED = 1234
 BATCH, READ = 8, 2048
@@ -82,7 +82,7 @@ def reading(repeats: int) -> dict[str, float]:
         with IndexedDatasetWriter(Path(folder) / "text", "uint16") as writer:
             writer.add_raw(np.random.default_rng(1).integers(0, 50257, int(lengths.sum())), lengths)
         indexed = open_indexed(Path(folder) / "text")
-        settings = GPTSettings(READ, SEED, eod_token=0, reset_attention_mask=True)
+        settings = GPTSettings(READ, SEED, ends=DocumentEnds(0, reset_attention_mask=True))
         kinds = {
             "packed": PackedDataset(indexed, range(len(lengths)), None, settings),
             "end_to_end": GPTDataset(indexed, range(len(lengths)), None, settings),

@@ -17,7 +17,7 @@ from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import SampleDataset
-from megazero.data.build import DatasetBuilder, DatasetRequest, build_datasets, default_cache
+from megazero.data.build import DatasetBuilder, DatasetRequest, DataSources, build_datasets, default_cache
 from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.tokenizers.base import Tokenizer
@@ -69,8 +69,7 @@ class TrainSplit:
         request = DatasetRequest(
             self._builder(),
             (flags.train_samples, 0, 0),
-            tuple(flags.data_path),
-            flags.split,
+            DataSources(tuple(flags.data_path), flags.split),
             train_exact_num_epochs=epochs,
         )
         dataset = build_datasets(request)[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megazero.data.indexed.reader import IndexedDataset
-from megazero.data.packing import PackingFacts, pack
+from megazero.data.packed.packing import PackingFacts, pack
 
 _BLOCK = 1 << 24
 

@@ -128,7 +128,7 @@ def _check(args: argparse.Namespace) -> None:
 def preprocess_data(args: argparse.Namespace) -> None:
     """Do what the flags say and print a summary. Raises DataError; see `pipeline.preprocess`."""
     from data_tools.preprocessing.encode import EncodeJob
-    from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
+    from data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
     from data_tools.preprocessing.progress import print_table
     from data_tools.preprocessing.sentences import SentenceRules
     from data_tools.preprocessing.watch import WorkerPatience
@@ -153,11 +153,9 @@ def preprocess_data(args: argparse.Namespace) -> None:
         paths,
         args.output_prefix,
         job,
-        args.workers,
+        Workers(args.workers, args.partitions, WorkerPatience(busy=60.0 * args.worker_timeout)),
         args.log_interval,
-        partitions=args.partitions,
         longest_line=args.max_line_mib << 20,
-        patience=WorkerPatience(busy=60.0 * args.worker_timeout),
     )
     outcome = preprocess(run)
     print_table(

@@ -163,7 +163,8 @@ class Bench:
 def _in_documents(batch: MicroBatch) -> MicroBatch:
     b, s = batch.tokens.shape
     ends = torch.arange(s) * 3 // s + torch.arange(b).unsqueeze(1)
-    return replace(batch, documents=Documents(ends.int().to(batch.tokens.device)))
+    documents = Documents(ends.int().to(batch.tokens.device))
+    return replace(batch, places=replace(batch.places, documents=documents))
 
 
 def _on_host(record: Record) -> Record:

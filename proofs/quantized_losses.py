@@ -25,6 +25,7 @@ from megazero.layers.placement import Placement
 from megazero.models.batch import Batch
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
+from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
@@ -33,7 +34,7 @@ from megazero.optim.elementwise import Adam
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
+from megazero.zero.policy import Codes, GatherPolicy, ZeroPolicy
 from megazero.zero.unit import Unit
 
 RANKS, SAMPLES, LENGTH, TOKENS = 4, 4, 64, 256
@@ -57,10 +58,12 @@ class Variant:
         """The policy of this row."""
         return ZeroPolicy(
             3,
-            persistence_threshold=0,
-            weight_codes=Quantization(self.weights) if self.weights else None,
-            gradient_codes=Quantization(self.gradients) if self.gradients else None,
-            rounding_seed=self.seed,
+            gathers=GatherPolicy(persistence_threshold=0),
+            codes=Codes(
+                Quantization(self.weights) if self.weights else None,
+                Quantization(self.gradients) if self.gradients else None,
+                self.seed,
+            ),
         )
 
 
@@ -110,7 +113,7 @@ def losses(variant: Variant, text: Tensor, steps: int, context: ParallelContext)
         starts = torch.randint(0, len(text) - LENGTH - 1, (SAMPLES,), generator=places)
         rows = torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
         parallel.start(step)
-        loss = gpt.run(Batch(rows[:, :-1], rows[:, 1:].contiguous()))[1]["lm"]
+        loss = gpt.run(Batch(rows[:, :-1], Targets(rows[:, 1:].contiguous())))[1]["lm"]
         parallel.begin_backward(0, reduce=True)
         loss.backward()
         parallel.end_backward()

@@ -18,64 +18,44 @@ from tests.source_tree import Source, sources
 pytestmark = pytest.mark.fast
 
 MOST_PARAMETERS = 7
-# Constructors with more parameters, from before the limit. The list only shrinks: a count may be lowered, a
-# class taken off.
+# Constructors with more parameters: each is a table's row, a file's record or a set of tensors of which no
+# part is a thing by itself. The list only shrinks: a count may be lowered, a class taken off.
 LARGE_CONSTRUCTORS = {
-    "data_tools.preprocessing.pipeline.PreprocessRun": 9,
-    "data_tools.preprocessing.progress.Totals": 10,
-    "megazero.ablate.corpus._Recipe": 8,
     "megazero.checkpoint.hf.architecture.Architecture": 20,
-    "megazero.commands.checkpoint.summary.Summary": 9,
-    "megazero.config.compat.foreign.Foreign": 9,
+    "megazero.commands.checkpoint.summary.Summary": 9,  # printed as JSON, as are the facts of a machine
     "megazero.config.deepspeed.extras.Extras": 15,
     "megazero.config.deepspeed.read.DeepSpeedSettings": 12,
     "megazero.config.deepspeed.row.KeyRow": 13,
     "megazero.config.fields.FieldSpec": 17,
     "megazero.config.flags.Scan": 11,
-    "megazero.config.tasks.Task": 8,
-    "megazero.data.build.DatasetRequest": 11,
-    "megazero.data.gpt_dataset.GPTSettings": 9,
     "megazero.data.t5.dataset.T5Settings": 9,
+    "megazero.deepspeed.settings.UserSettings": 11,
+    "megazero.env.facts.Environment": 15,
+    "megazero.env.facts.Versions": 12,
+    "megazero.layers.linear.ColumnParallelLinear": 8,
+    "megazero.models.pairs.layers.PairInputs": 12,
+    "megazero.mpu.param_spec.ParamSpec": 11,
+    "megazero.mpu.watch.report.Report": 9,
+}
+MOST_LARGE = 15
+# Signatures of DeepSpeed's, which its users' scripts call by position and by name: they are not ours to
+# divide. Each is that of the class of this name in DeepSpeed 0.18.2, parameter for parameter.
+FOREIGN_SIGNATURES = {
     "megazero.deepspeed.adam.DeepSpeedCPUAdam": 9,
     "megazero.deepspeed.adam.FusedAdam": 9,
-    "megazero.deepspeed.foreign.progress.ForeignFacts": 8,
-    "megazero.deepspeed.fused.FusedLamb": 12,
-    "megazero.deepspeed.fused._NotingLamb": 8,
+    "megazero.deepspeed.fused.FusedLamb": 12,  # with apex's `use_nvlamb`
     "megazero.deepspeed.linear.OptimizedLinear": 8,
-    "megazero.deepspeed.loss_scale.DeepSpeedLossScaler": 8,
     "megazero.deepspeed.moe.layer.MoE": 15,
     "megazero.deepspeed.one_cycle.OneCycle": 14,
-    "megazero.deepspeed.pipe.module.PipelineStage": 12,
-    "megazero.deepspeed.report.StepFacts": 8,
-    "megazero.deepspeed.saved.Saved": 13,
-    "megazero.deepspeed.settings.UserSettings": 11,
-    # DeepSpeed's signatures, with the seed and the layer of random blocks.
+    "megazero.deepspeed.pipe.module.PipelineStage": 12,  # there `PipelineModule`
+    # With the seed and the layer of random blocks, which are keywords.
     "megazero.deepspeed.sparse.configs.BSLongformerSparsityConfig": 9,
     "megazero.deepspeed.sparse.configs.BigBirdSparsityConfig": 9,
     "megazero.deepspeed.sparse.configs.FixedSparsityConfig": 10,
     "megazero.deepspeed.sparse.configs.VariableSparsityConfig": 11,
     "megazero.deepspeed.transformer.DeepSpeedTransformerConfig": 20,
-    "megazero.deepspeed.zero.init.Init": 16,  # DeepSpeed's signature, as is the next one
+    "megazero.deepspeed.zero.init.Init": 16,
     "megazero.deepspeed.zero.tiling.TiledLinear": 10,
-    "megazero.env.facts.Environment": 15,
-    "megazero.env.facts.Versions": 12,
-    "megazero.kernels.on_cpu.KernelCounts": 16,
-    "megazero.layers.linear.ColumnParallelLinear": 8,
-    "megazero.models.batch.Batch": 11,
-    "megazero.models.bert_batch.BertBatch": 14,
-    "megazero.models.classifier_batch.LabelledBatch": 11,
-    "megazero.models.pairs.batch.PairBatch": 14,
-    "megazero.models.pairs.layers.PairInputs": 12,
-    "megazero.mpu.param_spec.ParamSpec": 11,
-    "megazero.mpu.watch.report.CallRecord": 9,
-    "megazero.mpu.watch.report.Report": 9,
-    "megazero.optim.compressed.zero_one_adam.ZeroOneAdam": 8,
-    "megazero.optim.muon.Muon": 9,
-    "megazero.train.observe.stragglers.Straggler": 9,
-    "megazero.train.parts.families.Family": 13,
-    "megazero.zero.plan.BucketMember": 9,
-    "megazero.zero.policy.ZeroPolicy": 17,
-    "megazero.zero.update._RulePiece": 9,
 }
 
 # A class of the package with this name, a leading underscore aside, is in this module and nowhere else.
@@ -361,7 +341,9 @@ def test_words_have_one_owner_and_retired_ones_stay_away():
 
 def test_constructors_are_small():
     tree = ClassTree(sources("megazero", "data_tools"))
-    assert list(large_constructors(constructor_sizes(tree), LARGE_CONSTRUCTORS)) == []
+    listed = {**LARGE_CONSTRUCTORS, **FOREIGN_SIGNATURES}
+    assert list(large_constructors(constructor_sizes(tree), listed)) == []
+    assert len(LARGE_CONSTRUCTORS) <= MOST_LARGE
 
 
 def test_every_function_is_annotated():

@@ -21,6 +21,7 @@ from benchmarks.contenders.plain import PlainGPT
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.models.batch import Batch
+from megazero.models.targets import Targets
 from megazero.mpu.context import solo_context
 from megazero.train.parts.chunks import build_chunks
 
@@ -64,7 +65,7 @@ class OurGPT(torch.nn.Module):
         ).values()
 
     def forward(self, tokens, labels):
-        return self.chunk.run(Batch(tokens, labels)).terms["lm"] / labels.numel()
+        return self.chunk.run(Batch(tokens, Targets(labels))).terms["lm"] / labels.numel()
 
 
 def _engine(

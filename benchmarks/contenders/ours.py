@@ -22,6 +22,7 @@ from megazero.config.tree.training import BatchConfig, TrainingConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.errors import ConfigError
 from megazero.models.batch import Batch
+from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext, solo_context
 from megazero.mpu.launch import Launch, open_context
 from megazero.mpu.malloc import keep_freed_memory
@@ -97,7 +98,7 @@ class Trainer:
 
     def __init__(self, shape: Shape, engine: Engine, context: ParallelContext):
         self.engine = engine
-        self.batches = [Batch(tokens, labels) for tokens, labels in shape.batches(context.data.rank)]
+        self.batches = [Batch(tokens, Targets(labels)) for tokens, labels in shape.batches(context.data.rank)]
         self.timers = Timers()
         self.stage = context.pp.rank
         self.times: list[ActionTime] = []

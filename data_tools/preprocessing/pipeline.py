@@ -15,7 +15,7 @@ from data_tools.preprocessing.chunks import CHUNK_BYTES, LONGEST_LINE, Chunk, Pr
 from data_tools.preprocessing.encode import KEPT_PROBLEMS, EncodedChunk, EncodeJob, EncoderFacts
 from data_tools.preprocessing.partitions import divide, lines_before
 from data_tools.preprocessing.pool import InlinePool, WorkerPool
-from data_tools.preprocessing.progress import Progress, Totals
+from data_tools.preprocessing.progress import KeyTotals, Progress, Totals
 from data_tools.preprocessing.watch import PATIENCE, WorkerPatience
 from megazero.data.claim import temporary_path
 from megazero.data.indexed.writer import IndexedDatasetWriter
@@ -23,23 +23,32 @@ from megazero.errors import DataError
 
 
 @dataclass(frozen=True)
+class Workers:
+    """The processes that encode: their number, a multiple of the `partitions` that they work on, and the
+    patience with several."""
+
+    count: int = 1
+    partitions: int = 1
+    patience: WorkerPatience = PATIENCE
+
+
+@dataclass(frozen=True)
 class PreprocessRun:
-    """The inputs and outputs of a run. `log_interval` is in documents; `workers` is a multiple of
-    `partitions`; a line has at most `longest_line` bytes; `patience` is that with several workers."""
+    """The inputs and outputs of a run. `log_interval` is in documents; a line has at most `longest_line`
+    bytes."""
 
     paths: tuple[str, ...]
     prefix: str
     job: EncodeJob
-    workers: int = 1
+    workers: Workers = Workers()
     log_interval: int = 100_000
     chunk_bytes: int = CHUNK_BYTES
-    partitions: int = 1
     longest_line: int = LONGEST_LINE
-    patience: WorkerPatience = PATIENCE
 
-    def workers_pool(self, workers: int) -> WorkerPool:
-        """A pool of so many processes that encode."""
-        return WorkerPool(self.job, workers, self.chunk_bytes, self.patience)
+    def pool(self) -> WorkerPool:
+        """The processes that encode a partition."""
+        workers = self.workers
+        return WorkerPool(self.job, workers.count // workers.partitions, self.chunk_bytes, workers.patience)
 
     def chunks(self, sources: Sequence[str | Segment]) -> Iterator[Chunk]:
         """The chunks that these sources are cut into."""
@@ -83,16 +92,14 @@ def _attempt(run: PreprocessRun, progress: Progress) -> tuple[Totals, str]:
     # `--workers` alone decides how many cores are used, and no library should have threads when we fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     tally = _Tally(run.job.keys, progress)
-    encoder = _in_one(run, tally) if run.partitions == 1 else _in_parts(run, tally)
+    encoder = _in_one(run, tally) if run.workers.partitions == 1 else _in_parts(run, tally)
     return tally.totals, encoder
 
 
 def _in_one(run: PreprocessRun, tally: _Tally) -> str:
     """Put all inputs through one pool into the datasets; returns the name of what encoded them."""
     with ExitStack() as stack:
-        workers: InlinePool | WorkerPool = (
-            InlinePool(run.job) if run.workers == 1 else run.workers_pool(run.workers)
-        )
+        workers: InlinePool | WorkerPool = InlinePool(run.job) if run.workers.count == 1 else run.pool()
         stack.enter_context(workers)
         _say_if_slow(workers.facts)
         # Started only now: the bar draws on a thread, and a process with threads cannot fork its workers.
@@ -106,9 +113,9 @@ def _in_one(run: PreprocessRun, tally: _Tally) -> str:
 def _in_parts(run: PreprocessRun, tally: _Tally) -> str:
     """Put each part through a pool of its own into its own datasets, all at once; then append these one after
     another to the whole."""
-    parts = divide(run.paths, run.partitions)
+    parts = divide(run.paths, run.workers.partitions)
     with ExitStack() as stack:
-        pools = [stack.enter_context(run.workers_pool(run.workers // run.partitions)) for _ in parts]
+        pools = [stack.enter_context(run.pool()) for _ in parts]
         facts = pools[0].facts
         _say_if_slow(facts)
         writers = _open_writers(stack, run.outputs().values(), facts)
@@ -181,7 +188,7 @@ class _Tally:
     """The totals of a run, which any thread may add to, and their display."""
 
     def __init__(self, keys: tuple[str, ...], progress: Progress):
-        self.totals = Totals(keys)
+        self.totals = Totals({key: KeyTotals() for key in keys})
         self.progress = progress
         self._lock = threading.Lock()
 
@@ -197,8 +204,8 @@ def _say_if_slow(facts: EncoderFacts) -> None:
 
 
 def _require_documents(totals: Totals) -> None:
-    for key in totals.keys:
-        if not totals.documents[key]:
+    for key, counts in totals.keys.items():
+        if not counts.documents:
             raise DataError(
                 f"`--input` must hold at least one document under key `{key}`, but holds none in "
                 f"{totals.lines} lines ({totals.problems.total()} skipped); nothing was written."

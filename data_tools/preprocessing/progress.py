@@ -10,22 +10,35 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from data_tools.preprocessing.encode import EncodedChunk
+from data_tools.preprocessing.encode import EncodedChunk, EncodedColumn
+
+
+@dataclass
+class KeyTotals:
+    """The counts of one key of the input so far; `single` documents have one sequence."""
+
+    documents: int = 0
+    single: int = 0
+    empty: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+    def add(self, column: EncodedColumn) -> None:
+        """Count one chunk's documents in."""
+        self.documents += column.documents
+        self.single += column.single
+        self.empty += column.empty
+        self.sequences += len(column.lengths)
+        self.tokens += len(column.tokens)
 
 
 @dataclass
 class Totals:
-    """The counts of a run so far; documents to tokens per key, the rest per input line. `single` documents
-    have one sequence."""
+    """The counts of a run so far, per key and per input line."""
 
-    keys: tuple[str, ...]
+    keys: dict[str, KeyTotals]
     lines: int = 0
     bytes: int = 0
-    documents: Counter[str] = field(default_factory=Counter)
-    single: Counter[str] = field(default_factory=Counter)
-    empty: Counter[str] = field(default_factory=Counter)
-    sequences: Counter[str] = field(default_factory=Counter)
-    tokens: Counter[str] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
     first_problems: list[str] = field(default_factory=list)
 
@@ -34,12 +47,8 @@ class Totals:
         self.lines += chunk.lines
         self.bytes += chunk.bytes
         self.problems += chunk.problem_counts
-        for key, column in zip(self.keys, chunk.columns, strict=True):
-            self.documents[key] += column.documents
-            self.single[key] += column.single
-            self.empty[key] += column.empty
-            self.sequences[key] += len(column.lengths)
-            self.tokens[key] += len(column.tokens)
+        for totals, column in zip(self.keys.values(), chunk.columns, strict=True):
+            totals.add(column)
 
 
 class Progress:
@@ -75,11 +84,11 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=totals.bytes)
             return
-        done = max(totals.documents.values(), default=0)
+        done = max((key.documents for key in totals.keys.values()), default=0)
         if done >= self._next:
             self._next = done - done % self._interval + self._interval
             speed = totals.bytes / 1e6 / max(self.seconds(), 1e-9)
-            tokens = sum(totals.tokens.values())
+            tokens = sum(key.tokens for key in totals.keys.values())
             print(f"{done:,} documents, {tokens:,} tokens, {speed:.1f} MB/s", file=self._stream, flush=True)
 
     def seconds(self) -> float:
@@ -95,18 +104,18 @@ def print_table(
     from rich.table import Table
 
     table = Table(title=f"{totals.lines:,} lines, encoded by {encoder}")
-    columns = {"documents": totals.documents, "tokens": totals.tokens, "empty (dropped)": totals.empty}
+    columns = {"documents": "documents", "tokens": "tokens", "empty (dropped)": "empty"}
     if sentences:
-        columns |= {"sentences": totals.sequences, "of one sentence": totals.single}
+        columns |= {"sentences": "sequences", "of one sentence": "single"}
     for name in ("output", *columns):
         table.add_column(name, justify="left" if name == "output" else "right", overflow="fold")
     for key, prefix in outputs.items():
-        table.add_row(prefix, *(f"{counts[key]:,}" for counts in columns.values()))
+        table.add_row(prefix, *(f"{getattr(totals.keys[key], count):,}" for count in columns.values()))
     console = Console(file=sys.stdout)
     console.print(table)
     speed = totals.bytes / 1e6 / max(seconds, 1e-9)
     print(f"{totals.bytes / 1e6:,.1f} MB of jsonl in {seconds:.1f} s: {speed:,.1f} MB/s")
-    short = totals.single.total()
+    short = sum(key.single for key in totals.keys.values())
     if sentences and short:
         print(f"{short:,} documents of one sentence give no samples to BERT's binary head, which needs two.")
     print_skipped(totals)

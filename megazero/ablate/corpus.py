@@ -34,8 +34,7 @@ class _Recipe:
         tokenizer: the tokenizer's file.
         tokenize: the flags that name it, but for the file, which follows them.
         prefix: the dataset, without ``.bin`` or ``.idx``.
-        suffix: the part of it that the encoder adds.
-        encode: flags of the encoder.
+        encode: flag of the encoder, which says how it splits texts.
     """
 
     tool: str
@@ -44,8 +43,12 @@ class _Recipe:
     tokenizer: str
     tokenize: tuple[str, ...]
     prefix: str
-    suffix: str
     encode: str
+
+    @property
+    def suffix(self) -> str:
+        """The part of the dataset's name that the encoder adds."""
+        return f"_text_{'sentence' if self.encode == '--split-sentences' else 'document'}"
 
 
 _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
@@ -57,7 +60,6 @@ _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
             tokenizer="tokenizer/tokenizer.json",
             tokenize=("--tokenizer-type", "HFTokenizer", "--tokenizer-model"),
             prefix="stdlib_text_document",
-            suffix="_text_document",
             encode="--append-eod",
         ),
         "bert": _Recipe(
@@ -67,7 +69,6 @@ _RECIPES: Mapping[str, _Recipe] = MappingProxyType(
             tokenizer="wordpiece/vocab.txt",
             tokenize=("--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file"),
             prefix="kjv_text_sentence",
-            suffix="_text_sentence",
             encode="--split-sentences",
         ),
     }

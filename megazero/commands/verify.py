@@ -95,7 +95,7 @@ def _without_files(config: Config) -> Config:
     if config.finetune.task is None:
         return config
     task = task_of(config.finetune)
-    classes = config.model.num_classes or (1 if task.multiple_choice else len(task.labels) or 2)
+    classes = config.model.num_classes or (1 if task.multiple_choice else len(task.labels.values) or 2)
     changes = {"model": {"num_classes": classes}, "training": {"train_iters": 1}}
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
     return config.model_copy(update=sections)

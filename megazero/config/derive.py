@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -160,36 +161,51 @@ def expert_tensor_size(config: Config) -> int:
     return parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
 
 
-def chunks_per_stage(config: Config) -> int:
-    """Model chunks (virtual stages) that each pipeline stage holds: one unless set; two with zb-v."""
-    parallel = config.parallel
-    if parallel.pipeline_schedule == "zb-v":
-        return 2
-    if parallel.num_virtual_stages_per_pipeline_rank is not None:
-        return parallel.num_virtual_stages_per_pipeline_rank
-    if parallel.num_layers_per_virtual_pipeline_stage is None:
-        return 1
-    layers_of_a_round = parallel.pipeline_model_parallel_size * parallel.num_layers_per_virtual_pipeline_stage
-    return max(1, config.model.num_layers // layers_of_a_round)
+@dataclass(frozen=True)
+class PipelineShape:
+    """The stages of a pipeline.
 
+    Attributes:
+        stages: the number of stages.
+        chunks_per_stage: model chunks (virtual stages) that each of them holds.
+        kind: the schedule by name, never auto.
+        group: micro-batches that pass through a chunk of the interleaved schedule before the next chunk's
+            turn; None: as many as there are stages.
+    """
 
-def num_chunks(config: Config) -> int:
-    """Model chunks of the whole pipeline."""
-    return config.parallel.pipeline_model_parallel_size * chunks_per_stage(config)
+    stages: int
+    chunks_per_stage: int
+    kind: str
+    group: int | None = None
+
+    @classmethod
+    def of(cls, config: Config) -> PipelineShape:
+        """The stages of a run: one chunk each unless set, two with zb-v.
+
+        The schedule auto is interleaved with several chunks per stage, else 1f1b.
+        """
+        parallel, chunks = config.parallel, 1
+        stages, kind = parallel.pipeline_model_parallel_size, parallel.pipeline_schedule
+        if kind == "zb-v":
+            chunks = 2
+        elif parallel.num_virtual_stages_per_pipeline_rank is not None:
+            chunks = parallel.num_virtual_stages_per_pipeline_rank
+        elif (layers := parallel.num_layers_per_virtual_pipeline_stage) is not None:
+            chunks = max(1, config.model.num_layers // (stages * layers))
+        if kind == "auto":
+            kind = "interleaved" if chunks > 1 else "1f1b"
+        return cls(stages, chunks, kind, parallel.microbatch_group_size_per_virtual_pipeline_stage)
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of the whole pipeline."""
+        return self.stages * self.chunks_per_stage
 
 
 def fills_groups(stages: int, micro_batches: int, group: int) -> bool:
     """Whether a step's micro-batches can be interleaved in groups of this size, each of at least as many as
     there are stages, so that its first comes back from the last stage at the next chunk's turn."""
     return stages <= group <= micro_batches and not 0 < micro_batches % group < stages
-
-
-def schedule_kind(config: Config) -> str:
-    """The pipeline schedule by name; auto is interleaved with several chunks per stage, else 1f1b."""
-    kind = config.parallel.pipeline_schedule
-    if kind != "auto":
-        return kind
-    return "interleaved" if chunks_per_stage(config) > 1 else "1f1b"
 
 
 def decoupled(optimizer: OptimizerConfig) -> tuple[float, float]:

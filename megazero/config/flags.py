@@ -179,12 +179,12 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str])
         return _read_command(result, name, inline, following)
     if name in FOREIGN_FLAGS:
         foreign = FOREIGN_FLAGS[name]
-        if foreign.accepted and foreign.most_values == 0 and inline and not says_on(inline[0]):
+        if foreign.accepted and foreign.arity.most == 0 and inline and not says_on(inline[0]):
             result.problems.append(
                 f"`{name}` is a switch that must stand alone or be true, but is `{inline[0]}`; leave it out."
             )
             return 0
-        taken = 0 if inline else min(len(following), foreign.most_values)
+        taken = 0 if inline else min(len(following), foreign.arity.most)
         outcome = verdict(foreign, inline or following[:taken])
         if isinstance(outcome, Ignored):
             result.ignored.append(outcome)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from megazero.config.derive import (
+    PipelineShape,
     data_parallel_size,
     filled_model,
     padded_vocab_size,
-    schedule_kind,
 )
 from megazero.config.document import to_yaml
 from megazero.config.steps import BatchRamp
@@ -24,7 +24,8 @@ def shown_config(config: Config, world_size: int) -> str:
     replicas = data_parallel_size(config, world_size)
     if config.finetune.task is not None:  # the length follows from files that are not read here
         facts = _layout(config, world_size) + _vocabulary(config)
-        return _comments(facts) + to_yaml(_filled(config, BatchRamp.of(config, replicas).final))
+        sizes = BatchRamp.of(config.batch, config.model, replicas)
+        return _comments(facts) + to_yaml(_filled(config, sizes.final))
     training_plan = training_plan_of(config, replicas)
     facts = [*_layout(config, world_size), *_lengths(training_plan), *_vocabulary(config)]
     return _comments(facts) + to_yaml(filled(config, training_plan))
@@ -41,7 +42,7 @@ def filled(config: Config, training_plan: TrainingPlan) -> Config:
 def _filled(config: Config, global_batch_size: int) -> Config:
     """The same run with its derived sizes written out."""
     changes: dict[str, dict[str, Any]] = {
-        "parallel": {"pipeline_schedule": schedule_kind(config)},
+        "parallel": {"pipeline_schedule": PipelineShape.of(config).kind},
         "batch": {"global_batch_size": global_batch_size},
         "checkpoint": {"keep_last": config.checkpoint.kept_last},
     }

@@ -16,6 +16,10 @@ from typing import Literal
 from megazero.config.pacing import pieces
 from megazero.config.stairs import BatchStairs
 from megazero.config.tree.config import Config
+from megazero.config.tree.curriculum import CurriculumConfig
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.skipping import SkippingConfig
+from megazero.config.tree.training import BatchConfig
 
 Unit = Literal["iters", "samples", "tokens"]
 
@@ -116,14 +120,13 @@ class BatchRamp:
         return cls(start=size, increment=1, ramp_samples=1, final=size)
 
     @classmethod
-    def of(cls, config: Config, data_parallel_size: int) -> BatchSizes:
+    def of(cls, batch: BatchConfig, model: ModelConfig, data_parallel_size: int) -> BatchSizes:
         """The batch sizes of `--rampup-batch-size` or its like; without one, a constant batch.
 
         If no flag gives the batch size, it is one micro-batch on each replica.
         """
-        batch = config.batch
         if batch.step_batch_size_schedule:
-            return BatchStairs.of(batch.step_batch_size_schedule, config.model.seq_length)
+            return BatchStairs.of(batch.step_batch_size_schedule, model.seq_length)
         final = batch.final_batch_size or batch.micro_batch_size * data_parallel_size
         if batch.rampup_batch_size is None:
             return cls.constant(final)
@@ -182,9 +185,8 @@ class SequenceLengths:
         return cls(((0, length),))
 
     @classmethod
-    def of(cls, config: Config) -> SequenceLengths:
-        """The lengths of a run's curriculum; without one, a constant length."""
-        length, settings = config.model.seq_length, config.curriculum
+    def of(cls, settings: CurriculumConfig, length: int) -> SequenceLengths:
+        """The lengths of a curriculum up to `length`; without one, a constant length."""
         pacing = settings.seqlen(length)
         if pacing is None:
             return cls.constant(length)
@@ -235,9 +237,8 @@ class KeptTokens:
     layers: int
 
     @classmethod
-    def of(cls, config: Config) -> KeptTokens | None:
-        """The kept tokens of a run; None without random-LTD."""
-        model, settings = config.model, config.skipping
+    def of(cls, settings: SkippingConfig, model: ModelConfig) -> KeptTokens | None:
+        """The kept tokens of a model's layers; None without random-LTD."""
         pacing = settings.kept_tokens(model.seq_length)
         if pacing is None:
             return None
@@ -278,12 +279,13 @@ class Steps:
     @classmethod
     def of(cls, config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> Steps:
         """The steps of a run from `start` on, on `data_parallel_size` replicas of the model."""
+        model, batch = config.model, config.batch
         return cls(
-            BatchRamp.of(config, data_parallel_size),
-            config.batch.micro_batch_size * data_parallel_size,
-            SequenceLengths.of(config),
+            BatchRamp.of(batch, model, data_parallel_size),
+            batch.micro_batch_size * data_parallel_size,
+            SequenceLengths.of(config.curriculum, model.seq_length),
             start,
-            KeptTokens.of(config),
+            KeptTokens.of(config.skipping, model),
         )
 
     @property

@@ -15,51 +15,62 @@ from megazero.config.tree.finetune import FinetuneConfig
 
 
 @dataclass(frozen=True)
+class LabelColumn:
+    """The column of a task's labels.
+
+    Attributes:
+        name: the column.
+        values: all labels in the order of their numbers; empty if only the data tell.
+        unlabelled: values of samples that have no label.
+    """
+
+    name: str = "label"
+    values: tuple[str, ...] = ()
+    unlabelled: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Task:
     """The columns and the labels of a task's files.
 
     Attributes:
         texts: columns of the texts; of the passage and the question for multiple choice.
-        label: column of the labels.
-        labels: all labels in the order of their numbers; empty if only the data tell.
+        labels: the column of the labels.
         choices: columns of the choices; empty for classification.
         multiple_choice: whether a sample is a question with choices.
         identity: column that names a sample; None numbers them.
-        unlabelled: values of the label's column of samples that have no label.
         headless: columns of files that do not name them.
     """
 
     texts: tuple[str, ...]
-    label: str = "label"
-    labels: tuple[str, ...] = ()
+    labels: LabelColumn = LabelColumn()
     choices: tuple[str, ...] = ()
     multiple_choice: bool = False
     identity: str | None = None
-    unlabelled: tuple[str, ...] = ()
     headless: tuple[str, ...] = ()
 
 
 _BINARY = ("0", "1")
+_ENTAILMENT = LabelColumn(values=("entailment", "not_entailment"))
 
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "MNLI": Task(
             ("sentence1", "sentence2"),
-            "gold_label",
-            ("contradiction", "entailment", "neutral"),
+            LabelColumn("gold_label", ("contradiction", "entailment", "neutral"), unlabelled=("-",)),
             identity="pairID",
-            unlabelled=("-",),
         ),
-        "QQP": Task(("question1", "question2"), "is_duplicate", _BINARY, identity="id"),
-        "QNLI": Task(("question", "sentence"), labels=("entailment", "not_entailment"), identity="index"),
-        "SST-2": Task(("sentence",), labels=_BINARY),
-        "CoLA": Task(("sentence",), labels=_BINARY, headless=("source", "label", "mark", "sentence")),
-        "MRPC": Task(("#1 String", "#2 String"), "Quality", _BINARY),
-        "RTE": Task(("sentence1", "sentence2"), labels=("entailment", "not_entailment"), identity="index"),
+        "QQP": Task(("question1", "question2"), LabelColumn("is_duplicate", _BINARY), identity="id"),
+        "QNLI": Task(("question", "sentence"), _ENTAILMENT, identity="index"),
+        "SST-2": Task(("sentence",), LabelColumn(values=_BINARY)),
+        "CoLA": Task(
+            ("sentence",), LabelColumn(values=_BINARY), headless=("source", "label", "mark", "sentence")
+        ),
+        "MRPC": Task(("#1 String", "#2 String"), LabelColumn("Quality", _BINARY)),
+        "RTE": Task(("sentence1", "sentence2"), _ENTAILMENT, identity="index"),
         "RACE": Task(
             ("article", "question"),
-            "answer",
-            ("A", "B", "C", "D"),
+            LabelColumn("answer", ("A", "B", "C", "D")),
             choices=("options",),
             multiple_choice=True,
             identity="id",
@@ -76,11 +87,13 @@ def task_of(section: FinetuneConfig) -> Task:
     base = published or Task((), multiple_choice=choosing)
     return Task(
         section.text_columns or base.texts,
-        section.label_column or base.label,
-        section.labels or base.labels,
+        LabelColumn(
+            section.label_column or base.labels.name,
+            section.labels or base.labels.values,
+            base.labels.unlabelled,
+        ),
         section.choice_columns or base.choices,
         choosing,
         section.id_column or base.identity,
-        base.unlabelled,
         base.headless,
     )

@@ -8,6 +8,8 @@ from functools import cached_property
 from megazero.config.numbers import LARGEST
 from megazero.config.steps import BEGINNING, UNITS, Progress, Step, Steps, Unit
 from megazero.config.tree.config import Config
+from megazero.config.tree.schedule import ScheduleConfig
+from megazero.config.tree.training import TrainingConfig
 from megazero.errors import ConfigError
 
 
@@ -26,9 +28,8 @@ class Limits:
     tokens: int | None = None
 
     @classmethod
-    def of(cls, config: Config) -> Limits:
+    def of(cls, training: TrainingConfig) -> Limits:
         """The limits of a run."""
-        training = config.training
         return cls(training.train_iters, training.train_samples, training.train_tokens)
 
     def end(self, steps: Steps) -> Progress:
@@ -83,38 +84,42 @@ class LrLengths:
     warmup_as_given: WarmupLength | None = None
 
     @classmethod
-    def of(cls, config: Config, steps: Steps, end: Progress) -> LrLengths:
+    def of(
+        cls, optimizer: ScheduleConfig, training: TrainingConfig, steps: Steps, end: Progress
+    ) -> LrLengths:
         """The lengths for a training of these steps until `end`.
 
         A decay without a given length is as long as the training's limit in its unit, reached or not, as in
         Megatron; without one in its unit it runs to the end of the training.
         """
-        values, unit = config.optimizer, _lr_unit(config)
-        decay = getattr(values, f"lr_decay_{unit}")
+        unit = _lr_unit(optimizer, training)
+        decay = getattr(optimizer, f"lr_decay_{unit}")
         if decay is None:
-            decay = getattr(config.training, f"train_{unit}") or end.count(unit)
-        given = _warmup_length(config, unit, decay)
-        wsd_decay = getattr(values, f"lr_wsd_decay_{unit}") if values.lr_decay_style == "WSD" else None
+            decay = getattr(training, f"train_{unit}") or end.count(unit)
+        given = _warmup_length(optimizer, training, unit, decay)
+        wsd_decay = getattr(optimizer, f"lr_wsd_decay_{unit}") if optimizer.lr_decay_style == "WSD" else None
         if given.unit == unit:
             return cls(unit, given.length, decay, wsd_decay)
         return cls(unit, steps.convert(given.length, given.unit, unit), decay, wsd_decay, given)
 
 
-def _warmup_length(config: Config, unit: Unit, decay: int) -> WarmupLength:
+def _warmup_length(
+    optimizer: ScheduleConfig, training: TrainingConfig, unit: Unit, decay: int
+) -> WarmupLength:
     """The warmup in the unit that it is given in.
 
     A fraction is one of the decay. Beside a decay in tokens it is one of the training's iterations or
     samples, as in Megatron-DeepSpeed.
     """
-    values, training = config.optimizer, config.training
-    if values.lr_warmup_fraction is None:
-        given: Unit = next((u for u in UNITS if getattr(values, f"lr_warmup_{u}")), unit)
-        return WarmupLength(getattr(values, f"lr_warmup_{given}"), given)
+    fraction = optimizer.lr_warmup_fraction
+    if fraction is None:
+        given: Unit = next((u for u in UNITS if getattr(optimizer, f"lr_warmup_{u}")), unit)
+        return WarmupLength(getattr(optimizer, f"lr_warmup_{given}"), given)
     if unit == "tokens" and training.train_iters is not None:
-        return WarmupLength(values.lr_warmup_fraction * training.train_iters, "iters")
+        return WarmupLength(fraction * training.train_iters, "iters")
     if unit == "tokens" and training.train_samples is not None:
-        return WarmupLength(values.lr_warmup_fraction * training.train_samples, "samples")
-    return WarmupLength(values.lr_warmup_fraction * decay, unit)
+        return WarmupLength(fraction * training.train_samples, "samples")
+    return WarmupLength(fraction * decay, unit)
 
 
 @dataclass(frozen=True)
@@ -138,16 +143,16 @@ class Evaluations:
     sequence_length: int = 1
 
     @classmethod
-    def of(cls, config: Config, steps: Steps) -> Evaluations:
+    def of(cls, training: TrainingConfig, sequence_length: int, steps: Steps) -> Evaluations:
         """The evaluations between these steps."""
-        training, size = config.training, steps.ramp.final
+        size = steps.ramp.final
         return cls(
             training.eval_interval,
             training.eval_iters,
             size,
             size // steps.unit,
             training.eval_from_start,
-            config.model.seq_length,
+            sequence_length,
         )
 
     @property
@@ -219,19 +224,18 @@ def training_plan_of(config: Config, data_parallel_size: int, start: Progress = 
     Raises:
         ConfigError: no limit is set.
     """
-    steps, limits = Steps.of(config, data_parallel_size, start), Limits.of(config)
-    lengths = LrLengths.of(config, steps, limits.end(steps))
-    return TrainingPlan(steps, limits, lengths, Evaluations.of(config, steps))
+    training = config.training
+    steps, limits = Steps.of(config, data_parallel_size, start), Limits.of(training)
+    lengths = LrLengths.of(config.optimizer, training, steps, limits.end(steps))
+    return TrainingPlan(steps, limits, lengths, Evaluations.of(training, config.model.seq_length, steps))
 
 
-def _lr_unit(config: Config) -> Unit:
+def _lr_unit(optimizer: ScheduleConfig, training: TrainingConfig) -> Unit:
     """The unit that the learning rate schedule counts in: that of its own lengths, else the training's."""
-    values = config.optimizer
     for stem in ("lr_decay", "lr_wsd_decay", "lr_warmup"):
         for unit in UNITS:
-            if getattr(values, f"{stem}_{unit}"):
+            if getattr(optimizer, f"{stem}_{unit}"):
                 return unit
-    training = config.training
     if training.train_iters is not None:
         return "iters"
     return "samples" if training.train_samples is not None else "tokens"

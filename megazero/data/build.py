@@ -20,7 +20,7 @@ from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset, SampleDataset, parse_blend
 from megazero.data.gpt_builder import GPTBuilder
-from megazero.data.gpt_dataset import GPTSettings
+from megazero.data.gpt_dataset import DocumentEnds, GPTSettings
 from megazero.data.index_build import normalized
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.data.splits import SPLIT_NAMES, SplitReading, split_ranges, warn_of_empty
@@ -80,27 +80,21 @@ class TextVocabulary(Protocol):
 
 
 @dataclass(frozen=True)
-class DatasetRequest:
-    """The datasets to build, and from which files.
+class DataSources:
+    """The files of the three splits.
 
-    builder: makes the datasets. data_path: a prefix, prefixes, or weights and prefixes, divided by `split`;
-    or each split's own train_data_path, valid_data_path, test_data_path (then `split` is not used).
-    train_exact_num_epochs: make the training split exactly this many epochs long. mock: random tokens, no
-    files. guarded: notice damage and changes of the files while they are read, see `indexed/guard.py`. Raises
-    DataError if sources contradict each other or there are none.
+    data_path: a prefix, prefixes, or weights and prefixes, divided by `split`; or each split's own
+    train_data_path, valid_data_path, test_data_path (then `split` is not used). mock: random tokens, no
+    files. Raises DataError if sources contradict each other or there are none.
     """
 
-    builder: DatasetBuilder
-    num_samples: Sizes
     data_path: tuple[str, ...] = ()
     split: str = "969,30,1"
     train_data_path: tuple[str, ...] = ()
     valid_data_path: tuple[str, ...] = ()
     test_data_path: tuple[str, ...] = ()
     split_reading: SplitReading = SplitReading.MEGATRON_CORE
-    train_exact_num_epochs: int | None = None
     mock: bool = False
-    guarded: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name, on in (("data_path", self.data_path), ("mock", self.mock)) if on]
@@ -116,12 +110,27 @@ class DatasetRequest:
         return self.train_data_path, self.valid_data_path, self.test_data_path
 
 
+@dataclass(frozen=True)
+class DatasetRequest:
+    """The datasets to build, and from which files.
+
+    builder: makes the datasets. train_exact_num_epochs: make the training split exactly this many epochs
+    long. guarded: notice damage and changes of the files while they are read, see `indexed/guard.py`.
+    """
+
+    builder: DatasetBuilder
+    num_samples: Sizes
+    sources: DataSources
+    train_exact_num_epochs: int | None = None
+    guarded: bool = False
+
+
 def build_datasets(request: DatasetRequest) -> Datasets:
     """(train, valid, test), with None for a split that is empty or not wanted.
 
     Raises DataError for damaged or missing files, impossible blends and splits too small for one sample.
     """
-    if request.mock:
+    if request.sources.mock:
         train, valid, test = (
             None if size == 0 else request.builder.mock(size or _MOCK_EPOCH, name)
             for name, size in zip(SPLIT_NAMES, request.num_samples, strict=True)
@@ -154,10 +163,7 @@ def gpt_datasets(config: Config, vocabulary: TextVocabulary, sizes: Sizes) -> Da
         seed=config.training.seed,
         cache_dir=_cache_of(data),
         vocab_size=vocabulary.size,
-        eod_token=eod,
-        reset_position_ids=data.reset_position_ids,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
+        ends=DocumentEnds(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss),
     )
     return build_datasets(_request(config, GPTBuilder(settings, packed, _prepared(data)), sizes))
 
@@ -228,17 +234,20 @@ def _word_pieces(vocabulary: TextVocabulary, mock: bool) -> WordPieces:
 
 
 def _request(config: Config, builder: DatasetBuilder, sizes: Sizes) -> DatasetRequest:
-    data = config.data
-    return DatasetRequest(
-        builder=builder,
-        num_samples=(_train_size(config, sizes[0]), *sizes[1:]),
+    data, by_metric = config.data, bool(config.data_sampling.curriculum_metrics)
+    sources = DataSources(
         data_path=expanded(data.data_path, "train"),
         split=data.split,
         train_data_path=expanded(data.train_data_path, "train"),
         valid_data_path=expanded(data.valid_data_path, "valid"),
         test_data_path=expanded(data.test_data_path, "test"),
-        train_exact_num_epochs=data.train_data_exact_num_epochs,
         mock=data.mock_data,
+    )
+    return DatasetRequest(
+        builder=builder,
+        num_samples=(_train_size(data, sizes[0], by_metric=by_metric), *sizes[1:]),
+        sources=sources,
+        train_exact_num_epochs=data.train_data_exact_num_epochs,
         guarded=data.verify_data,
     )
 
@@ -247,14 +256,13 @@ def _cache_of(data: DataConfig) -> str | None:
     return data.data_cache_path or default_cache(expanded(data.data_path or data.train_data_path, "train"))
 
 
-def _train_size(config: Config, wanted: int | None) -> int | None:
+def _train_size(data: DataConfig, wanted: int | None, *, by_metric: bool) -> int | None:
     """The number of samples to build for training: one epoch (None) for a cyclic order or a curriculum.
 
     An epoch is then the data, whatever the batch size and the length of the training. A weighted blend, which
     gives what its weights say, has no epoch; and Megatron's own order is over what Megatron builds.
     """
-    data = config.data
-    endless = data.dataloader_type == "cyclic" or config.data_sampling.curriculum_metrics
+    endless = data.dataloader_type == "cyclic" or by_metric
     if not wanted or not endless or data.data_sharding:
         return wanted
     source = expanded(data.train_data_path or data.data_path, "train")
@@ -285,27 +293,28 @@ def _build_split(
 ) -> SampleDataset | None:
     size, name = request.num_samples[number], SPLIT_NAMES[number]
     epochs = request.train_exact_num_epochs if number == 0 else None
-    own = request.own_paths[number]
-    if size == 0 or not (own or request.data_path):
+    given, builder = request.sources, request.builder
+    own = given.own_paths[number]
+    if size == 0 or not (own or given.data_path):
         return None
-    sources, builder = [], request.builder
-    for weight, name_of_part in parse_blend(own or request.data_path):
+    sources = []
+    for weight, name_of_part in parse_blend(own or given.data_path):
         prefix = prefix_of(name_of_part)
         if prefix not in opened:
             opened[prefix] = open_indexed(prefix, guarded=request.guarded)
         indexed = opened[prefix]
         whole = ids = part_of(name_of_part, builder.units(indexed))
         if not own:
-            share = split_ranges(request.split, len(whole), request.split_reading)[number]
+            share = split_ranges(given.split, len(whole), given.split_reading)[number]
             ids = whole[share.start : share.stop]
         sources.append(_Portion(indexed, ids, len(whole), weight))
     if not any(len(source.units) for source in sources):
         amount = f"{sum(source.divided for source in sources)} {builder.unit}"
-        warn_of_empty(request.split, number, amount, given=bool(own))
+        warn_of_empty(given.split, number, amount, given=bool(own))
         return None
     for source in sources:
         if not len(source.units):
-            how = f"split {request.split} gives it none of {source.divided}; give {name}_data_path or a "
+            how = f"split {given.split} gives it none of {source.divided}; give {name}_data_path or a "
             if own:
                 how = f"{name}_data_path gives it none of {builder.units(source.indexed)}; give a "
             raise DataError(

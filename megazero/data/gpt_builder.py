@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
 from megazero.data.indexed.reader import IndexedDataset
-from megazero.data.packed_dataset import PackedDataset
+from megazero.data.packed.dataset import PackedDataset
 from megazero.data.splits import SPLIT_NAMES
 
 

@@ -37,26 +37,18 @@ _INDEX_ARRAYS = ("document_index", "sample_index", "shuffle_index")
 
 
 @dataclass(frozen=True)
-class GPTSettings:
-    """The settings that all GPT datasets of a run share.
+class DocumentEnds:
+    """The meaning of a document's end to the samples that it lies in.
 
-    sequence_length: T, in tokens. seed: determines the order of documents and samples. cache_dir: index
-    cache, None for none. vocab_size: ids at or above it are an error; None turns the check off. eod_token:
-    the id that ends a document, needed by the three flags: eod_mask_loss (no loss where the input is EOD),
-    reset_position_ids (positions restart after EOD), reset_attention_mask (adds `document_ids`).
-    add_extra_token: samples read T + 1 tokens, so that the last label is known; without it, samples do not
-    overlap and the last label is masked.
+    eod_token: the id that ends a document, needed by the three flags: eod_mask_loss (no loss where the input
+    is EOD), reset_position_ids (positions restart after EOD), reset_attention_mask (adds `document_ids`).
+    Raises DataError for a flag without the token.
     """
 
-    sequence_length: int
-    seed: int = 1234
-    cache_dir: str | Path | None = None
-    vocab_size: int | None = None
     eod_token: int | None = None
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
-    add_extra_token: bool = True
 
     def __post_init__(self) -> None:
         flags = [
@@ -64,6 +56,26 @@ class GPTSettings:
         ]
         if flags and self.eod_token is None:
             raise DataError(f"`eod_token` must be given for {', '.join(flags)}, but is None; name the token.")
+
+
+@dataclass(frozen=True)
+class GPTSettings:
+    """The settings that all GPT datasets of a run share.
+
+    sequence_length: T, in tokens. seed: determines the order of documents and samples. cache_dir: index
+    cache, None for none. vocab_size: ids at or above it are an error; None turns the check off. ends: what
+    the end of a document means. add_extra_token: samples read T + 1 tokens, so that the last label is known;
+    without it, samples do not overlap and the last label is masked.
+    """
+
+    sequence_length: int
+    seed: int = 1234
+    cache_dir: str | Path | None = None
+    vocab_size: int | None = None
+    ends: DocumentEnds = DocumentEnds()
+    add_extra_token: bool = True
+
+    def __post_init__(self) -> None:
         if self.sequence_length < 1:
             raise DataError(f"`sequence_length` must be at least 1, but is {self.sequence_length}.")
 
@@ -226,23 +238,23 @@ def chosen_sequences(ids: range | np.ndarray) -> str:
 
 def finish_batch(tokens: np.ndarray, labels: np.ndarray, settings: GPTSettings) -> dict[str, np.ndarray]:
     """The batch of `tokens` and `labels`, int64 [b, T], with loss mask, positions and document numbers."""
-    shape = tokens.shape
+    shape, ends = tokens.shape, settings.ends
     loss_mask = np.ones(shape, dtype=np.float32)
     if not settings.add_extra_token:
         loss_mask[:, -1] = 0.0
-    if settings.eod_mask_loss:
-        loss_mask[tokens == settings.eod_token] = 0.0
+    if ends.eod_mask_loss:
+        loss_mask[tokens == ends.eod_token] = 0.0
     places = np.arange(shape[1], dtype=np.int64)
     position_ids = np.empty(shape, dtype=np.int64)
     position_ids[:] = places
     batch = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
-    if settings.reset_position_ids or settings.reset_attention_mask:
+    if ends.reset_position_ids or ends.reset_attention_mask:
         # A document starts one after an EOD; the EOD itself still belongs to the document it ends.
         starts = np.zeros(shape, dtype=bool)
-        starts[:, 1:] = tokens[:, :-1] == settings.eod_token
-        if settings.reset_position_ids:
+        starts[:, 1:] = tokens[:, :-1] == ends.eod_token
+        if ends.reset_position_ids:
             position_ids -= np.maximum.accumulate(np.where(starts, places, 0), axis=1)
-        if settings.reset_attention_mask:
+        if ends.reset_attention_mask:
             batch["document_ids"] = np.cumsum(starts, axis=1, dtype=np.int32)
     return batch
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from megazero.config.difficulties import Difficulties
 from megazero.config.steps import Steps
-from megazero.config.tree.config import Config
-from megazero.config.tree.data_sampling import CurriculumMetric
+from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingConfig
 from megazero.data.blended import SampleDataset
 from megazero.data.sampler import SamplerKind, SamplerSpec
 from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of
@@ -18,20 +17,20 @@ from megazero.errors import DataError
 
 
 def curriculum_sampler(
-    config: Config, steps: Steps, dataset: SampleDataset, spec: SamplerSpec
+    settings: DataSamplingConfig, steps: Steps, dataset: SampleDataset, spec: SamplerSpec
 ) -> CurriculumSampler | None:
     """The sampler of a run's training data; None without a curriculum.
 
     Args:
-        config: the run's configuration, which keeps all rules.
+        settings: the run's curriculum, which keeps all rules.
         steps: the run's steps.
         dataset: what is trained on, as built.
-        spec: this rank's share of each micro-batch of it.
+        spec: this rank's share of each micro-batch of it. The order has its seed unless another is set.
 
     Raises:
         DataError: an index is missing, damaged or of another dataset, or no sample is easy enough to begin.
     """
-    difficulties, seed = Difficulties.of(config.data_sampling), config.data_sampling.curriculum_seed
+    difficulties, seed = Difficulties.of(settings), settings.curriculum_seed
     if difficulties is None:
         return None
     indexes = [_index(metric, dataset) for metric in difficulties.metrics]
@@ -40,7 +39,7 @@ def curriculum_sampler(
         spec,
         kind=SamplerKind.CYCLIC,
         data_sharding=False,
-        seed=config.training.seed if seed is None else seed,
+        seed=spec.seed if seed is None else seed,
     )
     return CurriculumSampler.of(whole, order, difficulties, steps)
 

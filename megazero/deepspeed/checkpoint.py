@@ -124,7 +124,7 @@ def load_checkpoint(engine: SteppingEngine, folder: Path, parts: LoadParts) -> d
     clients: list[dict[str, Any]] = []
 
     def read() -> None:
-        clients.append(saved.client())
+        clients.append(saved.beside.client())
         _read(engine, saved, parts)
 
     if parts.strict and parts.custom is None:
@@ -133,22 +133,22 @@ def load_checkpoint(engine: SteppingEngine, folder: Path, parts: LoadParts) -> d
     if parts.custom is not None:
         source = saved.source
         weights = {key.name: source.tensor(key) for key in source.shapes if key.kind == WEIGHT}
-        weights |= {alias: weights[name] for alias, name in saved.shared.items() if name in weights}
+        weights |= {alias: weights[name] for alias, name in saved.names.shared.items() if name in weights}
         _load_by(engine, weights, parts.custom)
     optimizer = engine.states
     if parts.optimizer:
-        if options := saved.options():
+        if options := saved.beside.options():
             known = {name for group in optimizer.options() for name in group}
             optimizer.set_options([{k: v for k, v in group.items() if k in known} for group in options])
         optimizer.shards.updates = saved.updates or 0
-        optimizer.scaler_state = saved.scaler(optimizer.scaler) or optimizer.scaler_state
-    schedule = saved.schedule() if parts.schedule else None
+        optimizer.scaler_state = saved.beside.scaler(optimizer.scaler) or optimizer.scaler_state
+    schedule = saved.beside.schedule() if parts.schedule else None
     if schedule is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
         engine.lr_scheduler.load_state_dict(schedule)
     optimizer.zero_grad()
     optimizer.shards.publish()
     if parts.progress:
-        engine.resume(saved.progress(engine.gradient_accumulation_steps()))
+        engine.resume(saved.beside.progress(engine.gradient_accumulation_steps()))
     return clients[0]
 
 
@@ -159,7 +159,7 @@ def _read(engine: SteppingEngine, saved: Saved, parts: LoadParts) -> None:
         wanted += [Part.whole(Key(name), value.detach()) for name, value in _buffers(engine).items()]
     else:
         wanted = [part for part in wanted if part.key.kind != WEIGHT]
-    frozen = frozen_names(engine.module) & set(saved.left_out)
+    frozen = frozen_names(engine.module) & set(saved.names.left_out)
     held = saved.source.shapes
     wanted = [part for part in wanted if part.key in held or part.key.name not in frozen]
     if not parts.strict:

@@ -14,7 +14,7 @@ from torch import nn
 from megazero.errors import ConfigError
 from megazero.optim.compressed.onebit_adam import OnebitAdam
 from megazero.optim.compressed.onebit_lamb import OnebitLamb
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
 from megazero.optim.elementwise import Lion
 from megazero.optim.lamb import Lamb
 from megazero.optim.rule import Pieces, UpdateRule, is_matrix_rule, is_norm_rule, is_reducing_rule
@@ -118,11 +118,14 @@ class _Ratios:
     values: list[torch.Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
 class _NotingLamb(Lamb):
-    """`Lamb` that notes the trust ratios of the latest step."""
+    """A `Lamb` that notes the trust ratios of the latest step."""
 
-    noted: _Ratios = field(default_factory=_Ratios, compare=False)
+    noted: _Ratios
+
+    def __init__(self, rule: Lamb, noted: _Ratios):
+        super().__init__(**vars(rule))
+        object.__setattr__(self, "noted", noted)
 
     def step(self, pieces: Pieces, lr: float, norms: Sequence[torch.Tensor], exempt: Sequence[bool]) -> None:
         if self.noted.step != pieces.step:
@@ -189,7 +192,7 @@ class FusedLamb(RuleOptimizer):
         self._ratios = _Ratios()
 
     def rule_of(self, group: Mapping[str, Any]) -> Lamb:
-        return _NotingLamb(**vars(_lamb_of(group)), noted=self._ratios)
+        return _NotingLamb(_lamb_of(group), self._ratios)
 
     def get_lamb_coeffs(self) -> list[float]:
         """The trust ratios of the last update, one for each parameter of which this rank keeps a part."""
@@ -247,7 +250,7 @@ class CompressedOptimizer(RuleOptimizer):
 
     def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         if self.name == "zero-one-adam":
-            return ZeroOneAdam(**{name: group[name] for name in _STEPS}, **_adam(group))
+            return ZeroOneAdam(ZeroOneSteps(**{name: group[name] for name in _STEPS}), **_adam(group))
         if self.name == "onebit-adam":
             return OnebitAdam(group["freeze_step"], **_adam(group))
         factors = {name: group[name] for name in _FACTORS}

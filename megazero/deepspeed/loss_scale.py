@@ -24,11 +24,10 @@ from megazero.zero.optimizer import StepReport
 class DeepSpeedLossScaler(DynamicLossScaler):
     """Doubles the scale after `window` + 1 good steps since the start or an overflow, then each `window`.
 
-    An overflow halves it once `hysteresis` has been used up. A doubling restores the hysteresis, and so does
-    every good step if that is `consecutive`.
+    An overflow halves it once `hysteresis` has been used up, and a doubling restores that.
     """
 
-    consecutive: bool = False
+    consecutive: ClassVar[bool] = False
 
     def _after_overflow(self, state: ScalerState) -> ScalerState:
         if state.hysteresis_left > 1:
@@ -45,6 +44,12 @@ class DeepSpeedLossScaler(DynamicLossScaler):
         )
 
 
+class ConsecutiveLossScaler(DeepSpeedLossScaler):
+    """Restores the hysteresis after every good step too."""
+
+    consecutive = True
+
+
 def build_deepspeed_scaler(precision: PrecisionConfig, *, consecutive: bool) -> LossScaler:
     """The scaler of an engine.
 
@@ -55,7 +60,8 @@ def build_deepspeed_scaler(precision: PrecisionConfig, *, consecutive: bool) -> 
     scaler = build_loss_scaler(precision)
     if not isinstance(scaler, DynamicLossScaler):
         return scaler
-    return DeepSpeedLossScaler(**vars(scaler), consecutive=consecutive)
+    kind = ConsecutiveLossScaler if consecutive else DeepSpeedLossScaler
+    return kind(**vars(scaler))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from megazero.deepspeed.fused import RuleOptimizer
 from megazero.errors import ConfigError
 from megazero.optim.elementwise import Adam
-from megazero.optim.muon import Muon
+from megazero.optim.muon import Muon, NewtonSchulz
 from megazero.optim.rule import UpdateRule
 
 MUON_OPTIMIZER = "muon"
@@ -121,8 +121,9 @@ def muon_of(group: Mapping[str, Any], rest: Mapping[str, Any]) -> Muon:
     return Muon(
         momentum=group["momentum"],
         nesterov=group.get("nesterov", True),
-        coefficients=(tuple(group.get("ns_coefficients", (3.4445, -4.7750, 2.0315))),),
-        steps=group.get("ns_steps", 5),
+        orthogonalized=NewtonSchulz(
+            (tuple(group.get("ns_coefficients", (3.4445, -4.7750, 2.0315))),), group.get("ns_steps", 5)
+        ),
         scale="spectral" if spectral else "shape_scaling",
         extra_scale=0.2 if spectral else 1.0,
         rest=Adam(float(options["betas"][0]), float(options["betas"][1]), options["eps"]),

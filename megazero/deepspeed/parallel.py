@@ -89,7 +89,7 @@ class UserParallel(DataParallel, Home):
             home = experts if spec_of(param).expert else self
             param.__dict__["zero_home"] = home
             if policy.stage == 3 and id(param) in self._place:
-                mark(param, home.group, persist=param.numel() < policy.persistence_threshold)
+                mark(param, home.group, persist=param.numel() < policy.gathers.persistence_threshold)
         leaves = get_z3_leaf_modules(model)
         # Reductions during a backward begin when gradients are there, which depends on the parts that a rank
         # has chosen; among gathers, all ranks must make them in the same order.

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megazero.config.tree.config import Config
+from megazero.deepspeed.counters import EngineCounters
 from megazero.deepspeed.profiling import FlopsProfiler
 from megazero.deepspeed.settings import UserSettings
 from megazero.deepspeed.utils.timer import (
@@ -51,24 +52,25 @@ class StepFacts:
     """One optimizer step, as an engine knows it.
 
     Attributes:
-        step: its number, from 1.
-        samples: the samples consumed so far.
+        counters: how far the engine has come with it.
         loss: the mean over the step's samples; None if the script ran each backward itself.
         grad_norm: the gradient norm before clipping.
         rates: the learning rate of each parameter group.
         loss_scale: the loss scale that the step used.
-        skipped: the number of steps without an update so far.
         applied: whether this step updated the weights.
     """
 
-    step: int
-    samples: int
+    counters: EngineCounters
     loss: float | None
     grad_norm: float
     rates: tuple[float, ...]
     loss_scale: float
-    skipped: int
     applied: bool
+
+    @property
+    def step(self) -> int:
+        """Its number, from 1."""
+        return self.counters.global_steps
 
 
 class Reporter:
@@ -188,12 +190,12 @@ class Reporter:
         batch = self.settings.batch.train
         parts = [
             f"step {facts.step}",
-            f"samples {facts.samples}",
+            f"samples {facts.counters.global_samples}",
             "" if facts.loss is None else f"loss {facts.loss:.6g}",
             f"grad norm {facts.grad_norm:.4g}",
             f"learning rate {', '.join(f'{rate:.4g}' for rate in facts.rates)}",
             f"loss scale {facts.loss_scale:g}",
-            f"skipped {facts.skipped}",
+            f"skipped {facts.counters.skipped_steps}",
             f"{batch / seconds:.1f} samples/s" if seconds > 0 else "",
         ]
         if self.settings.logging.wall_clock_breakdown:
@@ -303,7 +305,7 @@ def _metrics(
     """The metrics for monitors. An engine cannot tell tokens from other inputs, so token counts are 0."""
     return StepMetrics(
         iteration=facts.step,
-        consumed_samples=facts.samples,
+        consumed_samples=facts.counters.global_samples,
         consumed_tokens=0,
         losses=Losses((LossTerm("lm"),), (math.nan if facts.loss is None else facts.loss,)),
         grad_norm=facts.grad_norm,

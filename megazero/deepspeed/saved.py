@@ -12,10 +12,10 @@ from megazero.checkpoint.folder import candidates
 from megazero.checkpoint.megatron.zero_states import Scale
 from megazero.checkpoint.part import WEIGHT, Part
 from megazero.checkpoint.reader import CheckpointReader
+from megazero.deepspeed.counters import EngineCounters
 from megazero.deepspeed.foreign.files import Files, find_files, inventory
 from megazero.deepspeed.foreign.folder import ForeignFolder, Groups
 from megazero.deepspeed.plain import decode
-from megazero.deepspeed.stepping import EngineCounters
 from megazero.errors import CheckpointError
 from megazero.optim.loss_scaler import LossScaler, ScalerState
 
@@ -28,42 +28,64 @@ Tensors = CheckpointReader | ForeignFolder
 
 
 @dataclass(frozen=True)
+class SavedNames:
+    """The names in a saved state that need another treatment than most.
+
+    Attributes:
+        frozen: the parameters that were not trained.
+        buffers: the buffers.
+        shared: other name of a parameter -> the name that its tensors have.
+        left_out: parameters that were left out on purpose.
+    """
+
+    frozen: Collection[str] = ()
+    buffers: Collection[str] = ()
+    shared: Mapping[str, str] = field(default_factory=dict)
+    left_out: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class SavedBeside:
+    """The values beside the tensors of a saved state; each is made when it is asked for.
+
+    Attributes:
+        progress: the counters; given the micro-batches of a step.
+        options: the options of each parameter group.
+        scaler: the loss scale for a scaler; None if nothing fits it.
+        schedule: the state of the learning rate schedule; None if there was none.
+        client: the script's own values.
+    """
+
+    progress: Callable[[int], EngineCounters]
+    options: Callable[[], Sequence[Mapping[str, Any]]]
+    scaler: Callable[[LossScaler], ScalerState | None]
+    schedule: Callable[[], Mapping[str, Any] | None]
+    client: Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Saved:
     """A saved state.
 
     Attributes:
         where: its folder, for messages.
         source: its tensors.
-        progress: the counters; given the micro-batches of a step.
         updates: updates so far; None if no optimizer was saved.
-        options: the options of each parameter group.
-        scaler: the loss scale for a scaler; None if nothing fits it.
-        schedule: the state of the learning rate schedule; None if there was none.
-        client: the script's own values.
-        frozen: names of the parameters that were not trained.
-        buffers: names of the buffers.
-        shared: other name of a parameter -> the name that its tensors have.
-        left_out: parameters that were left out on purpose.
+        beside: what stands beside them.
+        names: names that need another treatment than most.
         sparse: whether a parameter without moments is one that had no gradients yet.
     """
 
     where: Path
     source: Tensors
-    progress: Callable[[int], EngineCounters]
     updates: int | None
-    options: Callable[[], Sequence[Mapping[str, Any]]]
-    scaler: Callable[[LossScaler], ScalerState | None]
-    schedule: Callable[[], Mapping[str, Any] | None]
-    client: Callable[[], dict[str, Any]]
-    frozen: Collection[str] = ()
-    buffers: Collection[str] = ()
-    shared: Mapping[str, str] = field(default_factory=dict)
-    left_out: Collection[str] = ()
+    beside: SavedBeside
+    names: SavedNames
     sparse: bool = False
 
     def weight_names(self) -> set[str]:
         """The names of all parameters and buffers, but for other names of tied ones."""
-        return {key.name for key in self.source.shapes if key.kind == WEIGHT} - set(self.shared)
+        return {key.name for key in self.source.shapes if key.kind == WEIGHT} - set(self.names.shared)
 
     def fill_missing_moments(self, wanted: Sequence[Part]) -> list[Part]:
         """Zero the moments that no gradient has made yet; return the parts that are still to be read."""
@@ -109,39 +131,43 @@ def _ours(reader: CheckpointReader, folder: Path) -> Saved:
     return Saved(
         folder,
         reader,
-        lambda accumulation: EngineCounters(**facts["progress"]),
         facts["updates"],
-        partial(decode, facts["options"], states),
-        lambda scaler: ScalerState(**facts["scaler"]),
-        partial(decode, facts["schedule"], states),
-        partial(decode, facts["client"], states),
-        facts.get("frozen", ()),
-        facts.get("buffers", ()),
-        facts.get("shared", {}),
-        facts.get("left_out", ()),
+        SavedBeside(
+            lambda accumulation: EngineCounters(**facts["progress"]),
+            partial(decode, facts["options"], states),
+            lambda scaler: ScalerState(**facts["scaler"]),
+            partial(decode, facts["schedule"], states),
+            partial(decode, facts["client"], states),
+        ),
+        SavedNames(
+            facts.get("frozen", ()),
+            facts.get("buffers", ()),
+            facts.get("shared", {}),
+            facts.get("left_out", ()),
+        ),
     )
 
 
 def _foreign(files: Files, groups: Groups, optimizer: bool) -> Saved:
     source = ForeignFolder(files, groups, optimizer=optimizer)
-    facts = source.facts
+    facts, counts = source.facts, source.facts.counts
 
     def progress(accumulation: int) -> EngineCounters:
-        done = facts.global_steps
-        return EngineCounters(done, facts.global_samples, done * accumulation, facts.skipped_steps)
+        done = counts.steps
+        return EngineCounters(done, counts.samples, done * accumulation, counts.skipped)
 
     return Saved(
         files.folder,
         source,
-        progress,
-        facts.updates,
-        lambda: facts.options,
-        lambda scaler: None if facts.scale is None else _scaler_state(facts.scale, scaler),
-        lambda: facts.schedule,
-        lambda: dict(facts.client),
-        source.frozen,
-        source.buffers,
-        source.shared,
+        counts.updates,
+        SavedBeside(
+            progress,
+            lambda: facts.options,
+            lambda scaler: None if facts.scale is None else _scaler_state(facts.scale, scaler),
+            lambda: facts.schedule,
+            lambda: dict(facts.client),
+        ),
+        SavedNames(source.frozen, source.buffers, source.shared),
         sparse=True,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,19 +12,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megazero.config.deepspeed.batch import BatchTriangle
 from megazero.deepspeed.backward import BackwardEngine
+from megazero.deepspeed.counters import EngineCounters
 from megazero.deepspeed.data import LoaderOptions, RepeatingLoader, as_arguments, build_dataloader, loss_of
 from megazero.deepspeed.report import StepFacts
 from megazero.errors import ConfigError, DataError, MegazeroError
-
-
-@dataclass(frozen=True)
-class EngineCounters:
-    """How far an engine has come; checkpoints store this. See `SteppingEngine` for the meaning."""
-
-    global_steps: int
-    global_samples: int
-    micro_steps: int
-    skipped_steps: int
 
 
 class SteppingEngine(BackwardEngine):
@@ -99,13 +90,11 @@ class SteppingEngine(BackwardEngine):
             report = self.states.report
             assert report is not None, "there has been a step"
             facts = StepFacts(
-                self.global_steps,
-                self.global_samples,
+                self.progress(),
                 self._mean_loss(self._losses) if self._losses else None,
                 report.grad_norm,
                 rates,
                 scale,
-                self.skipped_steps,
                 self._applied,
             )
             self._reporter.step(facts)

@@ -48,18 +48,18 @@ class LazyState(Mapping[str, Tensor]):
 
     def __init__(self, saved: Saved, exclude_frozen: bool, dtype: torch.dtype = torch.float32):
         self._saved, self._dtype = saved, dtype
-        frozen = set(saved.frozen) if exclude_frozen else set()
+        frozen = set(saved.names.frozen) if exclude_frozen else set()
         names = saved.weight_names() - frozen
-        aliases = {alias for alias, name in saved.shared.items() if name in names}
+        aliases = {alias for alias, name in saved.names.shared.items() if name in names}
         self._names = sorted(names | aliases)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
-        value = self._saved.source.tensor(Key(self._saved.shared.get(name, name))).detach()
+        value = self._saved.source.tensor(Key(self._saved.names.shared.get(name, name))).detach()
         if not value.is_floating_point():
             return value
-        return value.to(torch.float32 if name in self._saved.buffers else self._dtype)
+        return value.to(torch.float32 if name in self._saved.names.buffers else self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -71,7 +71,7 @@ class LazyState(Mapping[str, Tensor]):
         """All tensors; names of one parameter have one tensor."""
         made: dict[str, Tensor] = {}
         for name in self._names:
-            kept = self._saved.shared.get(name, name)
+            kept = self._saved.names.shared.get(name, name)
             made[name] = made[kept] if kept in made else self[name]
             made.setdefault(kept, made[name])
         return {name: made[name] for name in self._names}

@@ -18,7 +18,7 @@ from torch import Tensor
 from megazero.errors import ConfigError, DataError
 from megazero.inference.sampling import Sampling, choose_tokens
 from megazero.inference.staged import StagedModel
-from megazero.models.batch import Batch
+from megazero.models.batch import Batch, Places
 from megazero.models.language_model import LanguageModel
 from megazero.ops.attention import varying_shapes
 
@@ -128,7 +128,7 @@ class _Stepper:
         start, self.fed = self.fed, self.fed + len(tokens[0])
         batch = Batch(
             tokens=torch.tensor(tokens, device=self.model.device),
-            positions=range(start, self.fed),
+            places=Places(range(start, self.fed)),
         )
         return self.model.logits(batch, self.cache)
 

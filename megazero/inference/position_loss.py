@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.config.tree.zero import ZeroConfig
@@ -115,13 +116,13 @@ def measure_position_loss(config: Config, context: ParallelContext, samples: int
     vocabulary, family = build_vocabulary(config), family_of(config.model)
     _, chunks = trained_chunks(config, vocabulary, context)
     wrapped = {number: PositionLosses.of(chunk) for number, chunk in chunks.items()}
-    dataset = family.datasets(config, vocabulary, (0, samples, 0))[1]
+    dataset = family.samples.datasets(config, vocabulary, (0, samples, 0))[1]
     if dataset is None:
         raise ConfigError("`split` must give the validation some data, but gives none; correct it")
     meter = PositionMeter(
         dataset,
         Evaluator(wrapped, context.pp, context.device),
-        programs_of(config).evaluate,
+        programs_of(config.zero, PipelineShape.of(config)).evaluate,
         TextCollate.of(config, vocabulary.size, context, None),
         context,
         step_shape(config),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megazero.checkpoint.manifest import MANIFEST
 from megazero.checkpoint.reader import CheckpointReader, Verify
+from megazero.config.derive import PipelineShape
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.config import Config
 from megazero.config.tree.recompute import RecomputeConfig
@@ -149,7 +150,7 @@ def measure_loss(config: Config, context: ParallelContext, output: Path) -> Iter
     meter, model = _loss_meter(config, vocabulary, context, dataset)
     facts = AnalyzedDataset.of(dataset)
     grid = ChunkGrid(len(dataset), _CHUNK)
-    objective = family_of(config.model).objective(config)
+    objective = family_of(config.model).samples.objective(config)
     identity = {
         "dataset": facts.key,
         "samples": facts.samples,
@@ -196,7 +197,7 @@ def whole_numbers(losses: np.ndarray, samples: range) -> np.ndarray:
 
 def _training_samples(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> SampleDataset:
     size = config.training.train_samples or training_plan_of(config, context.data.size).end.samples
-    dataset = family_of(config.model).datasets(config, vocabulary, (size, 0, 0))[0]
+    dataset = family_of(config.model).samples.datasets(config, vocabulary, (size, 0, 0))[0]
     if dataset is None:
         raise ConfigError("`split` must give the training some data, but gives none; correct it")
     return dataset
@@ -211,8 +212,8 @@ def _loss_meter(
     meter = LossMeter(
         dataset,
         Evaluator(wrapped, context.pp, context.device),
-        programs_of(config).evaluate,
-        family_of(config.model).collate(config, vocabulary.size, context, None),
+        programs_of(config.zero, PipelineShape.of(config)).evaluate,
+        family_of(config.model).samples.collate(config, vocabulary.size, context, None),
         context,
         step_shape(config),
     )
@@ -244,5 +245,6 @@ def trained_chunks(
     where = checkpoint_at(section.load, context, section.ckpt_step)
     reader: CheckpointReader = opened(where, Verify(section.verify_checkpoint), context)
     saved = saved_model(reader)
-    check_model(config.model, vocabulary.size, saved, where, free_fields(config, config.model, saved, where))
+    free = free_fields(config.model, saved, where, extends=section.extend_context)
+    check_model(config.model, vocabulary.size, saved, where, free)
     return where, load_chunks(config, vocabulary, context, reader)

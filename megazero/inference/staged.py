@@ -101,7 +101,7 @@ class StagedModel(Generic[M]):
             logits: Tensor = head(hidden, batch)[0]
             return logits.squeeze(1)
 
-        return self._answers(batch, len(batch.masked), ask)
+        return self._answers(batch, len(batch.targets.masked), ask)
 
     def _answers(
         self,

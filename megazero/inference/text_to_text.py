@@ -18,6 +18,7 @@ from megazero.errors import ConfigError, DataError
 from megazero.inference.cache import KeyValueCache
 from megazero.inference.sampling import Sampling, choose_tokens
 from megazero.inference.staged import StagedModel
+from megazero.models.batch import Batch, Places
 from megazero.models.pairs.batch import PairBatch
 from megazero.models.pairs.layers import PairStore
 from megazero.ops.attention import varying_shapes
@@ -83,7 +84,8 @@ def answer(
             for i in live:
                 answers[i].append(ids[i])
             none = batch.tokens[:, :0]  # the encoder's rows are known by now
-            batch = replace(batch, tokens=none, decoder_tokens=drawn.unsqueeze(1), first=position + 1)
+            place = Places(range(position + 1, position + 2))
+            batch = replace(batch, tokens=none, decoder=Batch(drawn.unsqueeze(1), places=place))
     return answers
 
 
@@ -125,10 +127,7 @@ def _first_batch(sources: Sequence[Sequence[int]], start: int, device: torch.dev
     given = torch.full((len(sources), 1), start, device=device)
     return PairBatch(
         tokens.to(device),
-        decoder_tokens=given,
-        labels=given,
-        loss_mask=torch.ones_like(given, dtype=torch.float32),
-        counted=float(len(sources)),
+        decoder=Batch(given),
         mask=None if bool(real.all()) else real[:, None, None].to(device),
         read=int(lengths.sum()) + len(sources),
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 import enum
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,10 @@ class ThreadOrder(enum.Enum):
 
 
 @dataclass(frozen=True)
-class KernelCounts:
-    """Counts of what one kernel did over all its launches.
+class MemoryCounts:
+    """A kernel's accesses of memory.
 
     Attributes:
-        launches: the number of its launches.
-        threads_per_block: the most threads of a block.
-        shared_bytes: the most shared memory of a block, static and dynamic.
         bytes_read, bytes_written: bytes that its threads read from and wrote to device memory, without cached
             reads.
         cached_bytes: distinct bytes read from tensors that stay in the device's cache (a norm's weight).
@@ -38,6 +36,27 @@ class KernelCounts:
         ideal_sectors: the fewest that the same bytes fit in.
         shared_accesses: accesses of shared memory by warps.
         bank_conflicts: further turns that those took because lanes met in a bank.
+    """
+
+    bytes_read: int
+    bytes_written: int
+    cached_bytes: int
+    sectors: int
+    ideal_sectors: int
+    shared_accesses: int
+    bank_conflicts: int
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read and written, cached ones once."""
+        return self.bytes_read + self.bytes_written + self.cached_bytes
+
+
+@dataclass(frozen=True)
+class MistakeCounts:
+    """How often a kernel did something that none may do.
+
+    Attributes:
         races: accesses of one address by two threads, one of them a write, that nothing orders.
         divergent_barriers: barriers or warp operations that some of their threads did not reach.
         out_of_bounds: accesses outside of the tensors and shared arrays.
@@ -46,16 +65,6 @@ class KernelCounts:
         bad_launches: launches that exceed a device's limits.
     """
 
-    launches: int
-    threads_per_block: int
-    shared_bytes: int
-    bytes_read: int
-    bytes_written: int
-    cached_bytes: int
-    sectors: int
-    ideal_sectors: int
-    shared_accesses: int
-    bank_conflicts: int
     races: int
     divergent_barriers: int
     out_of_bounds: int
@@ -64,21 +73,37 @@ class KernelCounts:
     bad_launches: int
 
     @property
-    def bytes_moved(self) -> int:
-        """Bytes read and written, cached ones once."""
-        return self.bytes_read + self.bytes_written + self.cached_bytes
+    def total(self) -> int:
+        """All of them together."""
+        return sum(asdict(self).values())
 
-    @property
-    def mistakes(self) -> int:
-        """The number of times it did something that no kernel may do."""
-        return (
-            self.races
-            + self.divergent_barriers
-            + self.out_of_bounds
-            + self.misaligned
-            + self.unwritten_reads
-            + self.bad_launches
+
+@dataclass(frozen=True)
+class KernelCounts:
+    """Counts of what one kernel did over all its launches.
+
+    Attributes:
+        launches: the number of its launches.
+        threads_per_block: the most threads of a block.
+        shared_bytes: the most shared memory of a block, static and dynamic.
+        memory: its accesses of memory.
+        mistakes: what it did wrong.
+    """
+
+    launches: int
+    threads_per_block: int
+    shared_bytes: int
+    memory: MemoryCounts
+    mistakes: MistakeCounts
+
+    @classmethod
+    def read(cls, counts: Mapping[str, int]) -> KernelCounts:
+        """The counts as the library reports them, by their names."""
+        own, memory, mistakes = (
+            {field.name: counts[field.name] for field in fields(kind) if field.name in counts}
+            for kind in (cls, MemoryCounts, MistakeCounts)
         )
+        return cls(**own, memory=MemoryCounts(**memory), mistakes=MistakeCounts(**mistakes))
 
 
 @dataclass(frozen=True)
@@ -118,7 +143,7 @@ class WatchedLibrary(KernelLibrary):
     def report(self) -> WatchReport:
         """The counts and faults of this thread's launches since the last `reset`."""
         report = json.loads(self._library.megazero_on_cpu_report())
-        kernels = {name: KernelCounts(**counts) for name, counts in report["kernels"].items()}
+        kernels = {name: KernelCounts.read(counts) for name, counts in report["kernels"].items()}
         return WatchReport(kernels, tuple(report["faults"]))
 
     def reset(self) -> None:

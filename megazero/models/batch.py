@@ -14,11 +14,13 @@ from torch import Tensor
 
 from megazero.config.derive import sequence_multiple
 from megazero.config.tree.config import Config
+from megazero.config.tree.parallel import ParallelConfig
 from megazero.data.token_ids import check_token_ids
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.layers.placement import SequenceCut
 from megazero.layers.rows import columns_of
 from megazero.models.multi_token.ahead import Ahead
+from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 from megazero.ops.attention import Documents, Runs
@@ -37,6 +39,27 @@ Collate = Callable[[Mapping[str, np.ndarray], tuple[RowPlace, ...]], M_co]
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where the tokens of a micro-batch lie: in their sequences, segments, documents and samples.
+
+    Attributes:
+        positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
+            from 0.
+        embedded: int64 [b, s] or [s], the positions to embed; None means `positions`.
+        token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
+        documents: of [b, s], ids in int32; positions attend only within equal ids. None: no such limit.
+        sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
+            so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
+    """
+
+    positions: Positions | None = None
+    embedded: Tensor | None = None
+    token_types: Tensor | None = None
+    documents: Documents | None = None
+    sample_keys: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class MicroBatch(ABC):
     """`b` sequences of `s` tokens, as every model takes them; families add what their heads need.
 
@@ -45,23 +68,13 @@ class MicroBatch(ABC):
 
     Attributes:
         tokens: int64 [b, s].
-        token_types: int64 [b, s], the kind of each token; None in families that know no kinds.
-        position_ids: int64 [b, s] or [s], the positions to embed; None means `positions`.
-        documents: of [b, s], ids in int32; positions attend only within equal ids. None: no such limit.
-        sample_keys: int64 [b], the keys of the samples' random streams, or [b, s] where samples share rows,
-            so that what is dropped of a sample does not depend on what is beside it; None turns dropout off.
-        positions: positions of the columns in their sequences: a range, or int64 [s] or [b, s]; None means
-            from 0.
+        places: where they lie.
         skipping: the tokens and layers that the step leaves out.
     """
 
     tokens: Tensor
     _: KW_ONLY
-    token_types: Tensor | None = None
-    position_ids: Tensor | None = None
-    documents: Documents | None = None
-    sample_keys: Tensor | None = None
-    positions: Positions | None = None
+    places: Places = Places()
     skipping: Skipping = NOTHING_SKIPPED
 
     of_sequences: ClassVar[frozenset[str]] = frozenset({"sequences", "micro_batches"})
@@ -85,23 +98,18 @@ class Batch(MicroBatch):
     """A micro-batch of text.
 
     Attributes:
-        labels: int64 [b, s], the token that follows each position; None when generating.
-        loss_mask: float32 [b, s], weight of each position in the loss; None counts every position.
-        counted: the mask's sum, known on the host; given if and only if there is a mask.
-        ahead: the same of 1, 2, ... positions further on, for models that learn to predict these too.
+        targets: the tokens that follow; None when generating.
+        ahead: those of 1, 2, ... positions further on, for models that learn to predict these too.
     """
 
-    labels: Tensor | None = None
-    loss_mask: Tensor | None = None
-    counted: float | None = None
+    targets: Targets | None = None
     ahead: tuple[Ahead, ...] = ()
 
-    def __post_init__(self) -> None:
-        assert (self.loss_mask is None) == (self.counted is None), "a mask goes with what it counts"
-
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of values [s, b] over the positions, each times its weight in the loss."""
-        return values.sum() if self.loss_mask is None else (values * self.loss_mask.t()).sum()
+    @property
+    def learnt(self) -> Targets:
+        """The tokens that follow, of a batch to learn from."""
+        assert self.targets is not None, "a batch to learn from has labels"
+        return self.targets
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], device: torch.device, vocab_size: int) -> Batch:
@@ -117,26 +125,27 @@ class Batch(MicroBatch):
         def tensor(name: str) -> Tensor | None:
             return tensor_of(arrays[name], device) if name in arrays else None
 
-        return cls(
-            tensor_of(arrays["tokens"], device),
-            labels=tensor("labels"),
-            loss_mask=tensor("loss_mask"),
-            counted=float(arrays["loss_mask"].sum(dtype="float64")) if "loss_mask" in arrays else None,
-            position_ids=tensor("position_ids"),
+        targets = None
+        if "labels" in arrays:
+            counted = float(arrays["loss_mask"].sum(dtype="float64")) if "loss_mask" in arrays else None
+            targets = Targets(tensor_of(arrays["labels"], device), tensor("loss_mask"), counted)
+        places = Places(
+            embedded=tensor("position_ids"),
             documents=documents_on(device, arrays.get("document_ids")),
             sample_keys=tensor("sample_keys"),
         )
+        return cls(tensor_of(arrays["tokens"], device), targets, places=places)
 
     @property
     def counts(self) -> dict[str, float]:
         """The weighted number of positions that count, and how much there is to route."""
         tokens = float(self.tokens.numel())
         return {
-            "lm": tokens if self.counted is None else self.counted,
+            "lm": tokens if self.targets is None else self.targets.count,
             "tokens": tokens,
             "sequences": float(len(self.tokens)),
             "micro_batches": 1.0,
-            **{f"mtp_{depth}": ahead.counted for depth, ahead in enumerate(self.ahead, 1)},
+            **{f"mtp_{depth}": ahead.targets.count for depth, ahead in enumerate(self.ahead, 1)},
         }
 
 
@@ -149,10 +158,10 @@ class Columns:
     zigzag: bool = False
 
     @classmethod
-    def of(cls, config: Config, context: ParallelContext) -> Columns:
+    def of(cls, parallel: ParallelConfig, context: ParallelContext) -> Columns:
         """The columns of this rank in a run."""
         group = context.groups["cp"]
-        return cls(group.rank, group.size, SequenceCut.of(config.parallel).zigzag)
+        return cls(group.rank, group.size, SequenceCut.of(parallel).zigzag)
 
     def own(self, array: np.ndarray) -> np.ndarray:
         """This rank's columns of an array [b, s]."""
@@ -198,7 +207,7 @@ class TextCollate:
     @classmethod
     def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> TextCollate:
         """The collate function for a run's configuration."""
-        columns, depths = Columns.of(config, context), config.model.mtp_num_layers or 0
+        columns, depths = Columns.of(config.parallel, context), config.model.mtp_num_layers or 0
         return cls(vocab_size, context.device, config.data.reset_position_ids, seed, columns, depths)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> Batch:

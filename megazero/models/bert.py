@@ -26,7 +26,6 @@ from megazero.models.flops import dense_flops, layer_flops, logits_flops
 from megazero.models.hits import vocab_parallel_hits
 from megazero.models.language_model import MaskedLanguageModel
 from megazero.models.trunk import trunk_blocks
-from megazero.mpu.group import Group
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
@@ -71,11 +70,12 @@ class BertHead(nn.Module):
         x: [s, b, h] ([s/tp, b, h] under sequence parallelism), or only the wanted rows of it.
         """
         x = self.spread.all_columns(x)
-        rows = batch.masked if self.binary is None else torch.cat([batch.masked, batch.firsts])
+        read = batch.targets
+        rows = read.masked if self.binary is None else torch.cat([read.masked, read.firsts])
         if x.shape[0] < batch.tokens.shape[1]:
             rows = batch.places_among_wanted(rows)
         chosen = self.norm(x.flatten(0, 1)[rows]).to(self.placement.dtype)
-        masked, firsts = chosen.tensor_split([len(batch.masked)])
+        masked, firsts = chosen.tensor_split([len(read.masked)])
         masked = bias_gelu(self.dense(masked.unsqueeze(1), deferred), None, exact=self.exact)
         masked = self.dense_norm(masked).to(self.placement.dtype)
         logits = column_linear(masked, self.weight, self.bias, self.placement.tp, False, deferred)
@@ -132,7 +132,7 @@ class BERT(MaskedLanguageModel):
         self, batch: BertBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits as `BertHead` returns them, from the hidden states of the previous chunk."""
-        hidden, _ = self.through(batch, hidden, deferred=deferred, wanted=batch.wanted)
+        hidden, _ = self.through(batch, hidden, deferred=deferred, wanted=batch.targets.wanted)
         return self._logits(hidden, batch, deferred)
 
     def run(
@@ -144,22 +144,22 @@ class BERT(MaskedLanguageModel):
         correct answers to their accuracies, and the positions that the samples leave empty to ``padding``;
         all are float32 scalars.
         """
-        wanted = None if self.head is None else batch.wanted
+        wanted = None if self.head is None else batch.targets.wanted
         hidden, sums = self.through(batch, hidden, deferred=deferred, wanted=wanted)
         if self.head is None:
             return ChunkResult(hidden, sums.terms, sums.tallies)
         logits, order = self._logits(hidden, batch, deferred)
-        labels, slice_of = batch.labels.unsqueeze(1), self._slice_of(logits)
+        labels, part = batch.targets.labels.unsqueeze(1), self.slice_of(logits)
         padding = torch.full((), float(batch.padding), device=logits.device)
         terms = {
             **sums.terms,
-            "lm": vocab_parallel_cross_entropy(logits, labels, *slice_of, overwrite=True).sum(),
-            "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, *slice_of),
+            "lm": vocab_parallel_cross_entropy(logits, labels, part, overwrite=True).sum(),
+            "lm_accuracy": vocab_parallel_hits(logits.detach(), labels, part),
             PADDING: padding,
         }
         if order is not None:
-            terms["sop"] = F.cross_entropy(order.float(), batch.is_random, reduction="sum")
-            terms["sop_accuracy"] = (order.detach().argmax(-1) == batch.is_random).sum().float()
+            terms["sop"] = F.cross_entropy(order.float(), batch.targets.is_random, reduction="sum")
+            terms["sop_accuracy"] = (order.detach().argmax(-1) == batch.targets.is_random).sum().float()
         return ChunkResult(None, terms, sums.tallies)
 
     def sample_losses(self, batch: BertBatch, hidden: Tensor | None = None) -> Tensor:
@@ -168,9 +168,11 @@ class BERT(MaskedLanguageModel):
         Only the chunk with the head has it, from the hidden states of the previous chunk.
         """
         logits: Tensor = self(batch, hidden)[0]
-        losses = vocab_parallel_cross_entropy(logits, batch.labels.unsqueeze(1), *self._slice_of(logits))
+        losses = vocab_parallel_cross_entropy(
+            logits, batch.targets.labels.unsqueeze(1), self.slice_of(logits)
+        )
         samples = len(batch.tokens)
-        return losses.new_zeros(samples).index_add(0, batch.masked % samples, losses.flatten())
+        return losses.new_zeros(samples).index_add(0, batch.targets.masked % samples, losses.flatten())
 
     def _logits(
         self, hidden: Tensor, batch: BertBatch, deferred: Deferred | None
@@ -178,7 +180,3 @@ class BERT(MaskedLanguageModel):
         assert self.head is not None, "only a chunk with the head has logits"
         logits: tuple[Tensor, Tensor | None] = self.head(hidden, batch, deferred)
         return logits
-
-    def _slice_of(self, logits: Tensor) -> tuple[Group, int, int]:
-        """The slice of the vocabulary: the ranks that share it, the first id here, the number of all ids."""
-        return self.placement.tp, self.placement.tp.rank * logits.shape[-1], self.vocab_size

@@ -17,6 +17,7 @@ from megazero.models.batch import (
     COLUMNS,
     Columns,
     MicroBatch,
+    Places,
     RowPlace,
     column_multiple,
     documents_on,
@@ -28,6 +29,27 @@ from megazero.mpu.rng import sample_keys
 
 
 @dataclass(frozen=True)
+class MaskedTargets:
+    """The tokens and samples that BERT's heads read, and what they learn of them.
+
+    Attributes:
+        masked: int64 [m], the places of the masked tokens in hidden states [s, b, h] whose first two dims are
+            flattened.
+        labels: int64 [m], the ids that they had.
+        firsts: int64 [n], the places of the samples' first tokens.
+        is_random: int64 [n], 1 where a sample's segments are not in order.
+        wanted: int64 [r, b], the columns of each row that the heads read, those of its masked tokens and of
+            its samples' first ones, and others where a row has fewer than r; None: all.
+    """
+
+    masked: Tensor
+    labels: Tensor
+    firsts: Tensor
+    is_random: Tensor
+    wanted: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class BertBatch(MicroBatch):
     """A micro-batch of `n` samples in `b` rows of `s` tokens; without packing, `b` is `n`.
 
@@ -36,34 +58,25 @@ class BertBatch(MicroBatch):
     their row, at other positions.
 
     Attributes:
-        masked: int64 [m], the places of the masked tokens in hidden states [s, b, h] whose first two dims are
-            flattened.
-        labels: int64 [m], the ids that they had.
-        firsts: int64 [n], the places of the samples' first tokens.
-        is_random: int64 [n], 1 where a sample's segments are not in order.
+        targets: what the heads read and learn.
         padding: number of positions by which the samples fall short of the sequence length.
         room: number of positions that they would have at that length.
-        wanted: int64 [r, b], the columns of each row that the heads read, those of its masked tokens and of
-            its samples' first ones, and others where a row has fewer than r; None: all.
     """
 
     of_sequences = frozenset({"micro_batches"})
 
-    masked: Tensor
-    labels: Tensor
-    firsts: Tensor
-    is_random: Tensor
+    targets: MaskedTargets
     padding: int
     room: int
-    wanted: Tensor | None = None
 
     def places_among_wanted(self, places: Tensor) -> Tensor:
         """The places in hidden states [r, b, h] of wanted columns, given those in [s, b, h]."""
-        assert self.wanted is not None, "all columns are wanted"
+        wanted = self.targets.wanted
+        assert wanted is not None, "all columns are wanted"
         b, s = self.tokens.shape
         among = places.new_zeros(s, b)
         rows = torch.arange(b, device=places.device)
-        among[self.wanted, rows] = torch.arange(self.wanted.numel(), device=places.device).view(-1, b)
+        among[wanted, rows] = torch.arange(wanted.numel(), device=places.device).view(-1, b)
         return among.view(-1)[places]
 
     @property
@@ -73,7 +86,7 @@ class BertBatch(MicroBatch):
         The share of padding is that of the data, whatever is left out or packed here: it does not depend on
         which samples share a micro-batch.
         """
-        masked, samples = float(len(self.masked)), float(len(self.firsts))
+        masked, samples = float(len(self.targets.masked)), float(len(self.targets.firsts))
         return {
             "lm": masked,
             "lm_accuracy": masked,
@@ -117,7 +130,7 @@ class BertCollate:
     def of(cls, config: Config, vocab_size: int, context: ParallelContext, seed: int | None) -> BertCollate:
         """The collate function for a run's configuration."""
         whole, multiple = config.skipping.random_ltd and seed is not None, column_multiple(config)
-        columns, packed = Columns.of(config, context), config.data.bert_pack
+        columns, packed = Columns.of(config.parallel, context), config.data.bert_pack
         return cls(vocab_size, context.device, multiple, packed, seed, whole, columns)
 
     def __call__(self, arrays: Mapping[str, np.ndarray], samples: tuple[RowPlace, ...]) -> BertBatch:
@@ -181,17 +194,21 @@ class BertCollate:
         counts = self.columns.rank == 0
         return BertBatch(
             tensor(self.columns.own(tokens)),
-            token_types=tensor(self.columns.own(types)),
-            masked=tensor((place[at_column] * rows + at_row)[masked]),
-            labels=tensor(arrays["labels"][sample, position][masked]),
-            firsts=tensor((place[column] * rows + row)[first]),
-            is_random=tensor(arrays["is_random"][first]),
+            places=Places(
+                positions=tensor(places) if self.packed else None,
+                token_types=tensor(self.columns.own(types)),
+                documents=None if whole else documents_on(self.device, documents),
+                sample_keys=None if keys is None else tensor(keys),
+            ),
+            targets=MaskedTargets(
+                masked=tensor((place[at_column] * rows + at_row)[masked]),
+                labels=tensor(arrays["labels"][sample, position][masked]),
+                firsts=tensor((place[column] * rows + row)[first]),
+                is_random=tensor(arrays["is_random"][first]),
+                wanted=None if wanted is None else tensor(wanted),
+            ),
             padding=(room - sum(lengths)) * counts,
             room=room * counts,
-            positions=tensor(places) if self.packed else None,
-            documents=None if whole else documents_on(self.device, documents),
-            sample_keys=None if keys is None else tensor(keys),
-            wanted=None if wanted is None else tensor(wanted),
         )
 
 

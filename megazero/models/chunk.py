@@ -16,7 +16,7 @@ from megazero.layers.placement import Placement
 from megazero.layers.recompute import InputKeeping
 from megazero.moe.router import Router
 from megazero.mpu.param_spec import spec_of
-from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
 from megazero.pipeline.chunk import B_contra, Boundary, Chunk
 
 Part = int | str
@@ -163,14 +163,13 @@ class StagedChunk(ModelChunk[B_contra]):
 
         overwrite: whether backward may write over the logits, which nothing else may then read.
         """
-        return vocab_parallel_cross_entropy(
-            logits,
-            labels.t().contiguous(),
-            self.placement.tp,
-            vocab_start=self.placement.tp.rank * logits.shape[-1],
-            vocab_size=self.vocab_size,
-            overwrite=overwrite,
-        )
+        target, part = labels.t().contiguous(), self.slice_of(logits)
+        return vocab_parallel_cross_entropy(logits, target, part, overwrite=overwrite)
+
+    def slice_of(self, logits: Tensor) -> VocabularySlice:
+        """The slice of the vocabulary that logits [..., v/tp] are of."""
+        tp = self.placement.tp
+        return VocabularySlice(tp, tp.rank * logits.shape[-1], self.vocab_size)
 
     @abstractmethod
     def hidden(

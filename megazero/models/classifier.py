@@ -58,7 +58,7 @@ class ClassifierHead(nn.Module):
         chosen = self.norm(x.flatten(0, 1)[batch.pooled]).to(self.placement.dtype)
         if self.pooler is not None:
             chosen = torch.tanh(self.pooler(chosen, deferred))
-        scores: Tensor = self.classifier(self._dropped(chosen, batch.sample_keys), deferred)
+        scores: Tensor = self.classifier(self._dropped(chosen, batch.places.sample_keys), deferred)
         return scores
 
     def _dropped(self, rows: Tensor, keys: Tensor | None) -> Tensor:

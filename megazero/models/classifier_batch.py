@@ -12,7 +12,15 @@ from torch import Tensor
 from megazero.config.tree.config import Config
 from megazero.data.labelled.dataset import UNKNOWN_LABEL
 from megazero.data.token_ids import check_token_ids
-from megazero.models.batch import COLUMNS, MicroBatch, RowPlace, column_multiple, documents_on, tensor_of
+from megazero.models.batch import (
+    COLUMNS,
+    MicroBatch,
+    Places,
+    RowPlace,
+    column_multiple,
+    documents_on,
+    tensor_of,
+)
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 
@@ -109,13 +117,15 @@ class ClassifierCollate:
 
         return LabelledBatch(
             tensor(arrays["tokens"].reshape(rows, capacity)[:, :width]),
-            token_types=tensor(arrays["token_types"].reshape(rows, capacity)[:, :width]),
+            places=Places(
+                token_types=tensor(arrays["token_types"].reshape(rows, capacity)[:, :width]),
+                documents=documents_on(self.device, documents),
+                sample_keys=None if keys is None else tensor(keys),
+            ),
             pooled=tensor(pooled),
             labels=tensor(arrays["labels"]),
             known=int((arrays["labels"] != UNKNOWN_LABEL).sum()),
             real=int(lengths.sum()),
-            documents=documents_on(self.device, documents),
-            sample_keys=None if keys is None else tensor(keys),
         )
 
 

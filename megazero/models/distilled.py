@@ -91,16 +91,9 @@ class DistilledChunk(Chunk[Batch]):
 
     def _divergence(self, logits: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
         """The sum over the positions that count, in nats."""
-        student = self.student
-        divergences = vocab_parallel_kl_divergence(
-            logits,
-            wanted,
-            student.placement.tp,
-            student.placement.tp.rank * logits.shape[-1],
-            student.vocab_size,
-            self.temperature,
-        )
-        return batch.total(divergences)
+        part = self.student.slice_of(logits)
+        divergences = vocab_parallel_kl_divergence(logits, wanted, part, self.temperature)
+        return batch.learnt.weighted(divergences).sum()
 
     def _teaching(self) -> GPT | None:
         return self.teacher if torch.is_grad_enabled() else None
@@ -110,6 +103,6 @@ class DistilledChunk(Chunk[Batch]):
 def _teacher_output(teacher: GPT, batch: Batch, hidden: Tensor | None) -> Tensor:
     """The teacher's hidden states after its part here, or its logits."""
     # Without keys of random streams, nothing is dropped.
-    quiet = replace(batch, sample_keys=None, skipping=NOTHING_SKIPPED)
+    quiet = replace(batch, places=replace(batch.places, sample_keys=None), skipping=NOTHING_SKIPPED)
     output: Tensor = teacher.hidden(quiet, hidden) if teacher.head is None else teacher(quiet, hidden)
     return output

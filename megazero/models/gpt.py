@@ -28,6 +28,7 @@ from megazero.models.language_model import LanguageModel
 from megazero.models.multi_token.block import further_terms, further_tokens, term_of
 from megazero.models.trunk import routers_of, trunk_blocks
 from megazero.moe.router import Router
+from megazero.ops.cross_entropy import VocabularySlice
 from megazero.ops.linear_cross_entropy import linear_cross_entropy
 from megazero.pipeline.chunk import ChunkResult
 
@@ -87,9 +88,8 @@ class Head(nn.Module):
         # The loss makes a gradient of its own, for this sum alone.
         whole = gather_for_parts(x, tp) if sequence_parallel else share_for_parts(x, tp, given_away=True)
         matrix = self.weight.flatten(0, -2)
-        start = tp.rank * matrix.shape[0]
-        target, tiles = labels.t().contiguous(), self.tiles
-        return linear_cross_entropy(whole, matrix, target, tp, start, self.vocab_size, tiles=tiles)
+        part = VocabularySlice(tp, tp.rank * matrix.shape[0], self.vocab_size)
+        return linear_cross_entropy(whole, matrix, labels.t().contiguous(), part, tiles=self.tiles)
 
 
 def gpt_blocks(config: Config, padded_vocab: int) -> tuple[Block, ...]:
@@ -162,22 +162,22 @@ class GPT(LanguageModel):
         hidden, sums = self.through(batch, hidden, deferred=deferred)
         if self.head is None:
             return ChunkResult(hidden, sums.terms, sums.tallies)
-        losses, hidden = self._read(hidden, batch.labels, deferred, more=len(self.further))
-        terms = {"lm": batch.total(losses)}
+        losses, hidden = self._read(hidden, batch.learnt.labels, deferred, more=len(self.further))
+        terms = {"lm": batch.learnt.weighted(losses).sum()}
         if self.further:
             inputs, _ = self.inputs_of(batch, deferred=deferred)
         for depth, (block, ahead) in enumerate(zip(self.further, batch.ahead, strict=True), 1):
             hidden, more = block(hidden, ahead.tokens, inputs)
             more_follow = len(self.further) - depth
-            losses, hidden = self._read(hidden, ahead.labels, deferred, more=more_follow, normed=True)
-            terms[term_of(depth)] = ahead.total(losses)
+            losses, hidden = self._read(hidden, ahead.targets.labels, deferred, more=more_follow, normed=True)
+            terms[term_of(depth)] = ahead.targets.weighted(losses).sum()
             sums = sums.plus(more)
         return ChunkResult(None, {**sums.terms, **terms}, sums.tallies)
 
     def _read(
         self,
         hidden: Tensor,
-        labels: Tensor | None,
+        labels: Tensor,
         deferred: Deferred | None,
         *,
         more: int,
@@ -189,7 +189,6 @@ class GPT(LanguageModel):
         would have its weights gathered once more in backward.
         """
         assert self.head is not None, "only a chunk with the head has losses"
-        assert labels is not None, "a batch to learn from has labels"
         given = None if self.recompute.logits else deferred
         ours = labels if self.recompute.logits else None
         result = self.head(hidden, given, ours, normed=normed, both=more > 0)
@@ -203,14 +202,13 @@ class GPT(LanguageModel):
 
         overwrite: whether backward may write over the logits, which nothing else may then read.
         """
-        assert batch.labels is not None, "a batch to learn from has labels"
-        return {"lm": batch.total(self.token_losses(logits, batch.labels, overwrite=overwrite))}
+        losses = self.token_losses(logits, batch.learnt.labels, overwrite=overwrite)
+        return {"lm": batch.learnt.weighted(losses).sum()}
 
     def position_losses(self, batch: Batch, hidden: Tensor | None = None) -> Tensor:
         """The loss of each position in nats, 0 where it does not count, float32 [s, b]."""
-        assert batch.labels is not None, "a batch to measure has labels"
-        losses = self.token_losses(self._logits(self.hidden(batch, hidden)), batch.labels)
-        return losses if batch.loss_mask is None else losses * batch.loss_mask.t()
+        losses = self.token_losses(self._logits(self.hidden(batch, hidden)), batch.learnt.labels)
+        return batch.learnt.weighted(losses)
 
     def _logits(self, hidden: Tensor, deferred: Deferred | None = None) -> Tensor:
         assert self.head is not None, "only a chunk with the head has logits"

@@ -5,33 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megazero.mpu.group import Group
+from megazero.ops.cross_entropy import VocabularySlice
 
 
-def vocab_parallel_argmax(logits: Tensor, group: Group, vocab_start: int, vocab_size: int) -> Tensor:
+def vocab_parallel_argmax(logits: Tensor, part: VocabularySlice) -> Tensor:
     """The id with the highest logit, int64 [...], of this rank's logits [..., v/tp].
 
-    Of equal logits the lowest id wins, on every layout. The arguments are as for
-    `vocab_parallel_cross_entropy`; columns at or beyond `vocab_size` are padding.
+    Of equal logits the lowest id wins, on every layout. Columns at or beyond the vocabulary's size are
+    padding.
     """
-    columns = min(max(vocab_size - vocab_start, 0), logits.shape[-1])
-    if columns:
+    if columns := part.held(logits.shape[-1]):
         value, best = logits[..., :columns].max(-1)
     else:
         value = logits.new_full(logits.shape[:-1], -torch.inf)
         best = torch.zeros_like(value, dtype=torch.int64)
-    best = best + vocab_start
-    if group.size == 1:
+    best = best + part.start
+    if part.group.size == 1:
         return best
     highest = value.to(torch.float64, copy=True)
-    group.all_reduce(highest, op="max").wait()
+    part.group.all_reduce(highest, op="max")
     lowest = torch.where(value == highest, -best.double(), -torch.inf)
-    group.all_reduce(lowest, op="max").wait()
+    part.group.all_reduce(lowest, op="max")
     return -lowest.long()
 
 
-def vocab_parallel_hits(
-    logits: Tensor, target: Tensor, group: Group, vocab_start: int, vocab_size: int
-) -> Tensor:
+def vocab_parallel_hits(logits: Tensor, target: Tensor, part: VocabularySlice) -> Tensor:
     """The number of targets, int64 [...], with the highest logit: a float32 scalar, equal on all ranks."""
-    return (vocab_parallel_argmax(logits, group, vocab_start, vocab_size) == target).sum().float()
+    return (vocab_parallel_argmax(logits, part) == target).sum().float()

@@ -111,7 +111,7 @@ class Trunk(StagedChunk[M_contra]):
         inputs, embedded = self.inputs_of(batch, core, deferred)
         spread = inputs.rows.spread
         if self.embedding is not None:
-            hidden = self.embedding(batch.tokens, embedded, inputs, batch.token_types)
+            hidden = self.embedding(batch.tokens, embedded, inputs, batch.places.token_types)
         assert hidden is not None, "a chunk without an embedding starts from hidden states"
         if spread.parts.size > 1 or self.config.num_experts:
             # A rank has its share of the rows, whichever are wanted, and routers see whole sequences.
@@ -124,17 +124,17 @@ class Trunk(StagedChunk[M_contra]):
         self, batch: M_contra, core: AttentionCore | None = None, deferred: Deferred | None = None
     ) -> tuple[LayerInputs, Tensor]:
         """The inputs that a micro-batch gives to every layer, and the positions to embed, [b, s] or [s]."""
-        spread = self.placement.spread
+        spread, places = self.placement.spread, batch.places
         length = batch.tokens.shape[1] * spread.cp.size
-        positions = range(length) if batch.positions is None else batch.positions
-        embedded = batch.position_ids
+        positions = range(length) if places.positions is None else places.positions
+        embedded = places.embedded
         if embedded is None:
             embedded = position_tensor(positions, batch.tokens.device)
         rotary = RotaryOfColumns(self.config, _rows_first(embedded), spread)
         rows = Rows(
             _rows_first(positions),
-            batch.documents,
-            _rows_first(batch.sample_keys),
+            places.documents,
+            _rows_first(places.sample_keys),
             rotary(),
             spread,
             rotary if self.config.rotates and spread.cp.size > 1 else None,

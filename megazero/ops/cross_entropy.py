@@ -338,19 +338,16 @@ CROSS_ENTROPY: Operator[Callable[[Tensor, Tensor, VocabularySlice, bool], Tensor
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     target: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
+    part: VocabularySlice,
     *,
     overwrite: bool = False,
 ) -> Tensor:
     """Loss per token, fp32 [s, b] (fp64 for fp64 logits), of this rank's logits [s, b, v/tp].
 
-    target: int64 [s, b] in [0, vocab_size), equal on all ranks; positions that must not count carry
-    any valid target and a zero in the loss mask, which is applied outside. vocab_start: the first
-    vocabulary id of this slice. Columns at or beyond vocab_size are padding: they take no part in the
-    normalizer and get a zero gradient. Two all-reduces of one and two numbers per token forward, none
-    backward. The gradient has the logits' dtype.
+    target: int64 [s, b] in [0, part.size), equal on all ranks; positions that must not count carry any valid
+    target and a zero in the loss mask, which is applied outside. Columns of the `part` at or beyond its size
+    are padding: they take no part in the normalizer and get a zero gradient. Two all-reduces of one and two
+    numbers per token forward, none backward. The gradient has the logits' dtype.
 
     overwrite: backward may write the gradient over the logits, which saves a tensor of their size. Only for a
     caller who does not read them after backward has begun; if backward of something else does, or backward
@@ -360,5 +357,4 @@ def vocab_parallel_cross_entropy(
     device. One outside the vocabulary makes the loss and the gradient of its row NaN, so that it cannot train
     unnoticed.
     """
-    part = VocabularySlice(group, vocab_start, vocab_size)
     return CROSS_ENTROPY.choose(CallFacts.of(logits)).fn(logits, target, part, overwrite)

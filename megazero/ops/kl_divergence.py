@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
-from megazero.ops.cross_entropy import OneRank, ReduceGroup, VocabularySlice, gather_vocabulary, padded
+from megazero.ops.cross_entropy import OneRank, VocabularySlice, gather_vocabulary, padded
 from megazero.ops.dispatch import CallFacts, Implementation, Operator
 from megazero.ops.example import Example
 
@@ -138,12 +138,7 @@ KL_DIVERGENCE: Operator[Callable[[Tensor, Tensor, VocabularySlice, float], Tenso
 
 
 def vocab_parallel_kl_divergence(
-    student: Tensor,
-    teacher: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
-    temperature: float = 1.0,
+    student: Tensor, teacher: Tensor, part: VocabularySlice, temperature: float = 1.0
 ) -> Tensor:
     """KL(teacher || student) of each token in nats, fp32 [s, b] (fp64 for fp64 logits), as distillation uses
     it (Hinton et al. 2015).
@@ -154,11 +149,8 @@ def vocab_parallel_kl_divergence(
     Args:
         student: this rank's logits [s, b, v/tp].
         teacher: the teacher's, of the same shape; no gradient goes there.
-        group: the ranks that share the vocabulary.
-        vocab_start: the first vocabulary id of this slice.
-        vocab_size: entries of the vocabulary; columns at or beyond it are padding, which takes no part and
-            gets a zero gradient.
+        part: this rank's slice of the vocabulary; columns at or beyond its size are padding, which takes no
+            part and gets a zero gradient.
         temperature: positive; above 1 it evens both predictions out.
     """
-    part = VocabularySlice(group, vocab_start, vocab_size)
     return KL_DIVERGENCE.choose(CallFacts.of(student)).fn(student, teacher, part, temperature)

@@ -28,7 +28,6 @@ from megazero.ops.cross_entropy import (
     CHUNKED_PASSES,
     NATIVE_CPU_PASSES,
     OneRank,
-    ReduceGroup,
     SlicePasses,
     VocabularySlice,
     cuda_passes,
@@ -214,9 +213,7 @@ def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
     target: Tensor,
-    group: ReduceGroup,
-    vocab_start: int,
-    vocab_size: int,
+    part: VocabularySlice,
     *,
     block: int = BLOCK,
     tiles: int = 0,
@@ -228,5 +225,4 @@ def linear_cross_entropy(
     So the projection costs four products instead of three. x must be equal on all ranks of the group. Its
     gradient is this slice's part, which the caller adds up over the group; the weight's is whole.
     """
-    part = VocabularySlice(group, vocab_start, vocab_size)
     return LINEAR_CROSS_ENTROPY.choose(CallFacts.of(x)).fn(x, weight, target, part, block, tiles)

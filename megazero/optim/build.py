@@ -12,10 +12,10 @@ import torch
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.optim.compressed.onebit_adam import OnebitAdam
 from megazero.optim.compressed.onebit_lamb import OnebitLamb
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
 from megazero.optim.elementwise import ELEMENTWISE
 from megazero.optim.lamb import Lamb
-from megazero.optim.muon import NEWTON_SCHULZ, Muon
+from megazero.optim.muon import NEWTON_SCHULZ, Muon, NewtonSchulz
 from megazero.optim.rescaled import Rescaled
 from megazero.optim.rule import UpdateRule
 from megazero.optim.torch_rule import TorchRule, on_pieces
@@ -55,14 +55,13 @@ def _onebit_adam(config: OptimizerConfig) -> UpdateRule:
 
 
 def _zero_one_adam(config: OptimizerConfig) -> UpdateRule:
-    return ZeroOneAdam(
+    steps = ZeroOneSteps(
         config.zero_one_var_freeze_step,
         config.zero_one_var_update_scaler,
         config.zero_one_local_step_scaler,
         config.zero_one_local_step_clipper,
-        **_adam(config),
-        precondition=config.onebit_precondition,
     )
+    return ZeroOneAdam(steps, **_adam(config), precondition=config.onebit_precondition)
 
 
 def _onebit_lamb(config: OptimizerConfig) -> UpdateRule:
@@ -86,12 +85,12 @@ def _muon(config: OptimizerConfig) -> UpdateRule:
     return Muon(
         config.muon_momentum,
         config.muon_nesterov,
-        NEWTON_SCHULZ[config.muon_coefficient_type],
-        config.muon_num_ns_steps,
+        NewtonSchulz(
+            NEWTON_SCHULZ[config.muon_coefficient_type], config.muon_num_ns_steps, config.muon_ns_dtype
+        ),
         config.muon_scale_mode,
         config.muon_extra_scale_factor,
         config.muon_split_qkv,
-        config.muon_ns_dtype,
         rest,
     )
 

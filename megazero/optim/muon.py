@@ -59,6 +59,26 @@ def newton_schulz(
 
 
 @dataclass(frozen=True)
+class NewtonSchulz:
+    """The iteration of `newton_schulz` with its settings.
+
+    Attributes:
+        coefficients: (a, b, c) of the steps; used again from the first if there are more steps.
+        steps: number of steps.
+        dtype: the dtype of the products: fp32, or bf16 as Jordan et al. have it.
+    """
+
+    coefficients: Coefficients = NEWTON_SCHULZ["simple"]
+    steps: int = 5
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+    def of(self, matrices: Tensor) -> Tensor:
+        """Matrices [n, rows, columns] with singular values near 1."""
+        dtype = torch.float32 if self.dtype == "fp32" else torch.bfloat16
+        return newton_schulz(matrices, list(islice(cycle(self.coefficients), self.steps)), dtype)
+
+
+@dataclass(frozen=True)
 class Muon(MatrixRule):
     """Muon (Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks").
 
@@ -69,14 +89,12 @@ class Muon(MatrixRule):
     Attributes:
         momentum: decay of m.
         nesterov: whether the gradient counts once more.
-        coefficients: (a, b, c) of the Newton-Schulz steps; used again from the first if there are more steps.
-        steps: number of Newton-Schulz steps.
+        orthogonalized: how a matrix is brought near an orthogonal one.
         scale: s by a matrix's shape: ``shape_scaling`` is sqrt(max(1, rows / columns)), as Jordan et al.
             have it; ``spectral`` is sqrt(max(rows, columns)); ``unit_rms_norm`` is sqrt(rows / columns).
         extra_scale: a further factor of s; 0.2 with ``spectral`` gives updates the size of AdamW's (Liu et
             al. 2025, "Muon is Scalable for LLM Training").
         split_joined: whether queries, keys and values that are stored as one are orthogonalized apart.
-        dtype: the dtype of the products: fp32, or bf16 as Jordan et al. have it.
         rest: the rule for other parameters.
     """
 
@@ -85,12 +103,10 @@ class Muon(MatrixRule):
 
     momentum: float = 0.95
     nesterov: bool = True
-    coefficients: Coefficients = NEWTON_SCHULZ["simple"]
-    steps: int = 5
+    orthogonalized: NewtonSchulz = NewtonSchulz()
     scale: Literal["shape_scaling", "spectral", "unit_rms_norm"] = "shape_scaling"
     extra_scale: float = 1.0
     split_joined: bool = True
-    dtype: Literal["fp32", "bf16"] = "fp32"
     rest: UpdateRule = field(default_factory=Adam)
 
     @torch.no_grad()
@@ -105,9 +121,7 @@ class Muon(MatrixRule):
     def change(self, matrices: Tensor) -> Tensor:
         """The update of whole matrices [n, rows, columns], put together from what `prepare` yielded."""
         rows, columns = matrices.shape[-2:]
-        steps = list(islice(cycle(self.coefficients), self.steps))
-        dtype = torch.float32 if self.dtype == "fp32" else torch.bfloat16
-        return newton_schulz(matrices, steps, dtype).mul_(self._scale(rows, columns))
+        return self.orthogonalized.of(matrices).mul_(self._scale(rows, columns))
 
     @torch.no_grad()
     def step(self, pieces: Pieces, lr: float, updates: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megazero.config.compat.hub import local
-from megazero.config.derive import replicas_per_node
+from megazero.config.derive import PipelineShape, replicas_per_node
 from megazero.config.steps import Progress, Step
 from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
@@ -90,14 +90,15 @@ class Job:
 
     def program_of(self, micro_batches: int) -> Program:
         """The program of a step of so many micro-batches."""
-        return programs_of(self.config).train(micro_batches)
+        return programs_of(self.config.zero, PipelineShape.of(self.config)).train(micro_batches)
 
     @cached_property
     def traced_micro_batches(self) -> int:
         """The micro-batches to run: all if they are few, else the fewest with one that is neither end's."""
+        shape = PipelineShape.of(self.config)
         for count in range(3, self.micro_batches) if self.micro_batches > _FEW else ():
             try:
-                schedule_of(self.config, count)
+                schedule_of(shape, count)
             except ConfigError:
                 continue
             return count
@@ -127,11 +128,11 @@ class Job:
         config, step, size = self.config, self.step, self.config.batch.micro_batch_size
         family = family_of(config.model)
         length = step.sequence_length if step.rows == 1 else config.model.seq_length
-        collate = family.collate(config, self.vocabulary.size, context, config.training.seed)
+        collate = family.samples.collate(config, self.vocabulary.size, context, config.training.seed)
         rng, batches = np.random.default_rng(0), []
         for first in range(0, size * count, size):
             # The first of several random samples is the longest.
-            drawn = [family.random_arrays(rng, 1, length, self.vocabulary.size) for _ in range(size)]
+            drawn = [family.samples.random_arrays(rng, 1, length, self.vocabulary.size) for _ in range(size)]
             arrays = {name: np.concatenate([sample[name] for sample in drawn]) for name in drawn[0]}
             samples = tuple(range(first, first + size))
             batches.append(collate(*cut(arrays, samples, step.sequence_length, step.rows)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
-from megazero.config.derive import chunks_per_stage
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.offload import OffloadConfig
 from megazero.config.tree.recompute import RecomputeConfig
@@ -89,7 +89,8 @@ class Layout:
         )
         usual = parallel.pipeline_schedule in ("1f1b", "interleaved")
         schedule = "auto" if usual else parallel.pipeline_schedule
-        stages = Stages(parallel.pipeline_model_parallel_size, chunks_per_stage(config), schedule)
+        shape = PipelineShape.of(config)
+        stages = Stages(shape.stages, shape.chunks_per_stage, schedule)
         savings = Savings(config.zero.stage, config.recompute.granularity, config.offload.optimizer != "none")
         return cls(slices, stages, savings, config.batch.micro_batch_size)
 

@@ -53,7 +53,9 @@ class Plan:
 def stages_alike(job: Job) -> list[list[int]]:
     """The stages of a job, those that hold like parts of the model together."""
     family, schedule = family_of(job.config.model), job.program.schedule
-    blocks = {b.part: (b.kind, b.flops, b.own) for b in family.blocks(job.config, job.vocabulary.padded)}
+    blocks = {
+        b.part: (b.kind, b.flops, b.own) for b in family.models.blocks(job.config, job.vocabulary.padded)
+    }
     assigned = assign_parts(job.config, job.vocabulary, solo_context("meta"))
     alike: dict[tuple[object, ...], list[int]] = {}
     for stage in range(schedule.stages):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megazero.config.derive import chunks_per_stage, schedule_kind
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.plan.device import Device
 from megazero.plan.job import Job
@@ -104,18 +104,18 @@ class Report:
 
     def headline(self) -> str:
         """The job in one line."""
-        job, parallel = self.plan.job, self.plan.job.config.parallel
-        grid, chunks = job.grid, chunks_per_stage(job.config)
+        job = self.plan.job
+        grid, shape = job.grid, PipelineShape.of(job.config)
         sizes = [
             ("T", grid.tp),
             ("P", grid.pp),
-            ("V", chunks),
+            ("V", shape.chunks_per_stage),
             ("C", grid.cp),
             ("D", grid.dp),
             ("E", grid.ep),
         ]
         layout = " x ".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "one rank"
-        kind = f", {schedule_kind(job.config)}" if parallel.pipeline_model_parallel_size > 1 else ""
+        kind = f", {shape.kind}" if shape.stages > 1 else ""
         return (
             f"{many(self.model.parameters)} parameters on {job.ranks:,} x {self.device.name}: "
             f"{layout}, ZeRO {job.config.zero.stage}{kind}; {job.micro_batches} micro-batches of "

@@ -33,7 +33,7 @@ class Model:
     def of(cls, job: Job) -> Model:
         """The model of a job."""
         family = family_of(job.config.model)
-        blocks = family.blocks(job.config, job.vocabulary.padded)
+        blocks = family.models.blocks(job.config, job.vocabulary.padded)
         counts = dict(
             zip(
                 (block.part for block in blocks),
@@ -41,7 +41,7 @@ class Model:
                 strict=True,
             )
         )
-        words = [tie for tie in family.ties(job.config.model) if tie.weight == WORD]
+        words = [tie for tie in family.models.ties(job.config.model) if tie.weight == WORD]
         tied = sum(len(tie.parts) - 1 for tie in words)
         parameters = int(sum(counts.values())) - tied * job.vocabulary.padded * job.config.model.hidden_size
         kinds = 1 + len(build_update_rule(job.config.optimizer).state_names)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megazero.config.derive import PipelineShape
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
@@ -99,7 +100,7 @@ def build_engine(
     executor = Executor(distillation.beside(chunks), context.pp, sharding, context.device)
     engine = Engine(
         executor,
-        programs_of(config),
+        programs_of(config.zero, PipelineShape.of(config)),
         Optimizer(store, rule, context, config.optimizer.clip_grad, delayed),
         build_loss_scaler(config.precision),
         Schedules(

@@ -97,7 +97,7 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
     rng = np.random.default_rng(100 + number)
     # A step with several rows per sample cuts them from whole samples, as in a training.
     length = step.sequence_length if step.rows == 1 else config.model.seq_length
-    arrays = family.random_arrays(rng, total, length, vocabulary_size(config))
+    arrays = family.samples.random_arrays(rng, total, length, vocabulary_size(config))
     arrays |= random_documents(config, number, (total, length))
     collate = collate_of(config, context)
     batches = []
@@ -111,7 +111,7 @@ def micro_batches(config: Config, context: ParallelContext, step: Step) -> list[
 
 def collate_of(config: Config, context: ParallelContext) -> Collate[MicroBatch]:
     """The function that makes a micro-batch of arrays."""
-    return family_of(config.model).collate(config, vocabulary_size(config), context, _STREAM_SEED)
+    return family_of(config.model).samples.collate(config, vocabulary_size(config), context, _STREAM_SEED)
 
 
 def _whole(

@@ -86,7 +86,7 @@ def drawn_micro_batches(
     for begin in range(step.before.samples, step.after.samples, spec.stride):
         drawn = [
             {
-                **family.random_arrays(np.random.default_rng(number), 1, length, vocab_size),
+                **family.samples.random_arrays(np.random.default_rng(number), 1, length, vocab_size),
                 **random_documents(config, number, (1, length)),
             }
             for number in sampler.at(begin).tolist()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megazero.config.derive import chunks_per_stage, schedule_kind
+from megazero.config.derive import PipelineShape
 from megazero.config.heterogeneous.shapes import LayerShape, text_of
 from megazero.config.steps import Progress
 from megazero.config.training_plan import training_plan_of
@@ -112,7 +112,7 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
 
 def _context(config: Config, cp: int) -> dict[str, Any]:
     """The settings of sequences that `cp` ranks share, with what attention sends in the few layers."""
-    parallel, layers = config.parallel, max(2, chunks_per_stage(config))
+    parallel, layers = config.parallel, max(2, PipelineShape.of(config).chunks_per_stage)
     blocks, types = parallel.hierarchical_context_parallel_sizes, parallel.cp_comm_type
     if blocks is not None:
         inner = math.gcd(blocks[0], cp)
@@ -250,7 +250,7 @@ def _model(config: Config, tp: int, pp: int, cp: int) -> dict[str, Any]:
         heads = max(heads, 2 * tp * cp)
     kinds = "".join(dict.fromkeys(model.layer_kinds or ""))
     shapes = tuple(dict.fromkeys(model.layer_shapes or ()))[:_MOST_SHAPES]
-    layers = max(2, pp * chunks_per_stage(config), len(kinds), len(shapes))
+    layers = max(2, pp * PipelineShape.of(config).chunks_per_stage, len(kinds), len(shapes))
     return {
         **_layers(model, layers),
         **_letters(kinds, layers, tp),
@@ -360,7 +360,8 @@ def _windows(model: ModelConfig) -> dict[str, Any]:
 
 
 def _parallel(config: Config, tp: int, pp: int) -> dict[str, Any]:
-    virtual = chunks_per_stage(config) if schedule_kind(config) == "interleaved" else 1
+    shape = PipelineShape.of(config)
+    virtual = shape.chunks_per_stage if shape.kind == "interleaved" else 1
     partition = config.parallel.pipeline_partition
     grouped = config.parallel.microbatch_group_size_per_virtual_pipeline_stage is not None
     return {

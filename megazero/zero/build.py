@@ -15,7 +15,7 @@ from megazero.mpu.param_spec import spec_of
 from megazero.zero.bucket import Bucket, Fill
 from megazero.zero.comm_hooks.choose import choose_comm_hook
 from megazero.zero.layout import BucketLayout
-from megazero.zero.plan import BucketMember, plan_buckets
+from megazero.zero.plan import BucketMember, ParameterUse, plan_buckets
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.device import DeviceStore
 from megazero.zero.store.store import Store
@@ -86,10 +86,12 @@ def _members(
             spec=spec_of(param),
             shape=tuple(param.shape),
             dtype=param.dtype,
-            chunk=units[u].chunk,
-            unit=u,
+            use=ParameterUse(
+                chunk=units[u].chunk,
+                unit=u,
+                alone=uses[id(param)] > 1 or spec_of(param).shared or spec_of(param).tied_with is not None,
+            ),
             trainable=param.requires_grad,
-            alone=uses[id(param)] > 1 or spec_of(param).shared or spec_of(param).tied_with is not None,
             group=groups.get(id(param), 0),
         )
         for u, param in first_use.values()
@@ -106,9 +108,9 @@ def _in_order(members: Sequence[BucketMember], place: Place) -> list[BucketMembe
     for number, member in enumerate(members):
         order: tuple[int, ...]
         if member.spec.expert:
-            order = (member.chunk, shared, 0, place.index("ep"), number)
+            order = (member.use.chunk, shared, 0, place.index("ep"), number)
         else:
-            order = (member.chunk, shared, 1)
+            order = (member.use.chunk, shared, 1)
             shared += 1
         ordered.append(replace(member, order=order))
     return ordered

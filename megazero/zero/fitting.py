@@ -25,7 +25,7 @@ def check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -
     for bucket in buckets:
         if bucket.comm_hook.reduces:
             raise ConfigError(
-                f"`rule_reduces` of the ZeRO policy must be true for {name}, which sums gradients itself, "
+                f"`needs.reduces` of the ZeRO policy must be true for {name}, which sums gradients itself, "
                 "but is false; build the policy from the rule"
             )
         if bucket.layout.row.shard_state:
@@ -39,8 +39,8 @@ def check_reduction(rule: UpdateRule, store: Store, buckets: Sequence[Bucket]) -
         }
         if rule.needs.in_use and store.at_rest(bucket)[WEIGHT] is bucket.full:
             raise ConfigError(
-                f"`own_masters` of the ZeRO policy must be true for {name}, whose masters are not always the "
-                "weights in use, but is false; build the policy from the rule"
+                f"`needs.in_use` of the ZeRO policy must be true for {name}, whose masters are not always "
+                "the weights in use, but is false; build the policy from the rule"
             )
         for setting, dtype in dtypes.items():
             if dtype != torch.float32:
@@ -55,6 +55,6 @@ def check_matrices(rule: UpdateRule, buckets: Sequence[Bucket]) -> None:
     mixed = [s.name for b in buckets if not b.key.matrices for s in b.layout.specs if s.matrices is not None]
     if rule.needs.matrices and mixed:
         raise ConfigError(
-            f"`matrices_apart` of the ZeRO policy must be true for {type(rule).__name__}, which updates "
+            f"`needs.matrices` of the ZeRO policy must be true for {type(rule).__name__}, which updates "
             f"whole matrices such as {mixed[0]}, but is false; build the policy from the rule"
         )

@@ -96,7 +96,7 @@ class Gatherer:
             return
         first = units[-1] if backward else units[0]
         self._read_ahead(first, backward)
-        if self.policy.overlap_gather:
+        if self.policy.gathers.overlap:
             self._prefetch(first, backward)
             self._read_ahead(first, backward)  # further on, now that some slices have been used
 
@@ -180,7 +180,7 @@ class Gatherer:
         return [bucket for unit in self._chunks.get(chunk, []) for bucket in self._units[unit]]
 
     def _drop(self, bucket: Bucket) -> None:
-        if self._live > self.policy.max_live and not self._users[id(bucket)]:
+        if self._live > self.policy.gathers.max_live and not self._users[id(bucket)]:
             self.reshard(bucket)
 
     def _hook_late(self, unit: Unit) -> None:
@@ -243,7 +243,7 @@ class Gatherer:
             self._follower[self._backward, self._previous] = unit
         self._previous = unit
         follower = self._follower.get((self._backward, unit))
-        if follower is not None and self.policy.overlap_gather:
+        if follower is not None and self.policy.gathers.overlap:
             self._prefetch(follower, self._backward)
         self._read_ahead(unit, self._backward)
         # Last: what follows is already on its way while this rank waits, and while the unit computes.
@@ -270,7 +270,7 @@ class Gatherer:
 
     def _prefetch(self, unit: int | None, backward: bool) -> None:
         """Start gathering `unit` and the units that follow it, as far as the policy allows."""
-        room, seen = self.policy.prefetch, set()
+        room, seen = self.policy.gathers.prefetch, set()
         while unit is not None and unit not in seen:
             seen.add(unit)
             ahead = [b for b in self._units[unit] if b.presence is not ShardedState.WHOLE]

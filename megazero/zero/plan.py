@@ -14,6 +14,21 @@ from megazero.zero.table import STAGES
 
 
 @dataclass(frozen=True)
+class ParameterUse:
+    """Where a model uses a parameter.
+
+    Attributes:
+        chunk: model chunk that uses it.
+        unit: number of the first unit that uses it.
+        alone: whether it is used in several places (tied, reused) and therefore has its own bucket.
+    """
+
+    chunk: int = 0
+    unit: int = 0
+    alone: bool = False
+
+
+@dataclass(frozen=True)
 class BucketMember:
     """The facts about one parameter that planning and layout need.
 
@@ -21,10 +36,8 @@ class BucketMember:
         spec: the parameter's spec.
         shape: shape of this rank's slice.
         dtype: dtype of its weights.
-        chunk: model chunk that uses it.
-        unit: number of the first unit that uses it.
+        use: where it is used.
         trainable: whether it gets gradients.
-        alone: whether it is used in several places (tied, reused) and therefore has its own bucket.
         group: number of its parameter group, which has its own learning rate and weight decay.
         order: where it comes among the parameters of the model; sorts alike on all ranks and layouts.
     """
@@ -32,10 +45,8 @@ class BucketMember:
     spec: ParamSpec
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunk: int = 0
-    unit: int = 0
+    use: ParameterUse = ParameterUse()
     trainable: bool = True
-    alone: bool = False
     group: int = 0
     order: tuple[int, ...] = ()
 
@@ -93,16 +104,16 @@ def plan_buckets(
         param = params[i]
         row = _row(param, policy, group_size(param.spec.replicas))
         compressed = _compressed(param, policy, group_size)
-        matrices = policy.matrices_apart and param.spec.matrices is not None
+        matrices = policy.needs.matrices and param.spec.matrices is not None
         key = BucketKey(
-            param.chunk, param.dtype, param.spec.replicas, param.trainable, row, compressed, matrices
+            param.use.chunk, param.dtype, param.spec.replicas, param.trainable, row, compressed, matrices
         )
-        place = (key, param.unit if STAGES[row].shard_params else None)
-        members = None if param.alone else open_.get(place)
+        place = (key, param.use.unit if STAGES[row].shard_params else None)
+        members = None if param.use.alone else open_.get(place)
         if members is None or sum(params[m].numel for m in members) + param.numel > policy.bucket_size:
             members = []
             done.append((key, members))
-            if not param.alone:
+            if not param.use.alone:
                 open_[place] = members
         members.append(i)
     # Reductions start in this order: a bucket that completes late must not hold up the others.
@@ -118,7 +129,7 @@ def _row(param: BucketMember, policy: ZeroPolicy, replicas: int) -> int:
         return 0
     row = policy.stage
     if STAGES[row].shard_params and (
-        param.numel < policy.persistence_threshold or not param.dtype.is_floating_point
+        param.numel < policy.gathers.persistence_threshold or not param.dtype.is_floating_point
     ):
         row -= 1
     return row if param.trainable or STAGES[row].shard_params else 0
@@ -131,7 +142,7 @@ def _compressed(param: BucketMember, policy: ZeroPolicy, group_size: Callable[[s
     Nor may parameters that a model holds copies of: beside other neighbours in a block, each copy would be
     rounded to other bits.
     """
-    if policy.weight_codes is None and policy.gradient_codes is None:
+    if policy.codes.weights is None and policy.codes.gradients is None:
         return False
     copied = any(group_size(axis) > 1 for axis in copy_axes(param.spec))
     matrix = len(param.shape) > 1 and param.spec.weight_decay

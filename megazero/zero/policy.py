@@ -15,48 +15,72 @@ NOTHING = Needs()
 
 
 @dataclass(frozen=True)
+class GatherPolicy:
+    """When sharded weights are gathered, and how long they stay; sizes are in elements.
+
+    Attributes:
+        overlap: whether to gather ahead of use.
+        prefetch: how much may be gathered ahead of its use.
+        persistence_threshold: parameters smaller than this stay whole in stage 3.
+        max_live: gathered parameters are kept for their next use in the step as long as there are no more
+            than this.
+        hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
+    """
+
+    overlap: bool = True
+    prefetch: int = 50_000_000
+    persistence_threshold: int = 100_000
+    max_live: int = 1_000_000_000
+    hpz: int = 1
+
+
+@dataclass(frozen=True)
+class StateDtypes:
+    """The dtypes of gradients sent between ranks, of their sums over micro-batches, and of the masters."""
+
+    reduce: torch.dtype = torch.float32
+    accumulation: torch.dtype = torch.float32
+    main: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The codes as which weights and gradients travel (ZeRO++).
+
+    Attributes:
+        weights: those of weights that are gathered; None gathers them as they are.
+        gradients: those of gradients that are sent to be summed; None sends them in their dtype.
+        rounding_seed: the seed of stochastic rounding of gradients; None rounds to the nearest.
+    """
+
+    weights: Quantization | None = None
+    gradients: Quantization | None = None
+    rounding_seed: int | None = None
+
+
+@dataclass(frozen=True)
 class ZeroPolicy:
     """How parameters, gradients and optimizer state are sharded; sizes are in elements.
 
     Attributes:
         stage: index of the row in `table.STAGES`.
         bucket_size: size of one reduction or gather.
-        overlap_gather: whether to gather ahead of use.
-        prefetch: how much may be gathered ahead of its use.
-        persistence_threshold: parameters smaller than this stay whole in stage 3.
-        max_live: gathered parameters are kept for their next use in the step as long as there are no more
-            than this.
-        reduce_dtype: dtype of gradients sent between ranks.
-        accumulation_dtype: dtype of gradient sums over micro-batches.
-        main_dtype: dtype of the optimizer's copy of the weights.
-        hpz: number of ranks of one node that hold a second partition (ZeRO++); 1 turns it off.
+        gathers: when weights are gathered.
+        dtypes: the types of what is summed and updated.
+        codes: what weights and gradients travel as.
         shard_alone: whether a single replica has shards too, which are all of it; where they are offloaded,
             only the parameters in use are on the device.
-        weight_codes: the codes as which weights are gathered (ZeRO++); None gathers them as they are.
-        gradient_codes: the codes as which gradients are sent to be summed (ZeRO++); None for `reduce_dtype`.
-        rounding_seed: the seed of stochastic rounding to these codes; None rounds to the nearest.
-        rule_reduces: whether the update rule sums gradients over the replicas itself, see `optim.Needs`.
-        own_masters: whether fp32 weights have masters beside them, as they are not always equal.
-        matrices_apart: whether parameters made of matrices have buckets of their own, see `optim.Needs`.
+        needs: those of the update rule. One that `reduces` sums gradients itself; with weights `in_use`, fp32
+            weights have masters beside them; parameters made of `matrices` have buckets of their own.
     """
 
     stage: int = 0
     bucket_size: int = 16_000_000
-    overlap_gather: bool = True
-    prefetch: int = 50_000_000
-    persistence_threshold: int = 100_000
-    max_live: int = 1_000_000_000
-    reduce_dtype: torch.dtype = torch.float32
-    accumulation_dtype: torch.dtype = torch.float32
-    main_dtype: torch.dtype = torch.float32
-    hpz: int = 1
+    gathers: GatherPolicy = GatherPolicy()
+    dtypes: StateDtypes = StateDtypes()
+    codes: Codes = Codes()
     shard_alone: bool = False
-    weight_codes: Quantization | None = None
-    gradient_codes: Quantization | None = None
-    rounding_seed: int | None = None
-    rule_reduces: bool = False
-    own_masters: bool = False
-    matrices_apart: bool = False
+    needs: Needs = NOTHING
 
     @classmethod
     def of(
@@ -66,21 +90,25 @@ class ZeroPolicy:
         return cls(
             stage=config.stage,
             bucket_size=config.bucket_size,
-            overlap_gather=config.overlap_param_gather,
-            prefetch=config.prefetch_size,
-            persistence_threshold=config.param_persistence_threshold,
-            max_live=config.max_live_parameters,
-            reduce_dtype=_dtype(config.grad_reduce_dtype),
-            accumulation_dtype=_dtype(config.grad_accumulation_dtype),
-            main_dtype=_dtype(config.main_params_dtype),
-            hpz=config.hpz_partition_size,
+            gathers=GatherPolicy(
+                overlap=config.overlap_param_gather,
+                prefetch=config.prefetch_size,
+                persistence_threshold=config.param_persistence_threshold,
+                max_live=config.max_live_parameters,
+                hpz=config.hpz_partition_size,
+            ),
+            dtypes=StateDtypes(
+                reduce=_dtype(config.grad_reduce_dtype),
+                accumulation=_dtype(config.grad_accumulation_dtype),
+                main=_dtype(config.main_params_dtype),
+            ),
+            codes=Codes(
+                weights=_codes(config.quantized_weights, config),
+                gradients=_codes(config.quantized_gradients, config),
+                rounding_seed=seed if config.quantization_rounding == "stochastic" else None,
+            ),
             shard_alone=set(offload.places) != {"none"},
-            weight_codes=_codes(config.quantized_weights, config),
-            gradient_codes=_codes(config.quantized_gradients, config),
-            rounding_seed=seed if config.quantization_rounding == "stochastic" else None,
-            rule_reduces=needs.reduces,
-            own_masters=needs.in_use,
-            matrices_apart=needs.matrices,
+            needs=needs,
         )
 
 

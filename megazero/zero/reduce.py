@@ -114,7 +114,7 @@ class GradientReducer:
         assert grad is not None, f"{name}: no gradient to take"
         # A buffer for a bucket out of turn would be held until its turn comes: a third one, or worse.
         if progress.fill is None and progress.needs_buffer and not self._has_turn(progress):
-            progress.wait(slot, value_of(grad), self.policy.reduce_dtype)
+            progress.wait(slot, value_of(grad), self.policy.dtypes.reduce)
         else:
             self._open(progress).add(slot, grad)
         # One parameter that two chunks on this rank use: it has its turn in its own chunk's backward, or in
@@ -344,7 +344,7 @@ class _BufferPool:
     """
 
     def __init__(self, buckets: Sequence[Bucket], policy: ZeroPolicy):
-        self._dtype = policy.reduce_dtype
+        self._dtype = policy.dtypes.reduce
         layouts = [bucket.layout for bucket in buckets]
         usual = [x.padded for x in layouts if x.row.shard_grads and x.numel <= policy.bucket_size]
         self._size = max(usual, default=0)

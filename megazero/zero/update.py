@@ -57,8 +57,6 @@ class UpdateFacts:
 class _RulePiece:
     """One segment or one member of a loaded bucket, as a rule gets it."""
 
-    weights: Tensor
-    gradient: Tensor
     state: dict[str, Tensor]
     lr: float
     decay: float
@@ -66,6 +64,16 @@ class _RulePiece:
     loaded: LoadedBucket
     member: int
     where: slice
+
+    @property
+    def weights(self) -> Tensor:
+        """Its masters."""
+        return self.loaded.flats[WEIGHT][self.where]
+
+    @property
+    def gradient(self) -> Tensor:
+        """Its gradient."""
+        return self.loaded.flats[GRADIENT][self.where]
 
     @property
     def out(self) -> Tensor | None:
@@ -257,8 +265,6 @@ class Update:
                 where = layout.overlap(segment.start, segment.stop)
                 if where.start < where.stop:
                     yield _RulePiece(
-                        loaded.flats[WEIGHT][where],
-                        loaded.flats[GRADIENT][where],
                         {kind: flats[kind][where] for kind in self.rule.state_names}
                         | {kind: flats[kind][number : number + 1] for kind in scalars},
                         _of_group(self.facts.lr, segment.group),

@@ -33,8 +33,8 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.optim.elementwise import Adam
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.unit import Unit
+from tests.zero.policies import make_policy
 
 W = Key("w")
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,7 +168,7 @@ def on_ranks(grid: ProcessGrid, stage: int, work):
     def body(rank: int):
         context = thread_context(world, grid, rank)
         units = [Unit(0, nn.Module(), (param,)) for param in weights(context)]
-        policy = ZeroPolicy(stage=stage, bucket_size=3 << 20, persistence_threshold=0)
+        policy = make_policy(stage=stage, bucket_size=3 << 20, persistence_threshold=0)
         return work(Optimizer(build_store(units, policy, context), Adam(), context, 0.0), context)
 
     return world.run(body)

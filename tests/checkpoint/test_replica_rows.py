@@ -12,14 +12,14 @@ from megazero.checkpoint.shards import parts_to_read, parts_to_write, state_keys
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.compressed.onebit_adam import OnebitAdam
 from megazero.optim.compressed.onebit_lamb import OnebitLamb
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
 from megazero.optim.lamb import Lamb
 from tests.optim.compressed.training import Run, on_ranks
 
 RULES = {
     "1-bit Adam": OnebitAdam(3, 0.8, 0.95, 1e-2),
     # Step 6 is one that each replica makes alone.
-    "0/1 Adam": ZeroOneAdam(3, 2, 1, 4, beta1=0.8, beta2=0.95, eps=1e-2),
+    "0/1 Adam": ZeroOneAdam(ZeroOneSteps(3, 2, 1, 4), beta1=0.8, beta2=0.95, eps=1e-2),
     "1-bit LAMB": OnebitLamb(3, Lamb(0.8, 0.95, 1e-2)),
 }
 STEPS = 6

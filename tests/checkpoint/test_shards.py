@@ -22,8 +22,8 @@ from megazero.mpu.traffic import TrafficLog, recording_context
 from megazero.optim.elementwise import Adam
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.unit import Unit
+from tests.zero.policies import make_policy
 
 F32, BF16 = torch.float32, torch.bfloat16
 ANY = InitialValues("zeros")
@@ -78,7 +78,7 @@ def build(grid: ProcessGrid, rank: int, stage: int, bucket_size: int = 20, dtype
     for param in params:
         param.requires_grad_(param.spec.name != "frozen")
     units = [Unit(0, nn.Module(), (param,)) for param in params]
-    policy = ZeroPolicy(stage=stage, bucket_size=bucket_size, persistence_threshold=4)
+    policy = make_policy(stage=stage, bucket_size=bucket_size, persistence_threshold=4)
     optimizer = Optimizer(build_store(units, policy, context), Adam(), context, 0.0)
     for bucket in optimizer.store.buckets:
         for flat in optimizer.store.at_rest(bucket).values():

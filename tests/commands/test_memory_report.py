@@ -18,11 +18,11 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.plan.words import shown
 from megazero.train.observe.memory import MemoryMeter, PeakOfOutputs
 from megazero.train.pretraining import pretrain_on
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import GRADIENT, WEIGHT
 from megazero.zero.store.tier import TierSlot
 from tests.zero.harness import Trainer, in_threads
 from tests.zero.models import Zoo, zoo_loss
+from tests.zero.policies import make_policy
 from tests.zero.test_store import STORES, DeviceStore, policy
 
 SMALL = (
@@ -107,7 +107,7 @@ def test_what_a_step_takes_is_gathers_gradient_buffers_and_the_rest(stage):
     """Buffers are literal: two buckets of 4 x 4 fp32 weights at a time, beside what the loss makes."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(5)))
-    settings = ZeroPolicy(
+    settings = make_policy(
         stage, bucket_size=16, prefetch=0, max_live=0, persistence_threshold=0, shard_alone=stage > 0
     )
     trainer = Trainer(model, lambda m, step, sample: m(torch.ones(3, 4)).sum(), settings, solo_context())

@@ -144,7 +144,10 @@ def test_a_curriculum_still_grows_when_it_is_shrunk(capsys):
     argv = [*BASE, *grows.split(), *layout.split()[:3], "--mock-data"]
     config = parse_config(argv, world_size=2).config
     small = shrink(config, 1).config
-    assert [length for _, length in SequenceLengths.of(small).pieces] == [8, 16]
+    assert [length for _, length in SequenceLengths.of(small.curriculum, small.model.seq_length).pieces] == [
+        8,
+        16,
+    ]
     assert small.model.seq_length == 16
 
 

@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 
 from megazero.config.derive import (
-    chunks_per_stage,
+    PipelineShape,
     data_parallel_size,
-    num_chunks,
     padded_vocab_size,
-    schedule_kind,
 )
 from megazero.errors import ConfigError
 from tests.config.samples import make_config
@@ -61,6 +59,6 @@ def test_chunks_and_schedule_of_twelve_layers(
 ) -> None:
     parallel = {"pipeline_model_parallel_size": stages, **changes}
     config = make_config({"model.num_layers": 12, **{f"parallel.{k}": v for k, v in parallel.items()}})
-    assert chunks_per_stage(config) == per_stage
-    assert num_chunks(config) == stages * per_stage
-    assert schedule_kind(config) == kind
+    shape = PipelineShape.of(config)
+    assert (shape.stages, shape.chunks_per_stage, shape.kind) == (stages, per_stage, kind)
+    assert shape.chunks == stages * per_stage

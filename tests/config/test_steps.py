@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from megazero.config.stairs import BatchStairs
-from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Step, Steps
+from megazero.config.steps import BatchRamp, BatchSizes, Progress, SequenceLengths, Step, Steps
 from tests.config.samples import make_config
 
 # 4 -> 12 in steps of 4 over 30 samples: each size is held for 15 samples
@@ -41,10 +42,13 @@ def test_a_ramp_that_does_not_grow_is_held_for_good() -> None:
 
 
 def test_ramp_of_a_configuration() -> None:
-    config = make_config({"batch.global_batch_size": 16, "batch.rampup_batch_size": (4, 4, 30)})
-    assert BatchRamp.of(config, 2) == BatchRamp(4, 4, 30, 16)
-    assert BatchRamp.of(make_config(), 3) == BatchRamp.constant(6)
-    assert BatchRamp.of(make_config({"batch.global_batch_size": 24}), 3) == BatchRamp.constant(24)
+    def ramp(replicas: int, **changes: Any) -> BatchSizes:
+        config = make_config({f"batch.{name}": value for name, value in changes.items()})
+        return BatchRamp.of(config.batch, config.model, replicas)
+
+    assert ramp(2, global_batch_size=16, rampup_batch_size=(4, 4, 30)) == BatchRamp(4, 4, 30, 16)
+    assert ramp(3) == BatchRamp.constant(6)
+    assert ramp(3, global_batch_size=24) == BatchRamp.constant(24)
 
 
 def test_sequence_lengths_by_hand() -> None:
@@ -145,7 +149,7 @@ def test_any_start_agrees_with_walking() -> None:
 def stairs(schedule: str, seq_length: int = 32) -> BatchStairs:
     """The batch sizes of `--step-batch-size-schedule`."""
     config = make_config({"batch.step_batch_size_schedule": (schedule,), "model.seq_length": seq_length})
-    sizes = BatchRamp.of(config, 1)
+    sizes = BatchRamp.of(config.batch, config.model, 1)
     assert isinstance(sizes, BatchStairs)
     return sizes
 

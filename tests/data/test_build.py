@@ -12,7 +12,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.training import BatchConfig
 from megazero.data.blended import BlendedDataset
-from megazero.data.build import DatasetRequest, build_datasets, gpt_datasets
+from megazero.data.build import DatasetRequest, DataSources, build_datasets, gpt_datasets
 from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.splits import SplitReading
@@ -32,9 +32,9 @@ def corpora(tmp_path):
 
 
 def request(**fields) -> DatasetRequest:
-    return DatasetRequest(
-        **{"builder": GPTBuilder(SETTINGS), "num_samples": (50, 20, 10), "split": "8,1,1", **fields}
-    )
+    own = {"builder": GPTBuilder(SETTINGS), "num_samples": (50, 20, 10)}
+    own |= {name: fields.pop(name) for name in (*own, "train_exact_num_epochs") if name in fields}
+    return DatasetRequest(sources=DataSources(**{"split": "8,1,1", **fields}), **own)
 
 
 def test_one_dataset_is_split(corpora):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megazero.data import gpt_dataset
-from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset, finish_batch
+from megazero.data.gpt_dataset import DocumentEnds, GPTDataset, GPTSettings, MockGPTDataset, finish_batch
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
@@ -95,24 +95,26 @@ def test_ids_of_the_split_only(indexed):
 
 def test_masks_at_end_of_document():
     tokens = np.array([[5, 0, 6, 7, 0, 0, 8], [0, 1, 2, 3, 4, 5, 0]])
-    every = GPTSettings(
-        7, eod_token=0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
-    )
-    batch = finish_batch(tokens, tokens, every)
+    every = DocumentEnds(0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
+
+    def finished(**changes: bool) -> dict[str, np.ndarray]:
+        return finish_batch(tokens, tokens, GPTSettings(7, ends=replace(every, **changes)))
+
+    batch = finished()
     assert batch["loss_mask"].tolist() == [[1, 0, 1, 1, 0, 0, 1], [0, 1, 1, 1, 1, 1, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 0, 1, 2, 3, 4, 5]]
     assert batch["document_ids"].tolist() == [[0, 0, 1, 1, 1, 2, 3], [0, 1, 1, 1, 1, 1, 1]]
     assert batch["document_ids"].dtype == np.int32
-    only = finish_batch(tokens, tokens, replace(every, reset_position_ids=False, eod_mask_loss=False))
+    only = finished(reset_position_ids=False, eod_mask_loss=False)
     assert only["position_ids"].tolist() == [list(range(7))] * 2
     assert only["loss_mask"].min() == 1
-    assert "document_ids" not in finish_batch(tokens, tokens, replace(every, reset_attention_mask=False))
+    assert "document_ids" not in finished(reset_attention_mask=False)
 
 
 @pytest.mark.parametrize("flag", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
 def test_masks_need_the_token(flag):
     with pytest.raises(DataError, match=f"`eod_token` must be given for {flag}"):
-        GPTSettings(4, **{flag: True})
+        DocumentEnds(**{flag: True})
 
 
 def test_too_little_text_shows_dataset_and_arithmetic(tmp_path):

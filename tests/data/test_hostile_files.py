@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megazero.config.tasks import Task
+from megazero.config.tasks import LabelColumn, Task
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.labelled.files import read_labelled
@@ -88,7 +88,7 @@ def test_difficulties(tmp_path, change, what):
 
 @OTHERS
 def test_labelled_files(tmp_path, change, what):
-    task = Task(texts=("a",), choices=(), label="b", identity="id", unlabelled=(), headless=())
+    task = Task(texts=("a",), labels=LabelColumn("b"), identity="id")
     change(tmp_path / "train.tsv")
     with pytest.raises(DataError, match=f"train.tsv` must be readable UTF-8 text, but is not .*{what}"):
         read_labelled(str(tmp_path / "train.tsv"), task, labels_needed=True)

@@ -17,9 +17,9 @@ with warnings.catch_warnings():
     from megatron.core.datasets.indexed_dataset import IndexedDataset as CoreIndexedDataset
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megazero.data.build import DatasetRequest, build_datasets
+from megazero.data.build import DatasetRequest, DataSources, build_datasets
 from megazero.data.gpt_builder import GPTBuilder
-from megazero.data.gpt_dataset import GPTSettings
+from megazero.data.gpt_dataset import DocumentEnds, GPTSettings
 from megazero.data.index_build import (
     build_blending_index,
     build_exhaustive_blending_index,
@@ -77,7 +77,7 @@ def test_one_dataset_in_three_splits(tmp_path, corpora, monkeypatch, split, leng
     config = core_config(tmp_path, ([corpora[0]], None), split, length, seed)
     theirs = core_datasets(config, sizes, monkeypatch)
     settings = GPTSettings(sequence_length=length, seed=seed)
-    ours = build_datasets(DatasetRequest(GPTBuilder(settings), sizes, data_path=(corpora[0],), split=split))
+    ours = build_datasets(DatasetRequest(GPTBuilder(settings), sizes, DataSources((corpora[0],), split)))
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine is None) == (other is None)
         if mine is not None:
@@ -95,7 +95,7 @@ def test_weighted_blend(tmp_path, corpora, monkeypatch, weights):
     theirs = core_datasets(config, sizes, monkeypatch)
     path = [text for weight, prefix in zip(weights, corpora, strict=True) for text in (str(weight), prefix)]
     settings = GPTSettings(sequence_length=16, seed=99)
-    ours = build_datasets(DatasetRequest(GPTBuilder(settings), sizes, data_path=tuple(path), split="8,1,1"))
+    ours = build_datasets(DatasetRequest(GPTBuilder(settings), sizes, DataSources(tuple(path), "8,1,1")))
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(mine.dataset_index, other.dataset_index)
         np.testing.assert_array_equal(mine.sample_index, other.dataset_sample_index)
@@ -107,9 +107,7 @@ def test_blend_without_weights(tmp_path, corpora, monkeypatch, sizes):
     config = core_config(tmp_path, (corpora, None), "8,1,1", 16, 99)
     theirs = core_datasets(config, sizes, monkeypatch)
     settings = GPTSettings(sequence_length=16, seed=99)
-    ours = build_datasets(
-        DatasetRequest(GPTBuilder(settings), sizes, data_path=tuple(corpora), split="8,1,1")
-    )
+    ours = build_datasets(DatasetRequest(GPTBuilder(settings), sizes, DataSources(tuple(corpora), "8,1,1")))
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(mine.dataset_index, other.dataset_index)
         assert_same_samples(mine, other)
@@ -123,8 +121,8 @@ def test_masks_at_end_of_document(tmp_path, corpora, monkeypatch):
     tokens.tofile(f"{prefix}.bin")
     config = core_config(tmp_path, ([prefix], None), "1", 24, 1, **flags)
     theirs = core_datasets(config, (20, 0, 0), monkeypatch)[0]
-    settings = GPTSettings(sequence_length=24, seed=1, eod_token=EOD, **flags)
-    ours = build_datasets(DatasetRequest(GPTBuilder(settings), (20, 0, 0), data_path=(prefix,), split="1"))[0]
+    settings = GPTSettings(sequence_length=24, seed=1, ends=DocumentEnds(EOD, **flags))
+    ours = build_datasets(DatasetRequest(GPTBuilder(settings), (20, 0, 0), DataSources((prefix,), "1")))[0]
     assert_same_samples(ours, theirs)
     documents = ours[2]["document_ids"]
     causal = np.tril(np.ones((24, 24), dtype=bool)) & (documents[:, None] == documents[None, :])

@@ -11,7 +11,7 @@ import pytest
 from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
-from megazero.data.build import DatasetRequest, build_datasets
+from megazero.data.build import DatasetRequest, DataSources, build_datasets
 from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed import reader
@@ -25,7 +25,7 @@ from tests.data.corpora import write_lengths
 def gpt(prefix, seed=1, length=8, epochs=1, paths=None, split="100,0,0"):
     builder = GPTBuilder(GPTSettings(length, seed))
     request = DatasetRequest(
-        builder, (None, 0, 0), paths or (str(prefix),), split, train_exact_num_epochs=epochs
+        builder, (None, 0, 0), DataSources(paths or (str(prefix),), split), train_exact_num_epochs=epochs
     )
     return build_datasets(request)[0]
 
@@ -93,7 +93,7 @@ def test_masking_is_not_part_of_a_sample(tmp_path):
     facts = []
     for share in (0.15, 0.4):
         builder = BERTBuilder(BERTSettings(32, words, mask_prob=share))
-        request = DatasetRequest(builder, (None, 0, 0), (str(tmp_path / "s"),), "100,0,0")
+        request = DatasetRequest(builder, (None, 0, 0), DataSources((str(tmp_path / "s"),), "100,0,0"))
         facts.append(AnalyzedDataset.of(build_datasets(request)[0]))
     assert facts[0] == facts[1]
 

@@ -63,10 +63,10 @@ def gpt(text: str, out: Path, *flags: str) -> list[str]:
 
 def whole_text(text: str) -> np.ndarray:
     """All samples of the training, [n, 17]."""
-    from megazero.data.build import DatasetRequest, build_datasets
+    from megazero.data.build import DatasetRequest, DataSources, build_datasets
 
     request = DatasetRequest(
-        GPTBuilder(GPTSettings(16)), (None, 0, 0), (text,), "1,0,0", train_exact_num_epochs=1
+        GPTBuilder(GPTSettings(16)), (None, 0, 0), DataSources((text,), "1,0,0"), train_exact_num_epochs=1
     )
     dataset = build_datasets(request)[0]
     index = np.arange(len(dataset))

@@ -17,7 +17,7 @@ import pytest
 from data_tools.preprocessing import encode, pipeline, pool
 from data_tools.preprocessing.chunks import cut
 from data_tools.preprocessing.encode import ChunkEncoder, EncodeJob
-from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
+from data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
 from data_tools.preprocessing.pool import WorkerPool, can_fork
 from megazero.data.tokenizers.build import TokenizerSpec
 from megazero.data.tokenizers.fast import FastChoice
@@ -111,8 +111,8 @@ def test_a_bar_on_a_terminal_does_not_keep_workers_from_being_forked(tmp_path, o
     spec = TokenizerSpec(bpe[1], bpe[3], bpe[5])
     path = write_jsonl(tmp_path / "f.jsonl", [{"text": "the fox"}] * 50)
     job = EncodeJob(spec, ("text",))
-    outcome = preprocess(PreprocessRun((path,), str(out / "p"), job, workers=2, chunk_bytes=100))
-    assert outcome.totals.documents["text"] == 50
+    outcome = preprocess(PreprocessRun((path,), str(out / "p"), job, Workers(2), chunk_bytes=100))
+    assert outcome.totals.keys["text"].documents == 50
     assert outcome.encoder == "GPT2BPETokenizer"
     assert "starting again" in terminal.getvalue()
     assert asked[0] is True

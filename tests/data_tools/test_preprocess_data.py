@@ -14,7 +14,7 @@ import pytest
 
 from data_tools.preprocess_data import main
 from data_tools.preprocessing import encode
-from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
+from data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.tokenizers.base import TokenBatch
 from megazero.data.tokenizers.fast import FastChoice
@@ -67,9 +67,9 @@ def test_output_is_the_tokenizers_ids_for_any_worker_count_chunk_size_and_packin
     digests = set()
     for workers, chunk_bytes in ((1, 1 << 20), (1, 500), (2, 3000), (3, 700)):
         prefix = str(out / f"w{workers}_{chunk_bytes}")
-        run = PreprocessRun((plain, str(packed)), prefix, job, workers, chunk_bytes=chunk_bytes)
+        run = PreprocessRun((plain, str(packed)), prefix, job, Workers(workers), chunk_bytes=chunk_bytes)
         totals = preprocess(run).totals
-        assert (totals.lines, totals.documents["text"], totals.empty["text"]) == (300, 257, 43)
+        assert (totals.lines, totals.keys["text"].documents, totals.keys["text"].empty) == (300, 257, 43)
         ends = (".bin", ".idx", ".sum")
         digests.add(tuple(Path(f"{prefix}_text_document{end}").read_bytes() for end in ends))
     assert len(digests) == 1

@@ -14,7 +14,7 @@ import pytest
 
 from data_tools.preprocess_data import main
 from data_tools.preprocessing import encode, pipeline
-from data_tools.preprocessing.pipeline import PreprocessRun, preprocess
+from data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
 from tests.data_tools.conftest import BYTES, NULL, visible, write_jsonl
 from tests.data_tools.preprocessing import acting_after, read_documents, spec_of
 
@@ -67,10 +67,12 @@ def test_sentences_are_the_same_bytes_for_any_numbers_of_workers_and_partitions(
     digests = set()
     for workers, partitions, chunk_bytes in ((1, 1, 1 << 20), (2, 1, 300), (2, 2, 200), (3, 3, 1 << 20)):
         prefix = str(out / f"w{workers}_{partitions}_{chunk_bytes}")
-        run = PreprocessRun((plain, str(packed)), prefix, job, workers, 1000, chunk_bytes, partitions)
+        run = PreprocessRun(
+            (plain, str(packed)), prefix, job, Workers(workers, partitions), 1000, chunk_bytes
+        )
         totals = preprocess(run).totals
-        assert (totals.lines, totals.documents["text"], totals.empty["text"]) == (125, 124, 1)
-        assert (totals.sequences["text"], totals.single["text"]) == (368, 25)
+        assert (totals.lines, totals.keys["text"].documents, totals.keys["text"].empty) == (125, 124, 1)
+        assert (totals.keys["text"].sequences, totals.keys["text"].single) == (368, 25)
         ends = (".bin", ".idx", ".sum")
         digests.add(tuple(Path(f"{prefix}_text_sentence{end}").read_bytes() for end in ends))
     assert len(digests) == 1

@@ -18,12 +18,12 @@ from megazero.deepspeed.estimates import (
 from megazero.optim.elementwise import Adam
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.host import HostTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
 from megazero.zero.store.store import WEIGHT, offloaded_bytes
 from megazero.zero.unit import module_units
 from tests.zero.harness import in_threads
+from tests.zero.policies import make_policy
 
 SIZES = (6, 12, 30)
 
@@ -40,7 +40,7 @@ def held(stage: int, ranks: int, *, state: bool, parameters: bool) -> tuple[int,
         placed = StatePlacement(
             tier if state else None, tier if state else None, tier if parameters else None
         )
-        policy = ZeroPolicy(stage, persistence_threshold=0, bucket_size=10**6, shard_alone=True)
+        policy = make_policy(stage, persistence_threshold=0, bucket_size=10**6, shard_alone=True)
         units = module_units(model())
         store = build_store(units, policy, context, kind=lambda policy: OffloadStore(policy, placed))
         optimizer = Optimizer(store, Adam(), context, 1.0)

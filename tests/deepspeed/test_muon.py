@@ -11,7 +11,7 @@ from megazero.deepspeed.torch_rule import choose_rule
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, solo_context
 from megazero.optim.elementwise import Adam
-from megazero.optim.muon import Muon
+from megazero.optim.muon import Muon, NewtonSchulz
 from megazero.optim.rule import Pieces
 from tests.deepspeed.user_models import (
     Tied,
@@ -140,7 +140,9 @@ def test_torchs_muon_is_the_rule_with_its_options():
     told = {"momentum": 0.9, "nesterov": False, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)}
     other = torch.optim.Muon([weight], lr=0.01, adjust_lr_fn="match_rms_adamw", **told)
     found = choose_rule(other, allow_untested=False)(other.param_groups)
-    assert found == Muon(0.9, False, ((2.0, -1.5, 0.5),), 3, "spectral", 0.2, rest=Adam(0.9, 0.95, 1e-10))
+    assert found == Muon(
+        0.9, False, NewtonSchulz(((2.0, -1.5, 0.5),), 3), "spectral", 0.2, rest=Adam(0.9, 0.95, 1e-10)
+    )
     strange = torch.optim.Muon([weight], lr=0.01, eps=1e-3)
     with pytest.raises(ConfigError, match="`eps` of Muon must be 1e-07, but is 0.001"):
         choose_rule(strange, allow_untested=False)(strange.param_groups)

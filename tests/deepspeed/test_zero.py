@@ -22,8 +22,8 @@ from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.zero.build import build_store
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.unit import module_units
+from tests.zero.policies import make_policy
 
 WIDTH, LAYERS = 16, 6
 
@@ -205,7 +205,7 @@ def test_modifications_of_whole_and_of_sharded_parameters_reach_the_masters():
         results = []
         for stage in (1, 3):
             model = nn.Linear(3, 2)
-            policy = ZeroPolicy(stage=stage, persistence_threshold=0)
+            policy = make_policy(stage=stage, persistence_threshold=0)
             units = module_units(model)
             store = build_store(units, policy, context)
             UserParallel(model, units, store, policy, context)

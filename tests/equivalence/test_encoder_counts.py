@@ -127,7 +127,10 @@ def test_the_second_loss_is_not_scaled_by_how_much_the_first_one_counts():
     config, context = configure(Layout(shape="bert")), solo_context()
 
     def whole(arrays, context: ParallelContext, step: Step) -> list:
-        return [replace(batch, wanted=None) for batch in batches(config, arrays, context, step)]
+        return [
+            replace(batch, targets=replace(batch.targets, wanted=None))
+            for batch in batches(config, arrays, context, step)
+        ]
 
     found = [
         train(config, samples([9, 30], masked, WIDTH), context, whole).gradients[0]["binary_head.weight"]

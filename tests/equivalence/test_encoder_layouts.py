@@ -60,7 +60,7 @@ def test_what_the_samples_are():
     assert masked[4] == 0
     assert len(set(masked)) > 3
     assert len({batch.padding for batch in batches}) > 3
-    assert {int(batch.is_random) for batch in batches} == {0, 1}
+    assert {int(batch.targets.is_random) for batch in batches} == {0, 1}
     assert all(batch.counts["sop"] == 1 for batch in batches)
 
 

@@ -79,14 +79,14 @@ def run_theirs(model: torch.nn.Module, config: Config) -> list[float]:
         step: Step = plan.at(state.progress)
         batches = micro_batches(config, solo_context(), step)
         masks = [
-            torch.ones(batch.tokens.shape) if batch.loss_mask is None else batch.loss_mask
+            torch.ones(batch.tokens.shape) if batch.learnt.weights is None else batch.learnt.weights
             for batch in batches
         ]
         count = sum(mask.sum() for mask in masks)
         total = 0.0
         for batch, mask in zip(batches, masks, strict=True):
             logits = model(batch.tokens).logits.flatten(0, 1)
-            each = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+            each = torch.nn.functional.cross_entropy(logits, batch.learnt.labels.flatten(), reduction="none")
             loss = (each * mask.flatten()).sum() / count
             loss.backward()
             total += loss.item()

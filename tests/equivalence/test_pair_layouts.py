@@ -50,7 +50,7 @@ def test_the_selections_hold_every_setting_and_every_pair_of_them():
 def test_what_the_samples_are():
     config, context = Layout(shape="t5").config(), solo_context()
     batches = micro_batches(config, context, training_plan_of(config, 1).at(Progress()))
-    for sizes in ([b.tokens.shape[1] for b in batches], [b.decoder_tokens.shape[1] for b in batches]):
+    for sizes in ([b.tokens.shape[1] for b in batches], [b.decoder.tokens.shape[1] for b in batches]):
         assert len(set(sizes)) > 1 or max(sizes) <= 8
     assert any(batch.mask is not None for batch in batches)
     assert len({batch.counts["lm"] for batch in batches}) > 3

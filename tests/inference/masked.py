@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.data.tokenizers.base import Tokenizer
@@ -71,8 +72,12 @@ def on_ranks(layout: Layout, tokenizer: Tokenizer, work, model: ModelConfig = MO
     def on_rank(rank: int):
         context = thread_context(world, layout.grid, rank)
         chunks = build_chunks(config, vocabulary, context, torch.device("cpu"))
-        staged = StagedModel(chunks, schedule_of(config).stage_of, context.pp)
-        collate = family_of(config.model).collate(config, size, solo_context(), None)
+        staged = StagedModel(
+            chunks,
+            schedule_of(PipelineShape.of(config)).stage_of,
+            context.pp,
+        )
+        collate = family_of(config.model).samples.collate(config, size, solo_context(), None)
         return work(MaskFiller(staged, tokenizer, collate))
 
     return world.run(on_rank)

@@ -47,8 +47,8 @@ def samples_of(flags: list[str]):
     """The training samples, and what makes batches of them."""
     config = parse_config(flags, world_size=1).config
     vocabulary, family = build_vocabulary(config), family_of(config.model)
-    dataset = family.datasets(config, vocabulary, (1, 0, 0))[0]
-    collate = family.collate(config, vocabulary.size, solo_context(), None)
+    dataset = family.samples.datasets(config, vocabulary, (1, 0, 0))[0]
+    collate = family.samples.collate(config, vocabulary.size, solo_context(), None)
     return config, vocabulary, dataset, collate
 
 
@@ -72,7 +72,7 @@ def test_it_is_the_mean_over_the_masked_tokens_of_each_sample(trained, alone):
         batch = collate(dataset.batch(np.array([number])), (number,))
         with torch.no_grad():
             logits, _ = model(batch)
-        loss = F.cross_entropy(logits.squeeze(1)[:, : vocabulary.size].float(), batch.labels)
+        loss = F.cross_entropy(logits.squeeze(1)[:, : vocabulary.size].float(), batch.targets.labels)
         expected.append(SCALE * float(loss))
     assert len(alone) == len(dataset) > 30
     assert len(set(alone.tolist())) > 20

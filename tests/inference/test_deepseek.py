@@ -10,7 +10,7 @@ from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.layers.initialize import initialize
 from megazero.layers.placement import Placement
-from megazero.models.batch import Batch
+from megazero.models.batch import Batch, Places
 from megazero.models.chunk import EMBEDDING, HEAD, Slice
 from megazero.models.gpt import GPT
 from megazero.mpu.context import thread_context
@@ -69,11 +69,11 @@ def test_the_bytes_of_a_cache_are_those_of_small_vectors_and_rotated_keys():
     staged = StagedModel.whole(model)
     cache = staged.new_cache(20)
     with torch.inference_mode():
-        staged.logits(Batch(torch.tensor([[5, 17, 3], [1, 2, 3]]), positions=range(3)), cache)
+        staged.logits(Batch(torch.tensor([[5, 17, 3], [1, 2, 3]]), places=Places(range(3))), cache)
     layers, positions, sequences, of_a_token, size = 2, 20, 2, 10 + 4, 4
     assert cache.elements * size == layers * positions * sequences * of_a_token * size == 4480
     plain = StagedModel.whole(build(LLAMA.model_copy(update={"num_query_groups": 4})))
     keys = plain.new_cache(20)
     with torch.inference_mode():
-        plain.logits(Batch(torch.tensor([[5, 17, 3], [1, 2, 3]]), positions=range(3)), keys)
+        plain.logits(Batch(torch.tensor([[5, 17, 3], [1, 2, 3]]), places=Places(range(3))), keys)
     assert keys.elements * size == 2 * 20 * 2 * (2 * 4 * 8) * 4 == 20480

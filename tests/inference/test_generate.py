@@ -15,6 +15,7 @@ from megazero.layers.collectives import gather_features
 from megazero.models.batch import Batch
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
+from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext, make_context
 from megazero.mpu.grid import ProcessGrid
 from tests.inference.samples import GPT2, LLAMA, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB, build, on_threads
@@ -257,7 +258,7 @@ def test_the_model_is_left_as_it_was(mode):
     generate(model, PROMPTS, max_new_tokens=4, sampling=DRAWN)
     assert model.training is mode
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    sums = model.run(Batch(torch.tensor([[1, 2]]), labels=torch.tensor([[2, 3]]))).terms
+    sums = model.run(Batch(torch.tensor([[1, 2]]), Targets(torch.tensor([[2, 3]])))).terms
     loss = sums["lm"]
     loss.backward()
     assert model.embedding.word.grad is not None

@@ -10,7 +10,7 @@ from megazero.inference.cache import KeyValueCache
 from megazero.inference.generate import generate
 from megazero.inference.staged import StagedModel
 from megazero.layers.state_space.convolution import WIDTH
-from megazero.models.batch import Batch
+from megazero.models.batch import Batch, Places
 from megazero.mpu.context import ParallelContext
 from tests.inference.samples import COMMON, HYBRID, PROMPTS, SIZES, VOCAB, build, on_threads
 from tests.inference.test_generate import DRAWN, GREEDY, NEW, slowly
@@ -46,7 +46,7 @@ def test_what_a_mixer_remembers_does_not_grow():
     sizes = []
     for start, length in ((0, 9), (9, 1), (10, 13)):
         tokens = torch.randint(VOCAB[0], (2, length))
-        model.logits(Batch(tokens, positions=range(start, start + length)), cache)
+        model.logits(Batch(tokens, places=Places(range(start, start + length))), cache)
         sizes.append([sum(x.numel() for x in cache.states[layer]) for layer in (1, 3)])
     channels, n, b = 8 * 4, 5, 2
     each = b * ((WIDTH - 1) * (channels + 2 * 2 * n) + channels * n)

@@ -73,9 +73,9 @@ def test_it_is_the_cross_entropy_by_the_position_in_a_document(trained):
     vocabulary, context = build_vocabulary(config), solo_context()
     reader = CheckpointReader(candidates(config.checkpoint.load).folders[0])
     (model,) = load_chunks(config, vocabulary, context, reader).values()
-    dataset = family_of(config.model).datasets(config, vocabulary, (0, SAMPLES, 0))[1]
+    dataset = family_of(config.model).samples.datasets(config, vocabulary, (0, SAMPLES, 0))[1]
     arrays = dataset.batch(range(SAMPLES))
-    collate = family_of(config.model).collate(config, vocabulary.size, context, None)
+    collate = family_of(config.model).samples.collate(config, vocabulary.size, context, None)
     with torch.no_grad():
         logits = model(collate(arrays, tuple(range(SAMPLES))))[..., : vocabulary.size].float()
     losses = F.cross_entropy(logits.permute(1, 2, 0), torch.from_numpy(arrays["labels"]), reduction="none")

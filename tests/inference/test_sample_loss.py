@@ -91,9 +91,9 @@ def test_it_is_the_mean_cross_entropy_of_each_sample(trained, alone):
     reader = CheckpointReader(candidates(config.checkpoint.load).folders[0])
     (model,) = load_chunks(config, vocabulary, context, reader).values()
     assert isinstance(model, GPT)
-    dataset = family_of(config.model).datasets(config, vocabulary, (1, 0, 0))[0]
+    dataset = family_of(config.model).samples.datasets(config, vocabulary, (1, 0, 0))[0]
     arrays = dataset.batch(np.arange(37))
-    collate = family_of(config.model).collate(config, vocabulary.size, context, None)
+    collate = family_of(config.model).samples.collate(config, vocabulary.size, context, None)
     with torch.no_grad():
         logits = model(collate(arrays, tuple(range(37))))[..., :64].float()
     losses = F.cross_entropy(logits.permute(1, 2, 0), torch.from_numpy(arrays["labels"]), reduction="none")

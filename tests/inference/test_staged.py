@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megazero.config.derive import PipelineShape
 from megazero.inference.generate import generate
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
@@ -28,7 +29,11 @@ def tokens(layout: Layout) -> list[list[list[int]]]:
         # Weights that prefer some tokens; chunks of one stage may share one.
         for parameter in {p for chunk in chunks.values() for p in chunk.parameters()}:
             parameter.data.mul_(3.0)
-        model = StagedModel(chunks, schedule_of(config).stage_of, context.pp)
+        model = StagedModel(
+            chunks,
+            schedule_of(PipelineShape.of(config)).stage_of,
+            context.pp,
+        )
         return generate(model, PROMPTS, max_new_tokens=6, sampling=Sampling(seed=3))
 
     return world.run(work)

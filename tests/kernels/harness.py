@@ -46,7 +46,9 @@ def assert_faultless(library: WatchedLibrary) -> None:
     report = library.report()
     assert report.faults == ()
     assert report.kernels
-    assert {name: counts.mistakes for name, counts in report.kernels.items() if counts.mistakes} == {}
+    assert {
+        name: counts.mistakes.total for name, counts in report.kernels.items() if counts.mistakes.total
+    } == {}
 
 
 class Mirrored:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from megazero.commands.kernels import BEGIN, END, main
 from megazero.commands.kernels.compiled import CompiledKernel, occupancy, read_compiled
 from megazero.commands.kernels.table import KernelRow, kernel_rows, markdown, measured_operators
 from megazero.kernels.build import CSRC, ROOT
-from megazero.kernels.on_cpu import KernelCounts
+from megazero.kernels.on_cpu import KernelCounts, MemoryCounts, MistakeCounts
 
 LOG = """
 ptxas info    : Compiling entry function '_ZN8megazero8rms_normIfLi1EEEvllPKT_' for 'sm_80'
@@ -81,7 +81,14 @@ def test_every_kernel_keeps_its_bounds(rows):
     assert [problem for row in rows for problem in row.problems()] == []
 
 
-GOOD = KernelCounts(**dict.fromkeys(KernelCounts.__dataclass_fields__, 0) | {"bytes_read": 100})
+def counts(**given: int) -> KernelCounts:
+    """What a kernel did that read 100 bytes and nothing else, with these changes."""
+    kinds = (KernelCounts, MemoryCounts, MistakeCounts)
+    names = {field.name for kind in kinds for field in fields(kind)} - {"memory", "mistakes"}
+    return KernelCounts.read(dict.fromkeys(names, 0) | {"bytes_read": 100} | given)
+
+
+GOOD = counts()
 
 
 @pytest.mark.parametrize(
@@ -97,12 +104,12 @@ GOOD = KernelCounts(**dict.fromkeys(KernelCounts.__dataclass_fields__, 0) | {"by
 )
 def test_a_bound_that_is_not_kept_is_a_problem(changes, must_move, word):
     assert KernelRow("move", "case", GOOD, 100, "", {}).problems() == []
-    (problem,) = KernelRow("move", "case", replace(GOOD, **changes), must_move, "", {}).problems()
+    (problem,) = KernelRow("move", "case", counts(**changes), must_move, "", {}).problems()
     assert word in problem
 
 
 def test_a_reason_excuses_sectors():
-    scattered = replace(GOOD, sectors=12, ideal_sectors=10)
+    scattered = counts(sectors=12, ideal_sectors=10)
     assert KernelRow("move", "case", scattered, 100, "rows are where indices say", {}).problems() == []
 
 
@@ -127,7 +134,7 @@ def test_the_page_shows_what_the_kernels_do(rows):
 
 def test_a_kernel_that_is_not_compiled_for_an_architecture_has_a_dash_there():
     compiled = {"sm_80": CompiledKernel(32, 0, 1), "sm_90": CompiledKernel(64, 4, 1)}
-    table = markdown([KernelRow("move", "case", replace(GOOD, threads_per_block=128), 100, "", compiled)])
+    table = markdown([KernelRow("move", "case", counts(threads_per_block=128), 100, "", compiled)])
     assert table.splitlines()[-1].endswith("| 32 / 64 / - | 0 / 4 / - | 100% / 50% / - |")
 
 

@@ -48,10 +48,10 @@ def run(kernel, *leading, size=512, order=ThreadOrder.FORWARD):
 @pytest.mark.parametrize("order", ThreadOrder, ids=str)
 def test_a_fault_is_found(kernel, count, words, order):
     _, counts, faults = run(kernel, order=order)
-    assert getattr(counts, count) > 0
+    assert getattr(counts.mistakes, count) > 0
     # Who does not wait may also read what is not written yet.
-    others = counts.unwritten_reads if kernel == "reverse_without_barrier" else 0
-    assert counts.mistakes == getattr(counts, count) + others
+    others = counts.mistakes.unwritten_reads if kernel == "reverse_without_barrier" else 0
+    assert counts.mistakes.total == getattr(counts.mistakes, count) + others
     assert any(words in fault for fault in faults)
     assert all(fault.startswith(f"{kernel}: ") and "faulty.cu:" in fault for fault in faults)
 
@@ -68,7 +68,7 @@ def test_an_access_out_of_bounds_is_found_and_not_carried_out(kernel, size, word
     with pytest.raises(RuntimeError, match=f"the kernel `{kernel}` must start.* illegal memory access"):
         kernels.launch(kernel, torch.zeros(size), torch.zeros(64))
     report = kernels.report()
-    assert report.kernels[kernel].out_of_bounds == 1
+    assert report.kernels[kernel].mistakes.out_of_bounds == 1
     assert words in report.faults[0]
 
 
@@ -76,7 +76,7 @@ def test_an_access_out_of_bounds_is_found_and_not_carried_out(kernel, size, word
 def test_a_kernel_without_faults_has_none(order):
     y, counts, faults = run("reverse_right", order=order)
     assert y[:64].tolist() == list(range(63, -1, -1))
-    assert (counts.mistakes, faults) == (0, ())
+    assert (counts.mistakes.total, faults) == (0, ())
     assert (counts.launches, counts.threads_per_block, counts.shared_bytes) == (1, 64, 256)
 
 
@@ -84,26 +84,34 @@ def test_a_block_that_no_device_takes_is_refused():
     kernels = library()
     with pytest.raises(RuntimeError, match="invalid configuration"):
         kernels.launch("too_many_threads", torch.zeros(1), torch.zeros(1))
-    assert kernels.report().kernels["strided"].bad_launches == 1
+    assert kernels.report().kernels["strided"].mistakes.bad_launches == 1
 
 
 def test_bytes_and_sectors():
     _, straight, _ = run("reverse_right")
-    assert (straight.bytes_read, straight.bytes_written) == (256, 256)
-    assert (straight.sectors, straight.ideal_sectors) == (16, 16)
+    assert (straight.memory.bytes_read, straight.memory.bytes_written) == (256, 256)
+    assert (straight.memory.sectors, straight.memory.ideal_sectors) == (16, 16)
     _, strided, _ = run("strided")  # a sector for each of the 32 floats that are read
-    assert (strided.bytes_read, strided.sectors, strided.ideal_sectors) == (128, 32 + 4, 4 + 4)
+    assert (strided.memory.bytes_read, strided.memory.sectors, strided.memory.ideal_sectors) == (
+        128,
+        32 + 4,
+        4 + 4,
+    )
     _, twice, _ = run("twice_read")
-    assert (twice.bytes_read, twice.bytes_written) == (256, 128)
+    assert (twice.memory.bytes_read, twice.memory.bytes_written) == (256, 128)
     _, cached, _ = run("cached")  # by two blocks
-    assert (cached.bytes_read, cached.cached_bytes, cached.bytes_moved) == (0, 128, 128 + 256)
+    assert (cached.memory.bytes_read, cached.memory.cached_bytes, cached.memory.bytes_moved) == (
+        0,
+        128,
+        128 + 256,
+    )
 
 
 @pytest.mark.parametrize(("stride", "conflicts"), [(1, 0), (2, 1), (8, 7), (32, 31), (33, 0)])
 def test_bank_conflicts(stride, conflicts):
     y, counts, _ = run("banks", stride)
     assert y[:32].tolist() == list(range(32))
-    assert (counts.shared_accesses, counts.bank_conflicts) == (2, 2 * conflicts)
+    assert (counts.memory.shared_accesses, counts.memory.bank_conflicts) == (2, 2 * conflicts)
 
 
 @pytest.mark.parametrize("order", ThreadOrder, ids=str)
@@ -119,7 +127,7 @@ def test_what_lanes_receive(order):
     assert y[192:224].tolist() == [31] * 32
     assert y[224:239].tolist() == list(range(1, 16))
     # Lane 15 asks lane 16, which is outside of the mask.
-    assert counts.divergent_barriers == 1
+    assert counts.mistakes.divergent_barriers == 1
 
 
 def test_a_launch_can_be_mirrored_into_other_memory():

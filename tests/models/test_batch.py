@@ -23,9 +23,9 @@ def arrays(**more):
 def test_positions_are_kept_where_they_do_not_count_from_0(with_positions, kept):
     positions = np.array([[0, 1, 0], [0, 1, 2]])
     batch = TextCollate(8, CPU, with_positions)(arrays(position_ids=positions), (0, 1))
-    assert (batch.position_ids if kept is None else batch.position_ids.tolist()) == kept
+    assert (batch.places.embedded if kept is None else batch.places.embedded.tolist()) == kept
     assert batch.tokens.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert batch.labels.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert batch.learnt.labels.tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -38,16 +38,16 @@ def test_a_mask_of_ones_is_left_out_and_any_other_kept():
     collate = TextCollate(8, CPU)
     routed = {"tokens": 6.0, "sequences": 2.0, "micro_batches": 1.0}
     ones = collate(arrays(loss_mask=np.ones((2, 3), np.float32)), (0, 1))
-    assert (ones.loss_mask, ones.counted, ones.counts) == (None, None, {"lm": 6.0, **routed})
+    assert (ones.learnt.weights, ones.learnt.counted, ones.counts) == (None, None, {"lm": 6.0, **routed})
     mask = np.array([[1, 0, 1], [1, 1, 0.5]], np.float32)
     some = collate(arrays(loss_mask=mask), (0, 1))
-    assert some.loss_mask.tolist() == mask.tolist()
+    assert some.learnt.weights.tolist() == mask.tolist()
     assert some.counts == {"lm": 4.5, **routed}
 
 
 def test_dropout_keys_are_those_of_the_seed_and_the_samples():
-    assert TextCollate(8, CPU)(arrays(), (4, 7)).sample_keys is None
-    keys = TextCollate(8, CPU, seed=3)(arrays(), (4, 7)).sample_keys
+    assert TextCollate(8, CPU)(arrays(), (4, 7)).places.sample_keys is None
+    keys = TextCollate(8, CPU, seed=3)(arrays(), (4, 7)).places.sample_keys
     assert keys.tolist() == torch.as_tensor(sample_keys(3, (4, 7))).tolist()
 
 

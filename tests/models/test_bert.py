@@ -167,11 +167,12 @@ def test_padding_reaches_no_real_position(implementation):
     for multiple in (1, 8, WIDTH):
         batch = batch_of(arrays, multiple=multiple)
         noise = torch.from_numpy(np.random.default_rng(multiple).integers(0, VOCABULARY, batch.tokens.shape))
-        outside = batch.documents.ids == -1
+        outside = batch.places.documents.ids == -1
+        kinds = torch.where(outside, noise % 2, batch.places.token_types)
         scrambled = replace(
             batch,
             tokens=torch.where(outside, noise, batch.tokens),
-            token_types=torch.where(outside, noise % 2, batch.token_types),
+            places=replace(batch.places, token_types=kinds),
         )
         hidden, words = model.hidden(scrambled), model(scrambled)
         for sample, expected in enumerate(alone):

@@ -31,8 +31,10 @@ TWO = {
 def told(batch) -> dict:
     """Its fields as lists, but for what a step skips, which the engine fills in."""
     assert batch.skipping.idle
-    found = {each.name: getattr(batch, each.name) for each in fields(batch) if each.name != "skipping"}
-    found["documents"] = batch.documents and batch.documents.ids
+    parts = (batch, batch.places, batch.targets)
+    values = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}
+    found = {name: value for name, value in values.items() if name not in ("skipping", "places", "targets")}
+    found["documents"] = batch.places.documents and batch.places.documents.ids
     return {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
 
 
@@ -47,7 +49,7 @@ def test_a_batch_holds_what_someone_reads():
         "is_random": [1, 0],
         "padding": 24 - 9,
         "room": 24,
-        "position_ids": None,
+        "embedded": None,
         "documents": [[0] * 6 + [-1] * 2, [1] * 3 + [-1] * 5],
         "sample_keys": None,
         "positions": None,
@@ -55,9 +57,12 @@ def test_a_batch_holds_what_someone_reads():
     }
     heads = {"lm": 3, "lm_accuracy": 3, "sop": 2, "sop_accuracy": 2, "padding": 24}
     assert batch.counts == {**heads, "tokens": 9, "sequences": 2, "micro_batches": 1}
-    assert {batch.tokens.dtype, batch.masked.dtype, batch.labels.dtype, batch.is_random.dtype} == {
-        torch.int64
-    }
+    assert {
+        batch.tokens.dtype,
+        batch.targets.masked.dtype,
+        batch.targets.labels.dtype,
+        batch.targets.is_random.dtype,
+    } == {torch.int64}
 
 
 def test_packed_samples_share_a_row_and_keep_apart():
@@ -71,14 +76,14 @@ def test_packed_samples_share_a_row_and_keep_apart():
         "is_random": [1, 0],
         "padding": 24 - 9,  # of the data, not of the rows
         "room": 24,
-        "position_ids": None,
+        "embedded": None,
         "documents": [[0] * 6 + [1] * 3 + [-1] * 3],
         "sample_keys": None,
         "positions": [[0, 1, 2, 3, 4, 5, 0, 1, 2, 0, 0, 0]],
         "wanted": [[0], [2], [4], [6], [7], [1], [3], [5]],  # five that are read, and others
     }
     first, second = sample_keys(3, (4, 5)).tolist()
-    assert batch.sample_keys[0, :9].tolist() == [first] * 6 + [second] * 3
+    assert batch.places.sample_keys[0, :9].tolist() == [first] * 6 + [second] * 3
 
 
 def test_packed_samples_keep_the_keys_that_they_have_alone():
@@ -86,10 +91,12 @@ def test_packed_samples_keep_the_keys_that_they_have_alone():
     arrays = samples([5, 9, 7, 3], [1, 1, 1, 1], 12)
     batch = BertCollate(VOCABULARY, CPU, packed=True, seed=3)(arrays, (10, 11, 12, 13))
     # Longest first: 9 + 3, then 7 + 5.
-    assert batch.documents.ids.tolist() == [[1] * 9 + [3] * 3, [2] * 7 + [0] * 5]
-    alone = BertCollate(VOCABULARY, CPU, seed=3)(arrays, (10, 11, 12, 13)).sample_keys.tolist()
+    assert batch.places.documents.ids.tolist() == [[1] * 9 + [3] * 3, [2] * 7 + [0] * 5]
+    alone = BertCollate(VOCABULARY, CPU, seed=3)(arrays, (10, 11, 12, 13)).places.sample_keys.tolist()
     assert alone == sample_keys(3, (10, 11, 12, 13)).tolist()
-    assert batch.sample_keys.tolist() == [[alone[i] for i in row] for row in batch.documents.ids.tolist()]
+    assert batch.places.sample_keys.tolist() == [
+        [alone[i] for i in row] for row in batch.places.documents.ids.tolist()
+    ]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -134,12 +141,12 @@ def test_without_padding_there_is_nothing_to_keep_apart(packed, lengths):
     batch = BertCollate(VOCABULARY, CPU, packed=packed)(
         samples(lengths, [1] * len(lengths), width), tuple(range(len(lengths)))
     )
-    assert (batch.documents, batch.padding) == (None, 0)
+    assert (batch.places.documents, batch.padding) == (None, 0)
 
 
 def test_two_samples_that_fill_a_row_are_kept_apart():
     batch = BertCollate(VOCABULARY, CPU, packed=True)(samples([8, 8], [1, 1], 16), (0, 1))
-    assert batch.documents.ids.tolist() == [[0] * 8 + [1] * 8]
+    assert batch.places.documents.ids.tolist() == [[0] * 8 + [1] * 8]
 
 
 @pytest.mark.parametrize(("name", "bad"), [("tokens", 61), ("tokens", -1), ("labels", 61), ("labels", -1)])
@@ -164,8 +171,8 @@ def test_labels_of_tokens_that_are_not_masked_are_never_looked_at(outside):
 @pytest.mark.parametrize("packed", [False, True])
 def test_nothing_to_restore_is_a_batch_too(packed):
     batch = BertCollate(VOCABULARY, CPU, packed=packed)(samples([5, 14], [0, 0], 16), (0, 1))
-    assert (batch.masked.shape, batch.labels.shape, batch.counts["lm"]) == ((0,), (0,), 0.0)
-    assert batch.masked.dtype == batch.labels.dtype == torch.int64
+    assert (batch.targets.masked.shape, batch.targets.labels.shape, batch.counts["lm"]) == ((0,), (0,), 0.0)
+    assert batch.targets.masked.dtype == batch.targets.labels.dtype == torch.int64
     assert batch.counts["sop"] == 2.0
 
 
@@ -196,11 +203,7 @@ def test_samples_that_are_cut_are_shorter_ones():
     found, expected = (
         BertCollate(61, torch.device("cpu"), seed=1)(each, tuple(range(5))) for each in (cut, shorter)
     )
-    for each in fields(expected):
-        ours, theirs = getattr(found, each.name), getattr(expected, each.name)
-        if each.name == "documents":
-            ours, theirs = ours.ids, theirs.ids
-        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours == theirs, each.name
+    assert told(found) == told(expected)
     assert found.tokens.shape == (5, 16)
     assert found.padding == 5 * 16 - shorter["lengths"].sum()
 
@@ -208,9 +211,9 @@ def test_samples_that_are_cut_are_shorter_ones():
 def test_a_gpus_batch_knows_where_its_documents_end():
     """As plain rows and packed; padding is a document too. A CPU's kernels find their own."""
     plain = BertCollate(VOCABULARY, torch.device("meta"))(TWO, (4, 5))
-    assert plain.documents.runs.ends.shape == (5,)  # 0, two samples, and the padding behind each
-    assert plain.documents.runs.longest == 6
+    assert plain.places.documents.runs.ends.shape == (5,)  # 0, two samples, and the padding behind each
+    assert plain.places.documents.runs.longest == 6
     packed = BertCollate(VOCABULARY, torch.device("meta"), packed=True)(TWO, (4, 5))
-    assert packed.documents.runs.ends.shape == (4,)
-    assert packed.documents.runs.longest == 6
-    assert BertCollate(VOCABULARY, CPU)(TWO, (4, 5)).documents.runs is None
+    assert packed.places.documents.runs.ends.shape == (4,)
+    assert packed.places.documents.runs.longest == 6
+    assert BertCollate(VOCABULARY, CPU)(TWO, (4, 5)).places.documents.runs is None

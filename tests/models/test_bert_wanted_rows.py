@@ -53,12 +53,12 @@ def test_wanted_are_the_columns_of_masked_and_first_tokens_and_then_others():
     arrays["loss_mask"][0, [5, 20]] = 1
     arrays["loss_mask"][1, 10] = 1
     batch = BertCollate(VOCAB, CPU)(arrays, (0, 1))
-    assert batch.wanted.t().tolist() == [[0, 5, 20, 1, 2, 3, 4, 6], [0, 10, 1, 2, 3, 4, 5, 6]]
-    assert batch.masked.tolist() == [10, 40, 21]  # column x 2 + row
-    assert batch.places_among_wanted(batch.masked).tolist() == [2, 4, 3]
-    assert batch.places_among_wanted(batch.firsts).tolist() == [0, 1]
+    assert batch.targets.wanted.t().tolist() == [[0, 5, 20, 1, 2, 3, 4, 6], [0, 10, 1, 2, 3, 4, 5, 6]]
+    assert batch.targets.masked.tolist() == [10, 40, 21]  # column x 2 + row
+    assert batch.places_among_wanted(batch.targets.masked).tolist() == [2, 4, 3]
+    assert batch.places_among_wanted(batch.targets.firsts).tolist() == [0, 1]
     arrays["loss_mask"][0] = 1  # all of a row
-    assert BertCollate(VOCAB, CPU)(arrays, (0, 1)).wanted is None
+    assert BertCollate(VOCAB, CPU)(arrays, (0, 1)).targets.wanted is None
 
 
 def sums_and_gradients(model: BERT, batch: BertBatch) -> list[torch.Tensor]:
@@ -84,9 +84,9 @@ def sums_and_gradients(model: BERT, batch: BertBatch) -> list[torch.Tensor]:
 def test_losses_and_gradients_are_those_of_all_rows(settings, recompute, packed, dropout):
     model = bert(recompute, hidden_dropout=dropout, attention_dropout=dropout, **settings)
     batch = batch_of(packed)
-    assert batch.wanted is not None
+    assert batch.targets.wanted is not None
     narrowed = sums_and_gradients(model, batch)
-    whole = sums_and_gradients(model, replace(batch, wanted=None))
+    whole = sums_and_gradients(model, replace(batch, targets=replace(batch.targets, wanted=None)))
     assert len(narrowed) == len(whole) > 20
     for ours, theirs in zip(narrowed, whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
@@ -94,7 +94,7 @@ def test_losses_and_gradients_are_those_of_all_rows(settings, recompute, packed,
 
 def test_only_the_last_layer_with_the_head_narrows():
     model, batch = bert(), batch_of(False)
-    rows, samples = batch.wanted.shape
+    rows, samples = batch.targets.wanted.shape
     assert rows < batch.tokens.shape[1]
     seen = []
     for layer in model.layers:

@@ -12,6 +12,7 @@ from megazero.layers.placement import Placement
 from megazero.models.batch import Batch
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
+from megazero.models.targets import Targets
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
@@ -36,7 +37,8 @@ def test_ids_outside_the_vocabulary_are_refused_where_a_batch_is_made(name, bad)
     with pytest.raises(DataError, match=expected):
         Batch.from_arrays(given, CPU, 13)
     given[name][1, 3] = 12
-    assert getattr(Batch.from_arrays(given, CPU, 13), name)[1, 3] == 12
+    batch = Batch.from_arrays(given, CPU, 13)
+    assert {"tokens": batch.tokens, "labels": batch.learnt.labels}[name][1, 3] == 12
 
 
 @pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
@@ -72,13 +74,13 @@ def test_a_mask_counts_by_its_weights():
     mask[0, :3] = 1.0
     mask[1, 7] = 0.5
     batch = Batch.from_arrays(arrays(loss_mask=mask), CPU, 13)
-    assert (batch.counted, batch.counts["lm"]) == (3.5, 3.5)
+    assert (batch.learnt.counted, batch.counts["lm"]) == (3.5, 3.5)
 
 
 def test_a_mask_without_its_count_is_a_bug():
     tokens = torch.zeros(1, 4, dtype=torch.long)
-    with pytest.raises(AssertionError, match="a mask goes with what it counts"):
-        Batch(tokens, tokens, torch.ones(1, 4))
+    with pytest.raises(AssertionError, match="weights go with what they count"):
+        Targets(tokens, torch.ones(1, 4))
 
 
 def test_the_sum_is_over_what_counts():
@@ -86,9 +88,9 @@ def test_the_sum_is_over_what_counts():
     mask = (np.arange(16).reshape(2, 8) % 3 == 0).astype(np.float32)
     batch = Batch.from_arrays(arrays(loss_mask=mask), CPU, 13)
     result = model.run(batch)
-    each = model.token_losses(model(batch), batch.labels)  # [s, b]
+    each = model.token_losses(model(batch), batch.learnt.labels)  # [s, b]
     assert result.hidden is None
-    torch.testing.assert_close(result.terms, {"lm": each.t()[batch.loss_mask.bool()].sum()})
+    torch.testing.assert_close(result.terms, {"lm": each.t()[batch.learnt.weights.bool()].sum()})
     whole = model.run(Batch.from_arrays(arrays(), CPU, 13))
     torch.testing.assert_close(whole.terms, {"lm": each.sum()})
 

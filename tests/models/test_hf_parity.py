@@ -14,6 +14,7 @@ from megazero.layers.placement import Placement
 from megazero.models.batch import Batch
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
+from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
@@ -124,7 +125,7 @@ def build(config: ModelConfig, context: ParallelContext) -> GPT:
 def run_ours(config: ModelConfig, tp: int) -> tuple:
     """Logits [b, s, v], loss, weights and gradients by global name, and greedy tokens, on `tp` ranks."""
     world = ThreadWorld(tp)
-    batch = Batch(TOKENS[:, :-1], labels=TOKENS[:, 1:].contiguous())
+    batch = Batch(TOKENS[:, :-1], Targets(TOKENS[:, 1:].contiguous()))
 
     def work(rank: int) -> tuple:
         context = thread_context(world, ProcessGrid(tp=tp), rank)

@@ -10,6 +10,7 @@ from megazero.models.hits import vocab_parallel_argmax, vocab_parallel_hits
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from megazero.ops.cross_entropy import VocabularySlice
 
 PADDED = 16
 
@@ -36,7 +37,7 @@ def test_the_first_of_the_highest_wins_on_every_layout(tp, dtype, vocab_size):
     tensor = torch.from_numpy(logits).to(dtype)
 
     def work(group, start, columns):
-        return vocab_parallel_argmax(tensor[..., columns], group, start, vocab_size)
+        return vocab_parallel_argmax(tensor[..., columns], VocabularySlice(group, start, vocab_size))
 
     for found in on_ranks(tp, work):
         assert found.dtype == torch.int64
@@ -51,7 +52,7 @@ def test_hits_are_targets_with_the_highest_logit(tp):
     target = torch.tensor([[0], [7], [11], [12]])
 
     def work(group, start, columns):
-        return vocab_parallel_hits(logits[..., columns], target, group, start, 13)
+        return vocab_parallel_hits(logits[..., columns], target, VocabularySlice(group, start, 13))
 
     assert [(found.dtype, found.shape, found.item()) for found in on_ranks(tp, work)] == [
         (torch.float32, torch.Size([]), 3.0)
@@ -62,7 +63,9 @@ def test_hits_are_targets_with_the_highest_logit(tp):
 def test_of_no_targets_none_hits(tp):
     def work(group, start, columns):
         return vocab_parallel_hits(
-            torch.zeros(0, 1, PADDED // tp), torch.zeros(0, 1, dtype=torch.long), group, start, 13
+            torch.zeros(0, 1, PADDED // tp),
+            torch.zeros(0, 1, dtype=torch.long),
+            VocabularySlice(group, start, 13),
         )
 
     assert [found.item() for found in on_ranks(tp, work)] == [0.0] * tp

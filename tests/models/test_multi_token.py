@@ -119,12 +119,12 @@ def test_arrays_are_shifted_within_documents():
     }
     first, second = TextCollate(29, CPU, depths=2)(arrays, (0,)).ahead
     assert first.tokens.tolist() == [[11, 12, 0, 14, 15, 16, 0]]
-    assert first.labels.tolist() == [[12, 13, 0, 15, 16, 17, 0]]
-    assert first.weights.tolist() == [[0, 1, 0, 1, 1, 0.5, 0]]
+    assert first.targets.labels.tolist() == [[12, 13, 0, 15, 16, 17, 0]]
+    assert first.targets.weights.tolist() == [[0, 1, 0, 1, 1, 0.5, 0]]
     assert second.tokens.tolist() == [[12, 0, 0, 15, 16, 0, 0]]
-    assert second.labels.tolist() == [[13, 0, 0, 16, 17, 0, 0]]
-    assert second.weights.tolist() == [[1, 0, 0, 1, 0.5, 0, 0]]
-    assert (first.counted, second.counted) == (3.5, 2.5)
+    assert second.targets.labels.tolist() == [[13, 0, 0, 16, 17, 0, 0]]
+    assert second.targets.weights.tolist() == [[1, 0, 0, 1, 0.5, 0, 0]]
+    assert (first.targets.counted, second.targets.counted) == (3.5, 2.5)
 
 
 def test_columns_of_a_rank_are_cut_after_the_shift():
@@ -137,7 +137,7 @@ def test_columns_of_a_rank_are_cut_after_the_shift():
 def test_more_depths_than_a_text_has_tokens_count_nothing():
     arrays = {"tokens": np.arange(2)[None], "labels": np.arange(1, 3)[None]}
     ahead = TextCollate(29, CPU, depths=3)(arrays, (0,)).ahead
-    assert [each.counted for each in ahead] == [1.0, 0.0, 0.0]
+    assert [each.targets.counted for each in ahead] == [1.0, 0.0, 0.0]
 
 
 def test_the_last_stage_has_a_copy_of_the_embedding():

@@ -33,8 +33,11 @@ def test_a_log_is_read_from_outside_and_keeps_the_latest(tmp_path):
     seen = read_log(log.path)
     assert len(seen) == SLOTS
     assert [call.sequence for call in seen] == list(range(13, SLOTS + 13))
-    assert (seen[-2].call, seen[-2].state) == (f"all_reduce(sum) [{SLOTS + 9}, 2] bfloat16", CallState.DONE)
-    assert (seen[-1].call, seen[-1].state) == ("broadcast(1) [3] int64", CallState.WAITED)
+    assert (str(seen[-2].operation), seen[-2].state) == (
+        f"all_reduce(sum) [{SLOTS + 9}, 2] bfloat16",
+        CallState.DONE,
+    )
+    assert (str(seen[-1].operation), seen[-1].state) == ("broadcast(1) [3] int64", CallState.WAITED)
     # This process also knows of the one that has long been pushed out.
     assert [call.sequence for call in log.records()] == [1, *range(13, SLOTS + 13)]
     log.finish(held)
@@ -50,8 +53,8 @@ def test_a_call_is_placed_where_it_was_made_and_by_whom(tmp_path):
     exec(compile(source, str(tmp_path / "collectives.py"), "exec"), space)
     log = CallLog()
     record = log.record(space["gather"](log, Channel("tp", "tp", (0, 1))))
-    assert record.site.endswith("collectives.py:2")
-    assert record.asker.startswith("tests/mpu/test_watch.py:")
+    assert record.place.site.endswith("collectives.py:2")
+    assert record.place.asker.startswith("tests/mpu/test_watch.py:")
 
 
 # One process.

@@ -7,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from megazero.mpu.watch.diagnose import Finding, FindingKind, diagnose, render
-from megazero.mpu.watch.report import Alarm, CallRecord, CallState, ChannelRecord, Report
+from megazero.mpu.watch.report import (
+    Alarm,
+    CallPlace,
+    CallRecord,
+    CallState,
+    ChannelRecord,
+    Operation,
+    Report,
+)
 
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "world": (0, 1, 2), "0>1": (0, 1)}
 
@@ -33,7 +41,15 @@ def report(
         sizes = "" if sizes == "-" else f"[{sizes}] float32"
         state = CallState(state[0]) if state else CallState.DONE
         calls.append(
-            CallRecord(serial, channel, counts[channel], what, sizes, site, "", float(serial), state)
+            CallRecord(
+                serial,
+                channel,
+                counts[channel],
+                Operation(what, sizes),
+                CallPlace(site, ""),
+                float(serial),
+                state,
+            )
         )
     channels = {name: ChannelRecord(f"group `{name}`", GROUPS[name], counts[name]) for name in GROUPS}
     channels = {key: channel for key, channel in channels.items() if rank in channel.members} if alive else {}

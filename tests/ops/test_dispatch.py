@@ -30,7 +30,7 @@ from megazero.ops.attention.varlen import varlen_knows
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.chosen_rows import chosen_rows
-from megazero.ops.cross_entropy import vocab_parallel_cross_entropy
+from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, explain, kinds_of_calls, where
 from megazero.ops.dropout import AttentionDropout, Dropout
 from megazero.ops.embedding import embedding
@@ -298,7 +298,7 @@ RUNS: dict[str, Callable] = {
     "bias_dropout_add": _run_bias_dropout_add,
     "bias_gelu": _run_gelu,
     "cross_entropy": lambda facts: vocab_parallel_cross_entropy(
-        _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), SoloGroup(), 0, 8
+        _randn(facts, 3, 2, 8), torch.ones(3, 2, dtype=torch.int64), VocabularySlice(SoloGroup(), 0, 8)
     ),
     "chosen_rows": lambda facts: chosen_rows(
         _randn(facts, 3, 8), torch.tensor([2, -1]), torch.tensor([-1, -1, 0]), _randn(facts, 2, 8)
@@ -316,13 +316,16 @@ RUNS: dict[str, Callable] = {
     "grouped_outer": _run_grouped_outer,
     "kept_columns": _run_kept_columns,
     "kl_divergence": lambda facts: vocab_parallel_kl_divergence(
-        _randn(facts, 3, 2, 8), _randn(facts, 3, 2, 8), SoloGroup(), 0, 8
+        _randn(facts, 3, 2, 8), _randn(facts, 3, 2, 8), VocabularySlice(SoloGroup(), 0, 8)
     ),
     "lamb_move": _run_lamb_move,
     "lamb_norms": _run_lamb_norms,
     "layer_norm": lambda facts: layer_norm(*(_randn(facts, *s) for s in ((3, 8), (8,), (8,))), 1e-5),
     "linear_cross_entropy": lambda facts: linear_cross_entropy(
-        _randn(facts, 3, 2, 4), _randn(facts, 8, 4), torch.ones(3, 2, dtype=torch.int64), SoloGroup(), 0, 8
+        _randn(facts, 3, 2, 4),
+        _randn(facts, 8, 4),
+        torch.ones(3, 2, dtype=torch.int64),
+        VocabularySlice(SoloGroup(), 0, 8),
     ),
     "permute": lambda facts: permute(
         _randn(facts, 3, 8), torch.tensor([[1], [0], [2]]), torch.tensor([1, 0])

@@ -50,13 +50,15 @@ def test_literal_numbers():
     """A coin that is fair to the teacher and falls one way in four to the student: ln(4/3) / 2."""
     student = torch.tensor([0.25, 0.75]).log().view(1, 1, 2)
     teacher = torch.zeros(1, 1, 2)
-    found = vocab_parallel_kl_divergence(student, teacher, SoloGroup(), 0, 2)
+    found = vocab_parallel_kl_divergence(student, teacher, VocabularySlice(SoloGroup(), 0, 2))
     assert found.item() == pytest.approx(0.5 * torch.log(torch.tensor(4 / 3)).item(), rel=1e-6)
-    assert vocab_parallel_kl_divergence(teacher, teacher, SoloGroup(), 0, 2).item() == 0.0
+    assert vocab_parallel_kl_divergence(teacher, teacher, VocabularySlice(SoloGroup(), 0, 2)).item() == 0.0
 
 
 def test_bf16_logits_give_an_fp32_divergence_and_a_bf16_gradient():
     student = torch.randn(4, 2, 32).bfloat16().requires_grad_()
-    found = vocab_parallel_kl_divergence(student, torch.randn(4, 2, 32).bfloat16(), SoloGroup(), 0, 30)
+    found = vocab_parallel_kl_divergence(
+        student, torch.randn(4, 2, 32).bfloat16(), VocabularySlice(SoloGroup(), 0, 30)
+    )
     found.sum().backward()
     assert (found.dtype, student.grad.dtype) == (torch.float32, torch.bfloat16)

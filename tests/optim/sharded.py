@@ -15,8 +15,8 @@ from megazero.optim.rule import UpdateRule
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.unit import Unit
+from tests.zero.policies import make_policy
 
 LR = 0.02
 
@@ -68,7 +68,7 @@ def trained(
     for param, spec in zip(params, specs, strict=True):
         param.spec = spec
     units = [Unit(0, nn.Module(), (param,)) for param in params]
-    policy = ZeroPolicy(
+    policy = make_policy(
         stage,
         bucket_size=bucket_size,
         persistence_threshold=5,

@@ -15,7 +15,7 @@ from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.mpu.grid import ProcessGrid
 from megazero.optim.build import build_update_rule
 from megazero.optim.compressed.onebit_adam import OnebitAdam
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
 from megazero.optim.elementwise import Adagrad, Adam, Lion, Sgd
 from megazero.optim.grad_norm import local_square_sum
 from megazero.optim.lamb import Lamb
@@ -114,7 +114,7 @@ ROWS = (
     lamb_row(min_coeff=0.9, max_coeff=1.1, bias_correction="none", eps=1e-4),
     lamb_row(bias_correction="rate", adapt_all=True),
     RuleRow(OnebitAdam(freeze_step=100), adam, stages=(0,)),
-    RuleRow(ZeroOneAdam(var_freeze_step=100, var_update_scaler=100), adam, stages=(0,)),
+    RuleRow(ZeroOneAdam(ZeroOneSteps(var_freeze_step=100, var_update_scaler=100)), adam, stages=(0,)),
     RuleRow(Lion(), sign),
     RuleRow(Adagrad(), shrinking, decay="gradient"),
     torch_row("adadelta", adadelta_eps=1e-3),

@@ -19,9 +19,9 @@ from megazero.optim.rule import UpdateRule
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.unit import Unit
 from tests.optim.sharded import values
+from tests.zero.policies import make_policy
 
 STATE = {
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -62,7 +62,7 @@ class Run:
         for param, spec in zip(self.params, specs, strict=True):
             param.spec = spec
         units = [Unit(0, nn.Module(), (param,)) for param in self.params]
-        policy = ZeroPolicy(stage, bucket_size=25, matrices_apart=rule.needs.matrices)
+        policy = make_policy(stage, bucket_size=25, matrices_apart=rule.needs.matrices)
         groups = {id(p): GROUPS[spec.name] for p, spec in zip(self.params, specs, strict=True)}
         store = build_store(units, policy, context, groups=groups)
         self.parallel = DataParallel(units, store, policy, context)

@@ -13,7 +13,7 @@ from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.mpu.matrices import Matrices
 from megazero.optim.build import build_update_rule
 from megazero.optim.elementwise import Adam, Lion
-from megazero.optim.muon import NEWTON_SCHULZ, Muon, newton_schulz
+from megazero.optim.muon import NEWTON_SCHULZ, Muon, NewtonSchulz, newton_schulz
 from megazero.optim.rescaled import Rescaled
 from megazero.optim.rule import Pieces
 
@@ -49,7 +49,9 @@ def test_a_hundred_updates_equal_those_of_torch(shape, nesterov, match):
     start, scale = drawn(*shape), ("spectral", 0.2) if match else ("shape_scaling", 1.0)
     reach = (twin.detach() - start).norm()
     for dtype in ("fp32", "bf16"):
-        rule = Muon(nesterov=nesterov, scale=scale[0], extra_scale=scale[1], dtype=dtype)
+        rule = Muon(
+            nesterov=nesterov, scale=scale[0], extra_scale=scale[1], orthogonalized=NewtonSchulz(dtype=dtype)
+        )
         assert (train(rule, start, grads) - twin.detach()).norm() < 0.02 * reach
 
 
@@ -138,7 +140,7 @@ class TestMatrices:
 
 
 def test_rule_of_a_configuration():
-    plain = Muon(0.9, False, QUINTIC, 5, "spectral", 1.0, True, "fp32", Adam(0.9, 0.999, 1e-8))
+    plain = Muon(0.9, False, NewtonSchulz(QUINTIC), "spectral", rest=Adam(0.9, 0.999, 1e-8))
     assert build_update_rule(OptimizerConfig(lr=1.0, optimizer="muon")) == plain
     told = {
         "muon_momentum": 0.95,
@@ -155,7 +157,8 @@ def test_rule_of_a_configuration():
     }
     found = build_update_rule(OptimizerConfig(lr=0.1, optimizer="muon", **told))
     rest = Rescaled(Lion(0.9, 0.98), 0.1)
-    wanted = Muon(0.95, True, NEWTON_SCHULZ["simple"], 3, "unit_rms_norm", 0.2, False, "bf16", rest)
+    orthogonalized = NewtonSchulz(NEWTON_SCHULZ["simple"], 3, "bf16")
+    wanted = Muon(0.95, True, orthogonalized, "unit_rms_norm", 0.2, False, rest)
     assert replace(found, rest=Rescaled(found.rest.rule, round(found.rest.factor, 12))) == wanted
     assert math.isclose(found.rest.factor, 0.1)
 

@@ -259,7 +259,7 @@ NOT_STATED = MappingProxyType(
         "data.train_data_exact_num_epochs": "the length of an index: tests/data/test_index_build.py",
         "data.dataloader_type": "its order is a law of its own: tests/data/test_sampler.py",
         "data.data_sharding": "a law of its own too: tests/data/test_sampler.py",
-        "data.pack": "other samples, with documents: tests/data/test_packed_dataset.py",
+        "data.pack": "other samples, with documents: tests/data/packed/test_dataset.py",
         "data.mock_data": "there is nothing to read",
         "data.verify_data": "it only compares what is read: tests/data/indexed/test_guard.py",
         **dict.fromkeys(

@@ -53,7 +53,7 @@ def write_datasets(folder: Path, datasets: Mapping[str, Sequence[Sequence[int]]]
 def arrays_of(flags: Flags, data: Path, count: int) -> dict[str, np.ndarray]:
     """The first samples that a model trains on, stacked."""
     config = parse_config(argv_of(_serial(flags), data), world_size=1).config
-    train, _, _ = family_of(config.model).datasets(config, build_vocabulary(config), (count, 0, 0))
+    train, _, _ = family_of(config.model).samples.datasets(config, build_vocabulary(config), (count, 0, 0))
     return train.batch(range(count))
 
 

@@ -9,6 +9,7 @@ from megazero.ops import native
 from megazero.ops.attention import BiasKind, HeadKind, MaskKind
 from megazero.train import process
 from megazero.train.parts.attention import attention_facts, attention_remark, shapes_vary
+from megazero.train.parts.chunks import DTYPES
 from tests.config.samples import make_config
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -30,11 +31,16 @@ def test_shapes_vary_where_columns_or_tokens_are_left_out(changes, varies):
     assert shapes_vary(make_config(changes)) == varies
 
 
+def facts_of(config, device):
+    dtype, documents = DTYPES[config.precision.dtype], config.data.reset_attention_mask
+    return attention_facts(config.model, dtype, device, documents=documents)
+
+
 def test_the_kind_of_mask_is_that_of_the_run_on_its_device():
     packed, bert = make_config({"data.reset_attention_mask": True}), make_config({"model.family": "bert"})
-    kinds = [[attention_facts(c, d).mask.value for d in (CPU, GPU)] for c in (make_config(), packed, bert)]
+    kinds = [[facts_of(c, d).mask.value for d in (CPU, GPU)] for c in (make_config(), packed, bert)]
     assert kinds == [["causal", "causal"], ["causal", "runs"], ["none", "runs"]]
-    facts = attention_facts(make_config({"model.hidden_size": 1024, "precision.dtype": "bf16"}), GPU)
+    facts = facts_of(make_config({"model.hidden_size": 1024, "precision.dtype": "bf16"}), GPU)
     assert (facts.heads, facts.dropout, facts.dtype) == (HeadKind.WIDE, True, torch.bfloat16)
     assert facts.mask is MaskKind.CAUSAL
 
@@ -44,19 +50,19 @@ def test_windows_biases_and_offsets_are_facts():
     window = {"model.window_size": (8, 0)}
     packed, first = {"data.reset_attention_mask": True}, {"model.window_sink_tokens": 2}
     several = (window, {**window, **packed}, {**window, **first}, {**window, **packed, **first})
-    kinds = [[attention_facts(make_config(c), d).mask.value for d in (CPU, GPU)] for c in several]
+    kinds = [[facts_of(make_config(c), d).mask.value for d in (CPU, GPU)] for c in several]
     assert kinds == [
         ["window", "window"],
         ["window", "documents"],
         ["pattern", "pattern"],
         ["pattern", "pattern"],
     ]
-    facts = attention_facts(make_config({"model.softmax_type": "learnable"}), CPU)
+    facts = facts_of(make_config({"model.softmax_type": "learnable"}), CPU)
     assert (facts.lse, facts.bias) == (True, BiasKind.NONE)
-    facts = attention_facts(make_config({"model.position_embedding_type": "alibi"}), CPU)
+    facts = facts_of(make_config({"model.position_embedding_type": "alibi"}), CPU)
     assert (facts.lse, facts.bias) == (False, BiasKind.SLOPES)
     pairs = {"model.family": "t5", "model.position_embedding_type": "relative"}
-    facts = attention_facts(make_config(pairs), GPU)
+    facts = facts_of(make_config(pairs), GPU)
     assert (facts.mask, facts.bias) == (MaskKind.DENSE, BiasKind.TENSOR)
 
 

@@ -12,6 +12,7 @@ import torch
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import DataError
 from megazero.models.batch import Batch, TextCollate
+from megazero.models.targets import Targets
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
@@ -62,7 +63,7 @@ def test_loss_and_gradient_are_means_over_counted_positions():
 
 
 def nothing_counted(batches):
-    return [replace(b, loss_mask=torch.zeros(b.tokens.shape), counted=0.0) for b in batches]
+    return [replace(b, targets=Targets(b.learnt.labels, torch.zeros(b.tokens.shape), 0.0)) for b in batches]
 
 
 def everything(engine):
@@ -132,7 +133,7 @@ def test_one_counted_position_on_a_rank_weighs_as_much_as_each_of_seven_on_anoth
         for batch, count in zip(batches, counts, strict=True):
             mask = torch.zeros(batch.tokens.shape)
             mask.view(-1)[3 * rank : 3 * rank + count] = 1.0
-            masks.append(replace(batch, loss_mask=mask, counted=float(count)))
+            masks.append(replace(batch, targets=Targets(batch.learnt.labels, mask, float(count))))
         return masks
 
     def train(engine, batches):
@@ -233,18 +234,18 @@ def test_evaluation_changes_nothing_and_drops_nothing():
     context = solo_context()
     engine = make(context, dropout=0.5)
     before = masters(engine)
-    plain = [replace(b, sample_keys=None) for b in samples(0, context)]
+    plain = [replace(b, places=replace(b.places, sample_keys=None)) for b in samples(0, context)]
     first, tokens, _ = engine.evaluate([plain])
     assert engine.evaluate([plain])[:2] == (first, tokens)
-    masked = sum(int(b.loss_mask.sum()) for b in plain if b.loss_mask is not None)
-    assert tokens == masked + SEQUENCE * sum(b.loss_mask is None for b in plain)
+    masked = sum(int(b.learnt.weights.sum()) for b in plain if b.learnt.weights is not None)
+    assert tokens == masked + SEQUENCE * sum(b.learnt.weights is None for b in plain)
     assert list(first.labelled()) == ["lm loss"]
     assert all(torch.equal(a, b) for a, b in zip(before, masters(engine), strict=True))
 
 
 def test_a_foreign_token_of_a_batch_made_by_hand_is_refused():
     engine = make(solo_context())
-    bad = Batch(torch.full((1, SEQUENCE), VOCABULARY), torch.zeros(1, SEQUENCE, dtype=torch.long))
+    bad = Batch(torch.full((1, SEQUENCE), VOCABULARY), Targets(torch.zeros(1, SEQUENCE, dtype=torch.long)))
     with pytest.raises(DataError, match=rf"must lie in \[0, {VOCABULARY}\), but {SEQUENCE} do not"):
         step(engine, [bad])
 
@@ -255,7 +256,7 @@ def test_a_foreign_label_of_a_batch_made_by_hand_trains_nothing():
     before = masters(engine)
     labels = torch.zeros(1, SEQUENCE, dtype=torch.long)
     labels[0, 3] = VOCABULARY
-    result = step(engine, [Batch(torch.zeros_like(labels), labels)])
+    result = step(engine, [Batch(torch.zeros_like(labels), Targets(labels))])
     assert result.skipped
     assert np.isnan(result.losses["lm"])
     assert all(torch.equal(a, b) for a, b in zip(before, masters(engine), strict=True))

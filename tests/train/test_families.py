@@ -54,8 +54,8 @@ def test_classifiers_have_the_architectures_that_classify():
 def test_measured_losses_of_an_encoder_are_of_the_share_that_is_masked():
     config = Layout().config()
     masked = config.model_copy(update={"data": config.data.model_copy(update={"mask_prob": 0.4})})
-    assert FAMILIES["bert"].objective(masked) == {"mask_prob": 0.4}
-    assert FAMILIES["gpt"].objective(masked) == {}
+    assert FAMILIES["bert"].samples.objective(masked) == {"mask_prob": 0.4}
+    assert FAMILIES["gpt"].samples.objective(masked) == {}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -63,7 +63,7 @@ def test_what_a_row_says_is_what_it_builds(shape):
     config = Layout(layers=3, shape=shape).config()
     family = family_of(config.model)
     (chunk,) = build_chunks(config, VOCAB, solo_context()).values()
-    blocks = family.blocks(config, VOCAB.padded)
+    blocks = family.models.blocks(config, VOCAB.padded)
     *others, head = range(len(blocks))
     parts = [chunk.blocks()[n : n + 1] for n in others] + [
         chunk.blocks()[head:]
@@ -92,14 +92,14 @@ def uneven(family):
     """The family, as if its third layer took as much as seven others."""
 
     def blocks(config, padded_vocab):
-        first, *layers, last = family.blocks(config, padded_vocab)
+        first, *layers, last = family.models.blocks(config, padded_vocab)
         return (
             first,
             *(Block(i, f"{each.kind}{i}", 7.0 if i == 2 else 1.0) for i, each in enumerate(layers)),
             last,
         )
 
-    return dataclasses.replace(family, blocks=blocks)
+    return dataclasses.replace(family, models=dataclasses.replace(family.models, blocks=blocks))
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_layers_may_differ_where_they_are_dealt(method, expected, shape, monkeyp
 
 def _without_head(family):
     def blocks(config, padded_vocab):
-        *others, last = family.blocks(config, padded_vocab)
+        *others, last = family.models.blocks(config, padded_vocab)
         return (*others, Block(last.part, last.kind, 0.0))
 
-    return dataclasses.replace(family, blocks=blocks)
+    return dataclasses.replace(family, models=dataclasses.replace(family.models, blocks=blocks))
 
 
 @pytest.mark.parametrize("shape", ["gpt2", *ENCODERS])
@@ -140,8 +140,8 @@ def test_random_arrays_become_a_batch_that_knows_its_counts():
 
     config = Layout().config()
     family = family_of(config.model)
-    arrays = family.random_arrays(np.random.default_rng(3), 4, 16, VOCABULARY)
-    batch = family.collate(config, VOCABULARY, solo_context(), None)(arrays, (0, 1, 2, 3))
+    arrays = family.samples.random_arrays(np.random.default_rng(3), 4, 16, VOCABULARY)
+    batch = family.samples.collate(config, VOCABULARY, solo_context(), None)(arrays, (0, 1, 2, 3))
     assert batch.counts["lm"] == float(arrays["loss_mask"].sum())
     assert arrays["loss_mask"].mean(axis=1)[0] == 1.0 > arrays["loss_mask"].mean(axis=1)[3]
     assert (arrays["tokens"][:, 1:] == arrays["labels"][:, :-1]).all()
@@ -152,8 +152,8 @@ def test_random_samples_become_a_batch_that_knows_its_counts():
 
     config = Layout(shape="bert").config()
     family = family_of(config.model)
-    arrays = family.random_arrays(np.random.default_rng(3), 4, 16, VOCABULARY)
-    batch = family.collate(config, VOCABULARY, solo_context(), None)(arrays, (0, 1, 2, 3))
+    arrays = family.samples.random_arrays(np.random.default_rng(3), 4, 16, VOCABULARY)
+    batch = family.samples.collate(config, VOCABULARY, solo_context(), None)(arrays, (0, 1, 2, 3))
     assert batch.counts["lm"] == batch.counts["lm_accuracy"] == arrays["loss_mask"].sum() > 0
     assert (batch.counts["sop"], batch.counts["padding"]) == (4.0, 64.0)
     assert batch.padding == 64 - arrays["lengths"].sum()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megazero.data import sampler
-from megazero.data.gpt_dataset import GPTSettings, finish_batch
+from megazero.data.gpt_dataset import DocumentEnds, GPTSettings, finish_batch
 from megazero.data.sampler import BatchSampler, SamplerSpec, batch_indices
 from megazero.errors import DataError
 from megazero.mpu.rng import sample_keys
@@ -92,7 +92,7 @@ def test_documents_in_a_row_are_those_of_a_row_of_its_own(length, rows):
     rng = np.random.default_rng(5)
     text = rng.integers(0, 5, (3, 17))  # many ends of documents, which are 0
     settings = GPTSettings(
-        16, eod_token=0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True
+        16, ends=DocumentEnds(0, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True)
     )
     tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
     found, _ = cut(finish_batch(tokens, labels, settings), (0, 1, 2), length, rows)

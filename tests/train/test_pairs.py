@@ -115,7 +115,7 @@ def test_a_training_whose_own_file_gives_nothing_blames_no_split():
     config = parse_config(
         f"{SHAPE} --vocab-file v --train-data-path p --train-iters 1 --lr 1e-3".split(), world_size=1
     ).config
-    family = SimpleNamespace(datasets=lambda *_: (None, None, None))
+    family = SimpleNamespace(samples=SimpleNamespace(datasets=lambda *_: (None, None, None)))
     said = "the train split must have samples, but is empty in `--train-data-path`; give more data"
     patched = mock.patch("megazero.train.parts.feeds.family_of", return_value=family)
     with patched, pytest.raises(DataError, match=said):

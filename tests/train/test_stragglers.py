@@ -190,7 +190,7 @@ def test_peers_are_all_others_of_a_stage(stages):
         (one,) = [each for each in found([times(*slow)] * 3, stages) if each.rank == rank]
         peers = [slow[other] for other in range(7) if other != rank and stages[other] == stages[rank]]
         others = [slow[other] for other in range(7) if other != rank]
-        assert one.peers_own == pytest.approx(np.median(peers or others))
+        assert one.peers.own == pytest.approx(np.median(peers or others))
 
 
 def test_many_ranks_are_compared_soon():

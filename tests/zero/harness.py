@@ -20,6 +20,7 @@ from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.device import DeviceStore
 from megazero.zero.store.store import Store
 from megazero.zero.unit import Unit, module_units
+from tests.zero.policies import make_policy
 
 Loss = Callable[[nn.Module, int, int], Tensor]  # (model, step, sample) -> that sample's loss
 SAMPLES = 12  # of one step: over 2, 3 or 4 ranks, at once or in up to 3 micro-batches
@@ -110,7 +111,7 @@ def in_threads(size: int, work: Callable[[ParallelContext], object], node_size: 
 
 def serial(make: Callable[[], nn.Module], loss: Loss, steps: int = 3) -> Record:
     """The record of one process without ZeRO."""
-    return Trainer(make(), loss, ZeroPolicy(), solo_context()).train(steps)
+    return Trainer(make(), loss, make_policy(), solo_context()).train(steps)
 
 
 def assert_same(record: Record, expected: Record, rtol: float = 1e-4, atol: float = 1e-6) -> None:

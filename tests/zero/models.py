@@ -13,6 +13,7 @@ from megazero.layers.placement import Placement
 from megazero.models.batch import Batch
 from megazero.models.chunk import Slice
 from megazero.models.gpt import GPT
+from megazero.models.targets import Targets
 from megazero.mpu.context import solo_context
 from megazero.zero.unit import Unit
 
@@ -117,7 +118,7 @@ def make_gpt(recompute: str = "none") -> GPT:
 def gpt_loss(model: GPT, step: int, sample: int) -> Tensor:
     """Cross-entropy of one sample."""
     tokens = _tokens(step, sample, 13, 9).unsqueeze(0)
-    return model.run(Batch(tokens[:, :-1], tokens[:, 1:].contiguous())).terms["lm"]
+    return model.run(Batch(tokens[:, :-1], Targets(tokens[:, 1:].contiguous()))).terms["lm"]
 
 
 def layer_units(model: GPT) -> list[Unit]:

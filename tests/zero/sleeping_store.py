@@ -34,10 +34,10 @@ class SleepingStore:
         weights = self._weights(bucket)
         self.offloaded[bucket] = {WEIGHT: weights.clone()}
         if bucket.key.trainable:
-            sums = torch.full((layout.padded,), torch.nan, dtype=policy.accumulation_dtype)
+            sums = torch.full((layout.padded,), torch.nan, dtype=policy.dtypes.accumulation)
             self.offloaded[bucket] = {
-                WEIGHT: weights.to(policy.main_dtype, copy=True),
-                GRADIENT: torch.zeros(weights.numel(), dtype=policy.accumulation_dtype),
+                WEIGHT: weights.to(policy.dtypes.main, copy=True),
+                GRADIENT: torch.zeros(weights.numel(), dtype=policy.dtypes.accumulation),
             }
             if not layout.row.shard_grads:
                 self._sums[bucket] = sums
@@ -99,7 +99,7 @@ class SleepingStore:
     def _wake(self, bucket: Bucket, kinds: Collection[str]) -> LoadedBucket:
         """Copies at the places in memory where the device has them: how a norm rounds depends on that."""
         layout, offloaded = bucket.layout, self.offloaded[bucket]
-        own_master = self.policy.main_dtype != bucket.key.dtype
+        own_master = self.policy.dtypes.main != bucket.key.dtype
         apart = {WEIGHT: layout.row.shard_params or own_master, GRADIENT: layout.row.shard_grads}
         flats = {kind: offloaded[kind].clone() for kind in kinds if kind in offloaded}
         for kind, flat in flats.items():

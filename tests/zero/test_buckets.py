@@ -19,8 +19,8 @@ from megazero.optim.elementwise import Adam
 from megazero.zero.build import aligned_multiple, build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.unit import Unit, module_units
+from tests.zero.policies import make_policy
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -49,7 +49,7 @@ def apart(params) -> list[Unit]:
 def test_parameters_are_views_of_the_bucket():
     model = nn.Linear(2, 2)
     values = [p.detach().clone() for p in model.parameters()]
-    (bucket,) = build_store(module_units(model), ZeroPolicy(), solo_context()).buckets
+    (bucket,) = build_store(module_units(model), make_policy(), solo_context()).buckets
     assert bucket.full.tolist() == torch.cat([v.flatten() for v in values]).tolist()
     bucket.full.fill_(5.0)
     assert model.weight.tolist() == [[5.0, 5.0], [5.0, 5.0]]
@@ -57,7 +57,7 @@ def test_parameters_are_views_of_the_bucket():
 
 def test_freed_parameters_are_loud():
     params = stack([6], device="meta")
-    (bucket,) = build_store(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(2), fill).buckets
+    (bucket,) = build_store(apart(params), make_policy(3, persistence_threshold=0), one_rank(2), fill).buckets
     param = params[0]
     assert param.shape == (6,)
     assert torch.isnan(param).all()
@@ -74,7 +74,7 @@ def test_freed_parameters_are_loud():
 
 def test_saved_views_are_alive_again_after_a_gather():
     params = stack([6], device="meta")
-    (bucket,) = build_store(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(2), fill).buckets
+    (bucket,) = build_store(apart(params), make_policy(3, persistence_threshold=0), one_rank(2), fill).buckets
     bucket.unshard()
     bucket.wait()
     x = torch.ones(2, requires_grad=True)
@@ -93,7 +93,7 @@ def test_meta_parameters_get_the_values_of_their_names_and_stay_the_same_objects
     real, later = stack([5, 70], device="cpu"), stack([5, 70], device="meta")
     fill(real)
     known = [id(p) for p in later]
-    build_store(apart(later), ZeroPolicy(), one_rank(2), fill)
+    build_store(apart(later), make_policy(), one_rank(2), fill)
     assert [id(p) for p in later] == known
     for a, b in zip(real, later, strict=True):
         assert torch.equal(a, b)
@@ -103,7 +103,7 @@ def test_meta_parameters_get_the_values_of_their_names_and_stay_the_same_objects
 
 def test_meta_parameters_need_values():
     with pytest.raises(ConfigError, match="`fill` must be given for the 1 parameters .* such as p0"):
-        build_store(apart(stack([3], device="meta")), ZeroPolicy(), solo_context())
+        build_store(apart(stack([3], device="meta")), make_policy(), solo_context())
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_sharded_model_is_never_whole_on_one_rank(a_small_heap):
         seen.append(alive() - start)
         fill(unmade)
 
-    build_store(apart(params), ZeroPolicy(3, persistence_threshold=0), one_rank(4), watch)
+    build_store(apart(params), make_policy(3, persistence_threshold=0), one_rank(4), watch)
     rest = (2 + 4 + 4) * 1000 // 4  # shard, master, gradient sums: bytes that each earlier bucket left
     placeholders = 2
     assert seen == [i * (rest + placeholders) + 2000 + placeholders for i in range(8)]
@@ -158,7 +158,7 @@ def at_rest(store) -> dict[int, int]:
 )
 @pytest.mark.parametrize("stage", range(4))
 def test_memory_at_rest(stage, dtype, accumulation, main, expected):
-    policy = ZeroPolicy(
+    policy = make_policy(
         stage, persistence_threshold=0, max_live=0, accumulation_dtype=accumulation, main_dtype=main
     )
     params, context = stack([4000, 400, 40], dtype, "meta"), one_rank(4)
@@ -193,7 +193,7 @@ def test_peak_during_a_step(stage):
     size, count, ranks, accumulations = 1000, 8, 4, 2
     seen: list[int] = []
     params = stack([size] * count, BF16, "meta")
-    policy = ZeroPolicy(stage, bucket_size=size, persistence_threshold=0, max_live=0, prefetch=0)
+    policy = make_policy(stage, bucket_size=size, persistence_threshold=0, max_live=0, prefetch=0)
     context = one_rank(ranks)
     layers = [Scale(param, lambda: seen.append(now())) for param in params]
     units = [Unit(0, layer, (layer.weight,)) for layer in layers]
@@ -231,7 +231,7 @@ def test_peak_during_a_step(stage):
 
 def test_everything_constructs_on_meta():
     params, context = stack([10**9, 10**9], BF16, "meta"), one_rank(64, "meta")
-    policy = ZeroPolicy(3, max_live=0)
+    policy = make_policy(3, max_live=0)
     units = apart(params)
     store = build_store(units, policy, context)
     optimizer = Optimizer(store, Adam(), context, 1.0)

@@ -30,12 +30,12 @@ from megazero.zero.copies import CopyCheck
 from megazero.zero.delayed import DelayedUpdates
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.host import HostTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
 from megazero.zero.unit import module_units
 from tests.layouts.layout import Layout
 from tests.zero.harness import in_threads
+from tests.zero.policies import make_policy
 
 START = 1
 
@@ -50,7 +50,7 @@ class Delayed:
             for number, param in enumerate(self.model.parameters()):
                 param.copy_(torch.linspace(-1, 1, param.numel()).view(param.shape) + 0.1 * number)
         units = module_units(self.model)
-        policy = ZeroPolicy(stage, bucket_size=12, shard_alone=True, persistence_threshold=0)
+        policy = make_policy(stage, bucket_size=12, shard_alone=True, persistence_threshold=0)
         tier = HostTier()
         self.store = build_store(
             units, policy, context, kind=lambda p: OffloadStore(p, StatePlacement(tier, tier))

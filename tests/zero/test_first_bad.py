@@ -23,10 +23,10 @@ from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.store.store import GRADIENT
 from megazero.zero.unit import module_units
 from tests.layouts.layout import Layout
+from tests.zero.policies import make_policy
 
 LAYOUTS = (
     Layout(layers=4),
@@ -100,7 +100,7 @@ def orders(grid: ProcessGrid) -> list[str]:
             experts.name_parameters(f"{layer}.experts")
             model.append(nn.ModuleDict({"gate": nn.Linear(2, 4), "experts": experts}))
         units = module_units(model)
-        store = build_store(units, ZeroPolicy(), thread_context(world, grid, rank))
+        store = build_store(units, make_policy(), thread_context(world, grid, rank))
         return [
             (member.order, member.spec.name) for bucket in store.buckets for member in bucket.layout.members
         ]

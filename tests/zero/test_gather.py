@@ -17,9 +17,9 @@ from megazero.zero.bucket import ShardedState
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.unit import Unit, module_units
 from tests.zero.harness import in_threads
+from tests.zero.policies import make_policy
 
 WIDTH = 4
 
@@ -50,7 +50,7 @@ class Stack(nn.Module):
 def build(model: nn.Module, context=None, **changes):
     context = context or recording_context(ProcessGrid(dp=2), 0, TrafficLog(), "cpu")
     settings = {"persistence_threshold": 0, "max_live": 0, "bucket_size": 10**9, **changes}
-    policy = ZeroPolicy(3, **settings)
+    policy = make_policy(3, **settings)
     units = module_units(model)
     store = build_store(units, policy, context)
     return DataParallel(units, store, policy, context), store.buckets
@@ -174,7 +174,7 @@ class Odd(nn.Module):
 def test_odd_outputs():
     def run(context):
         model = Odd()
-        policy = ZeroPolicy(3, persistence_threshold=0, max_live=0)
+        policy = make_policy(3, persistence_threshold=0, max_live=0)
         units = module_units(model)
         store = build_store(units, policy, context)
         parallel = DataParallel(units, store, policy, context)
@@ -212,7 +212,7 @@ def test_a_weight_stays_while_an_outer_module_uses_it():
     weight = model.child.weight
     values = weight.detach().clone()
     context = recording_context(ProcessGrid(dp=2), 0, TrafficLog(), "cpu")
-    policy = ZeroPolicy(3, persistence_threshold=0, max_live=0)
+    policy = make_policy(3, persistence_threshold=0, max_live=0)
     inner = module_units(model)
     units = [Unit(0, model, (weight,)), *inner]
     store = build_store(units, policy, context)

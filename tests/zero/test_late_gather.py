@@ -33,6 +33,7 @@ from megazero.zero.store.offload import OffloadStore, StatePlacement
 from megazero.zero.store.store import WEIGHT
 from megazero.zero.unit import module_units
 from tests.zero.models import Zoo, zoo_loss
+from tests.zero.policies import make_policy
 
 WIDTH = 8
 BUCKET = WIDTH * WIDTH
@@ -71,7 +72,7 @@ def stack_events(*, late: bool, stage: int) -> list[str]:
     logged = Logged(context.groups["replica_gather"], events)
     context = replace(context, groups={**context.groups, "replica_gather": logged})
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
-    policy = ZeroPolicy(stage, bucket_size=BUCKET)
+    policy = make_policy(stage, bucket_size=BUCKET)
     units = module_units(model)
     store = build_store(units, policy, context)
     parallel = DataParallel(units, store, policy, context, late=late)
@@ -145,7 +146,7 @@ class Run:
         gathers = Posted(context.groups["replica_gather"])
         context = replace(context, groups={**context.groups, "replica_gather": gathers})
         self.model, self.context = Zoo(), context
-        policy = ZeroPolicy(stage, bucket_size=20)
+        policy = make_policy(stage, bucket_size=20)
         units = module_units(self.model)
         self.store = build_store(units, policy, context, kind=kind)
         self.parallel = DataParallel(units, self.store, policy, context, late=True)

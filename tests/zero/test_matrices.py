@@ -21,9 +21,9 @@ from megazero.optim.lamb import Lamb
 from megazero.optim.muon import Muon
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.unit import Unit
 from tests.optim.sharded import sharded, trained, values
+from tests.zero.policies import make_policy
 from tests.zero.test_norms import parameter, store_of
 
 
@@ -139,9 +139,9 @@ def test_traffic_is_the_momentum_over_the_replicas_and_the_slices(stage):
 def test_a_policy_that_mixes_matrices_with_others_is_refused():
     param = parameter("weight", [[1.0, 2.0]])
     param.spec = matrix("weight", (1, 2))
-    units, policy = [Unit(0, torch.nn.Module(), (param,))], ZeroPolicy()
+    units, policy = [Unit(0, torch.nn.Module(), (param,))], make_policy()
     store = build_store(units, policy, solo_context())
-    with pytest.raises(ConfigError, match="`matrices_apart` of the ZeRO policy must be true for Muon"):
+    with pytest.raises(ConfigError, match="`needs.matrices` of the ZeRO policy must be true for Muon"):
         Optimizer(store, Muon(), solo_context(), 0.0)
     Optimizer(store, Adam(), solo_context(), 0.0)
 

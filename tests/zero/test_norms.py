@@ -19,11 +19,11 @@ from megazero.zero.build import build_store
 from megazero.zero.norms import ParameterNorms
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.table import STAGES
 from megazero.zero.unit import Unit
 from tests.optim.rules import Lars, SelfSumming
 from tests.zero.harness import in_threads
+from tests.zero.policies import make_policy
 
 SLICED = (Cut(0, "tp"),)
 
@@ -36,7 +36,7 @@ def parameter(name: str, values: list[float], **traits) -> nn.Parameter:
 
 def store_of(params, context, stage, **changes):
     units = [Unit(0, nn.Module(), (param,)) for param in params]
-    policy = ZeroPolicy(stage, **{"persistence_threshold": 0, "bucket_size": 4, **changes})
+    policy = make_policy(stage, **{"persistence_threshold": 0, "bucket_size": 4, **changes})
     return units, policy, build_store(units, policy, context)
 
 
@@ -199,7 +199,7 @@ def test_the_wire_carries_nothing_for_such_a_rule():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "`rule_reduces` of the ZeRO policy must be true for SelfSumming"),
+        ({}, "`needs.reduces` of the ZeRO policy must be true for SelfSumming"),
         ({"stage": 1, "rule_reduces": True}, "`stage` must be 0 for SelfSumming"),
         (
             {"rule_reduces": True, "accumulation_dtype": torch.bfloat16},

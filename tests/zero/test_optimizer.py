@@ -22,13 +22,14 @@ from megazero.zero.table import STAGES
 from megazero.zero.unit import module_units
 from tests.zero.harness import Trainer, assert_same, in_threads, serial
 from tests.zero.models import Zoo, zoo_loss
+from tests.zero.policies import make_policy
 
 EVERY_STAGE = pytest.mark.parametrize("stage", range(len(STAGES)))
 EVERY_RULE = pytest.mark.parametrize("rule", [Adam(eps=1e-3), Lamb(eps=1e-3)], ids=["adam", "lamb"])
 
 
 def policy(stage: int, **changes) -> ZeroPolicy:
-    return ZeroPolicy(stage, **{"persistence_threshold": 0, "max_live": 0, "bucket_size": 50, **changes})
+    return make_policy(stage, **{"persistence_threshold": 0, "max_live": 0, "bucket_size": 50, **changes})
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
@@ -137,7 +138,7 @@ def test_state_moves_between_layouts(stage, rule):
 
         return work
 
-    expected = Trainer(Zoo(), zoo_loss, ZeroPolicy(), solo_context(), rule=rule).train(3).weights[-1]
+    expected = Trainer(Zoo(), zoo_loss, make_policy(), solo_context(), rule=rule).train(3).weights[-1]
     for other, size in ((3, 2), (2, 4), (0, 2)):
         for found in in_threads(size, resume(other)):
             for name, value in expected.items():
@@ -230,4 +231,4 @@ def test_norms_do_not_depend_on_the_layout(stage):
 
 
 def test_a_serial_training_repeats_itself():
-    assert_same(Trainer(Zoo(), zoo_loss, ZeroPolicy(), solo_context()).train(3, 3), serial(Zoo, zoo_loss))
+    assert_same(Trainer(Zoo(), zoo_loss, make_policy(), solo_context()).train(3, 3), serial(Zoo, zoo_loss))

@@ -5,24 +5,23 @@ from __future__ import annotations
 import torch
 
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
-from megazero.zero.plan import BucketKey, BucketMember, plan_buckets
-from megazero.zero.policy import ZeroPolicy
+from megazero.zero.plan import BucketKey, BucketMember, ParameterUse, plan_buckets
+from tests.zero.policies import make_policy
 
 F32 = torch.float32
 SLICED, EXPERT = (Cut(0, "tp"),), (Cut(0, "ep"),)
 
 
 def slot(name: str, numel: int = 4, *, unit: int = 0, **changes) -> BucketMember:
-    own = {
-        key: changes.pop(key) for key in ("dtype", "chunk", "trainable", "alone", "group") if key in changes
-    }
+    own = {key: changes.pop(key) for key in ("dtype", "trainable", "group") if key in changes}
+    use = {key: changes.pop(key) for key in ("chunk", "alone") if key in changes}
     spec = ParamSpec(name, (numel,), InitialValues("zeros"), **changes)
-    return BucketMember(spec, (numel,), own.pop("dtype", F32), unit=unit, **own)
+    return BucketMember(spec, (numel,), own.pop("dtype", F32), use=ParameterUse(unit=unit, **use), **own)
 
 
 def plan(slots: list[BucketMember], replicas: int = 2, **policy) -> list[tuple[int, str]]:
     """(row, names of the members) of each bucket."""
-    found = plan_buckets(slots, ZeroPolicy(**policy), lambda group: replicas)
+    found = plan_buckets(slots, make_policy(**policy), lambda group: replicas)
     return [(key.row, "".join(slots[i].spec.name for i in members)) for key, members in found]
 
 
@@ -85,7 +84,7 @@ def test_frozen_parameters_are_sharded_in_stage_3_alone():
 def test_one_replica_has_nothing_to_cut():
     assert plan([slot("a")], replicas=1, stage=3, persistence_threshold=0) == [(0, "a")]
     slots = [slot("a"), slot("b", cuts=EXPERT)]
-    found = plan_buckets(slots, ZeroPolicy(stage=2), {"replica": 4, "expert_replica": 1}.__getitem__)
+    found = plan_buckets(slots, make_policy(stage=2), {"replica": 4, "expert_replica": 1}.__getitem__)
     assert [key for key, _ in found] == [
         BucketKey(0, F32, "expert_replica", True, 0),
         BucketKey(0, F32, "replica", True, 2),

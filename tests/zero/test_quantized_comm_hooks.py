@@ -19,9 +19,9 @@ from megazero.zero.comm_hooks.node import NodeCommHook
 from megazero.zero.comm_hooks.weights import QuantizedWeights
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketKey, BucketMember, plan_buckets
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.table import STAGES
 from tests.zero.harness import in_threads
+from tests.zero.policies import make_policy
 
 F32, BF16 = torch.float32, torch.bfloat16
 KINDS = tuple(CODE_FORMATS)
@@ -41,7 +41,7 @@ def wire_of(context, numel: int, stage: int = 2, dtype=F32, **policy):
     """The wire that a bucket of one matrix gets."""
     layout = layout_of(context, numel, dtype, stage)
     key = BucketKey(0, dtype, "replica", True, stage, compressed=True)
-    return choose_comm_hook(key, layout, ZeroPolicy(stage, **policy), context), layout
+    return choose_comm_hook(key, layout, make_policy(stage, **policy), context), layout
 
 
 def gradients(rank: int, padded: int, numel: int, step: int = 0) -> Tensor:
@@ -303,7 +303,7 @@ def test_the_table(stage, dtype, key, policy, expected):
     key = {"chunk": 0, "trainable": True, "compressed": True, **key}
     bucket = BucketKey(dtype=dtype, replicas="replica", row=stage, **key)
     layout = layout_of(context, 64, dtype, stage)
-    assert around(choose_comm_hook(bucket, layout, ZeroPolicy(3, **policy), context)) == expected
+    assert around(choose_comm_hook(bucket, layout, make_policy(3, **policy), context)) == expected
 
 
 def test_vectors_and_copies_have_buckets_of_their_own():
@@ -320,7 +320,7 @@ def test_vectors_and_copies_have_buckets_of_their_own():
 
     def plan(tp: int, **policy) -> list[tuple[bool, str]]:
         sizes = {"replica": 2, "tp": tp, "ep": 1, "etp": tp}
-        found = plan_buckets(members, ZeroPolicy(2, **policy), sizes.__getitem__)
+        found = plan_buckets(members, make_policy(2, **policy), sizes.__getitem__)
         return [(key.compressed, "".join(sorted(members[i].spec.name for i in each))) for key, each in found]
 
     assert plan(2, **BOTH) == [(False, "bc"), (True, "ad")]

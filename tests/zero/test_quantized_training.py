@@ -35,6 +35,7 @@ from tests.layouts.layout import VOCABULARY, Layout
 from tests.zero.harness import SAMPLES, Record, Trainer, in_threads
 from tests.zero.late_group import with_late_groups
 from tests.zero.models import Zoo, gpt_loss, layer_units, make_gpt, zoo_loss
+from tests.zero.policies import make_policy
 
 F32, BF16 = torch.float32, torch.bfloat16
 # What weights and gradients travel as, over how many ranks of a node, and how gradients are rounded.
@@ -54,7 +55,7 @@ EVERY_WIRE = pytest.mark.parametrize(
 def policy(stage: int, kind: str = "int8", *, weights: bool = True, **changes) -> ZeroPolicy:
     codes = Quantization(kind, 16)
     usual = {"persistence_threshold": 0, "max_live": 0, "bucket_size": 200, "gradient_codes": codes}
-    return ZeroPolicy(stage, **{**usual, "weight_codes": codes if weights else None, **changes})
+    return make_policy(stage, **{**usual, "weight_codes": codes if weights else None, **changes})
 
 
 def in_use(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -230,7 +231,7 @@ def losses(settings: ZeroPolicy, steps: int, node: int = 1) -> list[float]:
 
 @cache
 def exact_losses(steps: int) -> list[float]:
-    return losses(ZeroPolicy(2), steps)
+    return losses(make_policy(2), steps)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_losses_stay_close_to_exact_ones(kind, weights, seed, close):
     """From 2.7 to 1.8 per token, with gradients as codes over two hops, and weights as codes or not."""
     exact = exact_losses(20)
     codes = Quantization(kind)
-    settings = ZeroPolicy(
+    settings = make_policy(
         3,
         persistence_threshold=0,
         gradient_codes=codes,
@@ -338,7 +339,7 @@ def test_training_resumes_bit_for_bit(tmp_path, layout, zero):
 @pytest.mark.parametrize(("multiple", "alike"), [(1, False), (128, True)])
 def test_aligned_slices_have_the_same_blocks_on_any_number_of_ranks(multiple, alike):
     """Where slices are multiples of a block, blocks lie where one slice would have them: so do the codes."""
-    settings = ZeroPolicy(3, persistence_threshold=0, weight_codes=Quantization("int8", 64))
+    settings = make_policy(3, persistence_threshold=0, weight_codes=Quantization("int8", 64))
 
     def work(context):
         model = nn.Linear(20, 20, bias=False)

@@ -16,6 +16,7 @@ from megazero.zero.store.disk import DiskTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
 from tests.zero.harness import Trainer, in_threads
 from tests.zero.models import Zoo, zoo_loss
+from tests.zero.policies import make_policy
 from tests.zero.test_store import assert_equal, policy
 
 LAYERS = 6
@@ -59,7 +60,7 @@ def trainer(
     def loss(model, step, sample):
         return model(torch.ones(2, 4) * (sample + 1)).square().sum() * 1e-6
 
-    return Trainer(model, loss, ZeroPolicy(3, shard_alone=True, **settings), solo_context(), kind=kind)
+    return Trainer(model, loss, make_policy(3, shard_alone=True, **settings), solo_context(), kind=kind)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -25,6 +25,7 @@ from megazero.zero.unit import Unit, module_units
 from tests.zero.harness import Trainer, in_threads
 from tests.zero.late_group import with_spies
 from tests.zero.models import Zoo, zoo_loss
+from tests.zero.policies import make_policy
 from tests.zero.sleeping_store import SleepingStore
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -59,7 +60,7 @@ def build(modules, policy, context, chunks=None, kind=DeviceStore):
 
 
 def policy(stage: int, **changes) -> ZeroPolicy:
-    return ZeroPolicy(stage, **{"persistence_threshold": 0, "max_live": 0, **changes})
+    return make_policy(stage, **{"persistence_threshold": 0, "max_live": 0, **changes})
 
 
 def gradients(optimizer) -> dict[str, list[float]]:

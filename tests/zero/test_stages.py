@@ -18,11 +18,12 @@ from megazero.zero.unit import module_units
 from tests.zero.harness import Record, Trainer, assert_same, in_threads, serial
 from tests.zero.late_group import with_late_groups
 from tests.zero.models import Sometimes, Zoo, gpt_loss, layer_units, make_gpt, sometimes_loss, zoo_loss
+from tests.zero.policies import make_policy
 
 
 def policy(stage: int, **changes) -> ZeroPolicy:
     """Nothing persists and nothing is kept, unless said otherwise."""
-    return ZeroPolicy(stage=stage, **{"persistence_threshold": 0, "max_live": 0, "prefetch": 500, **changes})
+    return make_policy(stage=stage, **{"persistence_threshold": 0, "max_live": 0, "prefetch": 500, **changes})
 
 
 @cache

@@ -32,6 +32,7 @@ from tests.optim.rules import Lars, SelfSumming
 from tests.zero.harness import Record, Trainer, in_threads
 from tests.zero.late_group import with_late_groups
 from tests.zero.models import Zoo, zoo_loss
+from tests.zero.policies import make_policy
 from tests.zero.sleeping_store import SleepingStore
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -39,7 +40,7 @@ EVERY_STAGE = pytest.mark.parametrize("stage", range(len(STAGES)))
 
 
 def policy(stage: int, **changes) -> ZeroPolicy:
-    return ZeroPolicy(stage, **{"persistence_threshold": 0, "max_live": 0, "bucket_size": 50, **changes})
+    return make_policy(stage, **{"persistence_threshold": 0, "max_live": 0, "bucket_size": 50, **changes})
 
 
 def assert_equal(records: list[Record], others: list[Record]) -> None:
@@ -229,7 +230,7 @@ def test_a_step_copies_what_is_narrow_bucket_by_bucket_and_nothing_else(main, ac
     """Of one bucket at a time the masters, where they are narrow, are there in fp32; gradients never."""
     size = 5000
     model = nn.ModuleList(nn.Linear(size, 1, bias=False) for _ in range(4)).to(BF16)
-    settings = ZeroPolicy(bucket_size=size, main_dtype=main, accumulation_dtype=accumulation)
+    settings = make_policy(bucket_size=size, main_dtype=main, accumulation_dtype=accumulation)
     store = build_store(module_units(model), settings, solo_context())
     optimizer = Optimizer(store, Adam(), solo_context(), 0.1)
     for bucket in store.buckets:

@@ -13,9 +13,9 @@ from megazero.optim.elementwise import Adam
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.table import STAGES
 from megazero.zero.unit import module_units
+from tests.zero.policies import make_policy
 
 WIDTH, LAYERS, RANKS, MICRO_BATCHES = 8, 5, 4, 3
 SIZE = LAYERS * WIDTH * WIDTH  # psi, the model's parameters
@@ -28,7 +28,7 @@ def step(stage: int, hpz: int = 1, node: int | None = None, **changes) -> Traffi
     context = recording_context(ProcessGrid(dp=RANKS), 0, log, "cpu", node_size=node or hpz)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     settings = {"bucket_size": WIDTH * WIDTH, "persistence_threshold": 0, "max_live": 0, **changes}
-    policy = ZeroPolicy(stage, hpz=hpz, **settings)
+    policy = make_policy(stage, hpz=hpz, **settings)
     units = module_units(model)
     store = build_store(units, policy, context)
     parallel = DataParallel(units, store, policy, context)
@@ -137,7 +137,7 @@ def test_a_step_of_zero_plus_plus_moves_a_quarter_between_nodes():
     log = TrafficLog()
     context = recording_context(ProcessGrid(dp=ranks), 0, log, "cpu", node_size=2)
     model = nn.Linear(width, width, bias=False).to(torch.bfloat16)
-    policy = ZeroPolicy(
+    policy = make_policy(
         3,
         persistence_threshold=0,
         max_live=0,

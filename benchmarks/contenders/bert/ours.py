@@ -31,7 +31,7 @@ def build(shape: BertShape, rank: int, world_size: int, pack: bool = False, trim
     vocabulary = vocabulary_of(shape)
     chunks = build_chunks(config, vocabulary, context)
     engine = build_engine(config, training_plan_of(config, context.data.size), chunks, context)
-    collate = family_of(config.model).collate(config, shape.vocab, solo_context(shape.device), 1234)
+    collate = family_of(config.model).samples.collate(config, shape.vocab, solo_context(shape.device), 1234)
     if not trim:
         collate = replace(collate, multiple=shape.sequence)
     numbers = count(rank, world_size)  # of the samples, in the training order

@@ -45,12 +45,12 @@ class KernelRow:
     @property
     def bytes_ratio(self) -> float | None:
         """Bytes moved per byte that must move."""
-        return self.counts.bytes_moved / self.must_move if self.must_move else None
+        return self.counts.memory.bytes_moved / self.must_move if self.must_move else None
 
     @property
     def sectors_ratio(self) -> float:
         """32-byte sectors touched per sector that its bytes fit in."""
-        return self.counts.sectors / max(self.counts.ideal_sectors, 1)
+        return self.counts.memory.sectors / max(self.counts.memory.ideal_sectors, 1)
 
     def occupancy(self, architecture: str) -> float:
         """The share of a multiprocessor's warps that its blocks can fill."""
@@ -61,10 +61,10 @@ class KernelRow:
         """The bounds on every kernel that this one breaks in its case: a sentence each."""
         counts, where = self.counts, f"`{self.kernel}` in {self.case}"
         sentences = []
-        if counts.mistakes:
-            sentences.append(f"{where} must make no mistake, but makes {counts.mistakes}")
-        if counts.bank_conflicts:
-            sentences.append(f"{where} must have no bank conflict, but has {counts.bank_conflicts}")
+        if counts.mistakes.total:
+            sentences.append(f"{where} must make no mistake, but makes {counts.mistakes.total}")
+        if counts.memory.bank_conflicts:
+            sentences.append(f"{where} must have no bank conflict, but has {counts.memory.bank_conflicts}")
         # Fewer bytes than it must move would mean that the case is wrong.
         if self.bytes_ratio is None or not 0.99 <= self.bytes_ratio <= 1.05:
             sentences.append(
@@ -169,7 +169,13 @@ def markdown(rows: Iterable[KernelRow]) -> str:
         shares = " / ".join(f"{row.occupancy(a):.0%}" if a in row.compiled else "-" for a in ARCHITECTURES)
         ratio = "-" if row.bytes_ratio is None else f"{row.bytes_ratio:.3f}"
         counts = row.counts
-        work = (f"`{row.kernel}`", row.case, ratio, f"{row.sectors_ratio:.3f}{mark}", counts.bank_conflicts)
+        work = (
+            f"`{row.kernel}`",
+            row.case,
+            ratio,
+            f"{row.sectors_ratio:.3f}{mark}",
+            counts.memory.bank_conflicts,
+        )
         needs = (counts.threads_per_block, counts.shared_bytes, registers, spilled, shares)
         lines.append(f"| {' | '.join(map(str, (*work, *needs)))} |")
     return "\n".join([*lines, "", *(f"[{i}] {note}" for i, note in enumerate(notes, 1))]).rstrip() + "\n"

@@ -138,7 +138,7 @@ def stated(config: Config) -> bool:
     drops = model.hidden_dropout or model.attention_dropout
     skips = config.skipping.random_ltd or config.skipping.progressive_layer_drop
     built = config.acceleration.compile or config.acceleration.cuda_graph
-    made = family_of(model).chunk
+    made = family_of(model).models.chunk
     decodes = isinstance(made, type) and issubclass(made, LanguageModel) and config.finetune.task is None
     alike = not model.num_experts and model.layer_parts is None
     plain = decodes and alike and config.precision.fp8_format == "none"

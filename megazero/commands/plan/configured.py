@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice
 
-from megazero.config.derive import data_parallel_size
+from megazero.config.derive import PipelineShape, data_parallel_size
 from megazero.config.steps import Steps
 from megazero.config.tree.config import Config
 from megazero.config.tree.tokenizer import TokenizerConfig
@@ -51,7 +51,7 @@ class PlannedPipeline:
         assigned = assign_parts(config, vocabulary, context)
         block_costs = iter(estimated_costs(config, vocabulary, context))
         costs = [sum(islice(block_costs, len(parts))) for parts in assigned]
-        schedule = schedule_of(config, steps.ramp.final // steps.unit)
+        schedule = schedule_of(PipelineShape.of(config), steps.ramp.final // steps.unit)
         stage = sum(costs) / schedule.stages
         return cls(schedule, tuple(assigned), tuple(cost / stage for cost in costs))
 

@@ -9,13 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megazero.config.condition import Condition
 from megazero.config.tables import blocks, rows
 
 _UNLIMITED = 1_000_000
-_ARITIES = MappingProxyType({"": (0, 0), "=": (1, 1), "=?": (0, 1), "=*": (0, _UNLIMITED)})
+
+
+class Arity(NamedTuple):
+    """How many values must follow a flag, and how many of the arguments after it can be its values."""
+
+    least: int
+    most: int
+
+
+_SWITCH = Arity(0, 0)
+
+
+_ARITIES = MappingProxyType({"": _SWITCH, "=": Arity(1, 1), "=?": Arity(0, 1), "=*": Arity(0, _UNLIMITED)})
 
 
 @dataclass(frozen=True)
@@ -28,10 +40,8 @@ class Foreign:
         refused: what to do instead; None if it is accepted whatever its value.
         values: the values it is accepted with, compared in lower case; empty means any (none for a switch).
             Those with a ! at their end need none of the conditions.
-        least_values: how many values must follow it.
-        most_values: how many of the arguments after it can be its values.
+        arity: how many values it has.
         where: conditions on the tree once everything is resolved, of which one must hold.
-        feature: the feature that it asks for where it is refused, if that feature does not exist here.
         silent: whether a run says nothing about it, because the setting in `where` has its effect.
     """
 
@@ -39,10 +49,8 @@ class Foreign:
     accepted: str | None = None
     refused: str | None = None
     values: tuple[str, ...] = ()
-    least_values: int = 0
-    most_values: int = 0
+    arity: Arity = _SWITCH
     where: tuple[Condition, ...] = ()
-    feature: str | None = None
     silent: bool = False
 
 
@@ -68,7 +76,7 @@ def verdict(foreign: Foreign, values: Sequence[str]) -> Ignored | str:
     given = " ".join([foreign.name, *values])
     if foreign.accepted is None:
         return f"`{given}` is not accepted: {foreign.refused}."
-    if len(values) < foreign.least_values:
+    if len(values) < foreign.arity.least:
         return f"`{foreign.name}` must be followed by a value."
     lower = {value.lower() for value in values}
     if lower and all(f"{value}!" in foreign.values for value in lower):
@@ -78,36 +86,33 @@ def verdict(foreign: Foreign, values: Sequence[str]) -> Ignored | str:
     return Ignored(foreign.name, foreign.accepted, foreign)
 
 
-def arity(marked: str) -> tuple[str, int, int]:
-    """A flag's name without its mark, and the least and the most values that it takes."""
+def arity(marked: str) -> tuple[str, Arity]:
+    """A flag's name without its mark, and how many values it has."""
     name, equals, many = marked.partition("=")
-    least, most = _ARITIES[equals + many]
-    return name, least, most
+    return name, _ARITIES[equals + many]
 
 
 def _foreign_flags() -> Iterator[Foreign]:
     for table in ("accepted.txt", "dependent.txt"):
         for reason, flags in blocks(table):
-            for name, least, most in map(arity, flags):
-                yield Foreign(name, accepted=reason, least_values=least, most_values=most)
+            for name, taken in map(arity, flags):
+                yield Foreign(name, accepted=reason, arity=taken)
     for reason, flags in blocks("refused.txt"):
-        for name, least, most in map(arity, flags):
-            yield Foreign(name, refused=reason, least_values=least, most_values=most)
+        for name, taken in map(arity, flags):
+            yield Foreign(name, refused=reason, arity=taken)
     for head, flags in blocks("absent.txt"):
-        feature, _, reason = head.partition(": ")
-        for name, least, most in map(arity, flags):
-            yield Foreign(name, refused=reason, feature=feature, least_values=least, most_values=most)
+        _, _, reason = head.partition(": ")  # the feature that they ask for
+        for name, taken in map(arity, flags):
+            yield Foreign(name, refused=reason, arity=taken)
     for row in rows("conditional.csv"):
-        name, least, most = arity(row["flag"])
+        name, taken = arity(row["flag"])
         yield Foreign(
             name,
             row["accepted"],
             row["refused"],
             tuple(row["values"].split()),
-            least,
-            most,
+            taken,
             tuple(map(Condition.read, filter(None, row["where"].split(" or ")))),
-            row["feature"] or None,
             silent=bool(row["silent"]),
         )
 

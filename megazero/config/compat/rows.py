@@ -101,7 +101,10 @@ def _rows(head: str, words: Sequence[str], most: int) -> Iterator[Row]:
         marked, _, choices = theirs.partition("=")
         few = choices in ("", "*", "?")
         # What a value only ends with may be followed by more.
-        name, least, many = arity(theirs) if few else (marked, 1, _ANY if choices[0] == "*" else 1)
+        if few:
+            name, (least, many) = arity(theirs)
+        else:
+            name, least, many = marked, 1, _ANY if choices[0] == "*" else 1
         values = () if few else tuple(choices.lower().split(","))
         switch, when = few and many == 0, When(least, values, tuple(filter(None, beside.split("|"))))
         if verb in ("same", _LEFT_OUT):

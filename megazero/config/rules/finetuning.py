@@ -33,7 +33,7 @@ def _choices_fit(case: Case) -> bool:
 
 
 def _labels_fit(case: Case) -> bool:
-    labels = _task(case).labels if _set(case) else ()
+    labels = _task(case).labels.values if _set(case) else ()
     return not labels or (len(labels) >= 2 and len(set(labels)) == len(labels))
 
 
@@ -44,7 +44,7 @@ def _classes_fit(case: Case) -> bool:
     task = _task(case)
     if task.multiple_choice:
         return classes == 1
-    return classes == len(task.labels) if task.labels else classes >= 2
+    return classes == len(task.labels.values) if task.labels.values else classes >= 2
 
 
 FINETUNING_RULES: tuple[Rule, ...] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megazero.config.derive import chunks_per_stage
+from megazero.config.derive import PipelineShape
 from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
 from megazero.config.stairs import BatchStairs
 from megazero.config.steps import BatchRamp
@@ -138,7 +138,7 @@ def _fitting_layouts(case: Case) -> str:
     shapes = model.layer_shapes or (model.layer_size,)
     heads = (model.num_attention_heads, *(shape.groups for shape in shapes)) if model.layers_of("*") else ()
     counts = (*heads, *(shape.width for shape in shapes))
-    most_stages = max(1, model.num_layers // chunks_per_stage(case.config))
+    most_stages = max(1, model.num_layers // PipelineShape.of(case.config).chunks_per_stage)
     fits = [
         (tensor, stages, world // (tensor * stages * context))
         for tensor in _divisors(world)
@@ -232,7 +232,7 @@ def _samples_fill_a_batch(case: Case) -> bool:
     steps = case.steps
     if case.config.training.train_samples is None or steps is None:
         return True
-    return Limits.of(case.config).end(steps).iteration >= 1
+    return Limits.of(case.config.training).end(steps).iteration >= 1
 
 
 def _unit_clause(case: Case) -> str:

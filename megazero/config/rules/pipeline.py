@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megazero.config.derive import chunks_per_stage, fills_groups, num_chunks, schedule_kind
+from megazero.config.derive import PipelineShape, fills_groups
 from megazero.config.rules.rule import MOST_INCREMENTS, Case, Rule
 from megazero.config.steps import BatchRamp
 
@@ -15,6 +15,10 @@ _VIRTUAL = (
 )
 _STAGES = "parallel.pipeline_model_parallel_size"
 _GROUP = "parallel.microbatch_group_size_per_virtual_pipeline_stage"
+
+
+def _shape(case: Case) -> PipelineShape:
+    return PipelineShape.of(case.config)
 
 
 def _layers_divide(case: Case) -> bool:
@@ -29,18 +33,18 @@ def _virtual_stages_run(case: Case) -> bool:
     parallel = case.config.parallel
     virtual = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
     if virtual == (None, None) or (
-        parallel.pipeline_schedule != "zb-v" and chunks_per_stage(case.config) == 1
+        parallel.pipeline_schedule != "zb-v" and _shape(case).chunks_per_stage == 1
     ):
         return True
     return parallel.pipeline_schedule in ("auto", "interleaved") and parallel.pipeline_model_parallel_size > 1
 
 
 def _chunk_clause(case: Case) -> str:
-    layers, chunks = case.config.model.num_layers, chunks_per_stage(case.config)
+    layers, chunks = case.config.model.num_layers, _shape(case).chunks_per_stage
     fit = "fewer fit"
     if layers >= chunks:
         fit = f"{layers} layers suffice for {layers // chunks} stages of {chunks}"
-    return f"that makes {num_chunks(case.config)} chunks; {fit}"
+    return f"that makes {_shape(case).chunks} chunks; {fit}"
 
 
 def micro_batch_counts(case: Case) -> list[int]:
@@ -52,7 +56,7 @@ def micro_batch_counts(case: Case) -> list[int]:
     if case.data_parallel is None or (batch.rampup_batch_size and batch.global_batch_size is None):
         return []
     unit = batch.micro_batch_size * case.data_parallel
-    ramp = BatchRamp.of(case.config, case.data_parallel)
+    ramp = BatchRamp.of(batch, case.config.model, case.data_parallel)
     uneven = isinstance(ramp, BatchRamp) and (
         ramp.start > ramp.final or (ramp.final - ramp.start) % ramp.increment
     )
@@ -62,12 +66,11 @@ def micro_batch_counts(case: Case) -> list[int]:
 
 
 def _interleaved_rounds(case: Case) -> bool:
-    parallel = case.config.parallel
-    stages = parallel.pipeline_model_parallel_size
-    if schedule_kind(case.config) != "interleaved":
+    shape = _shape(case)
+    if shape.kind != "interleaved":
         return True
-    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or stages
-    return all(fills_groups(stages, count, group) for count in micro_batch_counts(case))
+    group = shape.group or shape.stages
+    return all(fills_groups(shape.stages, count, group) for count in micro_batch_counts(case))
 
 
 def _partition_fault(case: Case) -> str | None:
@@ -80,7 +83,7 @@ def _partition_fault(case: Case) -> str | None:
     numbers = [int(part) for part in method.split(",") if part.strip().isdecimal()]
     if len(numbers) != method.count(",") + 1:
         return f"it is not one of {', '.join(PARTITION_METHODS)}, type:REGEX or numbers of layers"
-    chunks, layers = num_chunks(case.config), case.config.model.num_layers
+    chunks, layers = _shape(case).chunks, case.config.model.num_layers
     if len(numbers) != chunks or sum(numbers) != layers or 0 in numbers:
         return f"{chunks} positive numbers that add up to {layers} are needed"
     return None
@@ -121,7 +124,7 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         ),
         "`num_layers` must be at least the number of model chunks (pipeline stages x chunks per stage)",
         "use fewer stages or fewer virtual stages",
-        lambda c: num_chunks(c.config) <= c.config.model.num_layers,
+        lambda c: _shape(c).chunks <= c.config.model.num_layers,
         _chunk_clause,
     ),
     Rule(

@@ -45,7 +45,7 @@ class Case:
         batch = self.config.batch
         if self.data_parallel is None or (batch.rampup_batch_size and batch.global_batch_size is None):
             return None
-        if BatchRamp.of(self.config, self.data_parallel).increments > MOST_INCREMENTS:
+        if BatchRamp.of(batch, self.config.model, self.data_parallel).increments > MOST_INCREMENTS:
             return None
         steps = Steps.of(self.config, self.data_parallel)
         # A curriculum may cut samples into rows that are longer than they are, which a rule refuses.
@@ -54,7 +54,7 @@ class Case:
     @property
     def end(self) -> Progress | None:
         """The progress when the training stops; None while its steps or its length are unknown."""
-        limits = Limits.of(self.config)
+        limits = Limits.of(self.config.training)
         return None if self.steps is None or limits == Limits() else limits.end(self.steps)
 
 

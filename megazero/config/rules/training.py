@@ -61,7 +61,8 @@ def _lr(case: Case) -> LrLengths | None:
     steps = case.steps
     if not _lr_units_agree(case) or not _given(case, _LENGTHS) or steps is None:
         return None
-    return LrLengths.of(case.config, steps, Limits.of(case.config).end(steps))
+    optimizer, training = case.config.optimizer, case.config.training
+    return LrLengths.of(optimizer, training, steps, Limits.of(training).end(steps))
 
 
 def _warmup_shorter(case: Case) -> bool:
@@ -87,8 +88,9 @@ def _tokens_read(case: Case) -> int:
     steps = case.steps
     if steps is None:
         return 0
-    samples = max(steps.ramp.final, Evaluations.of(case.config, steps).samples)
-    return samples * case.config.model.seq_length
+    length = case.config.model.seq_length
+    evaluations = Evaluations.of(case.config.training, length, steps)
+    return max(steps.ramp.final, evaluations.samples) * length
 
 
 LENGTH_RULES: tuple[Rule, ...] = (

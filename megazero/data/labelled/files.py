@@ -182,11 +182,11 @@ def _choices(row: dict[str, Any], columns: Sequence[str], place: str) -> tuple[s
 
 
 def _label(row: dict[str, Any], task: Task, place: str, needed: bool) -> str | None:
-    value = _at(row, task.label, place) if needed else row.get(task.label)
+    value = _at(row, task.labels.name, place) if needed else row.get(task.labels.name)
     if value is None:
         return None
-    label = _text(value, task.label, place).strip()
-    return None if label in task.unlabelled else label
+    label = _text(value, task.labels.name, place).strip()
+    return None if label in task.labels.unlabelled else label
 
 
 def _at(row: dict[str, Any], column: str, place: str) -> Any:

@@ -22,24 +22,35 @@ _OWN = frozenset(
 
 
 @dataclass(frozen=True)
+class ForeignCounts:
+    """How far a training with DeepSpeed had come.
+
+    Attributes:
+        steps: optimizer steps, skipped ones included.
+        samples: samples over all ranks.
+        skipped: steps without an update.
+        updates: how many updates the moments saw; None without an optimizer.
+    """
+
+    steps: int = 0
+    samples: int = 0
+    skipped: int = 0
+    updates: int | None = None
+
+
+@dataclass(frozen=True)
 class ForeignFacts:
     """The content of a checkpoint beside tensors.
 
     Attributes:
-        global_steps: optimizer steps, skipped ones included.
-        global_samples: samples over all ranks.
-        skipped_steps: steps without an update.
-        updates: how many updates the moments saw; None without an optimizer.
+        counts: how far the training had come.
         options: the options of each parameter group.
         schedule: the state of the learning rate schedule; None if there was none.
         scale: the dynamic loss scale; None if there was none.
         client: the script's own values.
     """
 
-    global_steps: int = 0
-    global_samples: int = 0
-    skipped_steps: int = 0
-    updates: int | None = None
+    counts: ForeignCounts = ForeignCounts()
     options: Sequence[Mapping[str, Any]] = ()
     schedule: Mapping[str, Any] | None = None
     scale: Scale | None = None
@@ -53,7 +64,7 @@ def read_facts(
 
     Args:
         model: the content of the file.
-        updates: see `ForeignFacts`.
+        updates: how many of them the optimizer counted; None without one.
         groups: the parameter groups of the optimizer.
         scale: see `ForeignFacts`.
     """
@@ -62,11 +73,8 @@ def read_facts(
     )
     # Copies: tensors of a mapped file must not outlive its content.
     return ForeignFacts(
-        steps,
-        samples,
-        skipped,
         # Some optimizers do not count.
-        updates=(updates or steps - skipped) if updates is not None else None,
+        ForeignCounts(steps, samples, skipped, None if updates is None else updates or steps - skipped),
         options=[{k: v for k, v in group.items() if k not in ("params", "step")} for group in groups],
         schedule=clone_tensors_for_torch_save(model.get("lr_scheduler")),
         scale=scale,

@@ -9,25 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.models.targets import Targets
+
 
 @dataclass(frozen=True)
 class Ahead:
-    """The words and labels so many positions further on.
+    """The words and labels so many positions further on; 0 where the text ends before.
 
     Attributes:
-        tokens, labels: int64 [b, s]; 0 where the text ends before.
-        weights: float32 [b, s], weight of each position in the loss: that of the position whose label it is.
-        counted: the sum of the weights, known on the host.
+        tokens: int64 [b, s].
+        targets: the tokens that follow these. A weight is that of the position whose label it is.
     """
 
     tokens: Tensor
-    labels: Tensor
-    weights: Tensor
-    counted: float
-
-    def total(self, values: Tensor) -> Tensor:
-        """The sum of values [s, b] over the positions, each times its weight in the loss."""
-        return (values * self.weights.t()).sum()
+    targets: Targets
 
     @classmethod
     def of_arrays(
@@ -52,7 +47,7 @@ class Ahead:
             first, second, third = (
                 torch.from_numpy(x).to(device, non_blocking=True) for x in (tokens, labels, weights)
             )
-            made.append(cls(first, second, third, counted))
+            made.append(cls(first, Targets(second, third, counted)))
         return tuple(made)
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megazero.config.tree.config import Config
 from megazero.data.token_ids import check_token_ids
-from megazero.models.batch import MicroBatch, RowPlace, column_multiple, tensor_of
+from megazero.models.batch import Batch, MicroBatch, Places, RowPlace, column_multiple, tensor_of
+from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.rng import sample_keys
 
@@ -21,28 +22,25 @@ class PairBatch(MicroBatch):
     """A micro-batch of `b` pairs; `tokens` [b, s] are the encoder's.
 
     Attributes:
-        decoder_tokens: int64 [b, t], the decoder's.
-        labels: int64 [b, t], the token that follows each of these.
-        loss_mask: float32 [b, t], weight of each in the loss.
-        counted: the mask's sum.
+        decoder: the decoder's text [b, t]. In a generation its places say where it goes on.
         mask: bool [b, 1, 1, s], False where the encoder's tokens are padding; None: there is none.
         read: the number of tokens of both texts, padding left out.
-        first: the place of the first of the decoder's tokens in their texts.
     """
 
-    decoder_tokens: Tensor
-    labels: Tensor
-    loss_mask: Tensor
-    counted: float
+    decoder: Batch
     mask: Tensor | None
     read: int
-    first: int = 0
 
     @property
     def counts(self) -> dict[str, float]:
         """The weighted number of positions that count, of tokens and of pairs."""
         pairs = float(len(self.tokens))
-        return {"lm": self.counted, "tokens": float(self.read), "sequences": pairs, "micro_batches": 1.0}
+        return {
+            "lm": self.decoder.learnt.count,
+            "tokens": float(self.read),
+            "sequences": pairs,
+            "micro_batches": 1.0,
+        }
 
 
 @dataclass(frozen=True)
@@ -86,15 +84,17 @@ class PairCollate:
         real = np.arange(width) < encoded[:, None]
         loss_mask = arrays["loss_mask"][:, :depth] * (np.arange(depth) < decoded[:, None])
         keys = None if self.seed is None else sample_keys(self.seed, samples)
+        targets = Targets(
+            self._tensor(arrays["labels"][:, :depth]),
+            self._tensor(loss_mask.astype(np.float32)),
+            float(loss_mask.sum(dtype=np.float64)),
+        )
         return PairBatch(
             self._tensor(arrays["tokens"][:, :width]),
-            decoder_tokens=self._tensor(arrays["decoder_tokens"][:, :depth]),
-            labels=self._tensor(arrays["labels"][:, :depth]),
-            loss_mask=self._tensor(loss_mask.astype(np.float32)),
-            counted=float(loss_mask.sum(dtype=np.float64)),
+            decoder=Batch(self._tensor(arrays["decoder_tokens"][:, :depth]), targets),
             mask=None if real.all() else self._tensor(real[:, None, None]),
             read=int(encoded.sum() + decoded.sum()),
-            sample_keys=None if keys is None else self._tensor(keys),
+            places=Places(sample_keys=None if keys is None else self._tensor(keys)),
         )
 
     def _fitted(self, lengths: np.ndarray, side: int) -> tuple[np.ndarray, int]:

@@ -52,7 +52,7 @@ class PairEmbedding(nn.Module):
         return self.table.word
 
     def forward(self, batch: PairBatch, encoder: PairInputs, decoder: PairInputs) -> tuple[Tensor, Tensor]:
-        return self._embed(batch.tokens, encoder), self._embed(batch.decoder_tokens, decoder)
+        return self._embed(batch.tokens, encoder), self._embed(batch.decoder.tokens, decoder)
 
     def _embed(self, tokens: Tensor, inputs: PairInputs) -> Tensor:
         """One of them, of tokens [b, s] at the places of its rows."""
@@ -191,7 +191,7 @@ class T5(StagedChunk[PairBatch]):
 
     def _rows(self, batch: PairBatch) -> tuple[int, int]:
         count = self.placement.spread.count
-        return count(batch.tokens.shape[1]), count(batch.decoder_tokens.shape[1])
+        return count(batch.tokens.shape[1]), count(batch.decoder.tokens.shape[1])
 
     def forward(
         self, batch: PairBatch, hidden: Tensor | None = None, *, deferred: Deferred | None = None
@@ -211,8 +211,8 @@ class T5(StagedChunk[PairBatch]):
         if self.head is None:
             return ChunkResult(torch.cat(self.through(batch, hidden, deferred=deferred)))
         logits = self(batch, hidden, deferred=deferred)
-        losses = self.token_losses(logits, batch.labels, overwrite=True)
-        return ChunkResult(None, {"lm": (losses * batch.loss_mask.t()).sum()})
+        losses = self.token_losses(logits, batch.decoder.learnt.labels, overwrite=True)
+        return ChunkResult(None, {"lm": batch.decoder.learnt.weighted(losses).sum()})
 
     def hidden(
         self, batch: PairBatch, hidden: Tensor | None = None, *, core: AttentionCore | None = None
@@ -259,15 +259,17 @@ class T5(StagedChunk[PairBatch]):
         self, batch: PairBatch, deferred: Deferred | None, store: PairStore | None
     ) -> tuple[PairInputs, PairInputs]:
         """The inputs of the encoder's and of the decoder's layers."""
-        (s, t), keys = (batch.tokens.shape[1], batch.decoder_tokens.shape[1]), batch.sample_keys
-        spread, first = self.placement.spread, batch.first
+        (s, t), keys = (batch.tokens.shape[1], batch.decoder.tokens.shape[1]), batch.places.sample_keys
+        spread = self.placement.spread
+        places = range(t) if batch.decoder.places.positions is None else batch.decoder.places.positions
+        assert isinstance(places, range), "a decoder's tokens follow each other"
         rows = Rows(range(s), keys=keys, spread=spread)
         encoder = PairInputs(rows, deferred=deferred, mask=batch.mask)
         own = None if keys is None else derive(site_key("decoder"), keys)
-        rows = Rows(range(first, first + t), keys=own, spread=spread)
+        rows = Rows(places, keys=own, spread=spread)
         decoder = replace(encoder, rows=rows, encoded_positions=range(s), store=store)
         encodes = range(s) if self.encoder and s else None
-        decodes = range(first, first + t) if self.decoder else None
+        decodes = places if self.decoder else None
         if self.biases is None or (encodes is None and decodes is None):
             return encoder, decoder
         within, earlier = self.biases(encodes, decodes)

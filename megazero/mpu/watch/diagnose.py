@@ -116,9 +116,9 @@ def _divergence(label: str, number: int, numbers: Mapping[int, Mapping[int, Call
 
 
 def _call(calls: Mapping[int, CallRecord], ranks: Sequence[int]) -> str:
-    places = list(dict.fromkeys(calls[rank].place for rank in ranks))
+    places = list(dict.fromkeys(str(calls[rank].place) for rank in ranks))
     more = f" and {len(places) - 2} other places" if len(places) > 2 else ""
-    return f"{calls[ranks[0]].call} at {', '.join(places[:2])}{more}"
+    return f"{calls[ranks[0]].operation} at {', '.join(places[:2])}{more}"
 
 
 def _parting(number: int, odd: Collection[int], numbers: Mapping[int, Mapping[int, CallRecord]]) -> str:
@@ -126,7 +126,7 @@ def _parting(number: int, odd: Collection[int], numbers: Mapping[int, Mapping[in
     since = number
     while since > 1:
         sites = [
-            {c.site for r, c in numbers.get(since - 1, {}).items() if (r in odd) is side}
+            {c.place.site for r, c in numbers.get(since - 1, {}).items() if (r in odd) is side}
             for side in (True, False)
         ]
         if not all(sites):
@@ -188,7 +188,7 @@ def _spell(call: CallRecord, report: Report) -> str:
     channel = report.channels.get(call.channel)
     # For a dead process the calls are known, but its channels are not.
     label = f"group `{call.channel.partition('#')[0]}`" if channel is None else channel.label
-    return f"call {call.sequence} of {label}: {call.call} at {call.place}"
+    return f"call {call.sequence} of {label}: {call.operation} at {call.place}"
 
 
 def _missing(reports: Mapping[int, Report]) -> list[Finding]:

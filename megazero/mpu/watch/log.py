@@ -23,7 +23,7 @@ import torch
 
 from megazero.mpu.grid import Ranks
 from megazero.mpu.group import Work
-from megazero.mpu.watch.report import CallRecord, CallState
+from megazero.mpu.watch.report import CallPlace, CallRecord, CallState, Operation
 
 SLOTS = 256
 _SLOT_BYTES = 640
@@ -257,4 +257,5 @@ def _decode(ring: mmap.mmap | bytes) -> list[CallRecord]:
 
 def _record(serial: int, sequence: int, start: float, state: int, text: bytes) -> CallRecord:
     channel, what, sizes, site, asker = json.loads(text)
-    return CallRecord(serial, channel, sequence, what, sizes, site, asker, start, _STATES[state])
+    operation, place = Operation(what, sizes), CallPlace(site, asker)
+    return CallRecord(serial, channel, sequence, operation, place, start, _STATES[state])

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import Enum
+from typing import Any
 
 from megazero.mpu.grid import Ranks
 
@@ -40,6 +41,38 @@ class Alarm(str, Enum):
 
 
 @dataclass(frozen=True)
+class Operation:
+    """A collective operation or a message.
+
+    Attributes:
+        what: the operation, with its reduction or source if it has one.
+        sizes: shape and dtype, which the members must agree on.
+    """
+
+    what: str
+    sizes: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.sizes}".rstrip()
+
+
+@dataclass(frozen=True)
+class CallPlace:
+    """The place where a call was made.
+
+    Attributes:
+        site: file:line of the call, outside mpu.
+        asker: file:line in another file that led to the call site, or empty.
+    """
+
+    site: str
+    asker: str
+
+    def __str__(self) -> str:
+        return f"{self.site} (from {self.asker})" if self.asker else self.site
+
+
+@dataclass(frozen=True)
 class CallRecord:
     """One call.
 
@@ -47,10 +80,8 @@ class CallRecord:
         serial: its number among all calls of its process.
         channel: key of the channel that it belongs to.
         sequence: its number on the channel, from 1.
-        what: the operation, with its reduction or source if it has one.
-        sizes: shape and dtype, which the members must agree on.
-        site: file:line of the call, outside mpu.
-        asker: file:line in another file that led to the call site, or empty.
+        operation: what is called.
+        place: where.
         start: wall clock, seconds.
         state: how far the call has come.
     """
@@ -58,27 +89,22 @@ class CallRecord:
     serial: int
     channel: str
     sequence: int
-    what: str
-    sizes: str
-    site: str
-    asker: str
+    operation: Operation
+    place: CallPlace
     start: float
     state: CallState
 
     @property
     def signature(self) -> str:
         """The part on which the channel's members must agree; for a send and its receive, their sizes."""
-        return self.sizes if self.what in ("send", "recv") else self.call
+        operation = self.operation
+        return operation.sizes if operation.what in ("send", "recv") else str(operation)
 
-    @property
-    def call(self) -> str:
-        """The operation and its sizes."""
-        return f"{self.what} {self.sizes}".rstrip()
-
-    @property
-    def place(self) -> str:
-        """The place where the call was made."""
-        return f"{self.site} (from {self.asker})" if self.asker else self.site
+    @classmethod
+    def read(cls, value: Mapping[str, Any]) -> CallRecord:
+        """The record of its fields as JSON."""
+        operation, place = Operation(**value["operation"]), CallPlace(**value["place"])
+        return cls(**{**value, "operation": operation, "place": place, "state": CallState(value["state"])})
 
 
 @dataclass(frozen=True)
@@ -125,7 +151,6 @@ class Report:
     def from_json(cls, text: str) -> Report:
         """The report that `to_json` turned into `text`."""
         value = json.loads(text)
-        calls = [CallRecord(**{**call, "state": CallState(call["state"])}) for call in value["calls"]]
         channels = {
             key: ChannelRecord(channel["label"], _ranks(channel["members"]), channel["count"])
             for key, channel in value["channels"].items()
@@ -133,7 +158,7 @@ class Report:
         changed = {
             "alarm": Alarm(value["alarm"]),
             "channels": channels,
-            "calls": tuple(calls),
+            "calls": tuple(map(CallRecord.read, value["calls"])),
             "stack": tuple(value["stack"]),
         }
         return cls(**{**value, **changed})

@@ -240,7 +240,7 @@ class Watch:
         """Note that the job has failed because `call` raised `error`; returns the error to raise."""
         record = self._log.record(call)
         # A group's own error repeats what is known here, so its cause is quoted instead.
-        text = f"{record.what} at {record.place} failed: {error.__cause__ or error}"
+        text = f"{record.operation.what} at {record.place} failed: {error.__cause__ or error}"
         self._sound(Alarm.COMMUNICATION, text[:_LONGEST_ERROR])
         return self._failure() if self._threads else CommunicationError(text)
 
@@ -311,7 +311,7 @@ class Watch:
                     self._sound(Alarm.COMMUNICATION, f"its device failed: {error}"[:_LONGEST_ERROR])
                 continue
             if overdue:
-                what = self._log.record(overdue).what
+                what = self._log.record(overdue).operation.what
                 where = " on the device" if overdue.state == RETURNED else ""
                 self._sound(Alarm.TIMEOUT, f"{what} took more than {self._limits.call:g} s{where}")
         if self._alarm is None:

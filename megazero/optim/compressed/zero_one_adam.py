@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 import torch
@@ -16,48 +16,27 @@ from megazero.optim.rule import LocalRule, Needs, Pieces, Replicas
 
 
 @dataclass(frozen=True)
-class ZeroOneAdam(LocalRule):
-    """0/1 Adam (Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam").
-
-    For `var_freeze_step` updates, gradients are summed exactly in those that `updates_variance` names, and
-    both moments are updated; in the others only the first, by the compressed mean of the gradients. Then v
-    stays as it is and each replica goes on alone: it moves its weights by its own first moment, and collects
-    in u what it moved by, ``sum lr m'``. In the updates that `exchanges` names, the replicas go on together
-    from where they were last together: ``u = C(u)``, ``m = u / sum lr``, ``p = p - u / (sqrt(v') + eps)``.
-
-    The masters are the weights that the replicas have in common, and u leads from there to those in use.
-    Weight decay shrinks the masters in every update, so none of it gets into m (in DeepSpeed it does). As in
-    `OnebitAdam`, nothing moves that has no second moment.
+class ZeroOneSteps:
+    """Which updates of 0/1 Adam change the variance, and which exchange what the replicas have moved.
 
     Attributes:
         var_freeze_step: number of updates after which v stays as it is.
         var_update_scaler: the number of updates of v after which their distance doubles.
         local_step_scaler: the number of updates after which the distance of exchanges doubles.
         local_step_clipper: the largest distance of exchanges; 1 lets the replicas always exchange.
-        beta1, beta2, eps: as Adam's; m is divided by 1 - b1^t, and v by 1 - b2^k if it was updated k times.
-        precondition: choose the scale of a message by its effect on the update, as in `OnebitAdam`.
 
     Raises:
-        ConfigError: one of the first four is below 1.
+        ConfigError: one of them is below 1.
     """
-
-    needs: ClassVar[Needs] = Needs(
-        reduces=True, private=("exp_avg", "local_update"), scalars=("lr_sum",), in_use=True
-    )
-    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "local_update")
 
     var_freeze_step: int
     var_update_scaler: int = 16
     local_step_scaler: int = 32678
     local_step_clipper: int = 16
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    precondition: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
-            if (value := getattr(self, name)) < 1:
+        for name, value in asdict(self).items():
+            if value < 1:
                 raise ConfigError(f"`{name}` must be at least 1, but is {value}; choose a number of steps")
 
     def updates_variance(self, step: int) -> bool:
@@ -66,7 +45,7 @@ class ZeroOneAdam(LocalRule):
         """
         if step > self.var_freeze_step:
             return False
-        return self._variance_updates(step) > self._variance_updates(step - 1)
+        return self.variance_updates(step) > self.variance_updates(step - 1)
 
     def exchanges(self, step: int) -> bool:
         """Whether update number `step` of those after the freeze ends with an exchange."""
@@ -74,8 +53,50 @@ class ZeroOneAdam(LocalRule):
         doublings = min((alone - 1) // self.local_step_scaler, self.local_step_clipper.bit_length())
         return alone % min(1 << doublings, self.local_step_clipper) == 0
 
+    def variance_updates(self, step: int) -> int:
+        """The number of updates of v in the first `step` updates, if it is not frozen before."""
+        if step < 1:
+            return 0
+        scaler = self.var_update_scaler
+        # After `scaler` updates at each of the distances 1, 2, ..., 2^(d - 1), the next is at distance 2^d.
+        doublings = ((step - 1) // scaler + 1).bit_length() - 1
+        since = step - 1 - scaler * ((1 << doublings) - 1)
+        return scaler * doublings + (since >> doublings) + 1
+
+
+@dataclass(frozen=True)
+class ZeroOneAdam(LocalRule):
+    """0/1 Adam (Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam").
+
+    For `steps.var_freeze_step` updates, gradients are summed exactly in those that update v, and both
+    moments are updated; in the others only the first, by the compressed mean of the gradients. Then v
+    stays as it is and each replica goes on alone: it moves its weights by its own first moment, and collects
+    in u what it moved by, ``sum lr m'``. In the updates that exchange, the replicas go on together
+    from where they were last together: ``u = C(u)``, ``m = u / sum lr``, ``p = p - u / (sqrt(v') + eps)``.
+
+    The masters are the weights that the replicas have in common, and u leads from there to those in use.
+    Weight decay shrinks the masters in every update, so none of it gets into m (in DeepSpeed it does). As in
+    `OnebitAdam`, nothing moves that has no second moment.
+
+    Attributes:
+        steps: which updates do what.
+        beta1, beta2, eps: as Adam's; m is divided by 1 - b1^t, and v by 1 - b2^k if it was updated k times.
+        precondition: choose the scale of a message by its effect on the update, as in `OnebitAdam`.
+    """
+
+    needs: ClassVar[Needs] = Needs(
+        reduces=True, private=("exp_avg", "local_update"), scalars=("lr_sum",), in_use=True
+    )
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "local_update")
+
+    steps: ZeroOneSteps
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    precondition: bool = True
+
     def sums_exactly(self, step: int) -> bool:
-        return self.updates_variance(step)
+        return self.steps.updates_variance(step)
 
     @torch.no_grad()
     def reduce(self, grads: Tensor, state: dict[str, Tensor], *, replicas: Replicas, step: int) -> None:
@@ -83,10 +104,10 @@ class ZeroOneAdam(LocalRule):
         live = state["exp_avg_sq"] > 0
         grads.mul_(replicas.group.size)  # the mean of these is the whole gradient
         units = self._roots(state["exp_avg_sq"], step) if self.precondition else None
-        if step <= self.var_freeze_step:
+        if step <= self.steps.var_freeze_step:
             compressed_mean(grads, live, replicas, units)
             return
-        if step == self.var_freeze_step + 1:  # errors of gradients must not be added to moments
+        if step == self.steps.var_freeze_step + 1:  # errors of gradients must not be added to moments
             replicas.worker_error.zero_()
             replicas.server_error.zero_()
         momentum, update, lr_sum = state["exp_avg"], state["local_update"], state["lr_sum"]
@@ -95,7 +116,7 @@ class ZeroOneAdam(LocalRule):
         for (start, stop), rate in zip(replicas.spans, rates, strict=True):
             update[start:stop].add_(momentum[start:stop], alpha=rate)
         lr_sum.add_(torch.tensor(rates, dtype=lr_sum.dtype, device=lr_sum.device))
-        if self.exchanges(step):
+        if self.steps.exchanges(step):
             compressed_mean(update, live, replicas, units)
             _share(momentum, update, lr_sum, replicas.spans)
 
@@ -103,8 +124,8 @@ class ZeroOneAdam(LocalRule):
     def step(self, pieces: Pieces, lr: float) -> None:
         pieces.check(self.state_names)
         step = pieces.step
-        alone = step > self.var_freeze_step
-        if alone and not self.exchanges(step):
+        alone = step > self.steps.var_freeze_step
+        if alone and not self.steps.exchanges(step):
             lr_of_moments = 0.0
         else:
             lr_of_moments = 1.0 if alone else lr / self._corrections(step)[0]
@@ -112,7 +133,7 @@ class ZeroOneAdam(LocalRule):
         for param, grad, state, decay in zip(*lists, strict=True):
             if not alone:
                 state["exp_avg"].lerp_(grad, 1.0 - self.beta1)
-                if self.updates_variance(step):
+                if self.steps.updates_variance(step):
                     state["exp_avg_sq"].mul_(self.beta2).addcmul_(grad, grad, value=1.0 - self.beta2)
             param.mul_(1.0 - lr * decay)
             if lr_of_moments:
@@ -123,7 +144,7 @@ class ZeroOneAdam(LocalRule):
 
     def in_use(self, master: Tensor, state: dict[str, Tensor]) -> Tensor:
         """The masters and this replica's own moves since."""
-        roots = self._roots(state["exp_avg_sq"], self.var_freeze_step)
+        roots = self._roots(state["exp_avg_sq"], self.steps.var_freeze_step)
         return torch.addcdiv(master, state["local_update"], roots, value=-1.0)
 
     def _roots(self, variance: Tensor, step: int) -> Tensor:
@@ -131,18 +152,8 @@ class ZeroOneAdam(LocalRule):
 
     def _corrections(self, step: int) -> tuple[float, float]:
         """The divisors of the two moments."""
-        updates = self._variance_updates(min(step, self.var_freeze_step))
+        updates = self.steps.variance_updates(min(step, self.steps.var_freeze_step))
         return 1.0 - self.beta1**step, 1.0 - self.beta2**updates
-
-    def _variance_updates(self, step: int) -> int:
-        """How often v is updated in the first `step` updates, if it is not frozen before."""
-        if step < 1:
-            return 0
-        scaler = self.var_update_scaler
-        # After `scaler` updates at each of the distances 1, 2, ..., 2^(d - 1), the next is at distance 2^d.
-        doublings = ((step - 1) // scaler + 1).bit_length() - 1
-        since = step - 1 - scaler * ((1 << doublings) - 1)
-        return scaler * doublings + (since >> doublings) + 1
 
 
 def _share(momentum: Tensor, update: Tensor, lr_sum: Tensor, spans: Sequence[tuple[int, int]]) -> None:

@@ -173,7 +173,7 @@ def _feed(
         data_parallel_rank=context.data.rank,
         data_parallel_size=context.data.size,
     )
-    collate = classifiers_of(config.model.family, classes).collate(
+    collate = classifiers_of(config.model.family, classes).samples.collate(
         config, vocabulary.size, context, stream_seed
     )
     return make_feed(order, BatchSampler(spec), collate, config.data.num_workers if trains else 0)

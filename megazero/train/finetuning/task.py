@@ -67,7 +67,7 @@ def read_task(config: Config, vocabulary: Vocabulary) -> TaskData:
         raise ConfigError(
             "`tokenizer_type` must be set to read labelled texts, but is not; set --tokenizer-type"
         )
-    causal = FAMILIES[config.model.family].causal
+    causal = FAMILIES[config.model.family].models.causal
     encoder = SampleEncoder.of(vocabulary.tokenizer, config.model.seq_length, causal=causal)
     paths = (section.train_data if section.epochs else (), section.valid_data, section.test_data)
     read = [
@@ -119,8 +119,8 @@ def completed(config: Config, data: TaskData, context: ParallelContext) -> Confi
 
 def _labels(config: Config, task: Task, train: Sequence[LabelledFile]) -> tuple[str, ...]:
     """The task's labels, else those of the training data, else those that the weights were trained with."""
-    if task.labels:
-        return task.labels
+    if task.labels.values:
+        return task.labels.values
     samples = (sample for file in train for sample in file.samples)
     seen = sorted({sample.label for sample in samples if sample.label is not None})
     if len(seen) == 1:

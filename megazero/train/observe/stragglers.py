@@ -39,43 +39,40 @@ class Straggler:
     Attributes:
         rank: the world rank.
         iteration: the iteration at the end of which this was noticed.
-        own, data: its times, in seconds per step, as in `RankTimes`.
-        peers_own, peers_data: the medians over its peers.
-        waited: the median over the other ranks of the time that they wait in a step, in seconds.
+        times: its times.
+        peers: the medians over its peers; of the time that is waited, over all other ranks.
         stage: its pipeline stage if it is alone there, so that its work may be another than its peers'.
         recovered: whether it is no longer slow.
     """
 
     rank: int
     iteration: int
-    own: float
-    data: float
-    peers_own: float
-    peers_data: float
-    waited: float
+    times: RankTimes
+    peers: RankTimes
     stage: int | None
     recovered: bool
 
     @property
     def ratio(self) -> float:
         """The rank's own time as a multiple of its peers'."""
-        return self.own / max(self.peers_own, 1e-9)
+        return self.times.own / max(self.peers.own, 1e-9)
 
     @property
     def reads_slowly(self) -> bool:
         """Whether reading data takes at least half of the rank's delay behind its peers."""
-        return self.data - self.peers_data >= 0.5 * (self.own - self.peers_own)
+        return self.times.data - self.peers.data >= 0.5 * (self.times.own - self.peers.own)
 
     def __str__(self) -> str:
-        peers = f"{_ms(self.own)} of its own per step against {_ms(self.peers_own)}"
+        times, peers = self.times, self.peers
+        both = f"{_ms(times.own)} of its own per step against {_ms(peers.own)}"
         if self.recovered:
-            return f"rank {self.rank} is no longer slower than its peers: {peers}"
+            return f"rank {self.rank} is no longer slower than its peers: {both}"
         text = (
-            f"rank {self.rank} takes {self.ratio:.1f} times its peers' time: {peers}; the others wait for "
-            f"{_ms(self.waited)} of a step's {_ms(self.peers_own + self.waited)}"
+            f"rank {self.rank} takes {self.ratio:.1f} times its peers' time: {both}; the others wait for "
+            f"{_ms(peers.waited)} of a step's {_ms(peers.own + peers.waited)}"
         )
         if self.reads_slowly:
-            text += f"; reading data is what is slow, {_ms(self.data)} against {_ms(self.peers_data)}"
+            text += f"; reading data is what is slow, {_ms(times.data)} against {_ms(peers.data)}"
         if self.stage is not None:
             text += f"; it is alone in stage {self.stage} of the pipeline, whose work may be more"
         return text
@@ -137,11 +134,12 @@ class SlowRanks:
                 Straggler(
                     rank=rank,
                     iteration=iteration,
-                    own=mine.own,
-                    data=mine.data,
-                    peers_own=own,
-                    peers_data=median(times[other].data for other in peers or others),
-                    waited=median(times[other].waited for other in others),
+                    times=mine,
+                    peers=RankTimes(
+                        own,
+                        waited=median(times[other].waited for other in others),
+                        data=median(times[other].data for other in peers or others),
+                    ),
                     stage=None if peers else stages[rank],
                     recovered=not is_slow,
                 )

@@ -19,34 +19,39 @@ _BIASES = MappingProxyType({"alibi": BiasKind.SLOPES, "relative": BiasKind.TENSO
 def shapes_vary(config: Config) -> bool:
     """Whether micro-batches, or what layers see of them, have other shapes from step to step."""
     cut = config.curriculum.seqlen_schedule != "none" or config.skipping.random_ltd
-    return cut or _padded(config)
+    return cut or _padded(config.model)
 
 
-def _causal(config: Config) -> bool:
-    return family_of(config.model).causal
-
-
-def _padded(config: Config) -> bool:
+def _padded(model: ModelConfig) -> bool:
     """Whether samples are shorter than their rows, of which collating leaves out columns of padding."""
-    return config.model.num_classes is not None or not _causal(config)
+    return model.num_classes is not None or not family_of(model).models.causal
 
 
-def attention_facts(config: Config, device: torch.device) -> AttentionFacts:
-    """The facts of a layer's call in training, as they usually are."""
-    model, mask = config.model, MaskKind.CAUSAL if _causal(config) else MaskKind.NONE
+def attention_facts(
+    model: ModelConfig, dtype: torch.dtype, device: torch.device, *, documents: bool
+) -> AttentionFacts:
+    """The facts of a layer's call in training, as they usually are.
+
+    Args:
+        model: the model's shape.
+        dtype: the type of activations.
+        device: the device of the layers.
+        documents: whether a row has several documents that do not see each other.
+    """
+    mask = MaskKind.CAUSAL if family_of(model).models.causal else MaskKind.NONE
     if model.has_windows:
         mask = MaskKind.WINDOW
     # On a CPU each document is a call of its own.
-    if device.type != "cpu" and (config.data.reset_attention_mask or _padded(config)):
+    if device.type != "cpu" and (documents or _padded(model)):
         takes_runs = varlen_knows(model.grouped) and not model.has_windows
         mask = MaskKind.RUNS if takes_runs else MaskKind.DOCUMENTS
-    if family_of(model).masks_keys:
+    if family_of(model).models.masks_keys:
         mask = MaskKind.DENSE
     if model.is_sparse or (model.has_windows and model.window_sink_tokens):
         mask = MaskKind.PATTERN
     return AttentionFacts(
         device.type,
-        DTYPES[config.precision.dtype],
+        dtype,
         mask,
         dropout=model.attention_dropout > 0,
         lse=model.softmax_type != "vanilla",
@@ -63,7 +68,8 @@ def _bias(model: ModelConfig) -> BiasKind:
 
 def attention_remark(config: Config, device: torch.device) -> str:
     """A sentence that names the implementation of the run's attention."""
-    facts = attention_facts(config, device)
+    dtype, documents = DTYPES[config.precision.dtype], config.data.reset_attention_mask
+    facts = attention_facts(config.model, dtype, device, documents=documents)
     name = ATTENTION.choose(facts, traced=config.acceleration.compile).name
     what = [str(facts.dtype).removeprefix("torch."), facts.mask.value, *["dropout"] * facts.dropout]
     remark = f"attention: {name} on {facts.device} ({', '.join(what)})"

@@ -10,9 +10,10 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from megazero.config.derive import chunks_per_stage, schedule_kind
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
+from megazero.config.tree.zero import ZeroConfig
 from megazero.layers.initialize import initialize
 from megazero.layers.placement import Placement, SequenceCut
 from megazero.models.batch import MicroBatch
@@ -29,24 +30,20 @@ from megazero.train.step.timers import Timers
 from megazero.zero.table import STAGES
 
 
-def schedule_of(config: Config, microbatches: int | None = None) -> Schedule:
-    """The configured pipeline schedule; `microbatches` may be left out if only the stages matter."""
-    stages = config.parallel.pipeline_model_parallel_size
-    group = config.parallel.microbatch_group_size_per_virtual_pipeline_stage
-    few = microbatches or 2 * (group or stages)
-    return build_schedule(schedule_kind(config), stages, few, chunks_per_stage(config), group=group)
+def schedule_of(shape: PipelineShape, microbatches: int | None = None) -> Schedule:
+    """The schedule of a pipeline; `microbatches` may be left out if only the stages matter."""
+    few = microbatches or 2 * (shape.group or shape.stages)
+    return build_schedule(shape.kind, shape.stages, few, shape.chunks_per_stage, group=shape.group)
 
 
-def programs_of(config: Config) -> Programs:
+def programs_of(zero: ZeroConfig, shape: PipelineShape) -> Programs:
     """The programs of a training step and of an evaluation, for each number of micro-batches per replica."""
-    row, overlap = STAGES[config.zero.stage], config.zero.overlap_grad_reduce
-    stages, per_stage = config.parallel.pipeline_model_parallel_size, chunks_per_stage(config)
-    kind = schedule_kind(config)
+    row, overlap = STAGES[zero.stage], zero.overlap_grad_reduce
 
     @cache
     def train(microbatches: int) -> Program:
         return lower(
-            schedule_of(config, microbatches),
+            schedule_of(shape, microbatches),
             gather=row.shard_params,
             reduce_every_microbatch=row.shard_grads,
             overlap_reduce=overlap,
@@ -54,7 +51,8 @@ def programs_of(config: Config) -> Programs:
 
     @cache
     def evaluate(microbatches: int) -> Program:
-        forward = build_schedule("forward", stages, microbatches, per_stage, v_shape=kind == "zb-v")
+        stages, chunks = shape.stages, shape.chunks_per_stage
+        forward = build_schedule("forward", stages, microbatches, chunks, v_shape=shape.kind == "zb-v")
         return lower(forward, gather=row.shard_params, reduce_every_microbatch=False)
 
     return Programs(train, evaluate)
@@ -87,24 +85,25 @@ def assign_parts(config: Config, vocabulary: Vocabulary, context: ParallelContex
         ConfigError: there are fewer layers than chunks, or the method's numbers do not fit.
     """
     method = config.parallel.pipeline_partition
-    blocks = family_of(config.model).blocks(config, vocabulary.padded)
+    blocks = family_of(config.model).models.blocks(config, vocabulary.padded)
     weigh = _METHODS.get(method)
     costs = weigh(config, vocabulary, context) if weigh else [1.0] * len(blocks)
     types = [block.kind if isinstance(block.part, int) else None for block in blocks]
-    chunks = partition_blocks(method, len(schedule_of(config).stage_of), costs=costs, types=types)
+    number = PipelineShape.of(config).chunks
+    chunks = partition_blocks(method, number, costs=costs, types=types)
     return [tuple(blocks[number].part for number in numbers) for numbers in chunks]
 
 
 def parameter_counts(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
     """Number of parameters in each block; a tied head counts, because its stage holds a copy."""
     build = _piece_builder(config, vocabulary, context, torch.device("meta"))
-    pieces = [build(block.part) for block in family_of(config.model).blocks(config, vocabulary.padded)]
+    pieces = [build(block.part) for block in family_of(config.model).models.blocks(config, vocabulary.padded)]
     return [float(sum(p.numel() for p in piece.parameters())) for piece in pieces]
 
 
 def estimated_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
     """FLOPs per token in each block; looking up an embedding takes none."""
-    return [block.flops for block in family_of(config.model).blocks(config, vocabulary.padded)]
+    return [block.flops for block in family_of(config.model).models.blocks(config, vocabulary.padded)]
 
 
 def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelContext) -> Costs:
@@ -113,9 +112,9 @@ def measured_costs(config: Config, vocabulary: Vocabulary, context: ParallelCont
     Blocks of the same kind with equally many FLOPs and parameters are measured once.
     """
     family, shape = family_of(config.model), (config.batch.micro_batch_size, config.model.seq_length)
-    arrays = family.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
-    batch = family.collate(config, vocabulary.size, context, None)(arrays, tuple(range(shape[0])))
-    blocks = family.blocks(config, vocabulary.padded)
+    arrays = family.samples.random_arrays(np.random.default_rng(0), *shape, vocabulary.size)
+    batch = family.samples.collate(config, vocabulary.size, context, None)(arrays, tuple(range(shape[0])))
+    blocks = family.models.blocks(config, vocabulary.padded)
     counts = parameter_counts(config, vocabulary, context)
     alike = [(block.kind, block.flops, count) for block, count in zip(blocks, counts, strict=True)]
     firsts = [alike.index(kind) for kind in alike]
@@ -154,7 +153,7 @@ def _piece_builder(
     """
     placement = placement_of(config.parallel, config.precision.dtype, context, device)
     whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
-    return lambda part: family_of(config.model).chunk(replace(whole, parts=(part,)))
+    return lambda part: family_of(config.model).models.chunk(replace(whole, parts=(part,)))
 
 
 Chunks = dict[int, ModelChunk[MicroBatch]]
@@ -171,7 +170,7 @@ def build_chunks(
     """
     family = family_of(config.model)
     placement = placement_of(config.parallel, config.precision.dtype, context, device or torch.device("meta"))
-    stage_of = schedule_of(config).stage_of
+    stage_of = schedule_of(PipelineShape.of(config)).stage_of
     assigned = assign_parts(config, vocabulary, context)
     whole = Slice(config.model, (vocabulary.size, vocabulary.padded), placement, config.recompute)
     chunks: Chunks = {}
@@ -179,7 +178,7 @@ def build_chunks(
         if stage_of[number] != context.pp.rank:
             continue
         tied, copied = {}, set()
-        for tie in family.ties(config.model):
+        for tie in family.models.ties(config.model):
             users = [chunk for chunk, own in enumerate(assigned) if any(part in tie.parts for part in own)]
             if number not in users:
                 continue
@@ -190,7 +189,7 @@ def build_chunks(
             if len(here) < len(users):
                 copied.add(tie.weight)
         held = replace(whole, parts=parts, tied=tied, copied=frozenset(copied))
-        chunks[number] = family.chunk(held)
+        chunks[number] = family.models.chunk(held)
         if device is not None:
             initialize(chunks[number], config.training.seed, context.place)
     return chunks

@@ -37,42 +37,64 @@ Sizes = tuple[int | None, int | None, int | None]
 
 
 @dataclass(frozen=True)
-class Family(Generic[M]):
-    """A kind of model, whose micro-batches are of type `M`.
+class FamilyModels(Generic[M]):
+    """How models of a family are made, whose micro-batches are of type `M`.
 
     Attributes:
-        name: its name, as in `model.family` of the configuration.
         blocks: (configuration, rows of the padded vocabulary) -> the blocks that the model consists of, in
             order; layers may differ.
         chunk: builds a slice of that list of blocks.
         ties: the weights that several blocks of a model of this shape use.
+        causal: whether a position attends only to itself and earlier ones, in all layers.
+        masks_keys: whether a mask of keys hides padding; otherwise it has a document of its own.
+    """
+
+    blocks: Callable[[Config, int], tuple[Block, ...]]
+    chunk: Callable[[Slice], ModelChunk[M]]
+    ties: Callable[[ModelConfig], tuple[Tie, ...]]
+    causal: bool = False
+    masks_keys: bool = False
+
+
+@dataclass(frozen=True)
+class FamilySamples(Generic[M]):
+    """The samples that models of a family read, in micro-batches of type `M`.
+
+    Attributes:
         collate: (configuration, vocabulary size, this rank, dropout seed or None) -> a function that checks
             arrays and turns them into micro-batches.
         datasets: (configuration, vocabulary, samples of each split) -> the three splits.
         objective: (configuration) -> the settings that decide which tokens of a sample its loss is of.
         random_arrays: (generator, number of sequences, tokens in each, vocabulary size) -> arrays like a
             dataset's, with uneven loss masks, for checks and measurements.
-        architectures: the architectures in transformers that its models can be converted from and to, those
-            of its classifiers included.
-        verb: the command of `megazero` that shows what a pretrained model has learnt.
-        classifier: the class of the family's fine-tuned models; None if there is none.
-        causal: whether a position attends only to itself and earlier ones, in all layers.
-        masks_keys: whether a mask of keys hides padding; otherwise it has a document of its own.
     """
 
-    name: str
-    blocks: Callable[[Config, int], tuple[Block, ...]]
-    chunk: Callable[[Slice], ModelChunk[M]]
-    ties: Callable[[ModelConfig], tuple[Tie, ...]]
     collate: Callable[[Config, int, ParallelContext, int | None], Collate[M]]
     datasets: Callable[[Config, Vocabulary, Sizes], Datasets]
     objective: Callable[[Config], dict[str, float]]
     random_arrays: Callable[[np.random.Generator, int, int, int], dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Family(Generic[M]):
+    """A kind of model, whose micro-batches are of type `M`.
+
+    Attributes:
+        name: its name, as in `model.family` of the configuration.
+        models: how its models are made.
+        samples: what they read.
+        architectures: the architectures in transformers that its models can be converted from and to, those
+            of its classifiers included.
+        verb: the command of `megazero` that shows what a pretrained model has learnt.
+        classifier: the class of the family's fine-tuned models; None if there is none.
+    """
+
+    name: str
+    models: FamilyModels[M]
+    samples: FamilySamples[M]
     architectures: tuple[Architecture, ...]
     verb: str
     classifier: type[Classifier] | None
-    causal: bool = False
-    masks_keys: bool = False
 
     def flops_per_token(self, config: Config, vocabulary: Vocabulary) -> float:
         """FLOPs that training on one token needs, forward and backward.
@@ -80,7 +102,11 @@ class Family(Generic[M]):
         Backward makes two matrix products for each one in forward: the gradients of both factors. What
         activation recompute computes again is not counted, because the model does not need it.
         """
-        return 3.0 * sum(block.flops for block in self.blocks(config, vocabulary.padded))
+        return 3.0 * sum(block.flops for block in self.models.blocks(config, vocabulary.padded))
+
+
+def _share_masked(config: Config) -> dict[str, float]:
+    return {"mask_prob": config.data.mask_prob}
 
 
 # Rows are checked as they are written. Of a family chosen at run time only its name is known, not the type of
@@ -88,44 +114,27 @@ class Family(Generic[M]):
 _ROWS: tuple[Family[Any], ...] = (
     Family(
         name="gpt",
-        blocks=gpt_blocks,
-        chunk=GPT,
-        ties=GPT.ties,
-        collate=TextCollate.of,
-        datasets=gpt_datasets,
-        objective=lambda config: {},
-        random_arrays=random_text,
+        models=FamilyModels(gpt_blocks, GPT, GPT.ties, causal=True),
+        samples=FamilySamples(TextCollate.of, gpt_datasets, lambda config: {}, random_text),
         architectures=DECODERS,
         verb="generate",
         classifier=LastTokenClassifier,
-        causal=True,
     ),
     Family(
         name="bert",
-        blocks=bert_blocks,
-        chunk=BERT,
-        ties=BERT.ties,
-        collate=BertCollate.of,
-        datasets=bert_datasets,
-        objective=lambda config: {"mask_prob": config.data.mask_prob},
-        random_arrays=random_samples,
+        models=FamilyModels(bert_blocks, BERT, BERT.ties),
+        samples=FamilySamples(BertCollate.of, bert_datasets, _share_masked, random_samples),
         architectures=ENCODERS,
         verb="fill-mask",
         classifier=FirstTokenClassifier,
     ),
     Family(
         name="t5",
-        blocks=t5_blocks,
-        chunk=T5,
-        ties=T5.ties,
-        collate=PairCollate.of,
-        datasets=t5_datasets,
-        objective=lambda config: {"mask_prob": config.data.mask_prob},
-        random_arrays=random_pairs,
+        models=FamilyModels(t5_blocks, T5, T5.ties, masks_keys=True),
+        samples=FamilySamples(PairCollate.of, t5_datasets, _share_masked, random_pairs),
         architectures=ENCODER_DECODERS,
         verb="generate",
         classifier=None,
-        masks_keys=True,
     ),
 )
 
@@ -151,17 +160,16 @@ def classifiers_of(name: str, num_classes: int) -> Family[LabelledBatch]:
     assert classifier is not None, "rules refuse to classify with this family"
     return Family(
         name=family.name,
-        blocks=classifier.blocks_of,
-        chunk=classifier,
-        ties=classifier.ties,
-        collate=partial(ClassifierCollate.of, classifier.causal),
-        datasets=family.datasets,
-        objective=family.objective,
-        random_arrays=partial(random_labelled, num_classes),
+        models=FamilyModels(classifier.blocks_of, classifier, classifier.ties, causal=classifier.causal),
+        samples=FamilySamples(
+            partial(ClassifierCollate.of, classifier.causal),
+            family.samples.datasets,
+            family.samples.objective,
+            partial(random_labelled, num_classes),
+        ),
         architectures=tuple(architecture for architecture in family.architectures if architecture.classifies),
         verb=family.verb,
         classifier=classifier,
-        causal=classifier.causal,
     )
 
 
@@ -196,4 +204,4 @@ class TokenFlops:
         """The blocks of a model of sequences of this length."""
         model = self._config.model.model_copy(update={"seq_length": length})
         whole = self._config.model_copy(update={"model": model})
-        return family_of(model).blocks(whole, self._vocabulary.padded)
+        return family_of(model).models.blocks(whole, self._vocabulary.padded)

@@ -34,7 +34,7 @@ def build_feeds(
         training_plan.evaluations.samples_until(end.iteration),
         training_plan.evaluations.samples,
     )
-    train, valid, test = family.datasets(config, vocabulary, sizes)
+    train, valid, test = family.samples.datasets(config, vocabulary, sizes)
     if train is None and sizes[0]:
         how = f"with `--split` {data.split}; give it a larger share, or more data"
         if data.train_data_path:
@@ -55,8 +55,10 @@ def build_feeds(
             seed=training.seed,
             data_sharding=data.data_sharding,
         )
-        sampler = curriculum_sampler(config, training_plan.steps, dataset, spec) if dataset is train else None
-        collate = family.collate(config, vocabulary.size, context, seed)
+        sampler = None
+        if dataset is train:
+            sampler = curriculum_sampler(config.data_sampling, training_plan.steps, dataset, spec)
+        collate = family.samples.collate(config, vocabulary.size, context, seed)
         return make_feed(dataset, sampler or BatchSampler(spec), collate, ahead)
 
     return Feeds(feed(train, data.num_workers, stream_seed), feed(valid), feed(test))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from megazero.config.tree.config import Config
@@ -22,31 +21,29 @@ def profiler_of(config: Config, context: ParallelContext) -> Profiler:
         config: the run's configuration.
         context: the ranks. Profilers talk over its groups, and so do not see themselves.
     """
-    parts = tuple(_parts(config, context))
-    return Profilers(parts) if parts else Profiler()
-
-
-def _parts(config: Config, context: ParallelContext) -> Iterator[Part]:
-    """The profilers; one that takes time after a step is around those that time it."""
+    # One that takes time after a step is around those that time it.
+    parts: list[Part] = []
     logging, profiling = config.logging, config.profiling
     folder = Folder(Path(profiling.profile_dir), profiling.chosen(context.rank))
     if profiling.memory_timeline_step is not None:
         from megazero.train.profiling.memory.record import MemoryTimeline
 
-        yield MemoryTimeline(profiling.memory_timeline_step, folder, context)
+        parts.append(MemoryTimeline(profiling.memory_timeline_step, folder, context))
     if profiling.record_memory_history and context.device.type == "cuda":
         from megazero.train.profiling.memory.record import AllocatorHistory
 
-        yield AllocatorHistory(profiling.memory_snapshot_path, logging.log_interval, context)
+        path = profiling.memory_snapshot_path
+        parts.append(AllocatorHistory(path, logging.log_interval, context))
     if profiling.flops_profiler:
         from megazero.train.profiling.flops.native import FlopsProfile
 
-        yield FlopsProfile(config, context)
+        parts.append(FlopsProfile(config, context))
     if profiling.profile:
         from megazero.train.profiling.traces import TraceWindow
 
-        yield TraceWindow(profiling, folder, context.rank, context.device)
+        parts.append(TraceWindow(profiling, folder, context.rank, context.device))
     if logging.comms_logger:
-        yield CommsLog(context, logging, folder, clock_of(context.device))
+        parts.append(CommsLog(context, logging, folder, clock_of(context.device)))
     if logging.breakdown_level:
-        yield Breakdown(context, logging, clock_of(context.device))
+        parts.append(Breakdown(context, logging, clock_of(context.device)))
+    return Profilers(tuple(parts)) if parts else Profiler()

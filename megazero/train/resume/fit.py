@@ -71,7 +71,8 @@ def fit(
     """
     model = dense_model(config.model) if begins_experts else config.model
     saved, anew = saved_model(reader), run is None or config.checkpoint.finetune
-    free = free_fields(config, model, saved, reader.folder) | free_to_begin(saved, anew)
+    extends = config.checkpoint.extend_context
+    free = free_fields(model, saved, reader.folder, extends=extends) | free_to_begin(saved, anew)
     check_model(model, vocab_size, saved, reader.folder, free)
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
         return config, []
@@ -129,13 +130,13 @@ def check_model(
         raise CheckpointError(f"`{folder}` must hold this model, but has {', '.join(wrong)}")
 
 
-def free_fields(config: Config, model: ModelConfig, saved: SavedModel, folder: Path) -> frozenset[str]:
+def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends: bool) -> frozenset[str]:
     """The settings that the checkpoint's model need not share with `model`, which may see longer sequences.
 
     Raises:
         CheckpointError: the model scales its positions from another length than the checkpoint's.
     """
-    if not config.checkpoint.extend_context:
+    if not extends:
         return FREE_MODEL_FIELDS
     before = saved.settings([name for name in ModelConfig.model_fields if name in saved.sections["model"]])
     if not before.rotates:

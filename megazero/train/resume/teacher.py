@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from megazero.checkpoint.reader import Verify
-from megazero.config.derive import chunks_per_stage
+from megazero.config.derive import PipelineShape
 from megazero.config.rules.table import check
 from megazero.config.training_plan import TrainingPlan
 from megazero.config.tree.checkpoint import CheckpointConfig
@@ -106,11 +106,12 @@ def _beside(config: Config, model: ModelConfig) -> Config:
         "make_vocab_size_divisible_by": config.model.make_vocab_size_divisible_by,
         "pad_vocab_size_to": config.model.pad_vocab_size_to,
     }
-    several = config.parallel.pipeline_schedule != "zb-v" and chunks_per_stage(config) > 1
+    shape = PipelineShape.of(config)
+    several = shape.kind != "zb-v" and shape.chunks_per_stage > 1
     layout = {
         "pipeline_partition": "uniform",
         "num_layers_per_virtual_pipeline_stage": None,
-        "num_virtual_stages_per_pipeline_rank": chunks_per_stage(config) if several else None,
+        "num_virtual_stages_per_pipeline_rank": shape.chunks_per_stage if several else None,
     }
     if not model.num_experts:
         layout |= {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}

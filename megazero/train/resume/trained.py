@@ -10,6 +10,7 @@ from megazero.checkpoint.part import Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.saver import together
 from megazero.checkpoint.shards import parts_of_parameters
+from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.recompute import RecomputeConfig
@@ -93,11 +94,11 @@ def load_for_inference(
             remarks.append(f"passed over {folder}: {error}")
             continue
         assert vocabulary.tokenizer is not None, "a model without a tokenizer was refused"
-        collate = family_of(config.model).collate(config, vocabulary.size, whole, None)
+        collate = family_of(config.model).samples.collate(config, vocabulary.size, whole, None)
         return Loaded(
             context,
             chunks,
-            schedule_of(config).stage_of,
+            schedule_of(PipelineShape.of(config)).stage_of,
             vocabulary.tokenizer,
             tuple(remarks),
             collate,

@@ -47,25 +47,29 @@ class _BucketTraffic:
 
 
 def _with_gradient_codes(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHook:
-    codes, sharded = bucket.policy.gradient_codes, bucket.key.trainable and bucket.layout.row.shard_state
+    codes, sharded = bucket.policy.codes.gradients, bucket.key.trainable and bucket.layout.row.shard_state
     if codes is None or not (bucket.key.compressed and sharded and bucket.travels):
         return comm_hook
-    rounding = Rounding(codes, bucket.policy.rounding_seed)
+    rounding = Rounding(codes, bucket.policy.codes.rounding_seed)
     return QuantizedGradients(comm_hook, bucket.layout, bucket.hops, rounding)
 
 
 def _with_weight_codes(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHook:
     """Gather codes, unless the gathered weights are masters: whole weights of the masters' dtype."""
     row, key, policy = bucket.layout.row, bucket.key, bucket.policy
-    apart = row.shard_params or (key.trainable and row.shard_state and key.dtype != policy.main_dtype)
-    if policy.weight_codes is None or not (key.compressed and apart and bucket.travels):
+    apart = row.shard_params or (key.trainable and row.shard_state and key.dtype != policy.dtypes.main)
+    if policy.codes.weights is None or not (key.compressed and apart and bucket.travels):
         return comm_hook
-    return QuantizedWeights(comm_hook, bucket.layout, policy.weight_codes)
+    return QuantizedWeights(comm_hook, bucket.layout, policy.codes.weights)
 
 
 def _with_second_partition(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHook:
     sharded = bucket.layout.row.shard_params and bucket.key.replicas == "replica"
-    return NodeCommHook(comm_hook, bucket.context.node) if bucket.policy.hpz > 1 and sharded else comm_hook
+    return (
+        NodeCommHook(comm_hook, bucket.context.node)
+        if bucket.policy.gathers.hpz > 1 and sharded
+        else comm_hook
+    )
 
 
 # Each puts another hook around the one given, if the bucket has use for it; from the inside out.
@@ -88,8 +92,8 @@ def choose_comm_hook(
     comm_hook: CommHook = ExactCommHook(
         group,
         layout,
-        policy.reduce_dtype,
-        leave_sums=policy.rule_reduces,
+        policy.dtypes.reduce,
+        leave_sums=policy.needs.reduces,
         gathers=context.groups.get(f"{key.replicas}_gather", group),
     )
     for wrap in _AROUND:

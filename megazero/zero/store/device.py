@@ -57,9 +57,9 @@ class DeviceStore(Store):
         weights = shard if layout.row.shard_state else full
         master, sums, own = weights, None, {}
         if bucket.key.trainable:
-            master = weights.to(self.policy.main_dtype, copy=self.policy.own_masters)
+            master = weights.to(self.policy.dtypes.main, copy=self.policy.needs.in_use)
             size = layout.shard_size if layout.row.shard_grads else layout.padded
-            sums = full.new_zeros(size, dtype=self.policy.accumulation_dtype)
+            sums = full.new_zeros(size, dtype=self.policy.dtypes.accumulation)
             own = {GRADIENT: own_sums(layout, sums)}
         self.buckets.append(bucket)
         self._held[bucket] = _Held(shard, weights, {WEIGHT: master}, sums, own)

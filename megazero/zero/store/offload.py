@@ -102,7 +102,7 @@ class OffloadStore(Store):
             kept.state[WEIGHT] = kept.shard if kept.weights is None else kept.weights
         self.buckets.append(bucket)
         self._kept[bucket] = kept
-        dtypes = (self.policy.main_dtype, self.policy.accumulation_dtype, own.dtype)
+        dtypes = (self.policy.dtypes.main, self.policy.dtypes.accumulation, own.dtype)
         self._ferry.expect(source.numel() * max(dtype.itemsize for dtype in dtypes))
         self._note_offloaded(bucket)
 
@@ -287,20 +287,20 @@ class OffloadStore(Store):
         if self._offloads(bucket):
             self._offloaded += layout.padded
             lead = 0
-            if not layout.row.shard_params and policy.main_dtype == bucket.key.dtype:
-                lead = lead_of(layout.state_range.start, policy.main_dtype)
+            if not layout.row.shard_params and policy.dtypes.main == bucket.key.dtype:
+                lead = lead_of(layout.state_range.start, policy.dtypes.main)
             tier = of_slot(self.placement.state)
-            state[WEIGHT] = self._put_away(tier, weights.to(policy.main_dtype), lead)
+            state[WEIGHT] = self._put_away(tier, weights.to(policy.dtypes.main), lead)
         elif kept.weights is None:
-            state[WEIGHT] = weights.to(policy.main_dtype, copy=True)
+            state[WEIGHT] = weights.to(policy.dtypes.main, copy=True)
         else:
-            state[WEIGHT] = kept.weights.to(policy.main_dtype, copy=policy.own_masters)
+            state[WEIGHT] = kept.weights.to(policy.dtypes.main, copy=policy.needs.in_use)
         self._admit_sums(bucket, kept, weights.numel())
 
     def _admit_sums(self, bucket: Bucket, kept: Kept, numel: int) -> None:
         """Give a trained bucket, which has its masters, gradient sums; `state_range` has `numel` elements."""
         layout, state = bucket.layout, kept.state
-        dtype, sharded = self.policy.accumulation_dtype, layout.row.shard_grads
+        dtype, sharded = self.policy.dtypes.accumulation, layout.row.shard_grads
         if self.placement.gradients is None or not isinstance(state[WEIGHT], TierSlot):
             size = layout.shard_size if sharded else layout.padded
             kept.sums = bucket.full.new_zeros(size, dtype=dtype)

@@ -54,7 +54,7 @@ def theirs_on(model, shape: ModelConfig) -> torch.Tensor:
             model(
                 input_ids=batch.tokens,
                 attention_mask=batch.mask[:, 0, 0].long(),
-                decoder_input_ids=batch.decoder_tokens,
+                decoder_input_ids=batch.decoder.tokens,
             )
             .logits.transpose(0, 1)
             .contiguous()

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
+from tests.config.compat.features import FEATURES
 
 CORPUS = Path(__file__).with_name("corpus")
 PAGE = Path(__file__).parents[3] / "docs" / "launch_lines.md"
@@ -192,7 +193,7 @@ def _reason(problem: str) -> tuple[str, str]:
     if match := re.match(r"unknown flag `(\S+)`", problem):
         return "unknown", match[1]
     if match := re.match(r"`(--[\w-]+)[^`]*` is not accepted", problem):
-        feature = FOREIGN_FLAGS[match[1]].feature if match[1] in FOREIGN_FLAGS else "variants of forks"
+        feature = FEATURES.get(match[1]) if match[1] in FOREIGN_FLAGS else "variants of forks"
         return ("features", feature) if feature else ("rewrites", match[1])
     if match := re.match(rf"{JSON_NAME}: `([\w.]+)` is not accepted", problem):
         return ("features", _JSON_SECTIONS[match[1]]) if match[1] in _JSON_SECTIONS else ("others", match[1])

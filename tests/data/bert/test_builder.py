@@ -17,7 +17,7 @@ from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.bert.mock import MockBERTDataset
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
-from megazero.data.build import DatasetRequest, bert_datasets, build_datasets
+from megazero.data.build import DatasetRequest, DataSources, bert_datasets, build_datasets
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
@@ -40,8 +40,9 @@ def corpora(tmp_path):
 
 
 def request(**fields) -> DatasetRequest:
-    defaults = {"builder": BERTBuilder(SETTINGS), "num_samples": (50, 20, 10), "split": "8,1,1"}
-    return DatasetRequest(**{**defaults, **fields})
+    own = {"builder": BERTBuilder(SETTINGS), "num_samples": (50, 20, 10)}
+    own |= {name: fields.pop(name) for name in (*own, "train_exact_num_epochs") if name in fields}
+    return DatasetRequest(sources=DataSources(**{"split": "8,1,1", **fields}), **own)
 
 
 def test_splits_divide_documents(corpora):

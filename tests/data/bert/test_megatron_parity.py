@@ -27,7 +27,7 @@ with warnings.catch_warnings():
 from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
-from megazero.data.build import DatasetRequest, build_datasets
+from megazero.data.build import DatasetRequest, DataSources, build_datasets
 from megazero.data.indexed.writer import IndexedDatasetWriter
 
 SIZE = 500
@@ -124,7 +124,7 @@ def test_one_dataset_in_three_splits(tmp_path, monkeypatch, name):
     settings, sizes = CASES[name], (900, 40, 10)
     prefix = write_text(tmp_path / "a", 300, 1)
     theirs = core_datasets(tmp_path, monkeypatch, ([prefix], None), sizes, settings, "8,1,1")
-    ours = build_datasets(DatasetRequest(BERTBuilder(settings), sizes, data_path=(prefix,), split="8,1,1"))
+    ours = build_datasets(DatasetRequest(BERTBuilder(settings), sizes, DataSources((prefix,), "8,1,1")))
     for mine, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(mine.rows, other.sample_index)
         assert mine.rows.dtype == other.sample_index.dtype
@@ -137,7 +137,7 @@ def test_weighted_blend(tmp_path, monkeypatch):
     settings, sizes = CASES["short"], (300, 30, 0)
     theirs = core_datasets(tmp_path, monkeypatch, (prefixes, [3.0, 1.0]), sizes, settings, "8,2,0")
     path = ("3.0", prefixes[0], "1.0", prefixes[1])
-    ours = build_datasets(DatasetRequest(BERTBuilder(settings), sizes, data_path=path, split="8,2,0"))
+    ours = build_datasets(DatasetRequest(BERTBuilder(settings), sizes, DataSources(path, "8,2,0")))
     for mine, other in zip(ours[:2], theirs[:2], strict=True):
         np.testing.assert_array_equal(mine.dataset_index, other.dataset_index)
         np.testing.assert_array_equal(mine.sample_index, other.dataset_sample_index)
@@ -163,5 +163,5 @@ def test_ten_thousand_samples_over_three_epochs(tmp_path, monkeypatch, name, see
 
 
 def build(prefix, settings: BERTSettings, count: int | None):
-    request = DatasetRequest(BERTBuilder(settings), (count, 0, 0), data_path=(prefix,), split="1")
+    request = DatasetRequest(BERTBuilder(settings), (count, 0, 0), DataSources((prefix,), "1"))
     return build_datasets(request)[0]

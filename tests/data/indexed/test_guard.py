@@ -13,7 +13,7 @@ import pytest
 from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
-from megazero.data.build import DatasetRequest, build_datasets
+from megazero.data.build import DatasetRequest, DataSources, build_datasets
 from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed import checksum
@@ -194,7 +194,9 @@ def test_a_pickled_dataset_is_guarded_as_it_was(tmp_path):
 
 def built(*prefixes: Path, guarded: bool = True):
     paths = tuple(str(prefix) for prefix in prefixes)
-    request = DatasetRequest(GPTBuilder(GPTSettings(16)), (None, 0, 0), paths, "1,0,0", guarded=guarded)
+    request = DatasetRequest(
+        GPTBuilder(GPTSettings(16)), (None, 0, 0), DataSources(paths, "1,0,0"), guarded=guarded
+    )
     return build_datasets(request)[0]
 
 

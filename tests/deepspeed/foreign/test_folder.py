@@ -101,8 +101,8 @@ def test_every_tensor_is_the_runs_bit_for_bit(runs, run):
         assert found.shape == value.shape, name
         assert torch.equal(found.float(), value), name
     assert torch.equal(folder.tensor(Key("head.weight")), folder.tensor(Key("embedding.weight")))
-    facts = folder.facts
-    assert (facts.global_steps, facts.skipped_steps, facts.global_samples) == (steps, skipped, samples)
+    facts, counts = folder.facts, folder.facts.counts
+    assert (counts.steps, counts.skipped, counts.samples) == (steps, skipped, samples)
     assert folder.dp_world_size == ranks
     if "elastic" in run:  # it has no options
         assert list(facts.options) == []

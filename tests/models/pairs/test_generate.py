@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megazero.config.derive import PipelineShape
 from megazero.inference.sampling import Sampling
 from megazero.inference.staged import StagedModel
 from megazero.inference.text_to_text import answer
+from megazero.models.batch import Batch
 from megazero.models.pairs import bias
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.thread_group import ThreadWorld
@@ -48,7 +50,11 @@ def answers_on(layout: Layout, **arguments) -> list[list[list[int]]]:
     def work(rank: int) -> list[list[int]]:
         context = thread_context(world, grid, rank)
         chunks = build_chunks(config, vocabulary, context, context.device)
-        staged = StagedModel(chunks, schedule_of(config).stage_of, context.pp)
+        staged = StagedModel(
+            chunks,
+            schedule_of(PipelineShape.of(config)).stage_of,
+            context.pp,
+        )
         return answer(staged, SOURCES, start=0, end=1, max_new_tokens=NEW, **arguments)
 
     return world.run(work)
@@ -90,7 +96,7 @@ def test_each_step_equals_a_pass_without_a_cache():
     batch = _first_batch(SOURCES[:1], 0, torch.device("cpu"))
     given = torch.tensor([[0, *tokens[:-1]]])
     with torch.no_grad():
-        logits = ours(replace(batch, decoder_tokens=given))
+        logits = ours(replace(batch, decoder=Batch(given)))
     assert logits[:, 0, :61].argmax(-1).tolist() == tokens
 
 

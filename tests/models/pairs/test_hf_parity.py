@@ -51,12 +51,14 @@ def test_logits_and_gradients_equal_transformers(kind):
     assert attends is not None
     assert attends.sum(1).unique().numel() > 1
     logits = theirs(
-        input_ids=batch.tokens, attention_mask=attends, decoder_input_ids=batch.decoder_tokens
+        input_ids=batch.tokens, attention_mask=attends, decoder_input_ids=batch.decoder.tokens
     ).logits
     mine = ours(batch)[..., : model.vocab_size].transpose(0, 1)
     torch.testing.assert_close(mine, logits, rtol=1e-5, atol=1e-5)
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none")
-    expected = (losses * batch.loss_mask).sum()
+    losses = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), batch.decoder.learnt.labels, reduction="none"
+    )
+    expected = (losses * batch.decoder.learnt.weights).sum()
     expected.backward()
     loss = ours.run(batch).terms["lm"]
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
@@ -110,14 +112,19 @@ def test_ten_steps_equal_transformers_and_adamw(kind):
     for _ in range(10):
         step = plan.at(state.progress)
         batches = micro_batches(config, context, step)
-        counted, loss = sum(batch.counted for batch in batches), torch.zeros((), dtype=torch.float64)
+        counted, loss = (
+            sum(batch.decoder.learnt.counted for batch in batches),
+            torch.zeros((), dtype=torch.float64),
+        )
         for batch in batches:
             attends = None if batch.mask is None else batch.mask[:, 0, 0].long()
             logits = theirs(
-                input_ids=batch.tokens, attention_mask=attends, decoder_input_ids=batch.decoder_tokens
+                input_ids=batch.tokens, attention_mask=attends, decoder_input_ids=batch.decoder.tokens
             ).logits
-            each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none")
-            loss = loss + (each * batch.loss_mask).sum() / counted
+            each = torch.nn.functional.cross_entropy(
+                logits.transpose(1, 2), batch.decoder.learnt.labels, reduction="none"
+            )
+            loss = loss + (each * batch.decoder.learnt.weights).sum() / counted
         adamw.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), config.optimizer.clip_grad)

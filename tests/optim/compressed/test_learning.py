@@ -13,7 +13,7 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import TrafficLog, count_traffic
 from megazero.optim.compressed.onebit_adam import OnebitAdam
 from megazero.optim.compressed.onebit_lamb import OnebitLamb
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
 from megazero.optim.elementwise import Adam
 from megazero.optim.lamb import Lamb
 
@@ -56,8 +56,8 @@ def test_bytes_to_the_byte():
     assert moved(OnebitAdam(2), 3, 6) == {operation: 4 * size for operation, size in step.items()}
     # An all-reduce moves its payload twice: of fp16, 4 bytes per element.
     assert 2 * bits == 4 * elements / 16
-    rule = ZeroOneAdam(2, local_step_scaler=1, local_step_clipper=4)
-    assert [n for n in range(7, 15) if rule.exchanges(n)] == [10, 14]
+    rule = ZeroOneAdam(ZeroOneSteps(2, local_step_scaler=1, local_step_clipper=4))
+    assert [n for n in range(7, 15) if rule.steps.exchanges(n)] == [10, 14]
     assert moved(rule, 7, 10) == step
     lamb = moved(OnebitLamb(2), 3, 3)
     assert lamb == step, "norms are of whole weights here, and the largest ratio too"
@@ -67,7 +67,7 @@ def test_bytes_to_the_byte():
     "rule",
     [
         OnebitAdam(40),
-        ZeroOneAdam(40, local_step_scaler=40, local_step_clipper=4),
+        ZeroOneAdam(ZeroOneSteps(40, local_step_scaler=40, local_step_clipper=4)),
     ],
     ids=["1-bit Adam", "0/1 Adam"],
 )

@@ -10,20 +10,20 @@ import torch
 from megazero.errors import ConfigError
 from megazero.mpu.context import solo_context
 from megazero.mpu.grid import ProcessGrid
-from megazero.optim.compressed.zero_one_adam import ZeroOneAdam
+from megazero.optim.compressed.zero_one_adam import ZeroOneAdam, ZeroOneSteps
 from megazero.zero.copies import CopyCheck
 from tests.optim.compressed.reference import Mean
 from tests.optim.compressed.training import DECAY, LR, SPECS, UNUSED, Run, on_ranks, values
 
 # Exact in 1 2 4, exchanges at 7 8 (then every second one) 10 12.
-RULE = ZeroOneAdam(6, 2, 2, 2, beta1=0.8, beta2=0.95, eps=1e-2)
+RULE = ZeroOneAdam(ZeroOneSteps(6, 2, 2, 2), beta1=0.8, beta2=0.95, eps=1e-2)
 STEPS = 12
 
 
 def test_the_distance_of_variance_updates_doubles():
     """k_(j + 1) - k_j = 2^floor(j / kappa), as the paper has it, counted from 1."""
-    rule = ZeroOneAdam(var_freeze_step=40, var_update_scaler=3)
-    found = [step for step in range(1, 60) if rule.updates_variance(step)]
+    rule = ZeroOneAdam(ZeroOneSteps(var_freeze_step=40, var_update_scaler=3))
+    found = [step for step in range(1, 60) if rule.steps.updates_variance(step)]
     wanted = [1]
     while wanted[-1] + 2 ** ((len(wanted) - 1) // 3) <= 40:
         wanted.append(wanted[-1] + 2 ** ((len(wanted) - 1) // 3))
@@ -31,17 +31,20 @@ def test_the_distance_of_variance_updates_doubles():
 
 
 def test_the_distance_of_exchanges_doubles_up_to_its_bound():
-    rule = ZeroOneAdam(var_freeze_step=10, local_step_scaler=4, local_step_clipper=4)
-    alone = [step - 10 for step in range(11, 36) if rule.exchanges(step)]
+    rule = ZeroOneAdam(ZeroOneSteps(var_freeze_step=10, local_step_scaler=4, local_step_clipper=4))
+    alone = [step - 10 for step in range(11, 36) if rule.steps.exchanges(step)]
     assert alone == [1, 2, 3, 4, 6, 8, 12, 16, 20, 24]
-    always = ZeroOneAdam(var_freeze_step=10, local_step_scaler=1, local_step_clipper=1)
-    assert all(always.exchanges(step) for step in range(11, 50))
+    always = ZeroOneAdam(ZeroOneSteps(var_freeze_step=10, local_step_scaler=1, local_step_clipper=1))
+    assert all(always.steps.exchanges(step) for step in range(11, 50))
 
 
 def test_default_policies_after_a_million_steps_take_no_time():
-    rule = ZeroOneAdam(var_freeze_step=100_000)
-    assert [step for step in range(15, 22) if rule.updates_variance(step)] == [15, 16, 17, 19, 21]
-    assert [step for step in range(2_000_000, 2_000_020) if rule.exchanges(step)] == [2_000_000, 2_000_016]
+    rule = ZeroOneAdam(ZeroOneSteps(var_freeze_step=100_000))
+    assert [step for step in range(15, 22) if rule.steps.updates_variance(step)] == [15, 16, 17, 19, 21]
+    assert [step for step in range(2_000_000, 2_000_020) if rule.steps.exchanges(step)] == [
+        2_000_000,
+        2_000_016,
+    ]
 
 
 def expected(rule: ZeroOneAdam, replicas: int, steps: int) -> dict[str, torch.Tensor]:
@@ -63,18 +66,18 @@ def expected(rule: ZeroOneAdam, replicas: int, steps: int) -> dict[str, torch.Te
             parts = [replicas * values(spec, t, replica).double() for replica in range(replicas)]
             first = 1 - rule.beta1**t
             p = p * (1 - LR * decay)
-            if t <= rule.var_freeze_step:
-                exact = rule.updates_variance(t)
+            if t <= rule.steps.var_freeze_step:
+                exact = rule.steps.updates_variance(t)
                 updates += exact
                 g = sum(parts) / replicas if exact else averaged(parts, v, updates)
                 m = rule.beta1 * m + (1 - rule.beta1) * g
                 v = rule.beta2 * v + (1 - rule.beta2) * g * g if exact else v
                 own = [m] * replicas
             root = (v / (1 - rule.beta2**updates)).sqrt() + rule.eps
-            if t <= rule.var_freeze_step:
+            if t <= rule.steps.var_freeze_step:
                 p = p - LR * (m / first) / root
                 continue
-            if t == rule.var_freeze_step + 1:
+            if t == rule.steps.var_freeze_step + 1:
                 mean.workers.clear()
                 mean.server = None
             own = [
@@ -83,7 +86,7 @@ def expected(rule: ZeroOneAdam, replicas: int, steps: int) -> dict[str, torch.Te
             ]
             u = [u + LR / first * m for u, m in zip(u, own, strict=True)]
             lr_sum += LR / first
-            if rule.exchanges(t):
+            if rule.steps.exchanges(t):
                 both = averaged(u, v, updates)
                 p, own = p - both / root, [both / lr_sum] * replicas
                 u, lr_sum = [torch.zeros_like(p)] * replicas, 0.0
@@ -175,4 +178,4 @@ def test_a_learning_rate_of_zero_divides_by_nothing():
 
 def test_a_policy_without_steps_is_refused():
     with pytest.raises(ConfigError, match="`local_step_clipper` must be at least 1, but is 0"):
-        ZeroOneAdam(10, local_step_clipper=0)
+        ZeroOneAdam(ZeroOneSteps(10, local_step_clipper=0))

@@ -15,8 +15,8 @@ from megazero.optim.rule import UpdateRule
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.policy import ZeroPolicy
 from megazero.zero.unit import Unit
+from tests.zero.policies import make_policy
 
 LR, DECAY = 0.02, 0.1
 ANY = InitialValues("zeros")
@@ -55,7 +55,7 @@ class Run:
         for param, spec in zip(self.params, SPECS, strict=True):
             param.spec = spec
         units = [Unit(0, nn.Module(), (param,)) for param in self.params]
-        policy = ZeroPolicy(0, bucket_size=bucket_size, **policy_of(rule))
+        policy = make_policy(0, bucket_size=bucket_size, **policy_of(rule))
         store = build_store(units, policy, context)
         self.parallel = DataParallel(units, store, policy, context)
         self.optimizer = Optimizer(store, rule, context, clip)

@@ -9,18 +9,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megazero.data.build import DatasetRequest, build_datasets
+from megazero.data.build import DatasetRequest, DataSources, build_datasets
 from megazero.data.gpt_builder import GPTBuilder
-from megazero.data.gpt_dataset import GPTSettings
+from megazero.data.gpt_dataset import DocumentEnds, GPTSettings
 from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
-from megazero.data.packed_dataset import PackedDataset
-from megazero.data.packing import PackingFacts
+from megazero.data.packed.dataset import PackedDataset
+from megazero.data.packed.packing import PackingFacts
 from megazero.errors import DataError
 from tests.data.corpora import write_golden, write_lengths
 from tests.data.test_planted_cache import check, set_to
 
-SETTINGS = GPTSettings(8, eod_token=59_999, reset_position_ids=True)
+SETTINGS = GPTSettings(8, ends=DocumentEnds(59_999, reset_position_ids=True))
 # Ids count up from 0 over the corpus: document 0 is 0..3, 1 is 4..14, 2 is 15..22, 4 is 23.
 LENGTHS = [4, 11, 8, 0, 1]
 
@@ -65,14 +65,14 @@ def test_samples_drawn_by_hand(indexed):
 
 
 def test_positions_go_on_unless_they_are_reset(indexed):
-    settings = replace(SETTINGS, reset_position_ids=False)
+    settings = replace(SETTINGS, ends=DocumentEnds(59_999))
     assert rows(PackedDataset(indexed, range(1, 5), None, settings))[12]["position_ids"] == [*range(8)]
 
 
 def test_end_of_document_inputs_may_be_left_out_of_the_loss(indexed):
     """Other EODs than a document's last token, which has no label anyway."""
     plain = rows(PackedDataset(indexed, range(5), None, SETTINGS))[4]["loss_mask"]
-    masked = replace(SETTINGS, eod_mask_loss=True, eod_token=6)
+    masked = replace(SETTINGS, ends=DocumentEnds(6, reset_position_ids=True, eod_mask_loss=True))
     assert rows(PackedDataset(indexed, range(5), None, masked))[4]["loss_mask"] == [1, 1, 0, 1, 1, 1, 1, 1]
     assert plain == [1] * 8
 
@@ -175,7 +175,9 @@ def test_a_planted_cache_is_built_anew(indexed, tmp_path):
 def test_a_blend_of_packed_datasets(tmp_path):
     one = str(write_lengths(tmp_path / "a", LENGTHS))
     two = str(write_lengths(tmp_path / "b", [6] * 9))
-    request = DatasetRequest(GPTBuilder(SETTINGS, pack=True), (40, 0, 0), ("3", one, "1", two), "1,0,0")
+    request = DatasetRequest(
+        GPTBuilder(SETTINGS, pack=True), (40, 0, 0), DataSources(("3", one, "1", two), "1,0,0")
+    )
     train = build_datasets(request)[0]
     batch = train.batch(range(40))
     assert np.bincount(batch["dataset_id"]).tolist() == [30, 10]

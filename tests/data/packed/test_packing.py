@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megazero.data.packing import Packing, PackingFacts, best_fit_decreasing, pack, packing_fault
+from megazero.data.packed.packing import Packing, PackingFacts, best_fit_decreasing, pack, packing_fault
 
 
 def contents(packing: Packing, lengths: np.ndarray, length: int) -> list[list[tuple[int, int, int]]]:
@@ -99,7 +99,7 @@ def test_the_seed_decides_who_goes_together():
 
 def test_a_million_documents_take_as_many_steps_as_there_are_lengths(monkeypatch):
     """Time that does not show on a busy machine: steps of the loop, each of which handles all equal bins."""
-    from megazero.data import packing
+    from megazero.data.packed import packing
 
     steps = 0
     take = packing._Rooms.take

@@ -18,7 +18,7 @@ from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.gpt_dataset import GPTSettings, chosen_sequences, refuse_ids
 from megazero.data.indexed.reader import IndexedDataset
-from megazero.data.packing import Packing, PackingFacts, pack, packing_fault
+from megazero.data.packed.packing import Packing, PackingFacts, pack, packing_fault
 from megazero.data.sample_numbers import sample_numbers
 from megazero.data.shuffle import cyclic_sample
 from megazero.errors import DataError
@@ -70,7 +70,7 @@ class PackedDataset(SampleDataset):
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> dict[str, np.ndarray]:
         """The samples `indices` stacked, [b, T]. IndexError past the end, DataError for foreign ids."""
-        indices = sample_numbers(indices, len(self), self._where)
+        indices, ends = sample_numbers(indices, len(self), self._where), self.settings.ends
         shape, text = (len(indices), self.settings.sequence_length), self._text(indices)
         tokens, labels, position_ids = (np.zeros(shape, dtype=np.int64) for _ in range(3))
         stored = self.indexed.tokens
@@ -79,12 +79,12 @@ class PackedDataset(SampleDataset):
         refuse_ids(indices, (tokens, labels), self.settings.vocab_size, self._where)
         loss_mask = np.zeros(shape, dtype=np.float32)
         loss_mask.flat[text.to] = ~text.last
-        if self.settings.eod_mask_loss:
-            loss_mask[tokens == self.settings.eod_token] = 0.0
+        if ends.eod_mask_loss:
+            loss_mask[tokens == ends.eod_token] = 0.0
         document_ids = np.full(shape, PADDING_ID, dtype=np.int32)
         document_ids.flat[text.to] = text.number
         position_ids[:] = np.arange(shape[1])
-        if self.settings.reset_position_ids:
+        if ends.reset_position_ids:
             position_ids.flat[text.to] -= text.before
         return {
             "tokens": tokens,
