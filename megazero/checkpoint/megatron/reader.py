@@ -108,7 +108,7 @@ class MegatronReader:
         self._check_ranks(arguments)
         core = not any(tensor.saved.name.startswith("language_model.") for tensor in inventory.values())
         family = family_settings(inventory, arguments)
-        settings = read_settings(arguments, family=family, core=core)
+        settings = read_settings(arguments, family=family, core=core, names=inventory.keys())
         if settings.model.num_layers > len(inventory):  # before names are made for all of them
             raise CheckpointError(
                 f"`num_layers` must fit the {len(inventory)} tensors in `{self.files.folder}`, but "

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
+from megazero.checkpoint.megatron.hybrid import hybrid_settings
 from megazero.checkpoint.megatron.latent import UNSET, latent_settings
 from megazero.checkpoint.megatron.pickles import PositionEmbedding
 from megazero.config.tree.model import ModelConfig
@@ -31,7 +32,6 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("onnx_safe", UNSET, "the GELU for ONNX"),
     ("mtp_use_repeated_layer", UNSET, "one layer that predicts all further tokens"),
     ("mtp_hybrid_override_pattern", UNSET, "further tokens predicted by a hybrid"),
-    ("hybrid_override_pattern", UNSET, "a hybrid of attention and state-space layers"),
     ("heterogeneous_layers_config_path", UNSET, "layers of different shapes"),
 )
 _SAME_NAME = (
@@ -89,13 +89,16 @@ class ModelSettings:
     vocab_size: int | None
 
 
-def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool) -> ModelSettings:
+def read_settings(
+    arguments: Arguments, *, family: Mapping[str, Any], core: bool, names: Collection[str] = ()
+) -> ModelSettings:
     """The model of a checkpoint.
 
     Args:
         arguments: Megatron's arguments, by name.
         family: the settings that the arguments do not tell, but the tensors do.
         core: whether it is a Megatron-Core model, for which some arguments mean something else.
+        names: Core's names of the tensors, which tell a hybrid whose arguments do not.
 
     Raises:
         CheckpointError: arguments are missing, or make a model that we do not support; all such are listed.
@@ -129,6 +132,7 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
         _activation,
         _attention,
         _experts,
+        lambda arguments, _: hybrid_settings(names, arguments),
     )
     for part in parts:
         try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megazero.checkpoint.megatron.dialects import prefix_of_layer_file
 from megazero.checkpoint.megatron.expert_files import Weights, experts_moved, one_by_one
 from megazero.checkpoint.megatron.folder import Files, Form
+from megazero.checkpoint.megatron.hybrid import kind_by_kind
 from megazero.checkpoint.megatron.pickles import Inert, PositionEmbedding, load_pickle
 from megazero.checkpoint.megatron.rank_optimizer import DISTRIBUTED, parameters_of, read_states
 from megazero.checkpoint.megatron.zero_files import Lazy, check_masters, read_zero
@@ -146,7 +147,7 @@ class Stages(Opened):
         if self._with_optimizer:
             chunks |= self._states(path, loaded, chunks)
         return {
-            name: part if isinstance(part, Lazy) else one_by_one(part, arguments)
+            name: part if isinstance(part, Lazy) else kind_by_kind(one_by_one(part, arguments))
             for name, part in chunks.items()
         }
 
