@@ -21,7 +21,7 @@ from megazero.config.tree.heads import MultiTokenConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.config.tree.transformer import TransformerConfig
 from tests.oracle.text import VOCABULARY
-from tests.oracle.variants import ACTIVATIONS, NEVER, TWO_BASES, VARIANTS
+from tests.oracle.variants import ACTIVATIONS, NEVER, PAIRS, SOME, TWO_BASES, VARIANTS
 
 STEPS = 20
 BERT_STEPS = 8  # the ramp takes two of its sizes
@@ -54,6 +54,8 @@ MODEL = {
         },
         "alibi": {"position-embedding-type": "alibi"},
         "two-bases": TWO_BASES,
+        "rope-pairs": PAIRS,
+        "rope-some": SOME,
     },
     "window": {
         "none": {},

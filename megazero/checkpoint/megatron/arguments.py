@@ -35,6 +35,8 @@ def arguments_of(
         "position_embedding_type": model.position_embedding_type,
         "rotary_base": model.rotary_base,
         "rotary_percent": model.rotary_percent,
+        "rotary_interleaved": model.rotary_interleaved,
+        "no_rope_freq": None if model.unrotated is None else [*model.unrotated],
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
         "swiglu": model.activation == "swiglu",

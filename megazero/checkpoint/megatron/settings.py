@@ -26,8 +26,6 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("qk_l2_norm", UNSET, "norms of queries and keys without weights"),
     ("attention_output_gate", UNSET, "gated attention"),
     ("experimental_attention_variant", UNSET, "another attention"),
-    ("rotary_interleaved", UNSET, "interleaved rotation"),
-    ("no_rope_freq", UNSET, "layers without rotary positions"),
     ("glu_activation", UNSET, "a gated activation other than SwiGLU"),
     ("onnx_safe", UNSET, "the GELU for ONNX"),
     ("mtp_use_repeated_layer", UNSET, "one layer that predicts all further tokens"),
@@ -43,7 +41,10 @@ _SAME_NAME = (
     *("mtp_num_layers", "mtp_loss_scaling_factor"),
 )
 # Settings that Megatron before Core has not, or has under other names.
-_OF_CORE = ("softmax_scale", "qk_layernorm", "quick_geglu", "multi_latent_attention", "mtp_num_layers")
+_OF_CORE = (
+    *("softmax_scale", "qk_layernorm", "quick_geglu", "multi_latent_attention", "mtp_num_layers"),
+    *("rotary_interleaved", "no_rope_freq"),
+)
 # Of a gated activation: what is added to the gated values, and what bounds them.
 GATED = ("glu_linear_offset", "activation_func_clamp_value")
 EXPERTS = (
@@ -189,6 +190,9 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
     # Megatron-DeepSpeed and forks call the base theta; before it was configurable, it was 10000.
     bases = (arguments.get(name) for name in ("rotary_base", "rope_theta", "rotary_theta"))
     base = next((base for base in bases if base is not None), 10000.0)
+    own = _turned_otherwise(arguments)
+    if latent and own:
+        raise ValueError(f"`{min(own)}` is {own[min(own)]!r} with latent attention")
     if latent:
         # It has a rotation of its own, and none is made for all layers.
         kind = "rope" if kind == "yarn" else kind
@@ -199,7 +203,24 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
         # Core's YaRN rotates whole heads, whatever `rotary_percent` says.
         "rotary_percent": (kind == "rope" and arguments.get("rotary_percent")) or 1.0,
         **scaling,
+        **own,
     }
+
+
+def _turned_otherwise(arguments: Arguments) -> dict[str, Any]:
+    """Pairs of neighbours, and layers that rotate nothing, where the arguments ask for them.
+
+    Raises:
+        ValueError: layers are neither listed one by one, with a 1 for those, nor every N-th.
+    """
+    own: dict[str, Any] = {} if arguments.get("rotary_interleaved") in UNSET else {"rotary_interleaved": True}
+    freq, layers = _comparable(arguments.get("no_rope_freq")), arguments.get("num_layers")
+    if freq in UNSET:
+        return own
+    listed = isinstance(freq, tuple) and len(freq) == layers and {*freq} <= {0, 1}
+    if not listed and not (isinstance(freq, int) and freq > 1):
+        raise ValueError(f"`no_rope_freq` is {freq!r} of {layers!r} layers")
+    return {**own, "no_rope_freq": freq}
 
 
 def _normalization(arguments: Arguments, core: bool) -> dict[str, Any]:

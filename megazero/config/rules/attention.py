@@ -7,19 +7,22 @@ from megazero.config.tree.attention import is_interval
 from megazero.config.tree.model import ModelConfig
 
 _WINDOW, _SKIPPED, _DEPTH = "model.window_size", "model.window_attn_skip_freq", "model.num_layers"
+_UNROTATED = "model.no_rope_freq"
 _POSITIONS, _LENGTH = "model.max_position_embeddings", "model.seq_length"
 
 
-def _fits(model: ModelConfig) -> bool:
-    pattern = model.window_attn_skip_freq
-    if model.window_size is None or pattern is None or is_interval(pattern):
+def _is_whole(pattern: tuple[int, ...] | None, model: ModelConfig) -> bool:
+    if pattern is None or is_interval(pattern):
         return True
     return len(pattern) == model.num_layers and set(pattern) <= {0, 1}
 
 
-def _clause(case: Case) -> str:
-    pattern = case.config.model.window_attn_skip_freq or ()
-    return f"it has {len(pattern)} items, and there are {case.config.model.num_layers} layers"
+def _fits(model: ModelConfig) -> bool:
+    return model.window_size is None or _is_whole(model.window_attn_skip_freq, model)
+
+
+def _clause(pattern: tuple[int, ...] | None, case: Case) -> str:
+    return f"it has {len(pattern or ())} items, and there are {case.config.model.num_layers} layers"
 
 
 def _within_positions(model: ModelConfig) -> bool:
@@ -47,7 +50,16 @@ ATTENTION_RULES: tuple[Rule, ...] = (
         "`window_attn_skip_freq` must be one number above 1, or a 0 or 1 for each layer",
         "correct it; an interval of 1 leaves no layer a window, which is to leave `--window-size` out",
         lambda c: _fits(c.config.model),
-        _clause,
+        lambda c: _clause(c.config.model.window_attn_skip_freq, c),
+    ),
+    Rule(
+        "rotation_pattern_is_whole",
+        (_UNROTATED, _DEPTH),
+        "`no_rope_freq` must be one number above 1, or a 0 or 1 for each layer",
+        "correct it; an interval of 1 leaves no layer rotary positions, which is "
+        "`--position-embedding-type none`",
+        lambda c: _is_whole(c.config.model.no_rope_freq, c.config.model),
+        lambda c: _clause(c.config.model.no_rope_freq, c),
     ),
     Rule(
         "window_of_the_past",

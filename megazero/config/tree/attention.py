@@ -43,6 +43,12 @@ class AttentionConfig(RotaryConfig):
             "skipping.random_ltd=False: a layer would not see them where they are dropped",
         ),
     )
+    no_rope_freq: SkipPattern | None = option(
+        None,
+        "N: every N-th layer has no rotary positions (counted from 1: N, 2N, ...); or for each layer a 0, or "
+        "a 1 for none, such as ([0]*3+[1])*4 (SmolLM3, Cohere2)",
+        needs=("position_embedding_type=rope,yarn", "multi_latent_attention=False: its rotation is its own"),
+    )
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
         "vanilla",
         "off-by-one: the denominator of attention's softmax has a 1 more, so that a head can attend to "
@@ -92,6 +98,20 @@ class AttentionConfig(RotaryConfig):
         shown = (layer + 1) % pattern[0] > 0 if is_interval(pattern) else pattern[layer] == 1
         return self.window if shown else None
 
+    def rotates_at(self, layer: int) -> bool:
+        """Whether one layer (from 0) rotates queries and keys. Layers behind the last are like it."""
+        layer, pattern = min(layer, self.num_layers - 1), self.no_rope_freq
+        if not self.rotates or pattern is None:
+            return self.rotates
+        return (layer + 1) % pattern[0] > 0 if is_interval(pattern) else pattern[layer] == 0
+
+    @property
+    def unrotated(self) -> tuple[int, ...] | None:
+        """A 0 or 1 for each layer, 1 for one without rotary positions; None if all are alike."""
+        if self.no_rope_freq is None:
+            return None
+        return tuple(int(not self.rotates_at(layer)) for layer in range(self.num_layers))
+
     @property
     def has_windows(self) -> bool:
         """Whether some layer has a window. Takes no longer if there are many layers."""
@@ -105,8 +125,8 @@ class AttentionConfig(RotaryConfig):
 
 
 def is_interval(pattern: tuple[int, ...]) -> bool:
-    """Whether a pattern of layers is the interval between those without a window.
+    """Whether a pattern of layers is the interval between those without a window, or without rotation.
 
-    An interval of 1 would leave no windows, so a single 1 is a list.
+    An interval of 1 would leave none, so a single 1 is a list.
     """
     return len(pattern) == 1 and pattern[0] > 1
