@@ -47,6 +47,8 @@ MODEL = {
             **{"rope-low-freq-factor": 0.5, "rope-high-freq-factor": 2.0},
             "rope-original-max-position-embeddings": 8,
         },
+        "rope-pairs": PAIRS,
+        "rope-some": SOME,
         "yarn": {
             **{"position-embedding-type": "yarn", "rotary-scaling-factor": 4.0, "yarn-beta-fast": 2.0},
             **{"yarn-beta-slow": 0.1, "yarn-original-max-position-embeddings": 8, "rotary-base": 100.0},
@@ -54,8 +56,6 @@ MODEL = {
         },
         "alibi": {"position-embedding-type": "alibi"},
         "two-bases": TWO_BASES,
-        "rope-pairs": PAIRS,
-        "rope-some": SOME,
     },
     "window": {
         "none": {},

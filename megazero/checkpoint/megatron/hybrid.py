@@ -23,6 +23,7 @@ _SAID = ("hybrid_layer_pattern", "hybrid_override_pattern", "hybrid_attention_ra
 _SIZES = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
 _IGNORED = (
     *("multi_latent_attention", "qk_layernorm", "use_rope_scaling", "rotary_seq_len_interpolation_factor"),
+    "rotary_interleaved",
 )
 _EPSILON = 1e-5
 """What the norms in Core's mixers have, whatever the others have."""
@@ -116,7 +117,7 @@ def hybrid_settings(names: Collection[str], arguments: Mapping[str, Any]) -> dic
         return {}
     for name in _IGNORED:
         if arguments.get(name) not in UNSET:
-            raise ValueError(f"`{name}` is {arguments[name]!r}, which hybrids ignore (unset it)")
+            raise ValueError(f"`{name}` is {arguments[name]!r}, which hybrids ignore in part (unset it)")
     if (freq := arguments.get("moe_layer_freq")) not in (None, 1):
         raise ValueError(f"`moe_layer_freq` is {freq!r}, which hybrids ignore (unset it)")
     if arguments.get("position_embedding_type") == "yarn":

@@ -218,7 +218,9 @@ def _turned_otherwise(arguments: Arguments) -> dict[str, Any]:
     if freq in UNSET:
         return own
     listed = isinstance(freq, tuple) and len(freq) == layers and {*freq} <= {0, 1}
-    if not listed and not (isinstance(freq, int) and freq > 1):
+    if not listed and not (
+        isinstance(freq, int) and freq > 1 and isinstance(layers, int) and layers % freq == 0
+    ):
         raise ValueError(f"`no_rope_freq` is {freq!r} of {layers!r} layers")
     return {**own, "no_rope_freq": freq}
 

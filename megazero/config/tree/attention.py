@@ -108,9 +108,8 @@ class AttentionConfig(RotaryConfig):
     @property
     def unrotated(self) -> tuple[int, ...] | None:
         """A 0 or 1 for each layer, 1 for one without rotary positions; None if all are alike."""
-        if self.no_rope_freq is None:
-            return None
-        return tuple(int(not self.rotates_at(layer)) for layer in range(self.num_layers))
+        turned = map(self.rotates_at, range(self.num_layers if self.no_rope_freq else 0))
+        return tuple(int(not rotates) for rotates in turned) or None
 
     @property
     def has_windows(self) -> bool:

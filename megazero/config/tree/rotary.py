@@ -35,7 +35,7 @@ class RotaryConfig(LatentConfig):
         "rotate channels 2i and 2i + 1 of a head together, not those half a rotation apart (GPT-J, Cohere)",
         needs=(
             "position_embedding_type=rope,yarn",
-            "multi_latent_attention=False: it rotates such pairs anyway",
+            "multi_latent_attention=False: it turns such pairs anyway",
         ),
     )
     rotary_seq_len_interpolation_factor: PositiveFloat | None = option(
