@@ -142,8 +142,8 @@ def _checkpoint_folder(source: Path) -> Path:
             f"`{path}` names {named}, but {source} has no checkpoint {' or '.join(folders)}; name its folder"
         )
     raise CheckpointError(
-        f"`{source}` must hold one of {', '.join(_TRACKERS)}, or be a checkpoint with files mp_rank_*, but has "
-        f"none; name the folder of a run or of one of its checkpoints"
+        f"`{source}` must hold one of {', '.join(_TRACKERS)}, or be a checkpoint with files mp_rank_*, but "
+        f"has none; name the folder of a run or of one of its checkpoints"
     )
 
 

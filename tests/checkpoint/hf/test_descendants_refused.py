@@ -148,7 +148,7 @@ def test_models_that_it_cannot_express_are_refused(name, update, message):
         ("qwen3", {"layer_types": 3}, "`layer_types` must be full_attention for all .*, but is 3"),
         ("cohere", {"use_qk_norm": True}, "`use_qk_norm` must be False, but is True"),
         ("cohere", {"attention_bias": True}, "`attention_bias` must be False, but is True"),
-        ("cohere2", {"layer_types": ["full_attention"] * 4}, "must give some layers a window, as others do not rotate"),
+        ("cohere2", {"layer_types": ["full_attention"] * 4}, "must give some layers a window"),
         ("cohere2", {"head_dim": 9}, "`head_dim` must be `hidden_size` / `num_attention_heads`"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "`no_rope_layers` must be 0 or 1 for each of 4 layers"),
         ("smollm3", {"no_rope_layers": [0] * 4}, "`no_rope_layers` must let some layer rotate"),
