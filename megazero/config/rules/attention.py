@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megazero.config.rules.rule import Rule
-from megazero.config.tree.attention import is_interval
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.option import is_interval
 
 _WINDOW, _SKIPPED, _DEPTH = "model.window_size", "model.window_attn_skip_freq", "model.num_layers"
 _POSITIONS, _LENGTH = "model.max_position_embeddings", "model.seq_length"

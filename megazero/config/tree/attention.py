@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from megazero.config.tree.option import listed, option
-from megazero.config.tree.rotary import RotaryConfig
+from megazero.config.rotation import RotationConfig
+from megazero.config.tree.option import SkipPattern, is_interval, option
 
 WindowSide = Annotated[int, Field(ge=-1)]
 """The most keys on one side of a query's own; -1 for no limit."""
@@ -15,11 +15,8 @@ WindowSide = Annotated[int, Field(ge=-1)]
 Window = tuple[WindowSide, WindowSide]
 """The most keys before and after a query's own."""
 
-SkipPattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(listed), Field(min_length=1)]
-"""The interval between layers without a window, as one number, or a 0 or 1 for each layer."""
 
-
-class AttentionConfig(RotaryConfig):
+class AttentionConfig(RotationConfig):
     """The keys that attention sees, and the softmax over them"""
 
     window_size: Window | None = option(
@@ -42,12 +39,6 @@ class AttentionConfig(RotaryConfig):
             "position_embedding_type=learned_absolute,rope,yarn,none: linear biases hide what is far away",
             "skipping.random_ltd=False: a layer would not see them where they are dropped",
         ),
-    )
-    no_rope_freq: SkipPattern | None = option(
-        None,
-        "N: every N-th layer has no rotary positions (counted from 1: N, 2N, ...); or for each layer a 0, or "
-        "a 1 for none, such as ([0]*3+[1])*4 (SmolLM3, Cohere2)",
-        needs=("position_embedding_type=rope,yarn", "multi_latent_attention=False: its rotation is its own"),
     )
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = option(
         "vanilla",
@@ -98,19 +89,6 @@ class AttentionConfig(RotaryConfig):
         shown = (layer + 1) % pattern[0] > 0 if is_interval(pattern) else pattern[layer] == 1
         return self.window if shown else None
 
-    def rotates_at(self, layer: int) -> bool:
-        """Whether one layer (from 0) rotates queries and keys. Layers behind the last are like it."""
-        layer, pattern = min(layer, self.num_layers - 1), self.no_rope_freq
-        if not self.rotates or pattern is None:
-            return self.rotates
-        return (layer + 1) % pattern[0] > 0 if is_interval(pattern) else pattern[layer] == 0
-
-    @property
-    def unrotated(self) -> tuple[int, ...] | None:
-        """A 0 or 1 for each layer, 1 for one without rotary positions; None if all are alike."""
-        turned = map(self.rotates_at, range(self.num_layers if self.no_rope_freq else 0))
-        return tuple(int(not rotates) for rotates in turned) or None
-
     @property
     def has_windows(self) -> bool:
         """Whether some layer has a window. Takes no longer if there are many layers."""
@@ -121,11 +99,3 @@ class AttentionConfig(RotaryConfig):
     def windows(self) -> tuple[Window | None, ...]:
         """The windows of all layers; ``()`` if there is none."""
         return tuple(map(self.window_at, range(self.num_layers))) if self.has_windows else ()
-
-
-def is_interval(pattern: tuple[int, ...]) -> bool:
-    """Whether a pattern of layers is the interval between those without a window, or without rotation.
-
-    An interval of 1 would leave none, so a single 1 is a list.
-    """
-    return len(pattern) == 1 and pattern[0] > 1

@@ -30,14 +30,6 @@ class RotaryConfig(LatentConfig):
         "the others",
         needs=("position_embedding_type=rope,yarn", "window_size"),
     )
-    rotary_interleaved: bool = option(
-        False,
-        "rotate channels 2i and 2i + 1 of a head together, not those half a rotation apart (GPT-J, Cohere)",
-        needs=(
-            "position_embedding_type=rope,yarn",
-            "multi_latent_attention=False: it turns such pairs anyway",
-        ),
-    )
     rotary_seq_len_interpolation_factor: PositiveFloat | None = option(
         None,
         "divide rotary positions by this (Chen et al. 2023)",
