@@ -27,6 +27,7 @@ _RESOLVED = MappingProxyType(
         "max_position_embeddings": "positions",
         "bert_token_types": "has_token_types",
         "add_qkv_bias": "qkv_bias",
+        "no_rope_freq": "unrotated",
         "hybrid_layer_pattern": "layer_kinds",
         "heterogeneous_layers_config_encoded_json": "layers_said",
         "mamba_num_heads": "mamba_heads",

@@ -13,7 +13,7 @@ from megazero.layers.linear import ColumnParallelLinear, RowParallelLinear, resi
 from megazero.layers.norm import Norm
 from megazero.layers.patterns import OwnSlopes, pattern_of
 from megazero.layers.placement import Placement
-from megazero.layers.rotary import rotary_tables_at
+from megazero.layers.rotary import halves, rotary_tables_at
 from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.attention import Softcap
@@ -49,6 +49,7 @@ class SelfAttention(nn.Module):
         self.softmax_type = config.softmax_type
         self.softmax_offset = self._offset_of(layer, config, placement)
         self.rotary = rotary_tables_at(config, layer)
+        self.interleaved = config.rotary_dim if config.rotary_interleaved else None
         self.recompute = recompute
         queries = config.num_attention_heads // config.kv_heads
         self.heads = (queries, queries, 1, 1) if config.attention_output_gate else (queries, 1, 1)
@@ -111,8 +112,9 @@ class SelfAttention(nn.Module):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm.of_heads(query), self.k_norm.of_heads(key)
-        if inputs.rows.rotary is not None:
-            tables = inputs.rows.rotary[self.rotary]
+        if tables := (inputs.rows.rotary or ())[self.rotary]:
+            if self.interleaved is not None:  # products of both do not depend on the order of channels
+                query, key = halves(query, self.interleaved), halves(key, self.interleaved)
             query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
         core = self.core if inputs.core is None else inputs.core
         offset: Tensor | None = self.softmax_offset

@@ -21,7 +21,7 @@ from megazero.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowPa
 from megazero.layers.norm import Norm
 from megazero.layers.patterns import pattern_of
 from megazero.layers.placement import Placement
-from megazero.layers.rotary import rotary_tables_at
+from megazero.layers.rotary import halves, rotary_tables_at
 from megazero.ops.attention import Softcap
 from megazero.ops.rotary import apply_rotary
 
@@ -32,11 +32,6 @@ def latent_scale(config: ModelConfig) -> float:
     if config.scales_by_yarn:
         sharper += 0.1 * config.mscale_all_dim * math.log(config.rotary_scaling_factor)
     return sharper**2 / math.sqrt(config.head_dim)
-
-
-def halves(x: Tensor) -> Tensor:
-    """Channels in pairs of neighbours -> all first ones, then all second ones."""
-    return torch.cat((x[..., ::2], x[..., 1::2]), -1)
 
 
 class LatentAttention(nn.Module):
@@ -122,11 +117,12 @@ class LatentAttention(nn.Module):
         small = x if self.query_down is None else _normed(self.query_norm, self.query_down(x, deferred))
         q = self.query(small, deferred).unflatten(-1, self.query.local_shape)  # [s, b, n/tp, d]
         own, turned = q.split((config.qk_head_dim, config.qk_pos_emb_head_dim), -1)
-        q = torch.cat((own, apply_rotary(halves(turned), *tables)), -1)
+        q = torch.cat((own, apply_rotary(halves(turned, turned.shape[-1]), *tables)), -1)
         down = self.latent_down(x, deferred)
         latent, key = down.split((config.kv_lora_rank, config.qk_pos_emb_head_dim), -1)
         latent = _normed(self.latent_norm, latent)
-        key = apply_rotary(halves(self._shared(key)).unsqueeze(2), *tables)  # [s, b, 1, c]
+        shared = self._shared(key)
+        key = apply_rotary(halves(shared, shared.shape[-1]).unsqueeze(2), *tables)  # [s, b, 1, c]
         if inputs.core is not None:
             return self._result(self._generated(q, latent.unsqueeze(2), key, inputs, inputs.core), inputs)
         if self.made_again:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from megazero.config.tree.transformer import TransformerConfig
@@ -15,7 +16,7 @@ from megazero.ops.rms_norm import add_rms_norm, rms_norm
 
 
 class Norm(nn.Module):
-    """[..., h] -> [..., h], by layer norm (weight and bias) or RMSNorm (weight only).
+    """[..., h] -> [..., h], by layer norm (weight, and bias unless they are left out) or RMSNorm (weight).
 
     Args:
         name: global name.
@@ -52,7 +53,8 @@ class Norm(nn.Module):
 
         zeros = InitialValues("zeros")
         self.weight = vector("weight", zeros if self.centred else InitialValues("ones"))
-        self.bias = vector("bias", zeros) if config.normalization == "LayerNorm" else None
+        self.by_mean = config.normalization == "LayerNorm"
+        self.bias = vector("bias", zeros) if self.by_mean and config.norm_bias else None
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, *, both: bool = False
@@ -68,6 +70,8 @@ class Norm(nn.Module):
             bias = None if bias is None else bias.to(weight.dtype)  # kernels take both alike
         if self.slices is not None:
             return self._over(self.slices, x, weight)
+        if self.by_mean and bias is None:
+            bias = torch.zeros_like(weight)
         if both or residual is not None:
             if bias is None:
                 return add_rms_norm(x, residual, weight, self.eps)
@@ -89,7 +93,7 @@ class Norm(nn.Module):
             return share_for_parts(total, slices)
 
         wide = x.to(compute_dtype(x.dtype))
-        if self.bias is not None:
+        if self.by_mean:
             wide = wide - mean(wide)
         y = wide * (mean(wide.square()) + self.eps).rsqrt() * weight
         return (y if self.bias is None else y + self.bias).to(x.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megazero.config.tree.model import ModelConfig
@@ -61,8 +62,16 @@ def rotary_of(config: ModelConfig, positions: Tensor) -> tuple[Tensor, ...] | No
     return tuple(table for pair in tables for table in pair)
 
 
+def halves(x: Tensor, rotated: int) -> Tensor:
+    """The first `rotated` channels in pairs of neighbours -> all first ones, then all second ones."""
+    pairs = (x[..., :rotated:2], x[..., 1:rotated:2])
+    return torch.cat(pairs if rotated == x.shape[-1] else (*pairs, x[..., rotated:]), -1)
+
+
 def rotary_tables_at(config: ModelConfig, layer: int) -> slice:
-    """The place of a layer's cos and sin in what `rotary_of` gives."""
+    """The place of a layer's cos and sin in what `rotary_of` gives; empty if the layer rotates nothing."""
+    if not config.rotates_at(layer):
+        return slice(0, 0)
     own = config.window_rotary_base is not None and config.window_at(layer) is not None
     return slice(2, 4) if own else slice(0, 2)
 

@@ -52,7 +52,7 @@ class TransformerLayer(nn.Module):
         self.placement = placement
         self.dropout = config.hidden_dropout
         self.residual_after_norm = config.apply_residual_connection_post_layernorm
-        self.parallel = config.use_parallel_residual
+        self.parallel, self.one_norm = config.use_parallel_residual, config.share_parallel_norm
         self.branch_scale = config.residual_multiplier
 
         def norm(name: str, position: str) -> Norm | None:
@@ -63,7 +63,7 @@ class TransformerLayer(nn.Module):
         self.input_norm = norm("input_norm", "input")
         self.attention = attention
         self.attention_out_norm = norm("attention_out_norm", "output")
-        self.mlp_norm = norm("mlp_norm", "input")
+        self.mlp_norm = None if self.one_norm else norm("mlp_norm", "input")
         self.mlp = mlp
         self.mlp_out_norm = norm("mlp_out_norm", "output")
 
@@ -71,11 +71,12 @@ class TransformerLayer(nn.Module):
         normed, x = _normed(self.input_norm, x)
         out, bias = self._half(self.attention, self.input_norm, (normed, x), inputs)
         residual = inputs.narrow(normed if self.residual_after_norm else x)
+        normed = inputs.narrow(normed) if self.one_norm else normed
         inputs = inputs.narrowed()
         out, bias = self._added(self.attention_out_norm, out, bias, inputs)
         dropout = self._dropout(inputs, "attention_out")
         if self.parallel:
-            normed, read = _normed(self.mlp_norm, residual)
+            normed, read = (normed, residual) if self.one_norm else _normed(self.mlp_norm, residual)
             x = bias_dropout_add(out.to(read.dtype), bias, read, dropout)
         else:
             normed, x = self._joint((out, bias), residual, dropout, self.mlp_norm)

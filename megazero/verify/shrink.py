@@ -348,11 +348,15 @@ def _latent(model: ModelConfig) -> dict[str, Any]:
 
 
 def _windows(model: ModelConfig) -> dict[str, Any]:
-    """A window that hides something of so short a sequence, in the first layer if not in all."""
+    """A window that hides something of so short a sequence, in the first layer if not in all.
+
+    Where some layers have no rotary positions, the second has none.
+    """
+    rotated = {} if model.no_rope_freq is None else {"no_rope_freq": (2,)}
     if model.window_size is None:
-        return {}
+        return rotated
     every = model.window_attn_skip_freq is None
-    return {
+    return rotated | {
         "window_size": tuple(min(side, 3) for side in model.window_size),
         "window_attn_skip_freq": None if every else (2,),
         "window_sink_tokens": min(1, model.window_sink_tokens),

@@ -31,7 +31,7 @@ THREE_LAYERS = ("qwen3-moe", "deepseek-v3", "deepseek-v2", "deepseek-v2-lite")
 FAST = {
     **{"qwen3": TWO_STAGES, "olmo2": TWO_SLICES, "gemma3": TWO_STAGES, "gpt-oss": TWO_SLICES},
     **{"deepseek-v3": TWO_SLICES, "falcon": TWO_STAGES, "opt": TWO_STAGES, "mamba2": TWO_SLICES},
-    **{"nemotron-h": TWO_STAGES, "bamba": TWO_SLICES},
+    **{"nemotron-h": TWO_STAGES, "bamba": TWO_SLICES, "cohere2": TWO_SLICES},
 }
 CASES = [
     *((name, layout) for name, layout in FAST.items()),

@@ -36,6 +36,16 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "window_rotary_base": 50.0,
         },
         "neox": {"use_parallel_residual": True},
+        "cohere": {
+            "normalization": "LayerNorm",
+            "norm_bias": False,
+            "use_parallel_residual": True,
+            "share_parallel_norm": True,
+            "position_embedding_type": "rope",
+            "rotary_interleaved": True,
+            "no_rope_freq": (2,),
+            "logits_multiplier": 0.6,
+        },
         "gpt-oss": {
             "activation": "quick_geglu",
             "glu_linear_offset": 1.0,

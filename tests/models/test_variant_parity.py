@@ -52,6 +52,17 @@ GPT_OSS = changed(
     num_experts=(4,),
     moe_ffn_hidden_size=14,
 )
+COHERE2 = changed(
+    **ALTERNATING,
+    normalization="LayerNorm",
+    norm_bias=False,
+    kv_channels=None,
+    use_parallel_residual=True,
+    share_parallel_norm=True,
+    rotary_interleaved=True,
+    no_rope_freq=(2,),
+    logits_multiplier=0.6,
+)
 _EITHER: Mapping[str, str] = {
     "attention.q_norm": "self_attn.q_norm",
     "attention.k_norm": "self_attn.k_norm",
@@ -118,6 +129,18 @@ def granite() -> nn.Module:
     return transformers.GraniteForCausalLM(transformers.GraniteConfig(**fields))
 
 
+def cohere2() -> nn.Module:
+    fields = {
+        **like_llama(COHERE2, VOCAB[0]),
+        "layer_norm_eps": COHERE2.norm_epsilon,
+        "logit_scale": 0.6,
+        "layer_types": SLIDING,
+        "sliding_window": 5,
+        "pad_token_id": None,
+    }
+    return transformers.Cohere2ForCausalLM(transformers.Cohere2Config(**fields))
+
+
 def gpt_oss() -> nn.Module:
     fields = {
         **like_llama(GPT_OSS, VOCAB[0]),
@@ -139,6 +162,7 @@ SHAPES: Mapping[str, tuple[ModelConfig, Callable[[], nn.Module], Mapping[str, st
     "gemma2": (GEMMA2, gemma2, _AROUND),
     "gemma3": (GEMMA3, gemma3, _AROUND),
     "granite": (GRANITE, granite, _BEFORE),
+    "cohere2": (COHERE2, cohere2, _BEFORE),
     "gpt-oss": (GPT_OSS, gpt_oss, _BEFORE),
 }
 
@@ -185,7 +209,8 @@ def to_theirs(weights: Weights, config: ModelConfig, norms: Mapping[str, str]) -
 
 
 @pytest.mark.parametrize(
-    ("shape", "tp"), [(shape, 1) for shape in SHAPES] + [("olmo2", 2), ("gemma3", 2), ("gpt-oss", 2)]
+    ("shape", "tp"),
+    [(shape, 1) for shape in SHAPES] + [("olmo2", 2), ("gemma3", 2), ("cohere2", 2), ("gpt-oss", 2)],
 )
 def test_logits_gradients_and_greedy_tokens_agree(shape, tp):
     """On two ranks gradients are not summed up here: tests/equivalence/test_variant_layouts.py."""

@@ -21,7 +21,7 @@ from megazero.config.tree.heads import MultiTokenConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.config.tree.transformer import TransformerConfig
 from tests.oracle.text import VOCABULARY
-from tests.oracle.variants import ACTIVATIONS, NEVER, TWO_BASES, VARIANTS
+from tests.oracle.variants import ACTIVATIONS, NEVER, PAIRS, SOME, TWO_BASES, VARIANTS
 
 STEPS = 20
 BERT_STEPS = 8  # the ramp takes two of its sizes
@@ -47,6 +47,8 @@ MODEL = {
             **{"rope-low-freq-factor": 0.5, "rope-high-freq-factor": 2.0},
             "rope-original-max-position-embeddings": 8,
         },
+        "rope-pairs": PAIRS,
+        "rope-some": SOME,
         "yarn": {
             **{"position-embedding-type": "yarn", "rotary-scaling-factor": 4.0, "yarn-beta-fast": 2.0},
             **{"yarn-beta-slow": 0.1, "yarn-original-max-position-embeddings": 8, "rotary-base": 100.0},

@@ -6,9 +6,10 @@ Tokens are gone through sequence by sequence; nothing is sorted, and no code of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -78,10 +79,11 @@ def assigned(logits: Tensor) -> Tensor:
 
 
 class ExpertModel(Model):
-    """A GPT whose layers may have experts."""
+    """A GPT whose layers may have experts; `tables` name those of each id [ids, k] in the first layers."""
 
-    def __init__(self, flags: Flags, kept: Kept):
+    def __init__(self, flags: Flags, kept: Kept, tables: Mapping[int, Tensor] = MappingProxyType({})):
         super().__init__(flags, kept)
+        self.tables = tables
         self.states = {
             layer: RouterState(torch.full((e,), 1 / e), torch.zeros(e), torch.zeros(e))
             for layer, e in expert_layers(flags).items()
@@ -95,7 +97,8 @@ class ExpertModel(Model):
         if i not in self.states:
             return super()._mlp(w, i, x, text)
         logits = x @ w[f"{name}.router.weight"].t() + w.get(f"{name}.router.logit_bias", 0)
-        chosen, weights, probabilities = self._choose(logits, self.states[i].bias)
+        named = self.tables[i][text.tokens] if i in self.tables else None
+        chosen, weights, probabilities = self._choose(logits, self.states[i].bias, named)
         self._balance(i, logits, chosen, probabilities)
         kept = self._kept(chosen, weights, logits.shape[-1])
         out = torch.zeros_like(x)
@@ -116,8 +119,8 @@ class ExpertModel(Model):
             out = mix[..., :1] * out + mix[..., 1:] * self.mlp(w, f"{name}.dense", x)
         return out
 
-    def _choose(self, logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The chosen experts [b, s, k], their weights, and the probabilities of all [b, s, E]."""
+    def _choose(self, logits: Tensor, bias: Tensor, named: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The chosen experts [b, s, k], which a table may name, their weights, and all probabilities."""
         flags = self.flags
         sigmoid = flags.get("moe-router-score-function") == "sigmoid"
         scores = 1 / (1 + (-logits).exp()) if sigmoid else logits.softmax(-1)
@@ -131,7 +134,7 @@ class ExpertModel(Model):
             parts = logits.detach().split(flags["micro-batch-size"])
             size = parts[0].shape[:2].numel()  # the shares of a row are parts of 1/size
             ranking = torch.cat([size * assigned(part.flatten(0, 1)).view_as(part) for part in parts])
-        chosen = self._best(ranking, flags["moe-router-topk"])
+        chosen = self._best(ranking, flags["moe-router-topk"]) if named is None else named
         taken = scores.gather(-1, chosen)
         if assigns:
             return chosen, taken, scores / scores.sum(-1, keepdim=True)
@@ -173,7 +176,7 @@ class ExpertModel(Model):
         self.states[i].counts += counts.sum(0)
         size = flags["micro-batch-size"]
         for kind in flags["moe-router-load-balancing-type"]:
-            if kind in ("none", "sinkhorn"):
+            if kind in ("none", "sinkhorn") or i in self.tables:  # a table is as even as it is
                 continue
             if kind == "seq_aux_loss":
                 value = (e * counts / (s * k) * probabilities.mean(1)).sum(-1).mean()
@@ -222,10 +225,10 @@ class ExpertModel(Model):
 
     def after_step(self) -> None:
         """Remember the step's loads, and move the biases towards equal ones."""
-        for state in self.states.values():
+        for layer, state in self.states.items():
             counts, state.counts = state.counts, torch.zeros_like(state.counts)
             state.load = counts / counts.sum()
-            if self.flags.get("moe-router-enable-expert-bias"):
+            if self.flags.get("moe-router-enable-expert-bias") and layer not in self.tables:
                 state.bias += self.flags["moe-router-bias-update-rate"] * (counts.mean() - counts).sign()
 
 
@@ -239,7 +242,7 @@ def train_experts(
     initial: Weights,
     kept: Kept,
     steps: int,
-    kind: type[ExpertModel] = ExpertModel,
+    kind: Callable[[Flags, Kept], ExpertModel] = ExpertModel,
 ) -> tuple[Training, list[dict[str, float]], ExpertModel, float]:
     """Train in float64 as the flags say.
 

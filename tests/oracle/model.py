@@ -103,6 +103,7 @@ class Model:
         for norm, kind, work in self._parts(i):
             position = flags.get("norm-position", "input")
             read = first if flags.get("use-parallel-residual") else x
+            norm = "input_norm" if flags.get("share-parallel-norm") else norm
             normed = read if position == "output" else self._norm(w, f"layers.{i}.{norm}", read)
             out = work(w, i, normed.to(w["head.weight"].dtype), text)
             if position != "input":
@@ -126,7 +127,7 @@ class Model:
         gate = qkv[..., together:-2, :].flatten(2)
         if self.flags.get("qk-layernorm"):
             q, k = self._of_heads(w, f"{name}.q_norm", q), self._of_heads(w, f"{name}.k_norm", k)
-        if self.flags["position-embedding-type"] in ("rope", "yarn"):
+        if self.flags["position-embedding-type"] in ("rope", "yarn") and not is_unrotated(self.flags, i):
             q, k = self._rotated(q, text.positions, i), self._rotated(k, text.positions, i)
         q, k, v = (each.repeat_interleave(heads // each.shape[2], 2).transpose(1, 2) for each in (q, k, v))
         scale = self.flags.get("softmax-scale", 1 / math.sqrt(q.shape[-1]))
@@ -167,7 +168,7 @@ class Model:
         return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
     def _rotated(self, x: Tensor, positions: Tensor, i: int) -> Tensor:
-        """The first channels of each head, in pairs (i, i + half), turned by position x speed."""
+        """The first channels of each head, in pairs (i, i + half) or (2 i, 2 i + 1), turned by position."""
         half = int(x.shape[-1] * self.flags["rotary-percent"]) // 2
         flags = self.flags
         if flags.get("window-rotary-base") and has_window(flags, i):
@@ -176,6 +177,10 @@ class Model:
         angles = (positions[..., None] * speeds)[:, :, None]
         sin, cos = (size * angles.sin()).to(_wide(x)), (size * angles.cos()).to(_wide(x))
         a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        if self.flags.get("rotary-interleaved"):
+            turning = torch.view_as_complex(x[..., : 2 * half].unflatten(-1, (half, 2)).contiguous())
+            turned = torch.view_as_real(turning * torch.complex(cos, sin)).flatten(-2)
+            return torch.cat((turned, rest), -1).to(x.dtype)
         return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), -1).to(x.dtype)
 
     def _mlp(self, w: Weights, i: int, x: Tensor, text: Text) -> Tensor:
@@ -204,7 +209,7 @@ class Model:
             return (wide / (wide.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight).to(x.dtype)
         centred = wide - wide.mean(-1, keepdim=True)
         scaled = centred / (centred.square().mean(-1, keepdim=True) + epsilon).sqrt()
-        return (scaled * weight + w[f"{name}.bias"]).to(x.dtype)
+        return (scaled * weight + w.get(f"{name}.bias", 0.0)).to(x.dtype)
 
     def _dropped(self, x: Tensor, flag: str, place: str, text: Text) -> Tensor:
         share = self.flags[flag]
@@ -235,6 +240,12 @@ def has_window(flags: Flags, i: int) -> bool:
     if flags.get("window-size") is None or listed is None:
         return flags.get("window-size") is not None
     return bool((i + 1) % listed[0]) if len(listed) == 1 else listed[i] == 1
+
+
+def is_unrotated(flags: Flags, i: int) -> bool:
+    """Whether layer i, from 0, has no rotary positions: every N-th, or those with a 1."""
+    listed = flags.get("no-rope-freq", ())
+    return bool(listed) and ((i + 1) % listed[0] == 0 if len(listed) == 1 else listed[i] == 1)
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -16,6 +16,7 @@ from megazero.checkpoint.reader import CheckpointReader
 from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.data.indexed.writer import IndexedDatasetWriter
+from megazero.moe.hashed import expert_table
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.launch import Launch
@@ -97,6 +98,14 @@ def kept(seed: int, place: str, samples: Sequence[int], share: float, shape: tup
     b, s, h = shape
     dropout = Dropout(share, derive(site_key("hidden", *site), keys), range(s))
     return dropout_mask_hidden(dropout, s, b, h).transpose(0, 1)
+
+
+def tables(flags: Flags) -> dict[int, Tensor]:
+    """Which experts each id has, [ids, k], in the layers whose tokens find theirs by it."""
+    experts, choices = flags["num-experts"][0], flags["moe-router-topk"]
+    ids = flags["vocab-size"] + 1  # and the end of a document
+    layers = range(flags.get("moe-n-hash-layers", 0))
+    return {n: expert_table(n, experts, choices, ids, torch.device("cpu")) for n in layers}
 
 
 def train(flags: Flags, data: Path, out: Path, ranks: int) -> tuple[list[dict], dict[str, dict[str, Tensor]]]:

@@ -12,7 +12,7 @@ from megazero.config.fields import FIELDS
 from tests.oracle import product
 from tests.oracle.agreement import check_spread, check_steps, check_tensors
 from tests.oracle.cases import FACTORS, STEPS, flags_of
-from tests.oracle.experts import expert_layers, train_experts
+from tests.oracle.experts import ExpertModel, expert_layers, train_experts
 from tests.oracle.text import DATASETS
 
 _EVEN = {"moe-router-load-balancing-type": ("seq_aux_loss",), "moe-aux-loss-coeff": (0.05,)}
@@ -143,6 +143,35 @@ CASES = {
         {"zero-stage": 1, "expert-model-parallel-size": 2},
         2,
     ),
+    "by ids": (
+        {"bias": "bias", "activation": "gelu", "batch": "accumulated", "head": "untied"},
+        {
+            "num-experts": (4,),
+            "moe-layer-freq": 1,
+            "moe-router-topk": 2,
+            "moe-n-hash-layers": 1,
+            "moe-z-loss-coeff": 0.02,
+            **_EVEN,
+        },
+        {"zero-stage": 2, "expert-model-parallel-size": 2},
+        2,
+    ),
+    "by ids, then by biases": (
+        {"bias": "no-bias", "activation": "swiglu", "positions": "rope"},
+        {
+            "num-experts": (4,),
+            "moe-layer-freq": 1,
+            "moe-router-topk": 1,
+            "moe-n-hash-layers": 1,
+            "moe-router-score-function": "sigmoid",
+            "moe-router-enable-expert-bias": True,
+            "moe-router-bias-update-rate": 0.02,
+            "moe-router-topk-scaling-factor": 1.5,
+            **_EVEN,
+        },
+        {"tensor-model-parallel-size": 2, "sequence-parallel": True, "seed": 9},
+        2,
+    ),
     "micro-batches": (
         {"bias": "bias", "activation": "gelu", "batch": "accumulated"},
         {
@@ -166,7 +195,6 @@ CASES = {
 
 # Settings that no case states, and why.
 NOT_STATED = {
-    "moe_n_hash_layers": "its table has literal values, its weights a formula: tests/moe/test_hashed.py",
     "moe_input_jitter_eps": "noise is a function of its own: tests/moe/test_router.py",
     "moe_router_sampling": "the same",
     "moe_router_force_load_balancing": "the same",
@@ -184,9 +212,9 @@ def test_product_trains_experts_as_the_oracle(name, data, tmp_path):
     initial = product.initial_weights(flags, data)
     check_spread(flags, initial)
     source = [DATASETS[each] for each in flags["data-path"]]
-    wanted, terms, model, margin = train_experts(
-        flags, source, initial, partial(product.kept, flags["seed"]), STEPS
-    )
+    tables = product.tables(flags)
+    kept, kind = partial(product.kept, flags["seed"]), partial(ExpertModel, tables=tables)
+    wanted, terms, model, margin = train_experts(flags, source, initial, kept, STEPS, kind)
     assert margin > 5e-6, "a decision so close may fall otherwise in fp32; take another seed"
     records, tensors = product.train(flags, data, tmp_path, ranks)
     check_steps(records, wanted.steps, 1e-6)
@@ -203,7 +231,10 @@ def test_product_trains_experts_as_the_oracle(name, data, tmp_path):
         assert torch.allclose(tensors[f"{router}.load"]["router"].double(), state.load.double(), atol=1e-7)
         moved = (wanted.weights[f"{router}.weight"] - initial[f"{router}.weight"]).abs().max()
         assert moved > 1e-3
-        if "moe-router-enable-expert-bias" in flags:
+        if layer in tables:  # the first layer has one
+            assert layer == 0
+            assert f"{router}.bias" not in tensors
+        elif "moe-router-enable-expert-bias" in flags:
             found = tensors[f"{router}.bias"]["router"].double()
             assert torch.allclose(found, state.bias.double(), atol=1e-6)
             assert found.abs().max() > 0.01

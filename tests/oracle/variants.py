@@ -17,8 +17,16 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, object]]] = MappingProxyType(
             "output": {"norm-position": "output"},
             "both": {"norm-position": "both"},
         },
-        "halves": {"one-by-one": {}, "at-once": {"use-parallel-residual": True}},
-        "gains": {"of-1": {}, "of-0": {"apply-layernorm-1p": True}},
+        "halves": {
+            "one-by-one": {},
+            "at-once": {"use-parallel-residual": True},
+            "of-one-norm": {"use-parallel-residual": True, "share-parallel-norm": True},
+        },
+        "gains": {
+            "of-1": {},
+            "of-0": {"apply-layernorm-1p": True},
+            "alone": {"disable-norm-bias": True},
+        },
         "bounds": {
             "none": {},
             "scores": {"attn-logit-softcapping": 0.7},
@@ -52,7 +60,19 @@ TWO_BASES: Mapping[str, object] = MappingProxyType(
         "rotary-seq-len-interpolation-factor": 3.0,
     }
 )
+PAIRS: Mapping[str, object] = MappingProxyType(
+    {
+        **{"position-embedding-type": "rope", "rotary-base": 100.0, "rotary-percent": 0.75},
+        "rotary-interleaved": True,
+    }
+)
+SOME: Mapping[str, object] = MappingProxyType({"position-embedding-type": "rope", "no-rope-freq": (2,)})
 NEVER = (
+    # RMSNorm has no bias to leave out.
+    frozenset({("gains", "alone"), ("normalization", "rms")}),
+    # Each half's output has a norm of its own.
+    *(frozenset({("halves", "of-one-norm"), ("norms", name)}) for name in ("output", "both")),
+    frozenset({("halves", "of-one-norm"), ("residual", "after-norm")}),
     # A window's base needs a window.
     frozenset({("positions", "two-bases"), ("window", "none")}),
     # The MLP would read the sum.

@@ -165,6 +165,7 @@ _MOST_LAYERS = 10_000
 
 VARIANTS = (
     "apply_layernorm_1p",
+    "norm_bias",
     "norm_position",
     "glu_linear_offset",
     "activation_func_clamp_value",
@@ -183,6 +184,9 @@ VARIANTS = (
     "is_hybrid_model",
     "heterogeneous_layers_config_encoded_json",
     "use_parallel_residual",
+    "share_parallel_norm",
+    "rotary_interleaved",
+    "no_rope_freq",
     "moe_router_bias",
     "moe_n_hash_layers",
     "sparse_attention",

@@ -14,6 +14,7 @@ from megazero.checkpoint.hf.bert import (
     BERT_PRETRAINING,
 )
 from megazero.checkpoint.hf.bloom import BLOOM
+from megazero.checkpoint.hf.cohere import COHERE, COHERE2
 from megazero.checkpoint.hf.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megazero.checkpoint.hf.gemma import GEMMA2, GEMMA3
 from megazero.checkpoint.hf.gpt2 import GPT2
@@ -37,6 +38,7 @@ from megazero.checkpoint.hf.phi3 import PHI3
 from megazero.checkpoint.hf.qwen2 import QWEN2
 from megazero.checkpoint.hf.qwen2_moe import QWEN2_MOE
 from megazero.checkpoint.hf.qwen3 import QWEN3, QWEN3_MOE
+from megazero.checkpoint.hf.smollm3 import SMOLLM3
 from megazero.checkpoint.hf.t5 import T5_GENERATION
 
 DECODERS: tuple[Architecture, ...] = (
@@ -64,6 +66,9 @@ DECODERS: tuple[Architecture, ...] = (
     MAMBA2,
     NEMOTRON_H,
     BAMBA,
+    COHERE,
+    COHERE2,
+    SMOLLM3,
 )
 ENCODERS: tuple[Architecture, ...] = (
     MEGATRON_BERT_PRETRAINING,
@@ -78,13 +83,10 @@ ENCODERS: tuple[Architecture, ...] = (
 ENCODER_DECODERS: tuple[Architecture, ...] = (T5_GENERATION,)
 ARCHITECTURES = DECODERS + ENCODERS + ENCODER_DECODERS
 
-_COHERE = "norms have no biases, and whose attention and MLP share one; norms here have them, and are two"
 _MAMBA1 = "mixers are Mamba's first kind; here they are Mamba-2"
 _SHARED = "layers share a block of attention; here each layer has weights of its own"
 LACKING: Mapping[str, str] = MappingProxyType(
     {
-        "CohereForCausalLM": _COHERE,
-        "Cohere2ForCausalLM": _COHERE,
         "MambaForCausalLM": _MAMBA1,
         "JambaForCausalLM": _MAMBA1,
         "ZambaForCausalLM": _SHARED,

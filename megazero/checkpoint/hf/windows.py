@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megazero.checkpoint.hf.architecture import PLAIN_HEADS, UNGROUPED, FieldPair, Json, Limit, layers_of
-from megazero.config.tree.attention import is_interval
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.option import is_interval
 
 WIDTH, KINDS, USED, FIRST = "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"
 PATTERN = "sliding_window_pattern"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megazero.checkpoint.megatron.hybrid import hybrid_arguments
 from megazero.checkpoint.megatron.latent import latent_arguments
 from megazero.checkpoint.megatron.masked import with_masked_head
 from megazero.checkpoint.megatron.progress import SECTIONS
@@ -34,6 +35,8 @@ def arguments_of(
         "position_embedding_type": model.position_embedding_type,
         "rotary_base": model.rotary_base,
         "rotary_percent": model.rotary_percent,
+        "rotary_interleaved": model.rotary_interleaved,
+        "no_rope_freq": None if model.unrotated is None else [*model.unrotated],
         "normalization": model.normalization,
         "layernorm_epsilon": model.norm_epsilon,
         "swiglu": model.activation == "swiglu",
@@ -46,6 +49,7 @@ def arguments_of(
         "window_attn_skip_freq": _alone(model.window_attn_skip_freq),
         **_experts(model),
         **latent_arguments(model),
+        **hybrid_arguments(model),
         "padded_vocab_size": padded_vocab_size(vocab_size, model, 1),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
@@ -88,7 +92,7 @@ def _experts(model: ModelConfig) -> dict[str, Any]:
     return {
         **{name: getattr(model, name) for name in EXPERTS},
         "num_experts": model.num_experts[0],
-        "moe_layer_freq": 1 if all(places) else places,
+        "moe_layer_freq": 1 if all(places) or model.is_hybrid_model else places,
         "moe_ffn_hidden_size": model.expert_ffn_size,
         "moe_router_load_balancing_type": _alone(model.moe_router_load_balancing_type),  # type: ignore[arg-type]
         "moe_aux_loss_coeff": _alone(model.moe_aux_loss_coeff),  # type: ignore[arg-type]

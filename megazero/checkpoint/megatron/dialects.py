@@ -46,6 +46,7 @@ _RENAMED = tuple(
         # Transformer Engine keeps a norm with the linear layer after it.
         (rf"^({LAYER})self_attention\.linear_qkv\.layer_norm_", r"\1input_layernorm."),
         (rf"^({LAYER})mlp\.linear_fc1\.layer_norm_", r"\1pre_mlp_layernorm."),
+        (rf"^({LAYER})mixer\.in_proj\.layer_norm_", r"\1norm."),
         (
             rf"^({LAYER})self_attention\.linear_(q|kv)_up_proj\.layer_norm_",
             r"\1self_attention.\2_layernorm.",

@@ -23,6 +23,7 @@ from megazero.checkpoint.manifest import STATE
 from megazero.checkpoint.megatron.arguments import arguments_of, optimizer_of, schedule_of
 from megazero.checkpoint.megatron.dialects import BLOCK, EXPERT, layer_of
 from megazero.checkpoint.megatron.dist_file import ArrayPart, write_arrays
+from megazero.checkpoint.megatron.hybrid import with_both
 from megazero.checkpoint.megatron.latent import with_latent
 from megazero.checkpoint.megatron.masked import with_masked_head
 from megazero.checkpoint.megatron.names import Sliced, links_of, rules
@@ -138,7 +139,8 @@ def _content(model: ModelConfig, options: ExportOptions) -> dict[str, Any]:
 
 def _alike(model: ModelConfig) -> bool:
     """Whether all layers have the same tensors, so that Megatron stacks them."""
-    return len({experts_of(model, number) for number in range(model.num_layers)}) == 1
+    alike = len({experts_of(model, number) for number in range(model.num_layers)}) == 1
+    return alike and with_both(model)
 
 
 def _parts(
@@ -168,7 +170,7 @@ def _states(model: ModelConfig, size: int) -> Iterator[str]:
     for name in links_of(rules(3.0), model, size):
         place = _place(name, model)
         for called in place.names:
-            module, _, suffix = called.rpartition(".")
+            module, _, suffix = called.removesuffix(".z").rpartition(".")
             where = ".".join(map(str, place.at or (0,))), ".".join(map(str, place.stacked or (1,)))
             if suffix == "weight" and called.startswith(("decoder.", "encoder.", BLOCK)):
                 yield f"{module}._extra_state/shard_{where[0]}_{where[1]}"
@@ -207,6 +209,8 @@ def _place(name: str, model: ModelConfig) -> _Where:
         others = tuple(f"{block}{called}" for called in sorted(names))
     else:
         others = (name,)
+        if not with_both(model):
+            others = (name.replace("decoder.final_layernorm.", "decoder.final_norm."),)
     if with_masked_head(model):
         others = tuple(re.sub(r"^decoder\.", "encoder.", called) for called in others)
     return _Where(others, at, stacked)
@@ -219,6 +223,7 @@ def _rest(name: str) -> str:
 def _called(plain: str, experts: int, *, latent: bool) -> Iterator[str]:
     """The names of a layer's tensor with Transformer Engine, and without where they are others in Core."""
     fused = plain.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    fused = re.sub(r"^norm\.", "mixer.in_proj.layer_norm_", fused)
     if latent:
         fused = _SMALL_NORM.sub(r"self_attention.linear_\1_up_proj.layer_norm_", fused)
     else:

@@ -1,11 +1,12 @@
 """The files of a checkpoint of Megatron-LM or Megatron-DeepSpeed; only text files are opened here.
 
-Four forms, by pipeline stage PPP, tensor-parallel rank TT and expert-parallel rank EEE::
+Five forms, by pipeline stage PPP, tensor-parallel rank TT and expert-parallel rank EEE::
 
     iter_0000100/.metadata, common.pt, *.distcp         Megatron-LM, format ``torch_dist``
     iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt  Megatron-LM (``release/`` for converted weights)
     global_step100/mp_rank_TT_model_states.pt           Megatron-DeepSpeed without a pipeline
     global_step100/layer_LL-model_TT-model_states.pt    Megatron-DeepSpeed with one: a file per layer
+    global_step100_universal/zero/NAME/fp32.pt          either, converted to DeepSpeed's universal form
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _RANK_FILE = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_(\d{2,})(?:-model_(\d{2,}))?-model_states\.pt")
 _RANK_FILES = ("model_optim_rng.pt", "model_rng.pt")
-_TRACKERS = ("latest_checkpointed_iteration.txt", "latest")
+_TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 
 
 class Form(Enum):
@@ -37,6 +38,7 @@ class Form(Enum):
     DISTRIBUTED = "Megatron-LM, torch_dist"
     DEEPSPEED = "Megatron-DeepSpeed"
     LAYERS = "Megatron-DeepSpeed, a file per layer"
+    UNIVERSAL = "Megatron-DeepSpeed, universal"
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,14 @@ def find_files(source: Path) -> Files:
     if ".metadata" in names and not any(map(_RANK_FOLDER.fullmatch, names)):
         common = folder / "common.pt"
         return Files(folder, Form.DISTRIBUTED, ((common,),), (common,))
+    if (folder / UNIVERSAL).is_dir():
+        files = _rank_files(folder, names)
+        if not files:
+            raise CheckpointError(
+                f"`{folder}` must hold mp_rank_*_model_states.pt beside `{UNIVERSAL}`, but does not; copy "
+                f"all files"
+            )
+        return Files(folder, Form.UNIVERSAL, (files[:1],), files)
     layers = {n: match for n in names if (match := _LAYER_FILE.fullmatch(n))}
     if layers:
         places = {(int(m[2] or 0), int(m[1])): folder / n for n, m in layers.items()}
@@ -132,8 +142,8 @@ def _checkpoint_folder(source: Path) -> Path:
             f"`{path}` names {named}, but {source} has no checkpoint {' or '.join(folders)}; name its folder"
         )
     raise CheckpointError(
-        f"`{source}` must hold {' or '.join(_TRACKERS)}, or be a checkpoint with files mp_rank_*, but has "
-        f"neither; name the folder of a run or of one of its checkpoints"
+        f"`{source}` must hold one of {', '.join(_TRACKERS)}, or be a checkpoint with files mp_rank_*, but "
+        f"has none; name the folder of a run or of one of its checkpoints"
     )
 
 
@@ -145,11 +155,6 @@ def _is_checkpoint(folder: Path) -> bool:
 
 
 def _refuse_other_forms(folder: Path, names: Iterable[str]) -> None:
-    if (folder / UNIVERSAL).is_dir():
-        raise CheckpointError(
-            f"`{folder}` must hold a model as its ranks had it, but is DeepSpeed's universal form; name the "
-            f"checkpoint that it was made from"
-        )
     for name in names:
         if "expert_" in name:
             raise CheckpointError(

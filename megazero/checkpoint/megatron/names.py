@@ -13,6 +13,7 @@ from functools import partial
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.dialects import BLOCK, EXPERT, HEAD, LAYER, WORD
 from megazero.checkpoint.megatron.further import further_name, further_norms, further_rows
+from megazero.checkpoint.megatron.hybrid import alone_in, in_layers, mixer_rules, with_both
 from megazero.checkpoint.megatron.latent import latent_norms, latent_rows, with_latent
 from megazero.checkpoint.megatron.masked import with_binary_head, with_masked_head, with_types
 from megazero.checkpoint.naming import (
@@ -200,6 +201,15 @@ def _latent_rows(norm: Callable[..., tuple[Sliced, Sliced]]) -> Iterator[Sliced]
         yield from norm(f"{ours}.{name}", f"{theirs}.{called}", when, dim)
 
 
+def _hybrid_rows(norm: Callable[..., tuple[Sliced, Sliced]]) -> Iterator[Sliced]:
+    """The tensors of layers that are a mixer, and the only norms of those and of MLPs alone."""
+    for theirs, letters in (("pre_mlp_layernorm", "-E"), ("norm", "M")):
+        for sliced in norm("layers.{i}.input_norm", f"decoder.layers.{{i}}.{theirs}"):
+            yield replace(sliced, rule=replace(sliced.rule, layer=alone_in(letters)))
+    for rule, letter in mixer_rules("decoder.layers.{i}.mixer"):
+        yield Sliced(rule, letter)
+
+
 def _further() -> Iterator[Sliced]:
     """The tensors of blocks that predict further tokens, beside those of their layers."""
     ours, theirs = "layers.{i}", "decoder.layers.{i}"
@@ -241,7 +251,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
     ours, core = "layers.{i}", "decoder.layers.{i}"
     attention = f"{core}.self_attention"
     softmax = f"{attention}.core_attention"
-    return (
+    plain = (
         row("embedding.word.weight", "v h", WORD, "v h", "v"),
         *norm("embedding.norm", "embedding.word_embeddings.norm", _with_normed_words),
         row("embedding.position.weight", "p h", "embedding.position_embeddings.weight", when=_with_positions),
@@ -280,6 +290,28 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
         ),
         row("head.bias", "v", "output_layer.bias", letter="v", when=with_masked_head),
     )
+    return (
+        *map(_of_parts, plain),
+        *_hybrid_rows(norm),
+    )
+
+
+def _of_parts(sliced: Sliced) -> Sliced:
+    """The same for layers that have the part which the tensor belongs to."""
+    part = sliced.rule.ours.removeprefix("layers.{i}.").partition(".")[0]
+    if part == "mlp_norm":
+        return replace(sliced, rule=replace(sliced.rule, when=_both(sliced.rule.when)))
+    present = {"attention": in_layers("*"), "input_norm": in_layers("*"), "mlp": in_layers("-E")}.get(part)
+    if present is None:
+        return sliced
+    layer = sliced.rule.layer
+    return replace(
+        sliced, rule=replace(sliced.rule, layer=lambda m, number: present(m, number) and layer(m, number))
+    )
+
+
+def _both(when: Callable[[ModelConfig], bool]) -> Callable[[ModelConfig], bool]:
+    return lambda model: with_both(model) and when(model)
 
 
 def links_of(

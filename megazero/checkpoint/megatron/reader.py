@@ -21,6 +21,7 @@ from megazero.checkpoint.megatron.names import VERSIONS, Sliced, links_of, rules
 from megazero.checkpoint.megatron.rank_optimizer import MOMENTS
 from megazero.checkpoint.megatron.settings import read_settings
 from megazero.checkpoint.megatron.stages import Header, Opened, Stages
+from megazero.checkpoint.megatron.universal import UniversalStages
 from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.errors import CheckpointError, ConfigError
@@ -90,8 +91,13 @@ class MegatronReader:
         self.options = options
         self._average = options.average_replicas
         files = find_files(Path(source))
-        distributed = DistStages(files, options.inert) if files.form is Form.DISTRIBUTED else None
-        opened = distributed or Stages(files, options.inert, with_optimizer=options.with_optimizer)
+        opened: Stages | DistStages | UniversalStages
+        if files.form is Form.DISTRIBUTED:
+            opened = DistStages(files, options.inert)
+        elif files.form is Form.UNIVERSAL:
+            opened = UniversalStages(files, options.inert)
+        else:
+            opened = Stages(files, options.inert, with_optimizer=options.with_optimizer)
         self._stages: Opened = opened
         self.files = opened.files
         inventories = take_inventories(opened) if isinstance(opened, Stages) else opened.inventories
@@ -108,7 +114,7 @@ class MegatronReader:
         self._check_ranks(arguments)
         core = not any(tensor.saved.name.startswith("language_model.") for tensor in inventory.values())
         family = family_settings(inventory, arguments)
-        settings = read_settings(arguments, family=family, core=core)
+        settings = read_settings(arguments, family=family, core=core, names=inventory.keys())
         if settings.model.num_layers > len(inventory):  # before names are made for all of them
             raise CheckpointError(
                 f"`num_layers` must fit the {len(inventory)} tensors in `{self.files.folder}`, but "
@@ -238,7 +244,7 @@ class MegatronReader:
     def _check_ranks(self, arguments: Mapping[str, Any]) -> None:
         """Refuse missing ranks: if the last rank's file is missing, there is no gap in what is there."""
         files = self.files
-        if files.form is Form.DISTRIBUTED:
+        if files.form in (Form.DISTRIBUTED, Form.UNIVERSAL):
             return
         experts = 1 + max(map(len, files.experts.values()), default=0)
         ranks = arguments.get("tensor_model_parallel_size") or arguments.get("model_parallel_size")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
 
+from megazero.checkpoint.megatron.hybrid import hybrid_settings
 from megazero.checkpoint.megatron.latent import UNSET, latent_settings
 from megazero.checkpoint.megatron.pickles import PositionEmbedding
 from megazero.config.tree.model import ModelConfig
@@ -25,13 +26,10 @@ _REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("qk_l2_norm", UNSET, "norms of queries and keys without weights"),
     ("attention_output_gate", UNSET, "gated attention"),
     ("experimental_attention_variant", UNSET, "another attention"),
-    ("rotary_interleaved", UNSET, "interleaved rotation"),
-    ("no_rope_freq", UNSET, "layers without rotary positions"),
     ("glu_activation", UNSET, "a gated activation other than SwiGLU"),
     ("onnx_safe", UNSET, "the GELU for ONNX"),
     ("mtp_use_repeated_layer", UNSET, "one layer that predicts all further tokens"),
     ("mtp_hybrid_override_pattern", UNSET, "further tokens predicted by a hybrid"),
-    ("hybrid_override_pattern", UNSET, "a hybrid of attention and state-space layers"),
     ("heterogeneous_layers_config_path", UNSET, "layers of different shapes"),
 )
 _SAME_NAME = (
@@ -43,7 +41,10 @@ _SAME_NAME = (
     *("mtp_num_layers", "mtp_loss_scaling_factor"),
 )
 # Settings that Megatron before Core has not, or has under other names.
-_OF_CORE = ("softmax_scale", "qk_layernorm", "quick_geglu", "multi_latent_attention", "mtp_num_layers")
+_OF_CORE = (
+    *("softmax_scale", "qk_layernorm", "quick_geglu", "multi_latent_attention", "mtp_num_layers"),
+    *("rotary_interleaved", "no_rope_freq"),
+)
 # Of a gated activation: what is added to the gated values, and what bounds them.
 GATED = ("glu_linear_offset", "activation_func_clamp_value")
 EXPERTS = (
@@ -89,13 +90,16 @@ class ModelSettings:
     vocab_size: int | None
 
 
-def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool) -> ModelSettings:
+def read_settings(
+    arguments: Arguments, *, family: Mapping[str, Any], core: bool, names: Collection[str] = ()
+) -> ModelSettings:
     """The model of a checkpoint.
 
     Args:
         arguments: Megatron's arguments, by name.
         family: the settings that the arguments do not tell, but the tensors do.
         core: whether it is a Megatron-Core model, for which some arguments mean something else.
+        names: Core's names of the tensors, which tell a hybrid whose arguments do not.
 
     Raises:
         CheckpointError: arguments are missing, or make a model that we do not support; all such are listed.
@@ -129,6 +133,7 @@ def read_settings(arguments: Arguments, *, family: Mapping[str, Any], core: bool
         _activation,
         _attention,
         _experts,
+        lambda arguments, _: hybrid_settings(names, arguments),
     )
     for part in parts:
         try:
@@ -185,6 +190,9 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
     # Megatron-DeepSpeed and forks call the base theta; before it was configurable, it was 10000.
     bases = (arguments.get(name) for name in ("rotary_base", "rope_theta", "rotary_theta"))
     base = next((base for base in bases if base is not None), 10000.0)
+    own = _turned_otherwise(arguments)
+    if latent and own:
+        raise ValueError(f"`{min(own)}` is {own[min(own)]!r} with latent attention")
     if latent:
         # It has a rotation of its own, and none is made for all layers.
         kind = "rope" if kind == "yarn" else kind
@@ -195,7 +203,26 @@ def _positions(arguments: Arguments, core: bool) -> dict[str, Any]:
         # Core's YaRN rotates whole heads, whatever `rotary_percent` says.
         "rotary_percent": (kind == "rope" and arguments.get("rotary_percent")) or 1.0,
         **scaling,
+        **own,
     }
+
+
+def _turned_otherwise(arguments: Arguments) -> dict[str, Any]:
+    """Pairs of neighbours, and layers that rotate nothing, where the arguments ask for them.
+
+    Raises:
+        ValueError: layers are neither listed one by one, with a 1 for those, nor every N-th.
+    """
+    own: dict[str, Any] = {} if arguments.get("rotary_interleaved") in UNSET else {"rotary_interleaved": True}
+    freq, layers = _comparable(arguments.get("no_rope_freq")), arguments.get("num_layers")
+    if freq in UNSET:
+        return own
+    listed = isinstance(freq, tuple) and len(freq) == layers and {*freq} <= {0, 1}
+    if not listed and not (
+        isinstance(freq, int) and freq > 1 and isinstance(layers, int) and layers % freq == 0
+    ):
+        raise ValueError(f"`no_rope_freq` is {freq!r} of {layers!r} layers")
+    return {**own, "no_rope_freq": freq}
 
 
 def _normalization(arguments: Arguments, core: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from megazero.checkpoint.megatron.dialects import prefix_of_layer_file
 from megazero.checkpoint.megatron.expert_files import Weights, experts_moved, one_by_one
 from megazero.checkpoint.megatron.folder import Files, Form
+from megazero.checkpoint.megatron.hybrid import kind_by_kind
 from megazero.checkpoint.megatron.pickles import Inert, PositionEmbedding, load_pickle
 from megazero.checkpoint.megatron.rank_optimizer import DISTRIBUTED, parameters_of, read_states
 from megazero.checkpoint.megatron.zero_files import Lazy, check_masters, read_zero
@@ -146,7 +147,7 @@ class Stages(Opened):
         if self._with_optimizer:
             chunks |= self._states(path, loaded, chunks)
         return {
-            name: part if isinstance(part, Lazy) else one_by_one(part, arguments)
+            name: part if isinstance(part, Lazy) else kind_by_kind(one_by_one(part, arguments))
             for name, part in chunks.items()
         }
 
@@ -170,7 +171,7 @@ class Stages(Opened):
         """The state of a model-parallel rank under ZeRO; the header of its file then counts updates."""
         shapes = loaded.get("param_shapes")
         zero = read_zero(path.parent, self.files.ranks.index(path), shapes, self._inert)
-        self.headers[path] = replace(self.headers[path], numbers=_numbers(zero.numbers))
+        self.headers[path] = replace(self.headers[path], numbers=numbers_in(zero.numbers))
         return zero.tensors
 
     def _of_layer(self, path: Path, prefix: str, weights: Weights) -> Mapping[str, Weights]:
@@ -230,11 +231,11 @@ def _header(loaded: Mapping[str, Any]) -> Header:
         iteration if isinstance(iteration, int) else None,
         float(version) if isinstance(version, (int, float)) else 0.0,
         size if isinstance(size, int) else None,
-        _numbers(loaded.get("optimizer")),
+        numbers_in(loaded.get("optimizer")),
     )
 
 
-def _numbers(tree: Any) -> Mapping[str, Sequence[float]]:
+def numbers_in(tree: Any) -> Mapping[str, Sequence[float]]:
     """The numbers of an optimizer in nested mappings and lists, by name; no tensor is kept."""
     numbers: dict[str, list[float]] = defaultdict(list)
     for name, value in _named(tree):

@@ -77,7 +77,7 @@ def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -
     saved = [_load(files[number], inert) for number in sorted(files)]
     with parsed(folder, f"an optimizer's state of rank {rank} as DeepSpeed saves it"):
         _check_ranks(folder, sorted(files), saved, len(shapes))
-        return ZeroStates(_tensors(folder, saved, shapes), _numbers(saved[0]))
+        return ZeroStates(_tensors(folder, saved, shapes), counts_of(saved[0]))
 
 
 def _tensors(
@@ -146,7 +146,7 @@ def _check_ranks(folder: Path, ranks: Sequence[int], saved: Sequence[Mapping[str
         )
 
 
-def _numbers(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def counts_of(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """The counts of updates, and the loss scale, by the names that Megatron-LM has for it."""
     base = saved["base_optimizer_state"]
     numbers: dict[str, Any] = {"optimizer": {"base": base, "step": saved.get("base_optimizer_state_step")}}

@@ -135,6 +135,7 @@ def stated(config: Config) -> bool:
     special = model.fp32_residual_connection or model.apply_residual_connection_post_layernorm
     special |= model.qk_layernorm or model.attention_output_gate or model.norm_position != "input"
     special |= model.attn_logit_softcapping is not None or model.final_logit_softcapping is not None
+    special |= model.share_parallel_norm or model.rotary_interleaved
     drops = model.hidden_dropout or model.attention_dropout
     skips = config.skipping.random_ltd or config.skipping.progressive_layer_drop
     built = config.acceleration.compile or config.acceleration.cuda_graph

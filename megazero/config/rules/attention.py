@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from megazero.config.rules.rule import Case, Rule
-from megazero.config.tree.attention import is_interval
+from megazero.config.rules.rule import Rule
 from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.option import is_interval
 
 _WINDOW, _SKIPPED, _DEPTH = "model.window_size", "model.window_attn_skip_freq", "model.num_layers"
 _POSITIONS, _LENGTH = "model.max_position_embeddings", "model.seq_length"
 
 
-def _fits(model: ModelConfig) -> bool:
-    pattern = model.window_attn_skip_freq
-    if model.window_size is None or pattern is None or is_interval(pattern):
+def _is_whole(model: ModelConfig, field: str = "window_attn_skip_freq") -> bool:
+    pattern = getattr(model, field)
+    if pattern is None or is_interval(pattern):
         return True
     return len(pattern) == model.num_layers and set(pattern) <= {0, 1}
 
 
-def _clause(case: Case) -> str:
-    pattern = case.config.model.window_attn_skip_freq or ()
-    return f"it has {len(pattern)} items, and there are {case.config.model.num_layers} layers"
+def _whole_pattern(name: str, field: str, remedy: str) -> Rule:
+    return Rule(
+        name,
+        (f"model.{field}", _DEPTH),
+        f"`{field}` must be one number above 1, or a 0 or 1 for each layer",
+        f"correct it; an interval of 1 leaves no layer {remedy}",
+        lambda c: _is_whole(c.config.model, field),
+        lambda c: f"there are {c.config.model.num_layers} layers",
+    )
 
 
 def _within_positions(model: ModelConfig) -> bool:
@@ -41,14 +47,8 @@ ATTENTION_RULES: tuple[Rule, ...] = (
             or c.config.model.kv_heads == c.config.model.num_attention_heads
         ),
     ),
-    Rule(
-        "window_pattern_is_whole",
-        (_SKIPPED, _DEPTH),
-        "`window_attn_skip_freq` must be one number above 1, or a 0 or 1 for each layer",
-        "correct it; an interval of 1 leaves no layer a window, which is to leave `--window-size` out",
-        lambda c: _fits(c.config.model),
-        _clause,
-    ),
+    _whole_pattern("window_pattern_is_whole", "window_attn_skip_freq", "a window: leave `--window-size` out"),
+    _whole_pattern("rotation_pattern_is_whole", "no_rope_freq", "rotary positions: leave the rotation out"),
     Rule(
         "window_of_the_past",
         (_WINDOW, "model.family"),
@@ -72,7 +72,7 @@ ATTENTION_RULES: tuple[Rule, ...] = (
         "give a number other than -1, or leave `--window-size` out",
         lambda c: (
             c.config.model.window_size is None
-            or not _fits(c.config.model)
+            or not _is_whole(c.config.model)
             or not _only_past(c.config.model)
             or c.config.model.has_windows
         ),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from megazero.config.tree.option import listed, option
-from megazero.config.tree.rotary import RotaryConfig
+from megazero.config.rotation import RotationConfig
+from megazero.config.tree.option import SkipPattern, is_interval, option
 
 WindowSide = Annotated[int, Field(ge=-1)]
 """The most keys on one side of a query's own; -1 for no limit."""
@@ -15,11 +15,8 @@ WindowSide = Annotated[int, Field(ge=-1)]
 Window = tuple[WindowSide, WindowSide]
 """The most keys before and after a query's own."""
 
-SkipPattern = Annotated[tuple[NonNegativeInt, ...], BeforeValidator(listed), Field(min_length=1)]
-"""The interval between layers without a window, as one number, or a 0 or 1 for each layer."""
 
-
-class AttentionConfig(RotaryConfig):
+class AttentionConfig(RotationConfig):
     """The keys that attention sees, and the softmax over them"""
 
     window_size: Window | None = option(
@@ -102,11 +99,3 @@ class AttentionConfig(RotaryConfig):
     def windows(self) -> tuple[Window | None, ...]:
         """The windows of all layers; ``()`` if there is none."""
         return tuple(map(self.window_at, range(self.num_layers))) if self.has_windows else ()
-
-
-def is_interval(pattern: tuple[int, ...]) -> bool:
-    """Whether a pattern of layers is the interval between those without a window.
-
-    An interval of 1 would leave no windows, so a single 1 is a list.
-    """
-    return len(pattern) == 1 and pattern[0] > 1

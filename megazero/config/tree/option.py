@@ -117,3 +117,12 @@ class Section(BaseModel):
     def implied(cls, values: dict[str, Any]) -> dict[str, Any]:
         """The values, and those of other fields that they imply."""
         return values
+
+
+SkipPattern = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(listed), Field(min_length=1)]
+"""The interval between layers that differ from the others, as one number, or a 0 or 1 for each layer."""
+
+
+def is_interval(pattern: tuple[int, ...]) -> bool:
+    """Whether a pattern of layers is an interval. One of 1 would leave no others, so a single 1 is a list."""
+    return len(pattern) == 1 and pattern[0] > 1

@@ -51,6 +51,12 @@ class TransformerConfig(Section):
         False, "normalize the words' embeddings, before positions are added (BLOOM)"
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = option("LayerNorm", "kind of normalization")
+    norm_bias: bool = option(
+        True,
+        "leave the biases out of layer norms (Cohere, MPT)",
+        flag="--disable-norm-bias",
+        needs="normalization=LayerNorm: RMSNorm has none",
+    )
     norm_epsilon: PositiveFloat = option(1e-5, "added to the variance", aliases=("--layernorm-epsilon",))
     apply_layernorm_1p: bool = option(
         False, "store the weights of norms less 1, so that they begin at 0 and are rounded less (Gemma)"
@@ -120,6 +126,11 @@ class TransformerConfig(Section):
         False,
         "let the MLP read the input of attention instead of its result, and add both (GPT-NeoX, Falcon)",
         needs="apply_residual_connection_post_layernorm=False",
+    )
+    share_parallel_norm: bool = option(
+        False,
+        "let attention and MLP read one norm where both read the same input (GPT-J, Cohere)",
+        needs=("use_parallel_residual", "norm_position=input: there are norms of outputs otherwise"),
     )
     embedding_multiplier: PositiveFloat = option(
         1.0, "factor of the words' embeddings, where they enter the layers; Gemma has sqrt(hidden size)"

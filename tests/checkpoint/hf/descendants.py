@@ -137,6 +137,13 @@ HYBRID = of(
 )
 KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
+COHERE_THEIRS = {**{key: THEIRS[key] for key in THEIRS if key != "rms_norm_eps"}, "layer_norm_eps": 3e-4}
+COHERE = of(
+    BARE,
+    {"normalization": "LayerNorm", "norm_bias": False, "use_parallel_residual": True},
+    {"share_parallel_norm": True, "rotary_interleaved": True},
+)
+
 SAMPLES: Mapping[str, Sample] = {
     "qwen3": Sample("Qwen3", {**THEIRS, "head_dim": 10}, of(LLAMA, NORMED)),
     "qwen3-windows": Sample(
@@ -383,5 +390,39 @@ SAMPLES: Mapping[str, Sample] = {
             {"position_embedding_type": "rope", "rotary_base": 500.0, "hybrid_layer_pattern": "M-*-M-"},
             {"mamba_num_heads": 8, "mamba_head_dim": 12, "mamba_min_step": 0.0},
         ),
+    ),
+    "cohere": Sample(
+        "Cohere",
+        {**COHERE_THEIRS, "logit_scale": 0.6, "tie_word_embeddings": True},
+        of(COHERE, {"logits_multiplier": 0.6, "untie_embeddings_and_output_weights": False}),
+    ),
+    "cohere2": Sample(
+        "Cohere2",
+        {
+            **COHERE_THEIRS,
+            **{"logit_scale": 0.7, "sliding_window": 4, "num_hidden_layers": 4},
+            "layer_types": [*LISTED, "sliding_attention", "sliding_attention"],
+        },
+        of(
+            COHERE,
+            {"logits_multiplier": 0.7, "window_size": (3, 0), "window_attn_skip_freq": (1, 0, 1, 1)},
+            {"no_rope_freq": (0, 1, 0, 0), "num_layers": 4},
+        ),
+    ),
+    "smollm3": Sample(
+        "SmolLM3",
+        {**THEIRS, "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 1]},
+        of(BARE, {"num_layers": 4, "no_rope_freq": (0, 1, 0, 0)}),
+    ),
+    "smollm3-every-second": Sample(
+        "SmolLM3",
+        {
+            **THEIRS,
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+        of(BARE, {"num_layers": 4, "no_rope_freq": (2,), "add_bias_linear": True}),
     ),
 }

@@ -91,7 +91,6 @@ def test_an_empty_config_of_gpt2_is_the_small_one():
 ROPE = {"rope_type": "default", "rope_theta": 500.0}
 REFUSED = [
     (GPT2, {"architectures": ["CTRLLMHeadModel"]}, "`architectures` must be one of GPT2LMHeadModel, BloomF"),
-    (GPT2, {"architectures": ["CohereForCausalLM"]}, "but is ['CohereForCausalLM'], whose norms have no bia"),
     (GPT2, {"architectures": ["JambaForCausalLM"]}, "but is ['JambaForCausalLM'], whose mixers are Mamba's"),
     (GPT2, {"architectures": ["GPT2LMHeadModel", "X"]}, "`architectures` must be one of"),
     (GPT2, {"architectures": None, "model_type": "ctrl"}, "`architectures` must be one of"),

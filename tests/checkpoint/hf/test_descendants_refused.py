@@ -52,6 +52,10 @@ VARIANTS = {
     "glu_linear_offset": 1.0,
     "activation_func_clamp_value": 3.0,
     "use_parallel_residual": True,
+    "share_parallel_norm": True,
+    "norm_bias": False,
+    "rotary_interleaved": True,
+    "no_rope_freq": (2,),
     "embedding_multiplier": 2.0,
     "residual_multiplier": 0.5,
     "logits_multiplier": 0.5,
@@ -92,6 +96,13 @@ def test_an_architecture_without_a_variant_refuses_it_by_name(field):
         ("deepseek-v3", {"mtp_num_layers": 1}, "`mtp_num_layers` must be None, but is 1"),
         ("deepseek-v2", {"moe_router_pre_softmax": False}, "`moe_router_pre_softmax` must be True"),
         ("gpt-neox", {"rotary_percent": 0.5}, "an even number of rotated channels"),
+        ("cohere", {"norm_bias": True}, "`norm_bias` must be False, but is True"),
+        ("cohere", {"share_parallel_norm": False}, "`share_parallel_norm` must be True"),
+        ("cohere", {"rotary_interleaved": False}, "`rotary_interleaved` must be True"),
+        ("cohere", {"no_rope_freq": (2,)}, r"`no_rope_freq` must be None, but is \(2,\)"),
+        ("cohere2", {"no_rope_freq": None}, "layers with a window must rotate, and no others"),
+        ("cohere2", {"window_attn_skip_freq": None}, "layers with a window must rotate, and no others"),
+        ("smollm3", {"window_size": (3, 0)}, "all tokens must see all earlier ones"),
         ("falcon", {"rotary_percent": 0.67}, "`rotary_percent` must be 1.0, but is 0.67"),
     ],
 )  # fmt: skip
@@ -135,6 +146,14 @@ def test_models_that_it_cannot_express_are_refused(name, update, message):
         ("gemma3", {"layer_types": None, "sliding_window_pattern": "x"}, "a positive number, but is 'x'"),
         ("gemma3", {"rope_parameters": {"sliding_attention": 3}}, "`rope_parameters` must hold objects, but"),
         ("qwen3", {"layer_types": 3}, "`layer_types` must be full_attention for all .*, but is 3"),
+        ("cohere", {"use_qk_norm": True}, "`use_qk_norm` must be False, but is True"),
+        ("cohere", {"attention_bias": True}, "`attention_bias` must be False, but is True"),
+        ("cohere2", {"layer_types": ["full_attention"] * 4}, "must give some layers a window"),
+        ("cohere2", {"head_dim": 9}, "`head_dim` must be `hidden_size` / `num_attention_heads`"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "`no_rope_layers` must be 0 or 1 for each of 4 layers"),
+        ("smollm3", {"no_rope_layers": [0] * 4}, "`no_rope_layers` must let some layer rotate"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "must be a positive number, but"),
+        ("smollm3", {"use_sliding_window": True}, "`use_sliding_window` must be "),
         ("falcon", {"new_decoder_architecture": False}, "`new_decoder_architecture` must be true"),
         ("falcon", {"num_ln_in_parallel_attn": 1}, "`num_ln_in_parallel_attn` must be 2"),
     ],
@@ -204,6 +223,12 @@ def test_a_config_may_leave_out_what_transformers_assumes():
     assert v3.experts_by_layer == (0, 0, 0, 256)
     assert (v3.q_lora_rank, v3.moe_router_num_groups, v3.moe_router_group_topk) == (1536, 8, 4)
     assert (v3.moe_router_topk_scaling_factor, v3.moe_shared_expert_intermediate_size) == (2.5, 2048)
+    command = model_of(named("cohere2"), {"num_hidden_layers": 4})
+    assert (command.windows, command.unrotated) == (((4095, 0),) * 3 + (None,), (0, 0, 0, 1))
+    assert (command.rotary_base, command.logits_multiplier) == (10_000.0, 0.0625)
+    assert model_of(named("cohere"), {"num_hidden_layers": 2}).rotary_base == 500_000.0
+    smol = model_of(named("smollm3"), {"num_hidden_layers": 5})
+    assert (smol.unrotated, smol.rotary_base) == ((0, 0, 0, 1, 0), 2e6)
     neox = model_of(named("gpt-neox"), {"rotary_emb_base": 20000})
     assert (neox.rotary_base, neox.rotary_percent, neox.use_parallel_residual) == (20000.0, 0.25, True)
 

@@ -101,6 +101,8 @@ MODELS = {
     "llama-qkv-biases": {**LLAMA, "add_qkv_bias": True},
     "llama-partly-rotated": {**LLAMA, "rotary_percent": 0.6, "untie_embeddings_and_output_weights": False},
     "llama-normed-heads": {**LLAMA, "qk_layernorm": True, "softmax_scale": 0.5},
+    "llama-pairs-of-neighbours": {**LLAMA, "rotary_percent": 0.6, "rotary_interleaved": True},
+    "llama-some-unrotated": {**LLAMA, "no_rope_freq": [0, 1, 0]},
     "gpt2-normed-heads": {**GPT2, "qk_layernorm": True},
 }
 BERTS = {
@@ -209,6 +211,7 @@ def core_config(args: argparse.Namespace):
         qk_layernorm=args.qk_layernorm,
         softmax_scale=args.softmax_scale,
         use_cpu_initialization=True,
+        **{name: getattr(args, name) for name in ("rotary_interleaved", "no_rope_freq") if name in args},
     )
 
 

@@ -151,6 +151,8 @@ def test_copies_must_be_alike(tmp_path, tp, rank, name, match):
         ({"rope_type": "rope"}, "`rotary_scaling_factor` is 4.0 with `rope_type` rope, by which Core"),
         ({"rope_type": "rope", "mscale_all_dim": 0, "rotary_percent": 0.5}, "`rotary_percent` is 0.5 with"),
         ({"rope_type": "spiral"}, "`rope_type`: Input should be 'rope' or 'yarn'"),
+        ({"rotary_interleaved": True}, "`rotary_interleaved` is True with latent attention"),
+        ({"no_rope_freq": 2}, "`no_rope_freq` is 2 with latent attention"),
         ({"mtp_use_repeated_layer": True}, "one layer that predicts all further tokens"),
         ({"mtp_num_layers": 1}, "holds mtp.layers.1"),
         ({"mtp_num_layers": None}, "of a model with multi-token prediction"),

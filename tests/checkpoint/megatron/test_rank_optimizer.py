@@ -378,7 +378,6 @@ def test_refusals_of_deepspeed(tmp_path):
         ]
     ):
         state(str(number), how, f"optimizer's state of rank 0 as DeepSpeed saves it, but does not: {why}")
-    refused("universal", lambda f: (f / "zero").mkdir(), "is DeepSpeed's universal form")
     refused(
         "hostile",
         lambda f: zero_file(f).write_bytes(pickle.dumps(Hostile(), protocol=2)),

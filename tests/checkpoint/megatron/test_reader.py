@@ -67,6 +67,7 @@ def test_megatron(tmp_path, model, layout):
     [
         {"window_size": (8, 0), "window_attn_skip_freq": (2,), "softmax_type": "learnable"},
         {"window_size": (8, -1), "window_attn_skip_freq": (1, 1, 0, 1), "softmax_type": "off-by-one"},
+        {"rotary_interleaved": True, "no_rope_freq": (0, 1, 1, 0)},
         {"position_embedding_type": "alibi"},
         {"position_embedding_type": "alibi", "embed_layernorm": True},
         {"softmax_scale": 0.2, "apply_layernorm_1p": True, "qk_layernorm": True},

@@ -73,7 +73,14 @@ def rank_file(run: Path, rank: str = "00") -> Path:
             "`glu_linear_offset` is 1.0, `activation_func_clamp_value` is 7.0 .which `GroupedMLP` and",
         ),
         ({"quick_geglu": True, "swiglu": True}, "`quick_geglu` is True beside another activation"),
-        ({"rotary_interleaved": True}, "interleaved"),
+        (
+            {"position_embedding_type": "rope", "no_rope_freq": 3},
+            "`no_rope_freq` is 3 of 4 layers",
+        ),
+        (
+            {"position_embedding_type": "rope", "no_rope_freq": [0, 1]},
+            "`no_rope_freq` is .0, 1. of 4 layers",
+        ),
         ({"window_size": (128, 0, 1)}, "`window_size.*: Tuple should have at most 2 items"),
         ({"softmax_type": "half"}, "`softmax_type`: Input should be 'vanilla', 'off-by-one' or 'learnable'"),
         ({"position_embedding_type": "relative"}, "relative"),
@@ -313,7 +320,10 @@ def test_other_forms(tmp_path, name, match):
 
 def test_folders_without_a_checkpoint(tmp_path):
     refused(tmp_path / "none", "must be a folder")
-    refused(tmp_path, "must hold latest_checkpointed_iteration.txt or latest, or be a checkpoint")
+    refused(
+        tmp_path,
+        "must hold one of latest_checkpointed_iteration.txt, latest, latest_universal, or be a checkpoint",
+    )
     (tmp_path / "latest").write_text("../../elsewhere")
     refused(tmp_path, "must name a checkpoint, but holds '../../elsewhere'")
     (tmp_path / "latest").write_text("global_step3")

@@ -286,7 +286,7 @@ def test_a_switch_that_is_given_as_off_is_not_read_as_on(flag: str) -> None:
         ("--dialect mindspeed --rope-scaling-type plm", "say `--use-rope-scaling` for Llama 3's scaling"),
         ("--dialect pai --enable-shared-expert", "its gate in Qwen with `--moe-shared-expert-gate`"),
         ("--reset-progress --load x", "use `--finetune`, which loads weights only and starts counting anew"),
-        ("--dialect megatron_llm --parallel-attn", "`--use-parallel-residual` has attention and MLP beside"),
+        ("--dialect megatron_llm --parallel-attn", "attention and MLP beside each other are `--use-par"),
         ("--dialect turing --use-embedding-scaling", "say the factor of the embeddings with `--emb"),
         ("--moe-token-dispatcher-type flex --moe-expert-rank-capacity-factor 1.0",
          "the tokens of a rank are not bounded, only those of an expert"),

@@ -22,6 +22,7 @@ ARITIES = dict(
 LISTS_HERE = {
     *("--num-experts", "--num-moe-experts", "--moe-layer-freq"),
     *("--window-size", "--window-attn-skip-freq", "--step-batch-size-schedule"),
+    "--no-rope-freq",
 }
 
 
@@ -148,6 +149,8 @@ def test_accepted_because_the_numbers_are_those_asked_for(argv: str) -> None:
         ("--most-recent-k 2", "checkpoint.keep_last", 2),
         ("--window-size (128,0)", "model.window_size", (128, 0)),
         ("--window-size -1,5", "model.window_size", (-1, 5)),
+        ("--no-rope-freq ([0]*2+[1])*2", "model.no_rope_freq", (0, 0, 1, 0, 0, 1)),
+        ("--no-rope-freq 3", "model.no_rope_freq", (3,)),
         ("--window-attn-skip-freq ([1]*2+[0])*2", "model.window_attn_skip_freq", (1, 1, 0, 1, 1, 0)),
         ("--softmax-type learnable", "model.softmax_type", "learnable"),
         ("--qk-layernorm", "model.qk_layernorm", True),

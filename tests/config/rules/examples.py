@@ -103,6 +103,10 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "model.num_query_groups": 2,
     },
     "window_pattern_is_whole": {"model.window_size": (8, 0), "model.window_attn_skip_freq": (1,) * 9},
+    "rotation_pattern_is_whole": {
+        "model.position_embedding_type": "rope",
+        "model.no_rope_freq": (1,) * 9,
+    },
     "window_of_the_past": {"model.window_size": (8, 8)},
     "window_within_positions": {"model.window_size": (32, 0)},
     "some_layer_has_a_window": {"model.window_size": (-1, 0)},

@@ -1,0 +1,38 @@
+"""The part of the section about the model that says which channels turn together, and in which layers."""
+
+from __future__ import annotations
+
+from megazero.config.tree.option import SkipPattern, is_interval, option
+from megazero.config.tree.rotary import RotaryConfig
+
+
+class RotationConfig(RotaryConfig):
+    """Pairs of neighbouring channels (Cohere), and layers without rotary positions (SmolLM3)"""
+
+    rotary_interleaved: bool = option(
+        False,
+        "rotate channels 2i and 2i + 1 of a head together, not those half a rotation apart (GPT-J, Cohere)",
+        needs=(
+            "position_embedding_type=rope,yarn",
+            "multi_latent_attention=False: it turns such pairs anyway",
+        ),
+    )
+    no_rope_freq: SkipPattern | None = option(
+        None,
+        "N: every N-th layer has no rotary positions (counted from 1: N, 2N, ...); or for each layer a 0, or "
+        "a 1 for none, such as ([0]*3+[1])*4 (SmolLM3, Cohere2)",
+        needs=("position_embedding_type=rope,yarn", "multi_latent_attention=False: its rotation is its own"),
+    )
+
+    def rotates_at(self, layer: int) -> bool:
+        """Whether one layer (from 0) rotates queries and keys. Layers behind the last are like it."""
+        layer, pattern = min(layer, self.num_layers - 1), self.no_rope_freq
+        if not self.rotates or pattern is None:
+            return self.rotates
+        return (layer + 1) % pattern[0] > 0 if is_interval(pattern) else pattern[layer] == 0
+
+    @property
+    def unrotated(self) -> tuple[int, ...] | None:
+        """A 0 or 1 for each layer, 1 for one without rotary positions; None if all are alike."""
+        turned = map(self.rotates_at, range(self.num_layers if self.no_rope_freq else 0))
+        return tuple(int(not rotates) for rotates in turned) or None
