@@ -106,7 +106,7 @@ class IdleLibrary(WatchedLibrary):
 
     def _function(self, name: str):
         real = super()._function(name)
-        if name == "column_groups":
+        if name.startswith("column_"):
             return real
         idle = ctypes.CFUNCTYPE(ctypes.c_int, *real.argtypes)((NO_OP, self._library))
         idle.argtypes = real.argtypes

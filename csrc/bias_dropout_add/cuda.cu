@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(1024)
   }
 }
 
-// One block that must fit: without that hint ptxas spills. grad_x = mask * factor * grad, or none is written where it would be grad; partials: its sums over each group's rows.
+// grad_x = mask * factor * grad, or none is written where it would be grad; partials: its sums over each group's rows.
+// One block that must fit: without that hint ptxas spills.
 template <typename T, typename R, typename P, int N, bool whole>
 __global__ void __launch_bounds__(1024, 1)
     bias_dropout_add_backward(std::int64_t count, int width, Global<const R> grad, RowKeys row_keys,

@@ -19,6 +19,8 @@ _C_TYPES = MappingProxyType({"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": cty
 # The most groups of rows with sums of their own where kernels run on the CPU; a multiple of the rows that
 # share a block (csrc/common/cuda_rows.hpp).
 MOST_GROUPS = 8
+# Of so many blocks one adds up what they have left (csrc/common/cuda_sums.hpp).
+BRANCH = 8
 
 # An argument of a launch; `KernelLibrary.launch` says what the kernel gets.
 Argument = Tensor | torch.dtype | float | None | Sequence[Tensor | None] | Sequence[int] | Sequence[float]
@@ -40,6 +42,7 @@ class KernelLibrary:
         self._library = ctypes.CDLL(str(path))
         self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
         self._functions: dict[str, Any] = {}
+        self._sizes: dict[tuple[str | int, ...], int] = {}
 
     def driver_error(self) -> str | None:
         """The reason, in CUDA's words, why this machine's driver cannot run the library; None if it can."""
@@ -74,9 +77,20 @@ class KernelLibrary:
 
     def column_groups(self, count: int, width: int) -> int:
         """The number of groups in the fp32 workspace [groups, width] in which kernels sum `count` rows."""
-        function = self._functions.get("column_groups") or self._function("column_groups")
-        groups: int = function(count, width)
-        return groups
+        return self._size("column_groups", count, width)
+
+    def column_counters(self, groups: int, width: int) -> int:
+        """The number of int32 counters with which that many groups complete their sums.
+
+        Forward clears them, and backward leaves them clear.
+        """
+        return self._size("column_counters", groups, width)
+
+    def _size(self, name: str, *sizes: int) -> int:
+        known = self._sizes.get((name, *sizes))
+        if known is None:
+            known = self._sizes[name, *sizes] = self._function(name)(*sizes)
+        return known
 
     def _start(self, function: Any, values: list[Any], device: int) -> int:
         """Call the function for a device, by its number, and return CUDA's code."""
@@ -124,6 +138,10 @@ class StillKernels(KernelLibrary):
     def column_groups(self, count: int, width: int) -> int:
         """The most that a small device takes."""
         return MOST_GROUPS
+
+    def column_counters(self, groups: int, width: int) -> int:
+        """One, since a few bytes do not matter."""
+        return 1
 
 
 def current_stream(device: int) -> int:

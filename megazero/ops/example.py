@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.kernels.library import BRANCH, MOST_GROUPS
+
 Results = Tensor | tuple[Tensor, ...] | None
 _DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
@@ -53,3 +55,15 @@ class Example:
     own: Mapping[str, Any] = field(default_factory=dict)
     slack: float = 1.0
     traffic: Traffic | None = None
+
+
+def sums_moved(width: int) -> int:
+    """The bytes that sums of `width` columns in MOST_GROUPS groups must move besides the rounded sums.
+
+    The groups write theirs, and blocks add up BRANCH of these at a time (csrc/common/cuda_sums.hpp).
+    """
+    rows, left = 2 * MOST_GROUPS, MOST_GROUPS
+    while left > BRANCH:
+        left = -(-left // BRANCH)
+        rows += 2 * left
+    return rows * width * 4

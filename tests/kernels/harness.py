@@ -56,6 +56,7 @@ class Mirrored:
         self.library = library
         self.device = device
         self.column_groups = library.column_groups
+        self.column_counters = library.column_counters
 
     def launch(self, name: str, *arguments: Any) -> None:
         copies: dict[int, tuple[Tensor, Tensor]] = {}
