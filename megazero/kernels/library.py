@@ -87,10 +87,10 @@ class KernelLibrary:
         return self._size("column_counters", groups, width)
 
     def _size(self, name: str, *sizes: int) -> int:
-        known = self._sizes.get((name, *sizes))
-        if known is None:
-            known = self._sizes[name, *sizes] = self._function(name)(*sizes)
-        return known
+        key = (name, *sizes)
+        if key not in self._sizes:
+            self._sizes[key] = self._function(name)(*sizes)
+        return self._sizes[key]
 
     def _start(self, function: Any, values: list[Any], device: int) -> int:
         """Call the function for a device, by its number, and return CUDA's code."""

@@ -180,7 +180,9 @@ def _examples() -> Iterator[Example]:
 
     with_bias, without = lambda f, x, bias: f(x, bias, False), lambda f, x: f(x, None, False)
     yield Example("bias_gelu", ((rows, width), (width,)), with_bias, traffic=Traffic(moves))
-    yield Example("gelu", ((rows, width),), without, traffic=Traffic(lambda dtype: moves(dtype, 0, lambda _: 0)))
+    yield Example(
+        "gelu", ((rows, width),), without, traffic=Traffic(lambda dtype: moves(dtype, 0, lambda _: 0))
+    )
 
 
 BIAS_GELU: Operator[Callable[[Tensor, Tensor | None, bool], Tensor]] = Operator(
@@ -197,9 +199,7 @@ BIAS_GELU: Operator[Callable[[Tensor, Tensor | None, bool], Tensor]] = Operator(
 )
 
 
-def bias_gelu(
-    x: Tensor, bias: Tensor | None, exact: bool = False, included: Tensor | None = None
-) -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor | None, exact: bool = False, included: Tensor | None = None) -> Tensor:
     """gelu(x + bias) for x [..., f] and bias [f] or None; the tanh form unless `exact`.
 
     `included` is a bias [f] that x holds already: its gradient is made too.
