@@ -42,7 +42,7 @@ class KernelLibrary:
         self._library = ctypes.CDLL(str(path))
         self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
         self._functions: dict[str, Any] = {}
-        self._sizes: dict[tuple[str | int, ...], int] = {}
+        self._sizes: dict[tuple[object, ...], int] = {}
 
     def driver_error(self) -> str | None:
         """The reason, in CUDA's words, why this machine's driver cannot run the library; None if it can."""

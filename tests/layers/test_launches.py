@@ -14,13 +14,13 @@ FORWARD = {
     "neg": 1,  # attention
 }
 BACKWARD = {
+    "bias_dropout_add_backward": 1,  # without dropout, the sum of the MLP's second bias alone
     "bias_gelu_backward": 1,
     "cat": 1,  # of the gradients of queries, keys and values
-    "column_sum": 2,
     "layer_norm_backward": 2,
     "mm": 8,
     "neg": 1,
-    "sum": 4,  # of biases
+    "sum": 1,  # of the bias of queries, keys and values
 }
 
 
