@@ -275,7 +275,8 @@ def bias_dropout_add_cuda(
     kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """residual + dropout(x + bias) for fp32, fp16 or bf16 x [s, b, h] on a GPU, in the residual's dtype."""
-    passes = _on_gpu(kernels or cuda_kernels())
+    library = kernels or cuda_kernels()
+    passes = library.once("bias_dropout_add", lambda: _on_gpu(library))
     return apply(_BiasDropoutAdd, x, bias, residual, None, dropout, passes, included)
 
 

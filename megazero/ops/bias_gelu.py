@@ -143,7 +143,9 @@ def bias_gelu_cuda(
     kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """gelu(x + bias) on a GPU for x [..., f] and a bias [f] of one dtype: fp32, fp16 or bf16."""
-    return apply(_BiasGELU, x, bias, _on_gpu(kernels or cuda_kernels(), exact), included)
+    library = kernels or cuda_kernels()
+    passes = library.once(("bias_gelu", exact), lambda: _on_gpu(library, exact))
+    return apply(_BiasGELU, x, bias, passes, included)
 
 
 def bias_gelu_torch(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:

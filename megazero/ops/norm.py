@@ -109,6 +109,10 @@ def added(
 def on_gpu(name: str, kernels: KernelLibrary | None) -> NormKernel:
     """The passes of csrc/layer_norm or csrc/rms_norm: sums over rows are in fp32 and in a fixed order."""
     library = kernels or cuda_kernels()
+    return library.once(name, lambda: _passes(name, library))
+
+
+def _passes(name: str, library: KernelLibrary) -> NormKernel:
     numbers = 2 if name == "layer_norm" else 1  # statistics of a row, and parameters
 
     def forward(x: Tensor, residual: Tensor | None, parameters: list[Tensor], eps: float) -> Normalized:
