@@ -21,8 +21,6 @@ _C_TYPES = MappingProxyType({"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": cty
 # The most groups of rows with sums of their own where kernels run on the CPU; a multiple of the rows that
 # share a block (csrc/common/cuda_rows.hpp).
 MOST_GROUPS = 8
-# Of so many blocks one adds up what they have left (csrc/common/cuda_sums.hpp).
-BRANCH = 8
 
 # An argument of a launch; `KernelLibrary.launch` says what the kernel gets.
 Argument = Tensor | torch.dtype | float | None | Sequence[Tensor | None] | Sequence[int] | Sequence[float]
@@ -140,16 +138,13 @@ class StillKernels(KernelLibrary):
 
     def __init__(self) -> None:
         """Load nothing."""
+        self._made = {}
 
     def launch(self, name: str, *arguments: Argument) -> None:
         """Tell those who watch this thread."""
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, LaunchWatch):
                 mode.launched(name, arguments)
-
-    def once(self, key: object, make: Callable[[], _Made]) -> _Made:
-        """The result of `make()`; nothing is kept."""
-        return make()
 
     def column_groups(self, count: int, width: int) -> int:
         """The most that a small device takes."""

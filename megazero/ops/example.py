@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megazero.kernels.library import BRANCH, MOST_GROUPS
+from megazero.kernels.library import MOST_GROUPS
 
 Results = Tensor | tuple[Tensor, ...] | None
 _DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
@@ -58,12 +58,5 @@ class Example:
 
 
 def sums_moved(width: int) -> int:
-    """The bytes that sums of `width` columns in MOST_GROUPS groups must move besides the rounded sums.
-
-    The groups write theirs, and blocks add up BRANCH of these at a time (csrc/common/cuda_sums.hpp).
-    """
-    rows, left = 2 * MOST_GROUPS, MOST_GROUPS
-    while left > BRANCH:
-        left = -(-left // BRANCH)
-        rows += 2 * left
-    return rows * width * 4
+    """The bytes of partial sums of `width` columns: MOST_GROUPS groups write them, one block reads them."""
+    return 2 * MOST_GROUPS * width * 4
