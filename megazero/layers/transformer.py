@@ -72,7 +72,7 @@ class TransformerLayer(nn.Module):
         self.mlp = mlp
         for half in (attention, mlp):
             last = getattr(half, "last", None)
-            if isinstance(last, RowParallelLinear):
+            if isinstance(last, RowParallelLinear) and type(self).forward is TransformerLayer.forward:
                 last.hands_bias = True
         self.mlp_out_norm = norm("mlp_out_norm", "output")
 
