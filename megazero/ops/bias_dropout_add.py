@@ -131,7 +131,10 @@ class _BiasDropoutAdd(torch.autograd.Function):
     ) -> Tensor:
         owner = bias if included is None else included
         counters = None if owner is None or kernel.counters is None else kernel.counters(x)
-        ctx.save_for_backward(row_keys, counters)
+        ctx.save_for_backward(row_keys)
+        ctx.counters = (
+            counters  # not saved: recompute, which stops at the last saved tensor, would come this far
+        )
         ctx.dropout, ctx.kernel, ctx.included = dropout, kernel, included is not None
         ctx.shape = _Shape(x.dtype, None if owner is None else owner.dtype)
         wide_bias = None if bias is None else bias.to(compute_dtype(x.dtype)).contiguous()
@@ -141,7 +144,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        keys = _Keys(ctx.dropout, *ctx.saved_tensors)
+        keys = _Keys(ctx.dropout, ctx.saved_tensors[0], ctx.counters)
         grad_x, summed = ctx.kernel.backward(grad.contiguous(), keys, ctx.shape)
         summed = None if summed is None else summed.to(ctx.shape.bias)
         of_bias, of_included = (None, summed) if ctx.included else (summed, None)
