@@ -48,7 +48,7 @@ class KernelFault:
     times: int = 1
 
 
-RMS_NORM, ROWS, COLUMNS = "csrc/rms_norm/cuda.cu", "csrc/common/cuda_rows.hpp", "csrc/column_sum/cuda.cu"
+RMS_NORM, ROWS, SUMS = "csrc/rms_norm/cuda.cu", "csrc/common/cuda_rows.hpp", "csrc/common/cuda_sums.hpp"
 
 FAULTS = (
     KernelFault(
@@ -66,18 +66,18 @@ FAULTS = (
         "",
     ),
     KernelFault(
-        "a missing barrier between the rows' sums and their total",
+        "a missing barrier: a block arrives before all of its threads have written",
         "rms_norm",
-        COLUMNS,
-        "  __syncthreads();\n",
+        SUMS,
+        "  __syncthreads();  // all threads have written\n",
         "",
     ),
     KernelFault(
         "an off-by-one tail: the last column is left out",
         "rms_norm",
-        COLUMNS,
-        "if (threadIdx.y == 0 && column < width)",
-        "if (threadIdx.y == 0 && column < width - 1)",
+        SUMS,
+        "column < end;",
+        "column < end - 1;",
     ),
     KernelFault(
         "a tail that goes too far: one pack beyond the row is read",
@@ -116,21 +116,11 @@ FAULTS = (
         "if (row < first_row()) summed.load",
     ),
     KernelFault(
-        "bank conflicts: the rows' sums lie in columns",
+        "a missing fence: a block may read what others wrote before it is there",
         "rms_norm",
-        COLUMNS,
-        """sums[threadIdx.y * kWarp + threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && column < width) {
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kSummands; ++i) total += sums[i * kWarp + threadIdx.x];""",
-        """sums[threadIdx.x * kSummands + threadIdx.y] = sum;
-  __syncthreads();
-  if (threadIdx.y == 0 && column < width) {
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kSummands; ++i) total += sums[threadIdx.x * kSummands + i];""",
+        SUMS,
+        "    __threadfence();\n  }",
+        "  }",
     ),
     KernelFault(
         "a narrowed accumulator: the loss's sum of exponentials is kept in fp16",

@@ -3,9 +3,11 @@
 // stored for it. x and its gradient have T, the residual and the result have R: T or float.
 //
 // factor: 1 / (1 - p). groups: how many groups of threads take turns with the rows; a thread keeps its columns, so it
-// hashes their indices once. partials: fp32 [groups, width], scratch.
+// hashes their indices once. sums: the sum of grad_x over rows, fp32 [width] or of x's type, which is the gradient of the
+// bias or of one that x holds already; or null. partials: fp32 [groups, width], scratch. counters: of backward's sums,
+// which forward clears.
 #include "common/cuda_keep.hpp"
-#include "common/cuda_rows.hpp"
+#include "common/cuda_sums.hpp"
 
 namespace megazero {
 
@@ -30,8 +32,9 @@ template <typename T, typename R, int N, bool whole>
 __global__ void __launch_bounds__(1024)
     bias_dropout_add_forward(std::int64_t count, int width, Global<const T> x, Cached<float> bias,
                              Global<const R> residual, RowKeys row_keys, std::int32_t threshold, float factor,
-                             Global<R> out) {
+                             Global<R> out, Global<int> counters, int counted) {
   using Row = Tile<N, whole>;
+  clear_counters(counters, counted);
   const int tiles = Row::count(width);
   Row tile, added, biases;
   TileColumns<Row> columns;
@@ -55,13 +58,15 @@ __global__ void __launch_bounds__(1024)
 }
 
 // grad_x = mask * factor * grad, or none is written where it would be grad; partials: its sums over each group's rows.
-template <typename T, typename R, int N, bool whole>
-__global__ void __launch_bounds__(1024)
+// One block that must fit: without that hint ptxas spills.
+template <typename T, typename R, typename P, int N, bool whole>
+__global__ void __launch_bounds__(1024, 1)
     bias_dropout_add_backward(std::int64_t count, int width, Global<const R> grad, RowKeys row_keys,
-                              std::int32_t threshold, float factor, Global<T> grad_x, Global<float> partials) {
+                              std::int32_t threshold, float factor, Global<T> grad_x, Global<float> partials,
+                              Global<int> counters, Global<P> sums) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
-  const Global<float> own = partials ? partials + first_row() * width : partials;
+  const auto own = [&] { return partials + first_row() * width; };  // asked for, not kept: registers are few
   Row tile, summed;
   TileColumns<Row> columns;
   Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; });
@@ -73,20 +78,22 @@ __global__ void __launch_bounds__(1024)
       tile.load(grad + row * width, width, t);
       if (row_keys.keys) drop(tile, columns, keep, threshold, factor);
       if (grad_x) tile.store(grad_x + row * width, width, t);
-      if (!whole && partials) {
-        if (row == first_row()) {
-          Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; });
-        } else {
-          summed.load(own, width, t);
+      if (whole) {
+        Row::each([&](int k, int n) { summed.value[k][n] += tile.value[k][n]; });
+      } else if (partials) {
+        if (row != first_row()) {
+          summed.load(own(), width, t);
+          Row::each([&](int k, int n) { tile.value[k][n] += summed.value[k][n]; });
         }
+        tile.store(own(), width, t);
       }
-      Row::each([&](int k, int n) { summed.value[k][n] += tile.value[k][n]; });
-      if (!whole && partials) summed.store(own, width, t);
     }
   }
   if (partials && (whole || first_row() >= count)) {
-    for (int t = 0; t < tiles; ++t) summed.store(own, width, t);
+    if (!whole) Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; });
+    for (int t = 0; t < tiles; ++t) summed.store(own(), width, t);
   }
+  if (partials) add_up_groups<N>(partials, width, counters, sums);
 }
 
 // Numbers about the rows: sequences, whether keys and positions are those of single rows, the first position and the
@@ -116,7 +123,8 @@ extern "C" int megazero_cuda_bias_dropout_add_forward(std::int64_t dtype, std::i
                                                       const void* x, const float* bias, const void* residual,
                                                       const std::int64_t* keys, const std::int64_t* positions,
                                                       const std::int64_t* numbers, std::int64_t threshold,
-                                                      double factor, void* out, void* stream) {
+                                                      double factor, void* out, std::int64_t counted, int* counters,
+                                                      void* stream) {
   if (count == 0 || width == 0) return 0;
   if (count > kMostRows) return kInvalidValue;
   const RowLaunch launch = row_launch(count, width, groups);
@@ -126,7 +134,8 @@ extern "C" int megazero_cuda_bias_dropout_add_forward(std::int64_t dtype, std::i
     const auto start = [&](auto pack, auto whole) {
       return MEGAZERO_LAUNCH((bias_dropout_add_forward<T, R, pack(), whole()>), launch.blocks, launch.threads, 0,
                              stream, count, width, static_cast<const T*>(x), bias, static_cast<const R*>(residual),
-                             row_keys(keys, positions, numbers), threshold, factor, static_cast<R*>(out));
+                             row_keys(keys, positions, numbers), threshold, factor, static_cast<R*>(out), counters,
+                             counted);
     };
     return with_row_shape<T>(launch, width, start, x, bias, residual, out);
   });
@@ -138,21 +147,24 @@ extern "C" int megazero_cuda_bias_dropout_add_backward(std::int64_t dtype, std::
                                                        const void* grad, const std::int64_t* keys,
                                                        const std::int64_t* positions, const std::int64_t* numbers,
                                                        std::int64_t threshold, double factor, void* grad_x,
-                                                       float* grad_bias, float* partials, void* stream) {
-  if (width == 0 || (grad_x == nullptr && grad_bias == nullptr)) return 0;
+                                                       std::int64_t sums_dtype, void* sums, float* partials,
+                                                       int* counters, void* stream) {
+  if (width == 0 || (grad_x == nullptr && sums == nullptr)) return 0;
   if (count > kMostRows) return kInvalidValue;
   const RowLaunch launch = row_launch(count, width, groups);
-  const int code = with_elements(dtype, residual_dtype, [&](auto element, auto residual_element) {
+  return with_elements(dtype, residual_dtype, [&](auto element, auto residual_element) {
     using T = decltype(element);
     using R = decltype(residual_element);
-    const auto start = [&](auto pack, auto whole) {
-      return MEGAZERO_LAUNCH((bias_dropout_add_backward<T, R, pack(), whole()>), launch.blocks, launch.threads, 0,
-                             stream, count, width, static_cast<const R*>(grad), row_keys(keys, positions, numbers),
-                             threshold, factor, static_cast<T*>(grad_x), partials);
+    const auto body = [&](auto sum_element) {
+      using P = decltype(sum_element);
+      const auto start = [&](auto pack, auto whole) {
+        return MEGAZERO_LAUNCH((bias_dropout_add_backward<T, R, P, pack(), whole()>), launch.blocks, launch.threads, 0,
+                               stream, count, width, static_cast<const R*>(grad), row_keys(keys, positions, numbers),
+                               threshold, factor, static_cast<T*>(grad_x), partials, counters, static_cast<P*>(sums));
+      };
+      return with_row_shape<T>(launch, width, start, grad, grad_x, partials, sums);
     };
-    return with_row_shape<T>(launch, width, start, grad, grad_x, partials);
+    return sums_dtype == dtype ? body(element) : sums_dtype == 0 ? body(float{}) : kInvalidValue;
   });
-  if (code != 0 || grad_bias == nullptr) return code;
-  return megazero_cuda_column_sum(0, groups, width, partials, grad_bias, stream);
 }
 MEGAZERO_EXPORT(bias_dropout_add_backward)

@@ -1,7 +1,9 @@
-// GELU of z = x + bias (Hendrycks & Gimpel 2016), with erf or in the tanh form, for x [count, width]. bias and its
-// gradient: fp32 [width]. bias may be null; partials, fp32 [groups, width], and grad_bias are then not used. groups: how
-// many groups of threads add up the bias's gradient.
+// GELU of z = x + bias (Hendrycks & Gimpel 2016), with erf or in the tanh form, for x [count, width]. bias: fp32 [width],
+// or null. sums: the sum of grad_x over rows, [width] of x's type, which is the gradient of that bias or of one that x
+// holds already; or null, and then partials, fp32 [groups, width], and counters are not used. groups: how many groups of
+// threads add it up.
 #include "common/cuda_columns.hpp"
+#include "common/cuda_sums.hpp"
 
 namespace megazero {
 
@@ -31,7 +33,9 @@ __device__ __forceinline__ float gelu_slope(float z) {
 
 template <typename T, int N, bool exact>
 __global__ void __launch_bounds__(128)
-    bias_gelu_forward(std::int64_t count, std::int64_t width, Global<const T> x, Cached<float> bias, Global<T> y) {
+    bias_gelu_forward(std::int64_t count, std::int64_t width, Global<const T> x, Cached<float> bias, Global<T> y,
+                      Global<int> counters, int counted) {
+  clear_counters(counters, counted);
   const std::int64_t first = first_column<N>();
   if (first >= width) return;
   Columns<N> shift = {}, z;
@@ -47,22 +51,25 @@ __global__ void __launch_bounds__(128)
 template <typename T, int N, bool exact>
 __global__ void __launch_bounds__(128, 8)
     bias_gelu_backward(std::int64_t count, std::int64_t width, std::int64_t groups, Global<const T> x,
-                       Cached<float> bias, Global<const T> grad_y, Global<T> grad_x, Global<float> partials) {
+                       Cached<float> bias, Global<const T> grad_y, Global<T> grad_x, Global<float> partials,
+                       Global<int> counters, Global<T> sums) {
   const std::int64_t first = first_column<N>(), group = own_row();
-  if (first >= width || group >= groups) return;
-  Columns<N> shift = {}, sum = {}, z, grad;
-  if (bias) shift.load(bias, width, first);
+  if (first < width && group < groups) {
+    Columns<N> shift = {}, sum = {}, z, grad;
+    if (bias) shift.load(bias, width, first);
 #pragma unroll 1
-  for (std::int64_t row = group; row < count; row += groups) {
-    z.load(x + row * width, width, first);
-    grad.load(grad_y + row * width, width, first);
-    z.each([&](int n) {
-      grad.value[n] *= gelu_slope<exact>(z.value[n] + shift.value[n]);
-      sum.value[n] += grad.value[n];
-    });
-    grad.store(grad_x + row * width, width, first);
+    for (std::int64_t row = group; row < count; row += groups) {
+      z.load(x + row * width, width, first);
+      grad.load(grad_y + row * width, width, first);
+      z.each([&](int n) {
+        grad.value[n] *= gelu_slope<exact>(z.value[n] + shift.value[n]);
+        sum.value[n] += grad.value[n];
+      });
+      grad.store(grad_x + row * width, width, first);
+    }
+    if (sums) sum.store(partials + group * width, width, first);
   }
-  if (bias) sum.store(partials + group * width, width, first);
+  if (sums) add_up_columns<N>(partials, static_cast<int>(groups), static_cast<int>(width), counters, sums);
 }
 
 // Calls body with the kernels' constants: an element, and whether erf is used.
@@ -79,7 +86,7 @@ using namespace megazero;
 
 extern "C" int megazero_cuda_bias_gelu_forward(std::int64_t dtype, std::int64_t exact, std::int64_t count,
                                                std::int64_t width, const void* x, const float* bias, void* y,
-                                               void* stream) {
+                                               std::int64_t counted, int* counters, void* stream) {
   if (count == 0 || width == 0) return 0;
   const std::int64_t rows = bias ? count : 1, columns = bias ? width : count * width;
   return with_form(dtype, exact, [&](auto element, auto form) {
@@ -87,7 +94,7 @@ extern "C" int megazero_cuda_bias_gelu_forward(std::int64_t dtype, std::int64_t 
     const auto start = [&](auto pack) {
       const ColumnLaunch launch = column_launch(std::min(rows, column_groups(rows, columns)), columns, pack());
       return MEGAZERO_LAUNCH((bias_gelu_forward<T, pack(), form()>), launch.blocks, launch.threads, 0, stream, rows,
-                             columns, static_cast<const T*>(x), bias, static_cast<T*>(y));
+                             columns, static_cast<const T*>(x), bias, static_cast<T*>(y), counters, counted);
     };
     return with_columns<T>(bias == nullptr, columns, start, x, bias, y);
   });
@@ -96,21 +103,21 @@ MEGAZERO_EXPORT(bias_gelu_forward)
 
 extern "C" int megazero_cuda_bias_gelu_backward(std::int64_t dtype, std::int64_t exact, std::int64_t count,
                                                 std::int64_t width, std::int64_t groups, const void* x,
-                                                const float* bias, const void* grad_y, void* grad_x, float* grad_bias,
-                                                float* partials, void* stream) {
-  if (width == 0 || (count == 0 && bias == nullptr)) return 0;
-  const std::int64_t rows = bias ? count : 1, columns = bias ? width : count * width;
-  const std::int64_t takers = bias ? groups : 1;
-  const int code = with_form(dtype, exact, [&](auto element, auto form) {
+                                                const float* bias, const void* grad_y, void* grad_x, void* sums,
+                                                float* partials, int* counters, void* stream) {
+  if (width == 0 || (count == 0 && sums == nullptr)) return 0;
+  if (sums != nullptr && !holds<int>(width + kColumnBlock * 8)) return kInvalidValue;
+  const std::int64_t rows = sums ? count : 1, columns = sums ? width : count * width;
+  const std::int64_t takers = sums ? groups : 1;
+  return with_form(dtype, exact, [&](auto element, auto form) {
     using T = decltype(element);
     const auto start = [&](auto pack) {
       const ColumnLaunch launch = column_launch(takers, columns, pack());
       return MEGAZERO_LAUNCH((bias_gelu_backward<T, pack(), form()>), launch.blocks, launch.threads, 0, stream, rows,
                              columns, takers, static_cast<const T*>(x), bias, static_cast<const T*>(grad_y),
-                             static_cast<T*>(grad_x), partials);
+                             static_cast<T*>(grad_x), partials, counters, static_cast<T*>(sums));
     };
-    return with_columns<T>(bias == nullptr, columns, start, x, bias, grad_y, grad_x, partials);
+    return with_columns<T>(sums == nullptr, columns, start, x, bias, grad_y, grad_x, partials, sums);
   });
-  return code != 0 || bias == nullptr ? code : megazero_cuda_column_sum(0, groups, width, partials, grad_bias, stream);
 }
 MEGAZERO_EXPORT(bias_gelu_backward)

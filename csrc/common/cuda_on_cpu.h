@@ -49,6 +49,9 @@ const Place& place();
 void touch_global(const void* address, std::size_t bytes, Access access, Site site);
 void touch_shared(const void* address, std::size_t bytes, Access access, Site site);
 void wait_for_block(Site site);
+// A fence of the running thread, and an addition to a counter at which blocks arrive.
+void fence();
+void arrive(const void* counter);
 // Waits for the lanes in mask; `operand` is the lane, the distance or the vote. Returns what this lane receives.
 std::uint64_t exchange(Warp kind, unsigned mask, std::uint64_t value, int operand, Site site);
 // The block's array of that key, made (and filled with NaN patterns) by the first thread that asks.
@@ -186,6 +189,8 @@ int launch_on_cpu(const char* name, void (*kernel)(Parameters...), dim3 blocks, 
 
 inline void __syncthreads(MEGAZERO_SITE_PARAMETER) { megazero::on_cpu::wait_for_block(site); }
 
+inline void __threadfence() { megazero::on_cpu::fence(); }
+
 inline void __syncwarp(unsigned mask = 0xffffffffu, MEGAZERO_SITE_PARAMETER) {
   megazero::on_cpu::exchange(megazero::on_cpu::Warp::kSync, mask, 0, 0, site);
 }
@@ -231,6 +236,7 @@ inline int __all_sync(unsigned mask, int vote, MEGAZERO_SITE_PARAMETER) {
 
 template <typename T>
 T atomicAdd(megazero::Global<T> to, T value, MEGAZERO_SITE_PARAMETER) {
+  megazero::on_cpu::arrive(to.get());
   megazero::on_cpu::touch_global(to.get(), sizeof(T), megazero::on_cpu::Access::kAtomic, site);
   const T before = *to.get();
   *to.get() = before + value;

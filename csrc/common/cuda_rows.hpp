@@ -167,10 +167,6 @@ __device__ __forceinline__ float row_max(float value) {
   return warp_max(largest[lane < warps ? lane : 0]);
 }
 
-// Adds up the columns of fp32 [groups, width] in the groups' order, to sums of a dtype.
-extern "C" int megazero_cuda_column_sum(std::int64_t dtype, std::int64_t groups, std::int64_t width,
-                                        const float* partials, void* out, void* stream);
-
 // The widest pack, up to 16 bytes, in which rows of `width` elements at these addresses can be reached: 16 / sizeof(T)
 // elements or one.
 template <typename T, typename... Pointers>

@@ -1,8 +1,9 @@
 // Layer normalization of rows (Ba, Kiros & Hinton 2016), of x or of total = x + residual, which is then written too.
-// weight, bias: [width] of x's type or fp32; mean and scale = 1 / sqrt(variance + eps): fp32 [count]. grad_parameters:
-// [2, width] of the weight's type, its gradient and the bias's. partials: fp32 [groups, 2, width], scratch. groups: how
-// many groups of threads add up the parameters' gradients. Null: residual and total, if nothing is added; grad_total, if
-// no gradient arrives for it.
+// weight, bias: [width] of x's type or fp32. statistics: fp32 [2, count], mean and scale = 1 / sqrt(variance + eps), and
+// behind them the counters of backward's sums. grad_parameters: [sets, width] of the weight's type, its gradient, the
+// bias's and, as the third set if there are three, the sum of grad_x over rows. partials: fp32 [groups, sets, width],
+// scratch. groups: how many groups of threads add these up. Null: residual and total, if nothing is added; grad_total,
+// if no gradient arrives for it.
 #include "common/cuda_norm.hpp"
 
 namespace megazero {
@@ -34,11 +35,12 @@ struct Moments {
   }
 };
 
+// One block that must fit: without that hint ptxas allows itself 32 registers, and spills.
 template <typename T, typename P, int N, bool whole>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(1024, 1)
     layer_norm_forward(std::int64_t count, int width, Global<const T> x, Global<const T> residual,
                        Cached<P> weight, Cached<P> bias, float eps, Global<T> total, Global<T> y,
-                       Global<float> mean, Global<float> scale) {
+                       Global<float> mean, Global<float> scale, Global<int> counters, int counted) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
   Row tile, parameter;
@@ -67,19 +69,24 @@ __global__ void __launch_bounds__(1024)
       tile.store(y + row * width, width, t);
     }
   }
+  clear_counters(counters, counted);
 }
 
 // With n = (x - mean) * scale and g = grad_y * weight: grad_x = scale * (g - mean(g) - n * mean(g * n)), grad_weight =
-// sum(grad_y * n), grad_bias = sum(grad_y).
+// sum(grad_y * n), grad_bias = sum(grad_y). Sums of grad_x lie in shared memory, since registers are few.
 template <typename T, typename P, int N, bool whole>
 __global__ void __launch_bounds__(1024)
-    layer_norm_backward(std::int64_t count, int width, Global<const T> x, Cached<P> weight,
+    layer_norm_backward(std::int64_t count, int width, int sets, Global<const T> x, Cached<P> weight,
                         Global<const float> mean, Global<const float> scale, Global<const T> grad_y,
-                        Global<const T> grad_total, Global<T> grad_x, Global<float> partials) {
+                        Global<const T> grad_total, Global<T> grad_x, Global<float> partials, Global<int> counters,
+                        Global<P> grad_parameters) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
-  const Global<float> own_weight = partials + 2 * first_row() * width, own_bias = own_weight + width;
+  const bool sums_grad = sets == 3;
+  const Global<float> own_weight = partials + sets * first_row() * width, own_bias = own_weight + width;
   Row normed, grad, parameter, weight_sum, bias_sum;
+  HeldSums<N, whole> grad_sum;
+  if (sums_grad) grad_sum.clear();
   const auto clear = [&] { Row::each([&](int k, int n) { weight_sum.value[k][n] = bias_sum.value[k][n] = 0.0f; }); };
   const auto store_sums = [&](int t) {
     weight_sum.store(own_weight, width, t);
@@ -132,11 +139,16 @@ __global__ void __launch_bounds__(1024)
       });
       add_grad(grad, grad_total, row * width, width, t);
       grad.store(grad_x + row * width, width, t);
+      if (sums_grad) grad_sum.add(grad, own_bias + width, width, t, row == first_row());
     }
   }
   if (whole || first_row() >= count) {
-    for (int t = 0; t < tiles; ++t) store_sums(t);
+    for (int t = 0; t < tiles; ++t) {
+      store_sums(t);
+      if (sums_grad) grad_sum.store(own_bias + width, width, t);
+    }
   }
+  add_up_groups<N>(partials, sets * width, counters, grad_parameters);
 }
 
 }  // namespace megazero
@@ -146,9 +158,12 @@ using namespace megazero;
 extern "C" int megazero_cuda_layer_norm_forward(std::int64_t dtype, std::int64_t parameter_dtype,
                                                 std::int64_t count, std::int64_t width, const void* x,
                                                 const void* residual, const void* weight, const void* bias, double eps,
-                                                void* total, void* y, float* mean, float* scale, void* stream) {
+                                                void* total, void* y, std::int64_t counted, float* statistics,
+                                                void* stream) {
   if (count == 0 || width == 0) return 0;
   const RowLaunch launch = row_launch(count, width);
+  float *mean = statistics, *scale = mean + count;
+  int* counters = counters_behind(scale + count);
   return with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
     using T = decltype(element);
     using P = decltype(parameter);
@@ -156,7 +171,7 @@ extern "C" int megazero_cuda_layer_norm_forward(std::int64_t dtype, std::int64_t
       return MEGAZERO_LAUNCH((layer_norm_forward<T, P, pack(), whole()>), launch.blocks, launch.threads, 0, stream,
                              count, width, static_cast<const T*>(x), static_cast<const T*>(residual),
                              static_cast<const P*>(weight), static_cast<const P*>(bias), eps,
-                             static_cast<T*>(total), static_cast<T*>(y), mean, scale);
+                             static_cast<T*>(total), static_cast<T*>(y), mean, scale, counters, counted);
     };
     return with_row_shape<T>(launch, width, start, x, residual, weight, bias, total, y);
   });
@@ -165,25 +180,27 @@ MEGAZERO_EXPORT(layer_norm_forward)
 
 extern "C" int megazero_cuda_layer_norm_backward(std::int64_t dtype, std::int64_t parameter_dtype,
                                                  std::int64_t count, std::int64_t width, std::int64_t groups,
-                                                 const void* x, const void* weight, const float* mean,
-                                                 const float* scale, const void* grad_y, const void* grad_total,
+                                                 std::int64_t sets, const void* x, const void* weight,
+                                                 float* statistics, const void* grad_y, const void* grad_total,
                                                  void* grad_x, void* grad_parameters, float* partials, void* stream) {
   if (width == 0) return 0;
+  if (!holds<int>(sets * width)) return kInvalidValue;
   const RowLaunch launch = row_launch(count, width, groups);
-  const int code = with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
+  const float *mean = statistics, *scale = mean + count;
+  int* counters = counters_behind(statistics + 2 * count);
+  return with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
     using T = decltype(element);
     using P = decltype(parameter);
     const auto start = [&](auto pack, auto whole) {
       // The addresses of a row that is not in packs leave no registers in which to keep it.
       constexpr bool kept = whole() && pack() > 1;
-      return MEGAZERO_LAUNCH((layer_norm_backward<T, P, pack(), kept>), launch.blocks, launch.threads, 0, stream, count,
-                             width, static_cast<const T*>(x), static_cast<const P*>(weight), mean, scale,
-                             static_cast<const T*>(grad_y), static_cast<const T*>(grad_total), static_cast<T*>(grad_x),
-                             partials);
+      return MEGAZERO_LAUNCH((layer_norm_backward<T, P, pack(), kept>), launch.blocks, launch.threads,
+                             held_bytes<kept>(launch, sets == 3), stream, count, width, sets, static_cast<const T*>(x),
+                             static_cast<const P*>(weight), mean, scale, static_cast<const T*>(grad_y),
+                             static_cast<const T*>(grad_total), static_cast<T*>(grad_x), partials, counters,
+                             static_cast<P*>(grad_parameters));
     };
-    return with_row_shape<T>(launch, width, start, x, weight, grad_y, grad_total, grad_x, partials);
+    return with_row_shape<T>(launch, width, start, x, weight, grad_y, grad_total, grad_x, partials, grad_parameters);
   });
-  if (code != 0) return code;
-  return megazero_cuda_column_sum(parameter_dtype, groups, 2 * width, partials, grad_parameters, stream);
 }
 MEGAZERO_EXPORT(layer_norm_backward)

@@ -1,7 +1,9 @@
 // Root-mean-square normalization of rows (Zhang & Sennrich 2019), of x or of total = x + residual, which is then
-// written too. weight and its gradient: [width] of x's type or fp32; scale = 1 / sqrt(mean(x^2) + eps): fp32 [count].
-// partials: fp32 [groups, width], scratch. groups: how many groups of threads add up the weight's gradient. Null:
-// residual and total, if nothing is added; grad_total, if no gradient arrives for it.
+// written too. weight: [width] of x's type or fp32. statistics: scale = 1 / sqrt(mean(x^2) + eps), fp32 [count], and
+// behind it the counters of backward's sums. grad_parameters: [sets, width] of the weight's type, its gradient and, as
+// the second set if there are two, the sum of grad_x over rows. partials: fp32 [groups, sets, width], scratch. groups:
+// how many groups of threads add these up. Null: residual and total, if nothing is added; grad_total, if no gradient
+// arrives for it.
 #include "common/cuda_norm.hpp"
 
 namespace megazero {
@@ -10,11 +12,12 @@ namespace megazero {
 template <typename T, typename P, int N, bool whole>
 __global__ void __launch_bounds__(1024, 1)
     rms_norm_forward(std::int64_t count, int width, Global<const T> x, Global<const T> residual, Cached<P> weight,
-                     float eps, Global<T> total, Global<T> y, Global<float> scale) {
+                     float eps, Global<T> total, Global<T> y, Global<float> scale, Global<int> counters, int counted) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
   const Global<const T> normalized = residual ? Global<const T>(total) : x;
   Row tile, scaled;
+  clear_counters(counters, counted);
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
     float sum[1] = {0.0f};
     for (int t = 0; t < tiles; ++t) {
@@ -36,12 +39,16 @@ __global__ void __launch_bounds__(1024, 1)
 // With n = x * scale and g = grad_y * weight: grad_x = scale * (g - n * mean(g * n)), grad_weight = sum(grad_y * n).
 template <typename T, typename P, int N, bool whole>
 __global__ void __launch_bounds__(1024)
-    rms_norm_backward(std::int64_t count, int width, Global<const T> x, Cached<P> weight, Global<const float> scale,
-                      Global<const T> grad_y, Global<const T> grad_total, Global<T> grad_x, Global<float> partials) {
+    rms_norm_backward(std::int64_t count, int width, int sets, Global<const T> x, Cached<P> weight,
+                      Global<const float> scale, Global<const T> grad_y, Global<const T> grad_total, Global<T> grad_x,
+                      Global<float> partials, Global<int> counters, Global<P> grad_parameters) {
   using Row = Tile<N, whole>;
   const int tiles = Row::count(width);
-  const auto own = [&] { return partials + first_row() * width; };  // asked for, not kept: registers are few
+  const bool sums_grad = sets == 2;
+  const auto own = [&] { return partials + sets * first_row() * width; };  // asked for, not kept: registers are few
   Row normed, grad, parameter, summed;
+  HeldSums<N, whole> grad_sum;
+  if (sums_grad) grad_sum.clear();
   const auto clear = [&] { Row::each([&](int k, int n) { summed.value[k][n] = 0.0f; }); };
   clear();
   for (std::int64_t row = first_row(); row < count; row += row_stride()) {
@@ -81,11 +88,16 @@ __global__ void __launch_bounds__(1024)
       });
       add_grad(grad, grad_total, row * width, width, t);
       grad.store(grad_x + row * width, width, t);
+      if (sums_grad) grad_sum.add(grad, own() + width, width, t, row == first_row());
     }
   }
   if (whole || first_row() >= count) {
-    for (int t = 0; t < tiles; ++t) summed.store(own(), width, t);
+    for (int t = 0; t < tiles; ++t) {
+      summed.store(own(), width, t);
+      if (sums_grad) grad_sum.store(own() + width, width, t);
+    }
   }
+  add_up_groups<N>(partials, sets * width, counters, grad_parameters);
 }
 
 }  // namespace megazero
@@ -94,9 +106,10 @@ using namespace megazero;
 
 extern "C" int megazero_cuda_rms_norm_forward(std::int64_t dtype, std::int64_t parameter_dtype, std::int64_t count,
                                               std::int64_t width, const void* x, const void* residual,
-                                              const void* weight, double eps, void* total, void* y, float* scale,
-                                              void* stream) {
+                                              const void* weight, double eps, void* total, void* y,
+                                              std::int64_t counted, float* statistics, void* stream) {
   if (count == 0 || width == 0) return 0;
+  int* counters = counters_behind(statistics + count);
   const RowLaunch launch = row_launch(count, width);
   return with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
     using T = decltype(element);
@@ -105,7 +118,7 @@ extern "C" int megazero_cuda_rms_norm_forward(std::int64_t dtype, std::int64_t p
       return MEGAZERO_LAUNCH((rms_norm_forward<T, P, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
                              width, static_cast<const T*>(x), static_cast<const T*>(residual),
                              static_cast<const P*>(weight), eps,
-                             static_cast<T*>(total), static_cast<T*>(y), scale);
+                             static_cast<T*>(total), static_cast<T*>(y), statistics, counters, counted);
     };
     return with_row_shape<T>(launch, width, start, x, residual, weight, total, y);
   });
@@ -113,24 +126,25 @@ extern "C" int megazero_cuda_rms_norm_forward(std::int64_t dtype, std::int64_t p
 MEGAZERO_EXPORT(rms_norm_forward)
 
 extern "C" int megazero_cuda_rms_norm_backward(std::int64_t dtype, std::int64_t parameter_dtype, std::int64_t count,
-                                               std::int64_t width, std::int64_t groups, const void* x,
-                                               const void* weight, const float* scale, const void* grad_y,
-                                               const void* grad_total, void* grad_x, void* grad_weight,
-                                               float* partials, void* stream) {
+                                               std::int64_t width, std::int64_t groups, std::int64_t sets,
+                                               const void* x, const void* weight, float* statistics,
+                                               const void* grad_y, const void* grad_total, void* grad_x,
+                                               void* grad_parameters, float* partials, void* stream) {
   if (width == 0) return 0;
+  if (!holds<int>(sets * width)) return kInvalidValue;
   const RowLaunch launch = row_launch(count, width, groups);
-  const int code = with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
+  int* counters = counters_behind(statistics + count);
+  return with_elements(dtype, parameter_dtype, [&](auto element, auto parameter) {
     using T = decltype(element);
     using P = decltype(parameter);
     const auto start = [&](auto pack, auto whole) {
-      return MEGAZERO_LAUNCH((rms_norm_backward<T, P, pack(), whole()>), launch.blocks, launch.threads, 0, stream, count,
-                             width, static_cast<const T*>(x), static_cast<const P*>(weight), scale,
+      return MEGAZERO_LAUNCH((rms_norm_backward<T, P, pack(), whole()>), launch.blocks, launch.threads,
+                             held_bytes<whole()>(launch, sets == 2), stream, count, width, sets,
+                             static_cast<const T*>(x), static_cast<const P*>(weight), statistics,
                              static_cast<const T*>(grad_y), static_cast<const T*>(grad_total), static_cast<T*>(grad_x),
-                             partials);
+                             partials, counters, static_cast<P*>(grad_parameters));
     };
-    return with_row_shape<T>(launch, width, start, x, weight, grad_y, grad_total, grad_x, partials);
+    return with_row_shape<T>(launch, width, start, x, weight, grad_y, grad_total, grad_x, partials, grad_parameters);
   });
-  if (code != 0) return code;
-  return megazero_cuda_column_sum(parameter_dtype, groups, width, partials, grad_weight, stream);
 }
 MEGAZERO_EXPORT(rms_norm_backward)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+_Made = TypeVar("_Made")
 
 # As csrc/common/cuda.hpp numbers them.
 DTYPE_CODES = MappingProxyType({torch.float32: 0, torch.float16: 1, torch.bfloat16: 2})
@@ -40,6 +42,8 @@ class KernelLibrary:
         self._library = ctypes.CDLL(str(path))
         self._library.megazero_cuda_error_text.restype = ctypes.c_char_p
         self._functions: dict[str, Any] = {}
+        self._sizes: dict[tuple[object, ...], int] = {}
+        self._made: dict[object, Any] = {}
 
     def driver_error(self) -> str | None:
         """The reason, in CUDA's words, why this machine's driver cannot run the library; None if it can."""
@@ -59,24 +63,44 @@ class KernelLibrary:
         devices: set[int] = set()
         for argument in arguments:
             if isinstance(argument, Tensor):
-                values.append(_address(argument, devices))
+                assert argument.is_contiguous(), "kernels take contiguous tensors"
+                devices.add(argument.get_device())  # its number, -1 for the CPU
+                values.append(argument.data_ptr())
+            elif argument is None or isinstance(argument, (int, float)):
+                values.append(argument)
             elif isinstance(argument, torch.dtype):
                 values.append(DTYPE_CODES[argument])
-            elif isinstance(argument, (list, tuple)):
-                values.append(_array(argument, devices))
             else:
-                values.append(argument)
+                values.append(_array(argument, devices))
         assert len(devices) == 1, f"{name} takes tensors of one device"
         code = self._start(function, values, *devices)
         if code != 0:
             text = self._error_text(code)
             raise RuntimeError(f"the kernel `{name}` must start, but CUDA says: {text} ({code}).")
 
+    def once(self, key: object, make: Callable[[], _Made]) -> _Made:
+        """The result of `make()`, which is called once for each key: what calls of these kernels share."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: _Made = self._made[key]
+        return made
+
     def column_groups(self, count: int, width: int) -> int:
         """The number of groups in the fp32 workspace [groups, width] in which kernels sum `count` rows."""
-        function = self._functions.get("column_groups") or self._function("column_groups")
-        groups: int = function(count, width)
-        return groups
+        return self._size("column_groups", count, width)
+
+    def column_counters(self, groups: int, width: int) -> int:
+        """The number of int32 counters with which that many groups complete their sums.
+
+        Forward clears them, and backward leaves them clear.
+        """
+        return self._size("column_counters", groups, width)
+
+    def _size(self, name: str, *sizes: int) -> int:
+        key = (name, *sizes)
+        if key not in self._sizes:
+            self._sizes[key] = self._function(name)(*sizes)
+        return self._sizes[key]
 
     def _start(self, function: Any, values: list[Any], device: int) -> int:
         """Call the function for a device, by its number, and return CUDA's code."""
@@ -114,6 +138,7 @@ class StillKernels(KernelLibrary):
 
     def __init__(self) -> None:
         """Load nothing."""
+        self._made = {}
 
     def launch(self, name: str, *arguments: Argument) -> None:
         """Tell those who watch this thread."""
@@ -124,6 +149,10 @@ class StillKernels(KernelLibrary):
     def column_groups(self, count: int, width: int) -> int:
         """The most that a small device takes."""
         return MOST_GROUPS
+
+    def column_counters(self, groups: int, width: int) -> int:
+        """One, since a few bytes do not matter."""
+        return 1
 
 
 def current_stream(device: int) -> int:
@@ -150,5 +179,5 @@ def _address(tensor: Tensor, devices: set[int]) -> int:
 
 def _array(members: Sequence[Any], devices: set[int]) -> ctypes.Array[Any]:
     values = [_address(x, devices) if isinstance(x, Tensor) else x or 0 for x in members]
-    element = ctypes.c_double if any(isinstance(x, float) for x in members) else ctypes.c_int64
+    element = ctypes.c_double if float in set(map(type, values)) else ctypes.c_int64
     return (element * len(values))(*values)

@@ -18,6 +18,7 @@ from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.ops.attention import Softcap
 from megazero.ops.chunks import compute_dtype
+from megazero.ops.included import Included
 from megazero.ops.rotary import apply_rotary
 
 
@@ -94,7 +95,12 @@ class SelfAttention(nn.Module):
         name = f"layers.{layer}.attention.{name}"
         return Norm(name, config, placement, features, scope=scope, decayed=decayed)
 
-    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None]:
+    @property
+    def last(self) -> RowParallelLinear:
+        """The layer that makes the result, as it is."""
+        return self.out
+
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | Included | None]:
         qkv = self.qkv(x, inputs.deferred)
         s, b, _ = qkv.shape
         qkv = qkv.view(s, b, *self.qkv.local_shape)  # [s, b, g/tp, q + 2, d]
@@ -106,7 +112,7 @@ class SelfAttention(nn.Module):
         if gate:
             shares = torch.sigmoid(inputs.narrow(gate[0].reshape(s, b, -1)).to(compute_dtype(x.dtype)))
             context = (context * shares).to(context.dtype)
-        result: tuple[Tensor, Tensor | None] = self.out(context, inputs.deferred)
+        result: tuple[Tensor, Tensor | Included | None] = self.out(context, inputs.deferred)
         return result
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: LayerInputs) -> Tensor:

@@ -135,7 +135,7 @@ class Fp8Scaling:
         self,
         x: Tensor,
         weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        bias: Tensor | None,
         group: Group,
         sequence_parallel: bool,
         deferred: Deferred | None = None,
@@ -233,7 +233,7 @@ class _Fp8Linear(Function):
         turns = notes and not sequence_parallel
         inputs = scaling.cast(_INPUT, matrix, scaling.scale_of(_INPUT, x), notes=notes, turns=turns)
         ctx.group, ctx.sequence_parallel, ctx.scaling = group, sequence_parallel, scaling
-        ctx.has_bias, ctx.dtype, ctx.shape = bias is not None, x.dtype, x.shape
+        ctx.dtype, ctx.shape = x.dtype, x.shape
         ctx.by_column, ctx.kept = inputs.columns is not None, kept is not None
         if kept is None:
             scale = scaling.scale_of(_WEIGHT, weight)
@@ -270,7 +270,7 @@ class _Fp8Linear(Function):
             group.all_reduce(grad_x).wait()
         inputs = held if ctx.by_column else held.flatten(0, -2).t()
         grad_weight = fp8_product(grads.turned, inputs, grads.inverse, inverse, ctx.weight_dtype)
-        grad_bias = rows.sum(0) if ctx.has_bias else None
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 

@@ -28,6 +28,7 @@ from megazero.mpu.matrices import Matrices
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.autograd import Gradients, apply
+from megazero.ops.included import Included, makes_sums
 from megazero.ops.product_sum import Blas, Product
 
 ONE_MATRIX = Matrices()
@@ -42,7 +43,7 @@ class _ColumnLinear(Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence_parallel: bool
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel, ctx.has_bias = group, sequence_parallel, bias is not None
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
         # Only this rank's part of the sequence is kept; backward gathers the whole again.
         whole = gather_rows(x, group) if sequence_parallel else x
         return F.linear(whole, weight, bias)
@@ -59,7 +60,7 @@ class _ColumnLinear(Function):
         grad_x, reducing = _reduce_input_grad(grad @ weight, group, ctx.sequence_parallel)
         gathering.wait()
         grad_weight = _rows(grad).t() @ _rows(whole)
-        grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
+        grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
         return grad_x, grad_weight, grad_bias, None, None
 
@@ -90,7 +91,7 @@ class _InputHalf(Function):
         grad_x, reducing = _reduce_input_grad(grad @ weight, ctx.group, ctx.sequence_parallel)
         # Detached, because `x` would otherwise keep the graph that made it.
         ctx.defer(x.detach(), grad.detach())
-        grad_bias = _rows(grad).sum(0) if ctx.has_bias else None
+        grad_bias = _rows(grad).sum(0) if ctx.needs_input_grad[2] else None
         reducing.wait()
         return grad_x, None, grad_bias, None, None, None
 
@@ -140,7 +141,7 @@ def _reduce_input_grad(partial: Tensor, group: Group, sequence_parallel: bool) -
 def column_linear(
     x: Tensor,
     weight: nn.Parameter,
-    bias: nn.Parameter | None,
+    bias: Tensor | None,
     group: Group,
     sequence_parallel: bool,
     deferred: Deferred | None = None,
@@ -151,7 +152,7 @@ def column_linear(
 
     Args:
         weight: the parameter itself, in its own shape.
-        bias: [...], in its own shape.
+        bias: [...], in its own shape; detached where its gradient is made by who reads the result.
         deferred: the list to which backward adds the weight half; None if backward computes the weight's
             gradient itself. The bias's gradient is a sum that backward always computes.
     """
@@ -170,7 +171,7 @@ def column_linear(
     return apply(_ColumnLinear, x, matrix, vector, group, sequence_parallel)
 
 
-LinearProduct = Callable[[Tensor, nn.Parameter, nn.Parameter | None, Group, bool, Deferred | None], Tensor]
+LinearProduct = Callable[[Tensor, nn.Parameter, Tensor | None, Group, bool, Deferred | None], Tensor]
 """The product of a linear layer, with the arguments of `column_linear`."""
 
 
@@ -190,7 +191,7 @@ def sum_in_products(
     def linear(
         x: Tensor,
         weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        bias: Tensor | None,
         group: Group,
         sequence_parallel: bool,
         deferred: Deferred | None = None,
@@ -257,10 +258,14 @@ class ColumnParallelLinear(nn.Module):
         self.local_shape = tuple(self.weight.shape[:-1])
         self.product: LinearProduct = column_linear
 
-    def forward(self, x: Tensor, deferred: Deferred | None = None) -> Tensor:
-        """The product plus the bias; `deferred` is as in `column_linear`."""
+    def forward(self, x: Tensor, deferred: Deferred | None = None, *, detached: bool = False) -> Tensor:
+        """The product plus the bias; `deferred` is as in `column_linear`.
+
+        detached: whether the caller makes the bias's gradient.
+        """
         placement = self.placement
-        return self.product(x, self.weight, self.bias, placement.tp, placement.sequence_parallel, deferred)
+        bias = self.bias.detach() if detached and self.bias is not None else self.bias
+        return self.product(x, self.weight, bias, placement.tp, placement.sequence_parallel, deferred)
 
 
 class RowParallelLinear(nn.Module):
@@ -275,9 +280,11 @@ class RowParallelLinear(nn.Module):
 
     Attributes:
         in_tiles: whether a call is for some of the rows, and others follow.
+        hands_bias: whether the caller may be left with the gradient of a bias that the product includes.
     """
 
     in_tiles = False
+    hands_bias = False
 
     def __init__(
         self,
@@ -308,14 +315,17 @@ class RowParallelLinear(nn.Module):
             )
         self.product: LinearProduct = column_linear
 
-    def forward(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | Included | None]:
         """The product, and the bias that the caller still has to add (it fuses with what follows).
 
-        `deferred` is as in `column_linear`.
+        Or the one that the product includes, whose gradient the caller has to make. `deferred` is as in
+        `column_linear`.
         """
-        alone = SoloGroup()
+        alone, bias = SoloGroup(), self.bias
         if self.placement.tp.size == 1:
-            return self.product(x, self.weight, self.bias, alone, False, deferred), None
+            if bias is None or not self.hands_bias or not makes_sums(x):
+                return self.product(x, self.weight, bias, alone, False, deferred), None
+            return self.product(x, self.weight, bias.detach(), alone, False, deferred), Included(bias)
         # A slice of the inputs needs nothing from the other ranks until the sum.
         partial = self.product(x, self.weight, None, alone, False, deferred)
         tp = self.placement.tp

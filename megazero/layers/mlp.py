@@ -15,15 +15,19 @@ from megazero.layers.tiled import tile_size, tiled
 from megazero.mpu.matrices import Matrices
 from megazero.ops.bias_gelu import bias_gelu
 from megazero.ops.gated import GatedUnit, gated
+from megazero.ops.included import Included, makes_sums
 from megazero.ops.squared_relu import squared_relu
 from megazero.ops.swiglu import swiglu
 
-MLPResult = tuple[Tensor, Tensor | None, Sums]
-"""Hidden states, a bias still to be added to them, and the contributions to the step's sums."""
+MLPResult = tuple[Tensor, Tensor | Included | None, Sums]
+"""Hidden states, a bias still to be added to them or included, and the contributions to the step's sums."""
 
 
-def activated(inner: Tensor, config: TransformerConfig) -> Tensor:
-    """The model's nonlinearity of inner [..., f], or with gates of [..., 2 f]: [..., f]."""
+def activated(inner: Tensor, config: TransformerConfig, included: Tensor | None = None) -> Tensor:
+    """The model's nonlinearity of inner [..., f], or with gates of [..., 2 f]: [..., f].
+
+    included: a bias [f] that inner holds already, whose gradient is made too; for GELU.
+    """
     activation, offset = config.activation, config.glu_linear_offset
     clamp = config.activation_func_clamp_value
     if activation == "relu":
@@ -37,7 +41,7 @@ def activated(inner: Tensor, config: TransformerConfig) -> Tensor:
         return gated(halves, GatedUnit(activation, offset, clamp))
     if activation == "squared_relu":
         return squared_relu(inner)
-    return bias_gelu(inner, None, exact=activation == "gelu_exact")
+    return bias_gelu(inner, None, activation == "gelu_exact", included)
 
 
 class MLP(nn.Module):
@@ -92,6 +96,12 @@ class MLP(nn.Module):
         )
 
         self.up.in_tiles = self.down.in_tiles = tiles != 1
+        self.sums_bias = config.activation in ("gelu", "gelu_exact")
+
+    @property
+    def last(self) -> RowParallelLinear | None:
+        """The layer that makes the result, as it is; None if it makes parts of it."""
+        return None if self.down.in_tiles else self.down
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> MLPResult:
         size = tile_size(x, self.tiles)
@@ -101,7 +111,10 @@ class MLP(nn.Module):
         used = (p for p in self.parameters() if p is not left)
         return tiled(lambda rows: self._of_rows(rows)[0], x, size, tuple(used)), left, Sums()
 
-    def _of_rows(self, x: Tensor, deferred: Deferred | None = None) -> tuple[Tensor, Tensor | None]:
-        inner = activated(self.up(x, deferred), self.config)
-        out: tuple[Tensor, Tensor | None] = self.down(inner, deferred)
+    def _of_rows(
+        self, x: Tensor, deferred: Deferred | None = None
+    ) -> tuple[Tensor, Tensor | Included | None]:
+        bias = self.up.bias if self.sums_bias and makes_sums(x) else None
+        inner = activated(self.up(x, deferred, detached=bias is not None), self.config, bias)
+        out: tuple[Tensor, Tensor | Included | None] = self.down(inner, deferred)
         return out

@@ -57,11 +57,17 @@ class Norm(nn.Module):
         self.bias = vector("bias", zeros) if self.by_mean and config.norm_bias else None
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, *, both: bool = False
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        *,
+        both: bool = False,
+        included: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The norm of x; or, with a residual, the norm of x + residual, and that sum.
 
-        With `both` and no residual the pair is the norm of x and x, for what comes after to use.
+        With `both` and no residual the pair is the norm of x and x, for what comes after to use. For pairs,
+        `included` is a bias that x holds already, whose gradient is made too.
         """
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
@@ -74,8 +80,8 @@ class Norm(nn.Module):
             bias = torch.zeros_like(weight)
         if both or residual is not None:
             if bias is None:
-                return add_rms_norm(x, residual, weight, self.eps)
-            return add_layer_norm(x, residual, weight, bias, self.eps)
+                return add_rms_norm(x, residual, weight, self.eps, included)
+            return add_layer_norm(x, residual, weight, bias, self.eps, included)
         return rms_norm(x, weight, self.eps) if bias is None else layer_norm(x, weight, bias, self.eps)
 
     def of_heads(self, x: Tensor) -> Tensor:

@@ -12,14 +12,18 @@ from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.layers.computed_again import computed_again, saved_as
 from megazero.layers.inputs import LayerInputs
+from megazero.layers.linear import RowParallelLinear
 from megazero.layers.norm import Norm
 from megazero.layers.placement import Placement
 from megazero.layers.sums import Sums
 from megazero.ops.bias_dropout_add import bias_dropout_add
 from megazero.ops.dropout import Dropout
+from megazero.ops.included import Included, settled
 
 Forward = Callable[[Tensor, LayerInputs], tuple[Tensor, Sums]]
 """The `forward` of a layer."""
+Bias = Tensor | Included | None
+"""A bias that is still to be added to a half's result, or that it includes."""
 
 
 class TransformerLayer(nn.Module):
@@ -29,7 +33,8 @@ class TransformerLayer(nn.Module):
     The model passes each layer its two halves, so the layers of a model may differ.
 
     Args:
-        attention: (normed [s, b, h], inputs) -> ([s, b, h], bias still to be added or None).
+        attention: (normed [s, b, h], inputs) -> ([s, b, h], bias still to be added or included, or None). A
+            half may name its `last` linear layer, which then hands over the bias that its result includes.
         mlp: the same, and its sums.
         recompute: which of its parts backward computes again; attention sees to its core, and experts to
             theirs.
@@ -65,6 +70,10 @@ class TransformerLayer(nn.Module):
         self.attention_out_norm = norm("attention_out_norm", "output")
         self.mlp_norm = None if self.one_norm else norm("mlp_norm", "input")
         self.mlp = mlp
+        for half in (attention, mlp):
+            last = getattr(half, "last", None)
+            if isinstance(last, RowParallelLinear) and type(self).forward is TransformerLayer.forward:
+                last.hands_bias = True
         self.mlp_out_norm = norm("mlp_out_norm", "output")
 
     def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Sums]:
@@ -77,7 +86,7 @@ class TransformerLayer(nn.Module):
         dropout = self._dropout(inputs, "attention_out")
         if self.parallel:
             normed, read = (normed, residual) if self.one_norm else _normed(self.mlp_norm, residual)
-            x = bias_dropout_add(out.to(read.dtype), bias, read, dropout)
+            x = _sum(out, bias, read, dropout)
         else:
             normed, x = self._joint((out, bias), residual, dropout, self.mlp_norm)
         del out  # it has been added to x, and need not be there while the MLP runs
@@ -86,11 +95,11 @@ class TransformerLayer(nn.Module):
         out, bias = self._added(self.mlp_out_norm, out, bias, inputs)
         residual = normed if self.residual_after_norm else x
         dropout = self._dropout(inputs, "mlp_out")
-        return bias_dropout_add(out.to(residual.dtype), bias, residual, dropout), sums
+        return _sum(out, bias, residual, dropout), sums
 
     def _joint(
         self,
-        half: tuple[Tensor, Tensor | None],
+        half: tuple[Tensor, Bias],
         residual: Tensor,
         dropout: Dropout | None,
         norm: Norm | None,
@@ -100,10 +109,11 @@ class TransformerLayer(nn.Module):
         Where nothing else is to do, both are computed in one pass.
         """
         out, bias = half
-        if bias is None and dropout is None and norm is not None:
-            normed, x = norm(out.to(residual.dtype), residual)
-            return normed, x
-        return _normed(norm, bias_dropout_add(out.to(residual.dtype), bias, residual, dropout))
+        if isinstance(bias, Tensor) or dropout is not None or norm is None:
+            return _normed(norm, _sum(out, bias, residual, dropout))
+        included = None if bias is None else bias.bias
+        normed, x = norm(out.to(residual.dtype), residual, both=True, included=included)
+        return normed, x
 
     def _half(
         self,
@@ -126,13 +136,16 @@ class TransformerLayer(nn.Module):
         with saved_as(renorm, normed, lambda: _normed(norm, x)[0].to(dtype)):
             return computed_again(again, half, normed, inputs)
 
-    def _added(
-        self, norm: Norm | None, out: Tensor, bias: Tensor | None, inputs: LayerInputs
-    ) -> tuple[Tensor, Tensor | None]:
-        """A half's contribution to the hidden states, and a bias that is still to be added to it."""
+    def _added(self, norm: Norm | None, out: Tensor, bias: Bias, inputs: LayerInputs) -> tuple[Tensor, Bias]:
+        """A half's contribution to the hidden states, and a bias that is still to be added or included."""
+        scale = self.branch_scale * inputs.branch_scale
+        if isinstance(bias, Included):
+            if norm is None and scale == 1.0:
+                return out, bias
+            out, bias = settled(out, bias.bias), None
         if norm is not None:
             out, bias = norm(out if bias is None else out + bias), None
-        return scaled(out, bias, self.branch_scale * inputs.branch_scale)
+        return scaled(out, bias, scale)
 
     def _dropout(self, inputs: LayerInputs, site: str) -> Dropout | None:
         return inputs.layer_dropout(self.dropout, self.layer, site)
@@ -146,6 +159,14 @@ def layers_of(blocks: Iterable[nn.Module]) -> list[TransformerLayer]:
 def use_forward(layer: nn.Module, forward: Forward) -> None:
     """Let `forward` compute the layer from now on; the layer's hooks stay."""
     layer.forward = forward
+
+
+def _sum(out: Tensor, bias: Bias, residual: Tensor, dropout: Dropout | None) -> Tensor:
+    """The residual and a half's contribution, with a bias that is to be added or included."""
+    out = out.to(residual.dtype)
+    if isinstance(bias, Included):
+        return bias_dropout_add(out, None, residual, dropout, bias.bias)
+    return bias_dropout_add(out, bias, residual, dropout)
 
 
 def _normed(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,7 @@ from megazero.moe.tokens import give_back, take_share
 from megazero.mpu.group import Group
 from megazero.mpu.param_spec import InitialValues, ParamSpec
 from megazero.ops.grouped_linear import Groups
+from megazero.ops.included import Included
 
 
 class MoEMLP(nn.Module):
@@ -144,6 +145,7 @@ def pads(config: RoutingConfig, device: torch.device, group: Group, reads: bool)
 
 def _biased(result: MLPResult) -> Tensor:
     out, bias, _ = result
+    assert not isinstance(bias, Included), "only a layer's halves hand biases over"
     return out if bias is None else out + bias
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.kernels.library import MOST_GROUPS, KernelLibrary
+from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.counter_random import (
@@ -25,7 +25,8 @@ from megazero.ops.counter_random import (
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import TRAINING_FLOATS, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.dropout import Dropout, dropout_mask_hidden, hidden_row_keys
-from megazero.ops.example import Example, Traffic
+from megazero.ops.example import Example, Traffic, sums_moved
+from megazero.ops.included import handed
 from megazero.ops.native import NATIVE, address, kept_by, on_native_cpu, rows_of
 
 
@@ -56,10 +57,14 @@ def bias_dropout_add_reference(
 
 @dataclass(frozen=True)
 class _Keys:
-    """The dropout of a call; for kernels that do not derive it themselves, also each row's key."""
+    """The dropout of a call; for kernels that do not derive it themselves, also each row's key.
+
+    counters: those with which kernels for GPUs complete their sums; None: nothing is summed.
+    """
 
     dropout: Dropout | None
     rows: Tensor | None = None
+    counters: Tensor | None = None
 
     @property
     def p(self) -> float:
@@ -88,7 +93,7 @@ class _Shape:
 
     Attributes:
         x: the dtype of x.
-        bias: the dtype of the bias; None without one.
+        bias: the dtype of the bias, or of the one that x holds already; None without either.
     """
 
     x: torch.dtype
@@ -102,10 +107,12 @@ class DropoutKernel:
     Attributes:
         forward: x, the wide bias or None, the residual and the dropout -> the sum.
         backward: the gradient of the sum, the dropout and the dtypes -> the gradients of x and of the bias.
+        counters: x -> the counters for its sums; None: the passes take none.
     """
 
     forward: Callable[[Tensor, Tensor | None, Tensor, _Keys], Tensor]
     backward: Callable[[Tensor, _Keys, _Shape], tuple[Tensor, Tensor | None]]
+    counters: Callable[[Tensor], Tensor] | None = None
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
@@ -120,19 +127,28 @@ class _BiasDropoutAdd(torch.autograd.Function):
         row_keys: Tensor | None,
         dropout: Dropout | None,
         kernel: DropoutKernel,
+        included: Tensor | None = None,
     ) -> Tensor:
+        owner = bias if included is None else included
+        counters = None if owner is None or kernel.counters is None else kernel.counters(x)
         ctx.save_for_backward(row_keys)
-        ctx.dropout, ctx.kernel = dropout, kernel
-        ctx.shape = _Shape(x.dtype, None if bias is None else bias.dtype)
+        ctx.counters = (
+            counters  # not saved: recompute, which stops at the last saved tensor, would come this far
+        )
+        ctx.dropout, ctx.kernel, ctx.included = dropout, kernel, included is not None
+        ctx.shape = _Shape(x.dtype, None if owner is None else owner.dtype)
         wide_bias = None if bias is None else bias.to(compute_dtype(x.dtype)).contiguous()
-        return kernel.forward(x.contiguous(), wide_bias, residual.contiguous(), _Keys(dropout, row_keys))
+        keys = _Keys(dropout, row_keys, counters)
+        return kernel.forward(x.contiguous(), wide_bias, residual.contiguous(), keys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        keys = _Keys(ctx.dropout, ctx.saved_tensors[0])
-        grad_x, grad_bias = ctx.kernel.backward(grad.contiguous(), keys, ctx.shape)
-        return grad_x, None if grad_bias is None else grad_bias.to(ctx.shape.bias), grad, None, None, None
+        keys = _Keys(ctx.dropout, ctx.saved_tensors[0], ctx.counters)
+        grad_x, summed = ctx.kernel.backward(grad.contiguous(), keys, ctx.shape)
+        summed = None if summed is None else summed.to(ctx.shape.bias)
+        of_bias, of_included = (None, summed) if ctx.included else (summed, None)
+        return grad_x, of_bias, grad, None, None, None, of_included
 
 
 def _row_keys(dropout: Dropout) -> Tensor:
@@ -200,12 +216,17 @@ def _on_gpu(library: KernelLibrary) -> DropoutKernel:
         count = x.numel() // width if width else 0
         return count, width, library.column_groups(count, width)
 
+    def counters(x: Tensor) -> Tensor:
+        _, width, groups = rows_and_groups(x)
+        return x.new_empty(library.column_counters(groups, width), dtype=torch.int32)
+
     def forward(x: Tensor, bias: Tensor | None, residual: Tensor, keys: _Keys) -> Tensor:
         # The kernels know residuals in x's dtype and in fp32.
         known = residual if residual.dtype == x.dtype else residual.float()
         out, sizes = torch.empty_like(known), rows_and_groups(x)
         given = (x.dtype, out.dtype, *sizes, x, bias, known)
-        library.launch("bias_dropout_add_forward", *given, *keys.launched, out)
+        counted = 0 if keys.counters is None else keys.counters.numel()
+        library.launch("bias_dropout_add_forward", *given, *keys.launched, out, counted, keys.counters)
         return out.to(residual.dtype)
 
     def backward(grad: Tensor, keys: _Keys, shape: _Shape) -> tuple[Tensor, Tensor | None]:
@@ -213,18 +234,19 @@ def _on_gpu(library: KernelLibrary) -> DropoutKernel:
         sizes = rows_and_groups(grad)
         _, width, groups = sizes
         # Without dropout and in one dtype the gradient of x is that of the sum.
-        grad_x, grad_bias, partials = None, None, None
+        grad_x, summed, partials, dtype = None, None, None, torch.float32
         if keys.dropout is not None or grad.dtype != shape.x:
             grad_x = torch.empty_like(known, dtype=shape.x)
         if shape.bias is not None:
-            grad_bias = known.new_empty(width, dtype=torch.float32)
+            dtype = shape.x if shape.bias == shape.x else dtype
+            summed = known.new_empty(width, dtype=dtype)
             partials = known.new_empty(groups, width, dtype=torch.float32)
-        if grad_x is not None or grad_bias is not None:
-            given, made = (shape.x, known.dtype, *sizes, known), (grad_x, grad_bias, partials)
-            library.launch("bias_dropout_add_backward", *given, *keys.launched, *made)
-        return grad if grad_x is None else grad_x, grad_bias
+        if grad_x is not None or summed is not None:
+            given, made = (shape.x, known.dtype, *sizes, known), (grad_x, dtype, summed, partials)
+            library.launch("bias_dropout_add_backward", *given, *keys.launched, *made, keys.counters)
+        return grad if grad_x is None else grad_x, summed
 
-    return DropoutKernel(forward, backward)
+    return DropoutKernel(forward, backward, counters)
 
 
 _NATIVE = DropoutKernel(_native_forward, _native_backward)
@@ -252,10 +274,13 @@ def bias_dropout_add_cuda(
     bias: Tensor | None,
     residual: Tensor,
     dropout: Dropout | None,
+    included: Tensor | None = None,
     kernels: KernelLibrary | None = None,
 ) -> Tensor:
     """residual + dropout(x + bias) for fp32, fp16 or bf16 x [s, b, h] on a GPU, in the residual's dtype."""
-    return apply(_BiasDropoutAdd, x, bias, residual, None, dropout, _on_gpu(kernels or cuda_kernels()))
+    library = kernels or cuda_kernels()
+    passes = library.once("bias_dropout_add", lambda: _on_gpu(library))
+    return apply(_BiasDropoutAdd, x, bias, residual, None, dropout, passes, included)
 
 
 def bias_add_torch(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None) -> Tensor:
@@ -290,8 +315,7 @@ def _examples() -> Iterator[Example]:
         matrix, keys, vector = s * b * width * dtype.itemsize, b * 8, width * 4
         return {
             "bias_dropout_add_forward": 3 * matrix + keys + vector,
-            "bias_dropout_add_backward": 2 * matrix + keys + MOST_GROUPS * vector,
-            "column_sum": MOST_GROUPS * vector + vector,
+            "bias_dropout_add_backward": 2 * matrix + keys + sums_moved(width) + width * dtype.itemsize,
         }
 
     yield Example("bias_dropout_add", (shape, (width,), shape), _call(shape, 0.1), traffic=Traffic(moves))
@@ -313,13 +337,25 @@ BIAS_DROPOUT_ADD: Operator[Callable[[Tensor, Tensor | None, Tensor, Dropout | No
 )
 
 
-def bias_dropout_add(x: Tensor, bias: Tensor | None, residual: Tensor, dropout: Dropout | None) -> Tensor:
+def bias_dropout_add(
+    x: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    dropout: Dropout | None,
+    included: Tensor | None = None,
+) -> Tensor:
     """residual + dropout(x + bias) for x and residual [s, b, h], bias [h] or None.
 
     The mask is a function of the dropout's keys and absolute positions; see `ops.dropout`. Without dropout
-    this is a plain sum. Raises ValueError unless there is one key per sequence and one position per row.
+    this is a plain sum. `included` is, in place of a bias to add, one [h] that x holds already: its gradient
+    is made too. Raises ValueError unless there is one key per sequence and one position per row.
     """
     if dropout is not None:
         dropout.check(*x.shape[:2])
     facts = DropoutFacts.of(x, dropout=dropout is not None, mixed=residual.dtype != x.dtype)
-    return BIAS_DROPOUT_ADD.choose(facts).fn(x, bias, residual, dropout)
+    row = BIAS_DROPOUT_ADD.choose(facts)
+    if included is None:
+        return row.fn(x, bias, residual, dropout)
+    assert bias is None, "x has one bias, which it holds or which is to be added"
+    x, included = handed(row, x, included)
+    return row.fn(x, None, residual, dropout, **({} if included is None else {"included": included}))

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.kernels.library import MOST_GROUPS, KernelLibrary
+from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, on_cuda_kernels, planned
 from megazero.ops.dispatch import CallFacts, Implementation, Operator, kinds_of_calls
-from megazero.ops.example import Example, Traffic
+from megazero.ops.example import Example, Traffic, sums_moved
+from megazero.ops.included import handed
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 
 
@@ -50,38 +51,45 @@ class GeluKernel:
     """One pass over contiguous memory each way, with the bias in fp32 or None.
 
     Attributes:
-        forward: x and the bias -> the result.
-        backward: x, the bias and the gradient of the result -> the gradients of x and of the bias, if any.
+        forward: x, the bias and whether backward sums -> the result, and what its sums need, or None.
+        backward: x, the bias, what the sums need and the gradient of the result -> the gradient of x and, if
+            it sums, the sum of that over rows.
     """
 
-    forward: Callable[[Tensor, Tensor | None], Tensor]
-    backward: Callable[[Tensor, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
+    forward: Callable[[Tensor, Tensor | None, bool], tuple[Tensor, Tensor | None]]
+    backward: Callable[[Tensor, Tensor | None, Tensor | None, Tensor], tuple[Tensor, Tensor | None]]
 
 
 class _BiasGELU(torch.autograd.Function):
-    """The activation; it saves only its inputs."""
+    """The activation; it saves only its inputs. A bias is added to x, or is one that x holds already."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, kernel: GeluKernel) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, kernel: GeluKernel, included: Tensor | None = None
+    ) -> Tensor:
         x = x.contiguous()
         wide_bias = None if bias is None else bias.float().contiguous()
-        ctx.save_for_backward(x, wide_bias)
-        ctx.kernel = kernel
-        return kernel.forward(x, wide_bias)
+        y, needed = kernel.forward(x, wide_bias, bias is not None or included is not None)
+        ctx.save_for_backward(x, wide_bias, needed)
+        ctx.kernel, ctx.included = kernel, included is not None
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        return *ctx.kernel.backward(*ctx.saved_tensors, grad.contiguous()), None
+        grad_x, summed = ctx.kernel.backward(*ctx.saved_tensors, grad.contiguous())
+        return (grad_x, None, None, summed) if ctx.included else (grad_x, summed, None, None)
 
 
-def _native_forward(x: Tensor, bias: Tensor | None) -> Tensor:
+def _native_forward(x: Tensor, bias: Tensor | None, sums: bool) -> tuple[Tensor, None]:
     y = torch.empty_like(x)
     NATIVE.bias_gelu_forward(rows_of(x, x.shape[-1]), address(x), address(bias), address(y))
-    return y
+    return y, None
 
 
-def _native_backward(x: Tensor, bias: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+def _native_backward(
+    x: Tensor, bias: Tensor | None, needed: Tensor | None, grad: Tensor
+) -> tuple[Tensor, Tensor | None]:
     grad_x = torch.empty_like(x)
     NATIVE.bias_gelu_backward(rows_of(x, x.shape[-1]), *map(address, (x, bias, grad, grad_x)))
     # torch adds bf16 up in fp32 and rounds once.
@@ -89,24 +97,31 @@ def _native_backward(x: Tensor, bias: Tensor | None, grad: Tensor) -> tuple[Tens
 
 
 def _on_gpu(library: KernelLibrary, exact: bool) -> GeluKernel:
-    """The kernels for GPUs, which add the bias's gradient up in fp32 and in a fixed order."""
+    """The kernels for GPUs, which sum in fp32 and in a fixed order, and round once."""
 
-    def forward(x: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(x: Tensor, bias: Tensor | None, sums: bool) -> tuple[Tensor, Tensor | None]:
         y, width = torch.empty_like(x), x.shape[-1]
         count = x.numel() // width if width else 0
-        library.launch("bias_gelu_forward", x.dtype, int(exact), count, width, x, bias, y)
-        return y
+        counted, counters = 0, None
+        if sums:
+            counted = library.column_counters(library.column_groups(count, width), width)
+            counters = x.new_empty(counted, dtype=torch.int32)
+        tensors = (x, bias, y, counted, counters)
+        library.launch("bias_gelu_forward", x.dtype, int(exact), count, width, *tensors)
+        return y, counters
 
-    def backward(x: Tensor, bias: Tensor | None, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(
+        x: Tensor, bias: Tensor | None, counters: Tensor | None, grad: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         grad_x, width = torch.empty_like(x), x.shape[-1]
         count = x.numel() // width if width else 0
-        groups, grad_bias, partials = 0, None, None
-        if bias is not None:
+        groups, summed, partials = 0, None, None
+        if counters is not None:
             groups = library.column_groups(count, width)
-            grad_bias, partials = torch.empty_like(bias), bias.new_empty(groups, width)
-        tensors = (x, bias, grad, grad_x, grad_bias, partials)
+            summed, partials = x.new_empty(width), x.new_empty(groups, width, dtype=torch.float32)
+        tensors = (x, bias, grad, grad_x, summed, partials, counters)
         library.launch("bias_gelu_backward", x.dtype, int(exact), count, width, groups, *tensors)
-        return grad_x, None if grad_bias is None else grad_bias.to(x.dtype)
+        return grad_x, summed
 
     return GeluKernel(forward, backward)
 
@@ -121,10 +136,16 @@ def bias_gelu_native_cpu(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
 
 
 def bias_gelu_cuda(
-    x: Tensor, bias: Tensor | None, exact: bool, kernels: KernelLibrary | None = None
+    x: Tensor,
+    bias: Tensor | None,
+    exact: bool,
+    included: Tensor | None = None,
+    kernels: KernelLibrary | None = None,
 ) -> Tensor:
-    """gelu(x + bias) on a GPU for x [..., f] and bias [f] of one dtype: fp32, fp16 or bf16."""
-    return apply(_BiasGELU, x, bias, _on_gpu(kernels or cuda_kernels(), exact))
+    """gelu(x + bias) on a GPU for x [..., f] and a bias [f] of one dtype: fp32, fp16 or bf16."""
+    library = kernels or cuda_kernels()
+    passes = library.once(("bias_gelu", exact), lambda: _on_gpu(library, exact))
+    return apply(_BiasGELU, x, bias, passes, included)
 
 
 def bias_gelu_torch(x: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
@@ -146,18 +167,24 @@ def _examples() -> Iterator[Example]:
 
     rows, width = 96, 1024
 
-    def moves(dtype: torch.dtype, vector: int = width * 4) -> dict[str, int]:
+    def summed(dtype: torch.dtype) -> int:
+        return sums_moved(width) + width * dtype.itemsize
+
+    def moves(
+        dtype: torch.dtype, vector: int = width * 4, summed: Callable[[torch.dtype], int] = summed
+    ) -> dict[str, int]:
         """x and y; x and both gradients; and partial sums of the bias's."""
         matrix = rows * width * dtype.itemsize
         return {
             "bias_gelu_forward": 2 * matrix + vector,
-            "bias_gelu_backward": 3 * matrix + vector + MOST_GROUPS * vector,
-            "column_sum": MOST_GROUPS * vector + vector,
+            "bias_gelu_backward": 3 * matrix + vector + summed(dtype),
         }
 
     with_bias, without = lambda f, x, bias: f(x, bias, False), lambda f, x: f(x, None, False)
     yield Example("bias_gelu", ((rows, width), (width,)), with_bias, traffic=Traffic(moves))
-    yield Example("gelu", ((rows, width),), without, traffic=Traffic(lambda dtype: moves(dtype, 0)))
+    yield Example(
+        "gelu", ((rows, width),), without, traffic=Traffic(lambda dtype: moves(dtype, 0, lambda _: 0))
+    )
 
 
 BIAS_GELU: Operator[Callable[[Tensor, Tensor | None, bool], Tensor]] = Operator(
@@ -174,7 +201,14 @@ BIAS_GELU: Operator[Callable[[Tensor, Tensor | None, bool], Tensor]] = Operator(
 )
 
 
-def bias_gelu(x: Tensor, bias: Tensor | None, exact: bool = False) -> Tensor:
-    """gelu(x + bias) for x [..., f] and bias [f] or None; the tanh form unless `exact`."""
+def bias_gelu(x: Tensor, bias: Tensor | None, exact: bool = False, included: Tensor | None = None) -> Tensor:
+    """gelu(x + bias) for x [..., f] and bias [f] or None; the tanh form unless `exact`.
+
+    `included` is a bias [f] that x holds already: its gradient is made too.
+    """
     facts = GeluFacts.of(x, exact=exact, mixed=bias is not None and bias.dtype != x.dtype)
-    return BIAS_GELU.choose(facts).fn(x, bias, exact)
+    row = BIAS_GELU.choose(facts)
+    if included is None:
+        return row.fn(x, bias, exact)
+    x, included = handed(row, x, included)
+    return row.fn(x, bias, exact, **({} if included is None else {"included": included}))

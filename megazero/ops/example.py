@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megazero.kernels.library import MOST_GROUPS
+
 Results = Tensor | tuple[Tensor, ...] | None
 _DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16})
 
@@ -53,3 +55,8 @@ class Example:
     own: Mapping[str, Any] = field(default_factory=dict)
     slack: float = 1.0
     traffic: Traffic | None = None
+
+
+def sums_moved(width: int) -> int:
+    """The bytes of partial sums of `width` columns: MOST_GROUPS groups write them, one block reads them."""
+    return 2 * MOST_GROUPS * width * 4

@@ -12,6 +12,7 @@ from megazero.kernels.library import KernelLibrary
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cuda import on_cuda_kernels, planned
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
+from megazero.ops.included import handed
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 from megazero.ops.norm import (
     Normalized,
@@ -120,10 +121,11 @@ def add_layer_norm_cuda(
     weight: Tensor,
     bias: Tensor,
     eps: float,
+    included: Tensor | None = None,
     kernels: KernelLibrary | None = None,
 ) -> Pair:
     """Layer norm of x + residual, and x + residual, in one pass over memory."""
-    return added(on_gpu("layer_norm", kernels), eps, x, residual, weight, bias)
+    return added(on_gpu("layer_norm", kernels), eps, x, residual, included, weight, bias)
 
 
 LAYER_NORM: Operator[Callable[[Tensor, Tensor, Tensor, float], Tensor]] = Operator(
@@ -150,12 +152,22 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return LAYER_NORM.choose(CallFacts.of(x)).fn(x, weight, bias, eps)
 
 
-def add_layer_norm(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Pair:
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    included: Tensor | None = None,
+) -> Pair:
     """Layer norm of t = x + residual, for x and residual [..., h] of one dtype; and t itself.
 
     weight and bias are [h]. t is rounded to x's dtype before it is normalized, so the result is that of an
-    add and `layer_norm`. Without a residual t is x; a kernel then adds up both of its gradients. Raises
-    ValueError if residual differs from x in shape or dtype.
+    add and `layer_norm`. Without a residual t is x; a kernel then adds up both of its gradients. `included`
+    is a bias [h] that x holds already: its gradient is made too. Raises ValueError if residual differs from x
+    in shape or dtype.
     """
     check_residual(x, residual)
-    return ADD_LAYER_NORM.choose(CallFacts.of(x)).fn(x, residual, weight, bias, eps)
+    row = ADD_LAYER_NORM.choose(CallFacts.of(x))
+    x, included = handed(row, x, included)
+    return row.fn(x, residual, weight, bias, eps, included=included)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megazero.kernels.library import MOST_GROUPS, KernelLibrary
+from megazero.kernels.library import KernelLibrary
 from megazero.ops.autograd import Gradients, apply
 from megazero.ops.chunks import compute_dtype
 from megazero.ops.cuda import cuda_kernels, planned
 from megazero.ops.dispatch import Operator
-from megazero.ops.example import Example, Traffic
+from megazero.ops.example import Example, Traffic, sums_moved
 
 # The sum, the norm and each row's statistics.
 Normalized = tuple[Tensor, Tensor, list[Tensor]]
@@ -34,11 +34,14 @@ class NormKernel:
             norm of that, and each row's statistics.
         backward: the sum, the weight, the statistics, the gradient of the norm and, if one arrives, that of
             the sum -> the gradients of the sum and of each parameter.
+        sums: the same for kernels that also return the sum over rows of the sum's gradient; None: they
+            cannot.
     """
 
     forward: Callable[[Tensor, Tensor | None, list[Tensor], float], Normalized]
     backward: Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor | None], list[Tensor]]
     reads: Callable[[torch.dtype, set[torch.dtype]], bool] = lambda x, parameters: False
+    sums: Callable[[Tensor, Tensor, list[Tensor], Tensor, Tensor | None], list[Tensor]] | None = None
 
 
 class Norm(torch.autograd.Function):
@@ -52,12 +55,14 @@ class Norm(torch.autograd.Function):
         x: Tensor,
         residual: Tensor | None,
         both: bool,
+        included: Tensor | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         """The norm, and the sum (x itself without a residual) if `both` are wanted."""
         ctx.kernel, ctx.dtypes = kernel, [parameter.dtype for parameter in parameters]
-        wide_type = compute_dtype(x.dtype)
+        ctx.included = None if included is None else included.dtype
         as_is = kernel.reads(x.dtype, set(ctx.dtypes))
+        wide_type = None if as_is else compute_dtype(x.dtype)
         taken = [(p if as_is else p.to(wide_type)).contiguous() for p in parameters]
         added = None if residual is None else residual.contiguous()
         total, y, statistics = kernel.forward(x.contiguous(), added, taken, eps)
@@ -73,56 +78,81 @@ class Norm(torch.autograd.Function):
         total, weight, *statistics = ctx.saved_tensors
         grad = torch.zeros_like(total) if grad is None else grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
-        grad_x, *grads = ctx.kernel.backward(total, weight, statistics, grad, grad_total)
+        passes = ctx.kernel.backward if ctx.included is None else ctx.kernel.sums
+        grad_x, *grads = passes(total, weight, statistics, grad, grad_total)
+        of_included = None if ctx.included is None else grads.pop().to(ctx.included)
         own = [summed.to(dtype) for summed, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return None, None, grad_x, grad_x if ctx.added else None, None, *own
+        return None, None, grad_x, grad_x if ctx.added else None, None, of_included, *own
 
 
 def normalized(kernel: NormKernel, eps: float, x: Tensor, *parameters: Tensor) -> Tensor:
     """The norm of x [..., h]; parameters [h] may have any float type."""
-    return apply(Norm, kernel, eps, x, None, False, *parameters)[0]
+    return apply(Norm, kernel, eps, x, None, False, None, *parameters)[0]
 
 
-def added(kernel: NormKernel, eps: float, x: Tensor, residual: Tensor | None, *parameters: Tensor) -> Pair:
-    """The norm of x + residual, and x + residual, in one pass over memory; and so backward."""
-    y, total = apply(Norm, kernel, eps, x, residual, True, *parameters)
+def added(
+    kernel: NormKernel,
+    eps: float,
+    x: Tensor,
+    residual: Tensor | None,
+    included: Tensor | None,
+    *parameters: Tensor,
+) -> Pair:
+    """The norm of x + residual, and x + residual, in one pass over memory; and so backward.
+
+    included: a bias [h] that x holds already, or None; its gradient is made too.
+    """
+    y, total = apply(Norm, kernel, eps, x, residual, True, included, *parameters)
     return y, total
 
 
 def on_gpu(name: str, kernels: KernelLibrary | None) -> NormKernel:
     """The passes of csrc/layer_norm or csrc/rms_norm: sums over rows are in fp32 and in a fixed order."""
     library = kernels or cuda_kernels()
+    return library.once(name, lambda: _passes(name, library))
+
+
+def _passes(name: str, library: KernelLibrary) -> NormKernel:
     numbers = 2 if name == "layer_norm" else 1  # statistics of a row, and parameters
 
     def forward(x: Tensor, residual: Tensor | None, parameters: list[Tensor], eps: float) -> Normalized:
         width = x.shape[-1]
         count = x.numel() // width if width else 0
         total, y = None if residual is None else torch.empty_like(x), torch.empty_like(x)
-        statistics = [x.new_empty(count, dtype=torch.float32) for _ in range(numbers)]
-        tensors = (total, y, *statistics)
+        counters = library.column_counters(library.column_groups(count, width), width)
+        statistics = x.new_empty(numbers * count + counters, dtype=torch.float32)
+        sizes, made = (count, width), (total, y, counters, statistics)
         kind = (x.dtype, parameters[0].dtype)
-        library.launch(f"{name}_forward", *kind, count, width, x, residual, *parameters, eps, *tensors)
-        return x if total is None else total, y, statistics
+        library.launch(f"{name}_forward", *kind, *sizes, x, residual, *parameters, eps, *made)
+        return x if total is None else total, y, [statistics]
 
     def backward(
-        x: Tensor, weight: Tensor, statistics: list[Tensor], grad: Tensor, grad_total: Tensor | None
+        x: Tensor,
+        weight: Tensor,
+        statistics: list[Tensor],
+        grad: Tensor,
+        grad_total: Tensor | None,
+        more: int = 0,
     ) -> list[Tensor]:
-        count, width = statistics[0].numel(), x.shape[-1]
+        width, sets = x.shape[-1], numbers + more
+        count = x.numel() // width if width else 0
         groups = library.column_groups(count, width)
-        grad_x, grads = torch.empty_like(x), weight.new_empty(numbers, width)
-        partials = weight.new_empty(groups, numbers, width, dtype=torch.float32)
+        grad_x, grads = torch.empty_like(x), weight.new_empty(sets, width)
+        partials = weight.new_empty(groups, sets, width, dtype=torch.float32)
         tensors = (x, weight, *statistics, grad, grad_total, grad_x, grads, partials)
-        library.launch(f"{name}_backward", x.dtype, weight.dtype, count, width, groups, *tensors)
+        library.launch(f"{name}_backward", x.dtype, weight.dtype, count, width, groups, sets, *tensors)
         return [grad_x, *grads.unbind()]
 
-    return NormKernel(forward, backward, lambda x, dtypes: dtypes in ({x}, {torch.float32}))
+    reads = lambda x, dtypes: dtypes in ({x}, {torch.float32})  # noqa: E731
+    return NormKernel(forward, backward, reads, partial(backward, more=1))
 
 
 def _of_a_sum(norm: Callable[..., Tensor]) -> Callable[..., Pair]:
     """A norm after torch's add: the norm of t = x + residual, and t."""
 
     @wraps(norm)
-    def added(x: Tensor, residual: Tensor | None, *rest: Any) -> Pair:
+    def added(x: Tensor, residual: Tensor | None, *rest: Any, included: Tensor | None = None) -> Pair:
+        assert included is None, "kernels alone make gradients of such biases"
         total = x if residual is None else x + residual
         return norm(total, *rest), total
 
@@ -153,7 +183,7 @@ def norm_examples(name: str, vectors: int, rows: int) -> Callable[[], Iterator[E
 
     def moves(dtype: torch.dtype) -> dict[str, int]:
         """Matrices: x and y; x and both gradients; for a sum also the residual, the sum and its gradient."""
-        matrix, vector, wide = rows * width * dtype.itemsize, width * dtype.itemsize, width * 4
+        matrix, vector = rows * width * dtype.itemsize, width * dtype.itemsize
         statistics = rows * vectors * 4
         plain = name.removeprefix("add_")
         return {
@@ -161,8 +191,8 @@ def norm_examples(name: str, vectors: int, rows: int) -> Callable[[], Iterator[E
             f"{plain}_backward": (4 if added else 3) * matrix
             + vector
             + statistics
-            + MOST_GROUPS * vectors * wide,
-            "column_sum": MOST_GROUPS * vectors * wide + vectors * vector,
+            + sums_moved(vectors * width)
+            + vectors * vector,
         }
 
     def call(f: Callable[..., Tensor | Pair], *tensors: Tensor) -> Tensor | Pair:

@@ -12,6 +12,7 @@ from megazero.kernels.library import KernelLibrary
 from megazero.ops.chunks import compute_dtype, row_chunks
 from megazero.ops.cuda import on_cuda_kernels, planned
 from megazero.ops.dispatch import CPU, CUDA, CallFacts, Implementation, Operator, where
+from megazero.ops.included import handed
 from megazero.ops.native import NATIVE, address, on_native_cpu, rows_of
 from megazero.ops.norm import (
     Normalized,
@@ -105,10 +106,15 @@ def rms_norm_cuda(x: Tensor, weight: Tensor, eps: float, kernels: KernelLibrary 
 
 
 def add_rms_norm_cuda(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, kernels: KernelLibrary | None = None
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    included: Tensor | None = None,
+    kernels: KernelLibrary | None = None,
 ) -> Pair:
     """RMSNorm of x + residual, and x + residual, in one pass over memory."""
-    return added(on_gpu("rms_norm", kernels), eps, x, residual, weight)
+    return added(on_gpu("rms_norm", kernels), eps, x, residual, included, weight)
 
 
 RMS_NORM: Operator[Callable[[Tensor, Tensor, float], Tensor]] = Operator(
@@ -134,12 +140,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return RMS_NORM.choose(CallFacts.of(x)).fn(x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Pair:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, included: Tensor | None = None
+) -> Pair:
     """RMSNorm of t = x + residual, for x and residual [..., h] of one dtype and weight [h]; and t itself.
 
     t is rounded to x's dtype before it is normalized, so the result is that of an add and `rms_norm`. Without
-    a residual t is x; a kernel then adds up both of its gradients. Raises ValueError if residual differs from
-    x in shape or dtype.
+    a residual t is x; a kernel then adds up both of its gradients. `included` is a bias [h] that x holds
+    already: its gradient is made too. Raises ValueError if residual differs from x in shape or dtype.
     """
     check_residual(x, residual)
-    return ADD_RMS_NORM.choose(CallFacts.of(x)).fn(x, residual, weight, eps)
+    row = ADD_RMS_NORM.choose(CallFacts.of(x))
+    x, included = handed(row, x, included)
+    return row.fn(x, residual, weight, eps, included=included)

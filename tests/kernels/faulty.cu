@@ -95,6 +95,40 @@ __global__ void warp_operations(Global<const float> x, Global<float> y) {
   if (lane < 16) y[224 + lane] = __shfl_down_sync(0xffffu, value, 1);
 }
 
+// The block that comes last reads what all have written; which fences and which barrier there are.
+template <bool first_fence, bool second_fence, bool barrier>
+__device__ __forceinline__ void last_block_reads(Global<const float> x, Global<float> y, Global<int> counter) {
+  MEGAZERO_SHARED(int, last, 1);
+  y[blockIdx.x * blockDim.x + threadIdx.x] = x[threadIdx.x];
+  if (barrier) __syncthreads();
+  if (threadIdx.x == 0) {
+    if (first_fence) __threadfence();
+    last[0] = atomicAdd(counter, 1) == static_cast<int>(gridDim.x) - 1;
+    if (second_fence) __threadfence();
+  }
+  __syncthreads();
+  if (last[0] == 0) return;
+  float sum = 0.0f;
+  for (unsigned block = 0; block < gridDim.x; ++block) sum += y[block * blockDim.x + (threadIdx.x + 1) % blockDim.x];
+  y[256 + threadIdx.x] = sum;
+}
+
+__global__ void arrival_right(Global<const float> x, Global<float> y, Global<int> counter) {
+  last_block_reads<true, true, true>(x, y, counter);
+}
+
+__global__ void arrival_without_fence_before(Global<const float> x, Global<float> y, Global<int> counter) {
+  last_block_reads<false, true, true>(x, y, counter);
+}
+
+__global__ void arrival_without_fence_after(Global<const float> x, Global<float> y, Global<int> counter) {
+  last_block_reads<true, false, true>(x, y, counter);
+}
+
+__global__ void arrival_without_barrier(Global<const float> x, Global<float> y, Global<int> counter) {
+  last_block_reads<true, true, false>(x, y, counter);
+}
+
 }  // namespace megazero
 
 using namespace megazero;
@@ -130,3 +164,16 @@ extern "C" int megazero_cuda_banks(std::int64_t stride, const float* x, float* y
   return MEGAZERO_LAUNCH((banks), dim3(1), dim3(32), 0, stream, stride, x, y);
 }
 MEGAZERO_EXPORT(banks)
+
+// The counter is y's last place.
+#define ARRIVAL(kernel)                                                                                       \
+  extern "C" int megazero_cuda_##kernel(const float* x, float* y, void* stream) {                             \
+    int* counter = reinterpret_cast<int*>(y + 511);                                                           \
+    return MEGAZERO_LAUNCH((kernel), dim3(3), dim3(64), 0, stream, x, y, counter);                            \
+  }                                                                                                           \
+  MEGAZERO_EXPORT(kernel)
+
+ARRIVAL(arrival_right)
+ARRIVAL(arrival_without_fence_before)
+ARRIVAL(arrival_without_fence_after)
+ARRIVAL(arrival_without_barrier)

@@ -58,6 +58,10 @@ class Mirrored:
         self.library = library
         self.device = device
         self.column_groups = library.column_groups
+        self.column_counters = library.column_counters
+
+    def once(self, key: object, make: Callable[[], Any]) -> Any:
+        return make()
 
     def launch(self, name: str, *arguments: Any) -> None:
         copies: dict[int, tuple[Tensor, Tensor]] = {}

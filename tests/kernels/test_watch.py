@@ -26,6 +26,7 @@ def library(order=ThreadOrder.FORWARD):
 def run(kernel, *leading, size=512, order=ThreadOrder.FORWARD):
     """What the kernel writes, what it did, and the faults in words."""
     x, y = torch.arange(size, dtype=torch.float32), torch.full((512,), -1.0)
+    y[-1] = 0.0
     kernels = library(order)
     kernels.launch(kernel, *leading, x, y)
     report = kernels.report()
@@ -43,6 +44,9 @@ def run(kernel, *leading, size=512, order=ThreadOrder.FORWARD):
         ("misaligned_pack", "misaligned", "a misaligned access"),
         ("read_of_nothing", "unwritten_reads", "that nobody wrote"),
         ("blocks_write_one_place", "races", "a race on global memory"),
+        ("arrival_without_fence_before", "races", "a race on global memory"),
+        ("arrival_without_fence_after", "races", "a race on global memory"),
+        ("arrival_without_barrier", "races", "a race on global memory"),
     ],
 )
 @pytest.mark.parametrize("order", ThreadOrder, ids=str)
@@ -78,6 +82,14 @@ def test_a_kernel_without_faults_has_none(order):
     assert y[:64].tolist() == list(range(63, -1, -1))
     assert (counts.mistakes.total, faults) == (0, ())
     assert (counts.launches, counts.threads_per_block, counts.shared_bytes) == (1, 64, 256)
+
+
+@pytest.mark.parametrize("order", ThreadOrder, ids=str)
+def test_blocks_arrive_in_any_order(order):
+    """The last one sees what all have written: three blocks wrote 0 to 63."""
+    y, counts, faults = run("arrival_right", order=order)
+    assert y[256:320].tolist() == [3 * ((lane + 1) % 64) for lane in range(64)]
+    assert (counts.mistakes, faults) == (0, ())
 
 
 def test_a_block_that_no_device_takes_is_refused():

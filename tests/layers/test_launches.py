@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks.launches import Case, per_layer, waits
+from benchmarks.launches import Case, StandIn, as_on_cuda, per_layer, waits
+from megazero.layers.inputs import LayerInputs
+from megazero.layers.rows import Rows
+from megazero.mpu.rng import sample_keys
+from tests.kernels.harness import assert_faultless, watched
+from tests.layers.test_transformer import B, H, S, make_layer
 
 FORWARD = {
     "addmm": 4,
@@ -14,13 +20,13 @@ FORWARD = {
     "neg": 1,  # attention
 }
 BACKWARD = {
+    "bias_dropout_add_backward": 1,  # without dropout, the sum of the MLP's second bias alone
     "bias_gelu_backward": 1,
     "cat": 1,  # of the gradients of queries, keys and values
-    "column_sum": 2,
     "layer_norm_backward": 2,
     "mm": 8,
     "neg": 1,
-    "sum": 4,  # of biases
+    "sum": 1,  # of the bias of queries, keys and values
 }
 
 
@@ -44,3 +50,41 @@ def test_launches_of_a_layer_with_dropout(dtype):
 def test_the_host_waits_once_a_step():
     """For losses and norm together, while the update runs."""
     assert waits(Case()) == 1
+
+
+@pytest.mark.parametrize("p", [0.0, 0.2])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"normalization": "RMSNorm", "activation": "gelu_exact"},
+        {"use_parallel_residual": True},
+        {"norm_position": "both"},
+        {"residual_multiplier": 0.5},
+        {"apply_residual_connection_post_layernorm": True},
+        {"activation": "swiglu"},
+    ],
+    ids=str,
+)
+def test_kernels_make_the_gradients_that_a_cpu_makes(changes, p):
+    """Of every parameter of a layer, whoever sums those of its biases."""
+    keys = torch.from_numpy(sample_keys(1, range(B)))
+    results = []
+    for library in (None, watched()):
+        layer = make_layer(hidden_dropout=p, **changes)
+        layer.attention.core = lambda q, k, v, *_: StandIn.apply(q, k, v)
+        x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(1), requires_grad=True)
+        leaves = [x, *layer.parameters()]
+
+        def both_ways(layer=layer, x=x, leaves=leaves):
+            out, _ = layer(x, LayerInputs(Rows(range(S), keys=keys)))
+            return torch.autograd.grad(out, leaves, torch.cos(torch.arange(out.numel())).view_as(out))
+
+        if library is None:
+            results.append(both_ways())
+            continue
+        with as_on_cuda(library):
+            results.append(both_ways())
+        assert_faultless(library)
+    for ours, true in zip(*results, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-4, atol=1e-4 * true.abs().max().item())

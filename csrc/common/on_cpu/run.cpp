@@ -1,4 +1,4 @@
-// Runs grids: blocks one after the other, a block's threads as fibers in a chosen order.
+// Runs grids: blocks one after the other and a block's threads as fibers, both in a chosen order.
 #include <memory>
 #include <numeric>
 #include <random>
@@ -126,12 +126,19 @@ bool release_block(const std::vector<Thread*>& threads) {
   return true;
 }
 
-void run_block(const std::vector<Thread*>& threads) {
-  Machine& m = machine();
-  std::vector<std::size_t> order(threads.size());
+// The numbers below `count`, in the order that the caller has chosen.
+std::vector<std::size_t> turns(std::size_t count) {
+  const Machine& m = machine();
+  std::vector<std::size_t> order(count);
   std::iota(order.begin(), order.end(), std::size_t{0});
   if (m.order == 1) std::reverse(order.begin(), order.end());
   if (m.order == 2) std::shuffle(order.begin(), order.end(), std::mt19937_64(static_cast<std::uint64_t>(m.seed)));
+  return order;
+}
+
+void run_block(const std::vector<Thread*>& threads) {
+  Machine& m = machine();
+  const std::vector<std::size_t> order = turns(threads.size());
   while (!m.broken) {
     bool moved = false, done = true;
     for (const std::size_t i : order) {
@@ -179,6 +186,10 @@ void wait_for_block(Site site) {
   give_way();
 }
 
+void fence() { machine().watch.arrivals().fence(machine().running->now); }
+
+void arrive(const void* counter) { machine().watch.arrivals().add(counter, machine().running->now); }
+
 std::uint64_t exchange(Warp kind, unsigned mask, std::uint64_t value, int operand, Site site) {
   Thread& thread = *machine().running;
   thread.kind = kind;
@@ -225,25 +236,23 @@ int run(const char* kernel, dim3 blocks, dim3 threads, std::size_t dynamic_bytes
   m.arguments = arguments;
   m.dynamic_bytes = dynamic_bytes;
   m.broken = false;
-  std::int32_t number = 0;
-  for (unsigned z = 0; z < blocks.z; ++z) {
-    for (unsigned y = 0; y < blocks.y; ++y) {
-      for (unsigned x = 0; x < blocks.x && !m.broken; ++x, ++number) {
-        m.shared.clear();
-        m.watch.begin_block();
-        for (std::size_t i = 0; i < size; ++i) {
-          Thread& thread = *block_threads[i];
-          const auto linear = static_cast<unsigned>(i);
-          const dim3 at(linear % threads.x, linear / threads.x % threads.y, linear / (threads.x * threads.y));
-          thread.place = {at, dim3(x, y, z), threads, blocks};
-          thread.now = {number, static_cast<std::int32_t>(i), 0, 0};
-          thread.state = State::kReady;
-          thread.fiber.begin(run_thread);
-        }
-        run_block(block_threads);
-        m.watch.end_block();
-      }
+  const auto at = [](std::size_t linear, dim3 sizes) {
+    const auto i = static_cast<unsigned>(linear);
+    return dim3(i % sizes.x, i / sizes.x % sizes.y, i / (sizes.x * sizes.y));
+  };
+  for (const std::size_t number : turns(std::size_t{blocks.x} * blocks.y * blocks.z)) {
+    if (m.broken) break;
+    m.shared.clear();
+    m.watch.begin_block();
+    for (std::size_t i = 0; i < size; ++i) {
+      Thread& thread = *block_threads[i];
+      thread.place = {at(i, threads), at(number, blocks), threads, blocks};
+      thread.now = {static_cast<std::int32_t>(number), static_cast<std::int32_t>(i), 0, 0};
+      thread.state = State::kReady;
+      thread.fiber.begin(run_thread);
     }
+    run_block(block_threads);
+    m.watch.end_block();
   }
   if (m.watch.counts().shared_bytes - static_cast<std::int64_t>(dynamic_bytes) > std::int64_t{kMostStaticShared}) {
     ++m.watch.counts().bad_launches;
@@ -258,7 +267,7 @@ using megazero::on_cpu::machine;
 
 extern "C" {
 
-// The order of a block's threads: 0 as numbered, 1 backwards, 2 shuffled by the seed.
+// The order of blocks, and of a block's threads: 0 as numbered, 1 backwards, 2 shuffled by the seed.
 void megazero_on_cpu_order(std::int64_t order, std::int64_t seed) {
   machine().order = order;
   machine().seed = seed;

@@ -26,6 +26,43 @@ std::size_t Watch::Hash::operator()(const Key& key) const {
   return static_cast<std::size_t>(mixed ^ mixed >> 29);
 }
 
+void Arrivals::begin_block() {
+  seen_.clear();
+  fences_.clear();
+  arrival_ = {};
+  fenced_ = false;
+}
+
+void Arrivals::fence(const Moment& now) {
+  fences_[now.thread] = now;
+  fenced_ = fenced_ || arrival_.thread == now.thread;
+}
+
+void Arrivals::add(const void* counter, const Moment& now) {
+  Blocks& here = released_[counter];
+  for (const auto& [block, arrival] : here) seen_[block] = arrival;
+  const auto last = fences_.find(now.thread);
+  if (last != fences_.end() && last->second.block_epoch == now.block_epoch) here[now.block] = now;
+  arrival_ = now;
+  fenced_ = false;
+}
+
+bool Arrivals::order(const Moment& past, const Moment& now) const {
+  const auto other = seen_.find(past.block);
+  if (!fenced_ || other == seen_.end()) return false;
+  const Moment& released = other->second;
+  const bool before = past.thread == released.thread || past.block_epoch < released.block_epoch;
+  return before && (now.thread == arrival_.thread || now.block_epoch > arrival_.block_epoch);
+}
+
+// Whether nothing orders an access and a later one.
+bool Watch::races(const Moment& past, const Moment& now) const {
+  if (!past.exists() || (past.block == now.block && past.thread == now.thread)) return false;
+  if (past.block != now.block) return !arrivals_.order(past, now);
+  if (past.block_epoch != now.block_epoch) return false;
+  return past.thread / 32 != now.thread / 32 || past.warp_epoch == now.warp_epoch;
+}
+
 void Watch::declare(const void* begin, std::size_t bytes) {
   buffers_.push_back({static_cast<const char*>(begin), bytes, {}});
 }
@@ -39,9 +76,13 @@ void Watch::begin_launch(const char* kernel, dim3 threads, std::size_t shared_by
   counts_->threads_per_block = std::max<std::int64_t>(counts_->threads_per_block, threads.x * threads.y * threads.z);
   counts_->shared_bytes = std::max<std::int64_t>(counts_->shared_bytes, static_cast<std::int64_t>(shared_bytes));
   for (Buffer& each : buffers_) each.history.assign(each.bytes, {});
+  arrivals_.begin_launch();
 }
 
-void Watch::begin_block() { shared_.clear(); }
+void Watch::begin_block() {
+  shared_.clear();
+  arrivals_.begin_block();
+}
 
 void Watch::end_block() {
   for (const auto& each : global_accesses_) count_global(each.second);
@@ -72,13 +113,13 @@ bool Watch::note(std::vector<History>& history, std::size_t first, std::size_t b
   bool raced = false;
   for (std::size_t i = first; i < first + bytes; ++i) {
     History& past = history[i];
-    raced |= past.write.races(now);
-    if (access != Access::kAtomic) raced |= past.atomic.races(now);
+    raced |= races(past.write, now);
+    if (access != Access::kAtomic) raced |= races(past.atomic, now);
     if (access == Access::kRead || access == Access::kCachedRead) {
       if (past.read.thread != now.thread || past.read.block != now.block) past.other_read = past.read;
       past.read = now;
     } else {
-      raced |= past.read.races(now) || past.other_read.races(now);
+      raced |= races(past.read, now) || races(past.other_read, now);
       (access == Access::kWrite ? past.write : past.atomic) = now;
     }
   }

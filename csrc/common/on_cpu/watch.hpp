@@ -20,13 +20,27 @@ struct Moment {
   std::uint32_t warp_epoch = 0;
 
   bool exists() const { return block >= 0; }
-  // Whether nothing orders this and a later access.
-  bool races(const Moment& later) const {
-    if (!exists() || (block == later.block && thread == later.thread)) return false;
-    if (block != later.block) return true;
-    if (block_epoch != later.block_epoch) return false;
-    return thread / 32 != later.thread / 32 || warp_epoch == later.warp_epoch;
-  }
+};
+
+// What orders a block after others: each came to a counter by an atomic addition with a fence before it, and this block
+// came there later, with a fence after it. Blocks run one after the other, so this is about the one that runs.
+class Arrivals {
+ public:
+  void begin_launch() { released_.clear(); }
+  void begin_block();
+  // A thread's fence, and its addition to a counter.
+  void fence(const Moment& now);
+  void add(const void* counter, const Moment& now);
+  // Whether an earlier access of another block is before this one of the running block.
+  bool order(const Moment& past, const Moment& now) const;
+
+ private:
+  using Blocks = std::unordered_map<std::int32_t, Moment>;  // each with its arrival
+  std::unordered_map<const void*, Blocks> released_;
+  Blocks seen_;
+  std::unordered_map<std::int32_t, Moment> fences_;  // by thread
+  Moment arrival_;
+  bool fenced_ = false;
 };
 
 // The last accesses of a byte: two reads of different threads, a write, an atomic operation.
@@ -62,6 +76,7 @@ class Watch {
   void declare_shared(const void* begin, std::size_t bytes);
   void global(const void* address, std::size_t bytes, Access access, Site site, const Moment& now);
   void shared(const void* address, std::size_t bytes, Access access, Site site, const Moment& now);
+  Arrivals& arrivals() { return arrivals_; }
   void fault(std::int64_t Counts::*kind, Site site, const Moment& now, const char* what);
   Counts& counts() { return *counts_; }
   std::string report() const;
@@ -91,6 +106,7 @@ class Watch {
   using Accesses = std::unordered_map<Key, Together, Hash>;
   using Times = std::unordered_map<Key, std::uint32_t, Hash>;
 
+  bool races(const Moment& past, const Moment& now) const;
   bool note(std::vector<History>& history, std::size_t first, std::size_t bytes, Access access, const Moment& now);
   void join(bool shared, const void* address, std::size_t bytes, Access kind, Site site, const Moment& now);
   void count_global(const Together& access);
@@ -101,6 +117,7 @@ class Watch {
   std::map<std::string, Counts> by_kernel_;
   std::vector<std::string> faults_;
   std::vector<Buffer> buffers_, shared_;
+  Arrivals arrivals_;
   Accesses global_accesses_, shared_accesses_;
   Times global_times_, shared_times_;
 };

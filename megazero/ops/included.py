@@ -1,0 +1,55 @@
+"""Biases that a tensor holds already, and whose gradients are made by who makes the tensor's.
+
+A linear layer adds its bias within its product. The bias's gradient is the sum of the result's gradient over
+rows, and on a GPU the kernel that computes that gradient adds it up along the way: it need not be read again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megazero.ops.autograd import Gradients, apply
+from megazero.ops.cuda import CUDA_DTYPES, cuda_built
+from megazero.ops.dispatch import CallFacts, Implementation
+
+
+class Included(NamedTuple):
+    """A bias [h] that a tensor [..., h] holds already, but whose gradient the tensor's reader makes."""
+
+    bias: Tensor
+
+
+class _Included(torch.autograd.Function):
+    """The tensor itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        return grad, grad.reshape(-1, grad.shape[-1]).sum(0).to(ctx.dtype)
+
+
+def makes_sums(x: Tensor) -> bool:
+    """Whether kernels run for x that sum gradients over rows as they compute them."""
+    facts = CallFacts.of(x)
+    if facts.dtype not in CUDA_DTYPES or torch.compiler.is_compiling():
+        return False
+    return facts.device == "meta" or (facts.device == "cuda" and cuda_built())
+
+
+def settled(x: Tensor, bias: Tensor | None) -> Tensor:
+    """x, whose backward also makes the gradient of the bias that it includes, if any, by a sum of its own."""
+    return x if bias is None else apply(_Included, x, bias)
+
+
+def handed(row: Implementation[Any], x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x and the bias that it includes, as an implementation takes both: without the bias unless it sums."""
+    if bias is None or row.name in ("cuda", "planned"):
+        return x, bias
+    return settled(x, bias), None
