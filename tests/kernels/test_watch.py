@@ -89,7 +89,7 @@ def test_blocks_arrive_in_any_order(order):
     """The last one sees what all have written: three blocks wrote 0 to 63."""
     y, counts, faults = run("arrival_right", order=order)
     assert y[256:320].tolist() == [3 * ((lane + 1) % 64) for lane in range(64)]
-    assert (counts.mistakes, faults) == (0, ())
+    assert (counts.mistakes.total, faults) == (0, ())
 
 
 def test_a_block_that_no_device_takes_is_refused():
