@@ -132,9 +132,8 @@ class _BiasDropoutAdd(torch.autograd.Function):
         owner = bias if included is None else included
         counters = None if owner is None or kernel.counters is None else kernel.counters(x)
         ctx.save_for_backward(row_keys)
-        ctx.counters = (
-            counters  # not saved: recompute, which stops at the last saved tensor, would come this far
-        )
+        # Not saved: who computes a layer again stops at its last saved tensor, and would come as far as this.
+        ctx.counters = counters
         ctx.dropout, ctx.kernel, ctx.included = dropout, kernel, included is not None
         ctx.shape = _Shape(x.dtype, None if owner is None else owner.dtype)
         wide_bias = None if bias is None else bias.to(compute_dtype(x.dtype)).contiguous()
