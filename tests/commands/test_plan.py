@@ -45,6 +45,19 @@ def test_virtual_is_the_number_of_chunks_per_stage(capsys, virtual, makespan):
     assert ("chunks of micro-batches" in out) == (virtual > 1)
 
 
+def test_groups_of_micro_batches_are_as_large_as_asked_for(capsys):
+    """With all in one group, no second chunk begins before the last micro-batch has passed the first."""
+    sizes = ("--kind", "interleaved", "--stages", "2", "--microbatches", "4", "--virtual", "2")
+    assert plan(*sizes, "--group", "4") == 0
+    assert capsys.readouterr().out.startswith("stage 0 | F0.0 F0.1 F0.2 F0.3 F2.0 ")
+    assert plan(*sizes) == 0
+    assert capsys.readouterr().out.startswith("stage 0 | F0.0 F0.1 F2.0 F2.1 F0.2 ")
+    assert plan(*sizes, "--group", "3") == 2
+    assert "groups of 3" in capsys.readouterr().err
+    assert plan("--kind", "1f1b", *sizes[2:6], "--group", "4") == 2
+    assert "`--group` must be left out with `--kind 1f1b`" in capsys.readouterr().err
+
+
 def test_writes_picture_and_trace(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     picture, trace = tmp_path / "a.png", tmp_path / "a.json"
@@ -90,10 +103,10 @@ def test_sizes_come_from_flags_or_from_a_training(capsys):
     err = capsys.readouterr().err
     sizes = ("kind", "stages", "microbatches")
     assert all(f"`--{name}` must be given without flags" in err for name in sizes)
-    assert plan("--kind", "1f1b", "--virtual", "2", "--", "--config", "x.yaml") == 2
+    assert plan("--kind", "1f1b", "--virtual", "2", "--group", "2", "--", "--config", "x.yaml") == 2
     err = capsys.readouterr().err
     assert "`--nproc` must be given with flags of a training" in err
-    assert all(f"`--{name}` must be left out with flags" in err for name in ("kind", "virtual"))
+    assert all(f"`--{name}` must be left out with flags" in err for name in ("kind", "virtual", "group"))
 
 
 TRAINING = """

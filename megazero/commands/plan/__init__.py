@@ -42,6 +42,12 @@ def build_parser() -> argparse.ArgumentParser:
     schedule.add_argument(
         "--virtual", type=int, help="chunks per stage (default 1, or 2 for interleaved and zb-v)"
     )
+    schedule.add_argument(
+        "--group",
+        type=positive,
+        help="micro-batches that pass through a chunk of interleaved before the next one's turn (default: as "
+        "many as stages)",
+    )
     schedule.add_argument("--forward", type=float, default=1.0, help="time of a stage's F (default 1)")
     schedule.add_argument("--backward", type=float, default=2.0, help="time of a stage's B (default 2)")
     schedule.add_argument("--input", type=float, default=1.0, help="time of a stage's I (default 1)")
@@ -88,7 +94,8 @@ def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) ->
     costs = _costs(flags)
     _check_sizes(flags, training is not None)
     if training is None:
-        schedule = build_schedule(flags.kind, flags.stages, flags.microbatches, flags.virtual)
+        sizes = (flags.stages, flags.microbatches, flags.virtual)
+        schedule = build_schedule(flags.kind, *sizes, group=flags.group)
     else:
         from megazero.commands.plan.configured import PlannedPipeline
 
@@ -110,7 +117,7 @@ def _check_sizes(flags: argparse.Namespace, configured: bool) -> None:
     """Check that the sizes are given either by flags or by a training."""
     needed, excluded = ["kind", "stages", "microbatches"], ["nproc"]
     if configured:
-        needed, excluded = excluded, [*needed, "virtual"]
+        needed, excluded = excluded, [*needed, "virtual", "group"]
     where = f"{'with' if configured else 'without'} flags of a training after `--`"
     given = {name: getattr(flags, name) for name in (*needed, *excluded)}
     violations = [f"`--{name}` must be given {where}; add it" for name in needed if given[name] is None]
@@ -119,6 +126,8 @@ def _check_sizes(flags: argparse.Namespace, configured: bool) -> None:
         for name in excluded
         if given[name] is not None
     ]
+    if not configured and flags.group is not None and flags.kind not in (None, "interleaved"):
+        violations.append(f"`--group` must be left out with `--kind {flags.kind}`; it is for interleaved")
     if violations:
         raise ConfigError(violations)
 

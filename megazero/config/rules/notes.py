@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megazero.config.derive import EXPERT_FIELDS
+from megazero.config.derive import EXPERT_FIELDS, PipelineShape
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.rules.routing import expert_counts
 from megazero.config.rules.rule import display_name, value_at
@@ -133,6 +133,12 @@ NOTES: tuple[Note, ...] = (
         "`--recompute-granularity full`",
         lambda config: config.recompute.granularity == "full",
         "no whole layer is recomputed",
+    ),
+    Note(
+        ("parallel.microbatch_group_size_per_virtual_pipeline_stage",),
+        "the interleaved schedule",
+        lambda config: PipelineShape.of(config).kind == "interleaved",
+        "micro-batches do not pass through chunks in groups",
     ),
     Note(
         _OF_DOCUMENTS,
