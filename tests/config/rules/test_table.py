@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megazero.config.fields import FIELD_BY_PATH, FIELDS
+from megazero.config.rules.notes import notes_on
 from megazero.config.rules.rule import Case
 from megazero.config.rules.table import RULES, broken_rules, check
 from tests.config.rules.examples import ACCEPTED, EXAMPLES, WORLD
@@ -93,6 +94,11 @@ def test_interleaved_micro_batches_are_judged_at_every_rung_of_the_ramp() -> Non
     assert "_group_size_per_virtual_pipeline_stage` is 3" in sentence  # neither 2 nor 4 come out in threes
     steady = {"batch.global_batch_size": 20, "batch.rampup_batch_size": None}  # 5: 3 and 2
     assert check(make_config({**changes, **grouped, **steady}), 4) == []
+    assert notes_on(make_config({**changes, **grouped})) == []
+    (note,) = notes_on(make_config(grouped))
+    assert note.endswith(
+        " no effect without the interleaved schedule: micro-batches do not pass through chunks in groups."
+    )
 
 
 def test_rows_longer_than_samples_are_refused() -> None:
