@@ -71,7 +71,7 @@ class Saved:
         where: its folder, for messages.
         source: its tensors.
         updates: updates so far; None if no optimizer was saved.
-        beside: what stands beside them.
+        beside: the values beside its tensors.
         names: names that need another treatment than most.
         sparse: whether a parameter without moments is one that had no gradients yet.
     """

@@ -242,8 +242,10 @@ class Update:
         for (lr, scale), pieces in calls.items():
             asked: dict[str, Any] = {}
             if self.norms is not None:
-                norms = ((self.norms.of(p.loaded.bucket, p.member), p.weights.device) for p in pieces)
-                asked["norms"] = [on_device(norm, device) for norm, device in norms]
+                asked["norms"] = [
+                    on_device(self.norms.of(p.loaded.bucket, p.member), p.loaded.flats[WEIGHT].device)
+                    for p in pieces
+                ]
                 asked["exempt"] = [piece.exempt for piece in pieces]
             if updates is not None:
                 asked["updates"] = [updates[piece.where] for piece in pieces]

@@ -72,11 +72,7 @@ def on_ranks(layout: Layout, tokenizer: Tokenizer, work, model: ModelConfig = MO
     def on_rank(rank: int):
         context = thread_context(world, layout.grid, rank)
         chunks = build_chunks(config, vocabulary, context, torch.device("cpu"))
-        staged = StagedModel(
-            chunks,
-            schedule_of(PipelineShape.of(config)).stage_of,
-            context.pp,
-        )
+        staged = StagedModel(chunks, schedule_of(PipelineShape.of(config)).stage_of, context.pp)
         collate = family_of(config.model).samples.collate(config, size, solo_context(), None)
         return work(MaskFiller(staged, tokenizer, collate))
 

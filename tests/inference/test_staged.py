@@ -29,11 +29,7 @@ def tokens(layout: Layout) -> list[list[list[int]]]:
         # Weights that prefer some tokens; chunks of one stage may share one.
         for parameter in {p for chunk in chunks.values() for p in chunk.parameters()}:
             parameter.data.mul_(3.0)
-        model = StagedModel(
-            chunks,
-            schedule_of(PipelineShape.of(config)).stage_of,
-            context.pp,
-        )
+        model = StagedModel(chunks, schedule_of(PipelineShape.of(config)).stage_of, context.pp)
         return generate(model, PROMPTS, max_new_tokens=6, sampling=Sampling(seed=3))
 
     return world.run(work)

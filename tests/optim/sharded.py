@@ -72,9 +72,7 @@ def trained(
         stage,
         bucket_size=bucket_size,
         persistence_threshold=5,
-        rule_reduces=rule.needs.reduces,
-        own_masters=rule.needs.in_use,
-        matrices_apart=rule.needs.matrices,
+        needs=rule.needs,
     )
     store = build_store(units, policy, context)
     parallel, optimizer = DataParallel(units, store, policy, context), Optimizer(store, rule, context, 0.0)

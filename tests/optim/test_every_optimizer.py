@@ -62,7 +62,7 @@ class Run:
         for param, spec in zip(self.params, specs, strict=True):
             param.spec = spec
         units = [Unit(0, nn.Module(), (param,)) for param in self.params]
-        policy = make_policy(stage, bucket_size=25, matrices_apart=rule.needs.matrices)
+        policy = make_policy(stage, bucket_size=25, needs=rule.needs)
         groups = {id(p): GROUPS[spec.name] for p, spec in zip(self.params, specs, strict=True)}
         store = build_store(units, policy, context, groups=groups)
         self.parallel = DataParallel(units, store, policy, context)

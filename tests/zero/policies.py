@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from megazero.optim.rule import Needs
 from megazero.zero.policy import Codes, GatherPolicy, StateDtypes, ZeroPolicy
 
 # Name in a test -> the part of the policy, and the name there.
@@ -14,10 +13,8 @@ PARTS = {
     **{f"{name}_dtype": ("dtypes", name) for name in ("reduce", "accumulation", "main")},
     **{"weight_codes": ("codes", "weights"), "gradient_codes": ("codes", "gradients")},
     "rounding_seed": ("codes", "rounding_seed"),
-    **{"rule_reduces": ("needs", "reduces"), "own_masters": ("needs", "in_use")},
-    "matrices_apart": ("needs", "matrices"),
 }
-KINDS = {"gathers": GatherPolicy, "dtypes": StateDtypes, "codes": Codes, "needs": Needs}
+KINDS = {"gathers": GatherPolicy, "dtypes": StateDtypes, "codes": Codes}
 
 
 def make_policy(stage: int = 0, **settings: Any) -> ZeroPolicy:

@@ -125,7 +125,7 @@ def test_traffic_is_the_momentum_over_the_replicas_and_the_slices(stage):
     context = recording_context(ProcessGrid(dp=2, tp=2), 0, log, "cpu")
     param = parameter("weight", [[1.0] * 4] * 4)
     param.spec = matrix("weight", (8, 4), Cut(0, "tp"))
-    _, _, store = store_of([param], context, stage, matrices_apart=True)
+    _, _, store = store_of([param], context, stage, needs=Muon().needs)
     optimizer = Optimizer(store, Muon(), context, 0.0)
     log.clear()
     optimizer.step(0.1, 0.0, norm=1.0)

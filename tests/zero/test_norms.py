@@ -26,6 +26,7 @@ from tests.zero.harness import in_threads
 from tests.zero.policies import make_policy
 
 SLICED = (Cut(0, "tp"),)
+SUMMING = SelfSumming.needs
 
 
 def parameter(name: str, values: list[float], **traits) -> nn.Parameter:
@@ -175,7 +176,7 @@ def train(rule, context, stage: int = 0, **changes):
 
 
 def test_a_rule_that_sums_gradients_itself_finds_them_unsummed():
-    own = in_threads(2, lambda context: train(SelfSumming(0.9), context, rule_reduces=True))
+    own = in_threads(2, lambda context: train(SelfSumming(0.9), context, needs=SUMMING))
     comm_hook = in_threads(2, lambda context: train(Sgd(0.9), context))
     assert [weights for _, weights in own] == [weights for _, weights in comm_hook]
     # The whole is (1 + 2) / 4 in each of three elements; the replicas' estimates are twice 1/4 and twice 2/4.
@@ -191,7 +192,7 @@ def math_norm(values: list[float]) -> float:
 def test_the_wire_carries_nothing_for_such_a_rule():
     log = TrafficLog()
     context = recording_context(ProcessGrid(dp=2), 0, log, "cpu")
-    train(Sgd(), context, rule_reduces=True)
+    train(Sgd(), context, needs=SUMMING)
     calls = {name: n for (name, operation), n in log.calls.items()}
     assert sum(calls.values()) == 2, "the norm of each step"
 
@@ -200,9 +201,9 @@ def test_the_wire_carries_nothing_for_such_a_rule():
     ("changes", "message"),
     [
         ({}, "`needs.reduces` of the ZeRO policy must be true for SelfSumming"),
-        ({"stage": 1, "rule_reduces": True}, "`stage` must be 0 for SelfSumming"),
+        ({"stage": 1, "needs": SUMMING}, "`stage` must be 0 for SelfSumming"),
         (
-            {"rule_reduces": True, "accumulation_dtype": torch.bfloat16},
+            {"needs": SUMMING, "accumulation_dtype": torch.bfloat16},
             "`accumulation_dtype` must be fp32 for SelfSumming.* but is torch.bfloat16",
         ),
     ],

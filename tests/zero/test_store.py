@@ -129,8 +129,7 @@ def made_of_matrices() -> Zoo:
 )
 def test_rules_with_needs_can_be_visited_bucket_after_bucket(rule, stages, kinds):
     for stage in stages:
-        needs = rule.needs
-        settings = policy(stage, rule_reduces=needs.reduces, matrices_apart=needs.matrices)
+        settings = policy(stage, needs=rule.needs)
         trained = [
             in_threads(
                 2,
@@ -145,10 +144,9 @@ def test_rules_with_needs_can_be_visited_bucket_after_bucket(rule, stages, kinds
 
 
 def test_a_rule_that_sums_gradients_itself_is_refused_with_state_elsewhere():
+    settings = policy(0, needs=SelfSumming.needs)
     with pytest.raises(ConfigError, match="must keep state on the device with SelfSumming"):
-        Trainer(
-            Zoo(), zoo_loss, policy(0, rule_reduces=True), solo_context(), kind=on_host, rule=SelfSumming()
-        )
+        Trainer(Zoo(), zoo_loss, settings, solo_context(), kind=on_host, rule=SelfSumming())
 
 
 @EVERY_STORE

@@ -65,11 +65,9 @@ def _with_weight_codes(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHook:
 
 def _with_second_partition(comm_hook: CommHook, bucket: _BucketTraffic) -> CommHook:
     sharded = bucket.layout.row.shard_params and bucket.key.replicas == "replica"
-    return (
-        NodeCommHook(comm_hook, bucket.context.node)
-        if bucket.policy.gathers.hpz > 1 and sharded
-        else comm_hook
-    )
+    if bucket.policy.gathers.hpz == 1 or not sharded:
+        return comm_hook
+    return NodeCommHook(comm_hook, bucket.context.node)
 
 
 # Each puts another hook around the one given, if the bucket has use for it; from the inside out.

@@ -50,11 +50,7 @@ def answers_on(layout: Layout, **arguments) -> list[list[list[int]]]:
     def work(rank: int) -> list[list[int]]:
         context = thread_context(world, grid, rank)
         chunks = build_chunks(config, vocabulary, context, context.device)
-        staged = StagedModel(
-            chunks,
-            schedule_of(PipelineShape.of(config)).stage_of,
-            context.pp,
-        )
+        staged = StagedModel(chunks, schedule_of(PipelineShape.of(config)).stage_of, context.pp)
         return answer(staged, SOURCES, start=0, end=1, max_new_tokens=NEW, **arguments)
 
     return world.run(work)

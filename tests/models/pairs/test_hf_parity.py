@@ -112,10 +112,8 @@ def test_ten_steps_equal_transformers_and_adamw(kind):
     for _ in range(10):
         step = plan.at(state.progress)
         batches = micro_batches(config, context, step)
-        counted, loss = (
-            sum(batch.decoder.learnt.counted for batch in batches),
-            torch.zeros((), dtype=torch.float64),
-        )
+        counted = sum(batch.decoder.learnt.counted for batch in batches)
+        loss = torch.zeros((), dtype=torch.float64)
         for batch in batches:
             attends = None if batch.mask is None else batch.mask[:, 0, 0].long()
             logits = theirs(

@@ -41,11 +41,6 @@ def values(spec: ParamSpec, step: int, replica: int = 0) -> Tensor:
     return drawn
 
 
-def policy_of(rule: UpdateRule) -> dict[str, bool]:
-    """What a rule needs of a policy."""
-    return {"rule_reduces": rule.needs.reduces, "own_masters": rule.needs.in_use}
-
-
 class Run:
     """Some parameters and their optimizer on one rank."""
 
@@ -55,7 +50,7 @@ class Run:
         for param, spec in zip(self.params, SPECS, strict=True):
             param.spec = spec
         units = [Unit(0, nn.Module(), (param,)) for param in self.params]
-        policy = make_policy(0, bucket_size=bucket_size, **policy_of(rule))
+        policy = make_policy(0, bucket_size=bucket_size, needs=rule.needs)
         store = build_store(units, policy, context)
         self.parallel = DataParallel(units, store, policy, context)
         self.optimizer = Optimizer(store, rule, context, clip)
