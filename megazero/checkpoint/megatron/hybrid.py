@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megazero.checkpoint.hf.state_space import mixer
 from megazero.checkpoint.megatron.latent import UNSET
+from megazero.checkpoint.megatron.weights import Weights
 from megazero.checkpoint.naming import TensorRule
 from megazero.config.tree.model import ModelConfig
 
@@ -32,8 +33,6 @@ _LETTERS = MappingProxyType({"gates": "z", "inputs": "x", "writing": "B", "readi
 _CONVOLVED = ("x", "B", "C")
 _KIND = re.compile(r", (\w+)$")
 _FUSED = re.compile(r"(.*\.mixer\.)(in_proj\.weight|conv1d\.(?:weight|bias))")
-
-Weights = Mapping[str, Tensor]
 
 
 def in_layers(letters: str) -> Callable[[ModelConfig, int], bool]:

@@ -112,7 +112,7 @@ def test_refused_by_family(argv: str, says: str) -> None:
 def test_beside_a_file_that_is_not_read_nothing_is_missing() -> None:
     """Seven sentences on what must be set followed, of settings that the file has."""
     with pytest.raises(ConfigError) as caught:
-        parse_config("--yaml-cfg gpt.yaml --split 949,50,1 --eval-iters a".split(), world_size=4)
+        parse_config(["--yaml-cfg", "gpt.yaml", "--split", "949,50,1", "--eval-iters", "a"], world_size=4)
     assert caught.value.violations == [
         "`--yaml-cfg gpt.yaml` is not accepted: Megatron-LM's files of settings are not read; give the "
         "settings as flags, or by their names here in a file with `--config`.",
