@@ -73,12 +73,10 @@ def check_described(
         raise _refusal(
             where, f"`moe_layer_freq` is of {len(pattern)} layers, and there are {model.num_layers}"
         )
-    windowed = model.window_attn_skip_freq or (1,)
-    if len(windowed) not in (1, model.num_layers):
-        raise _refusal(
-            where,
-            f"`window_attn_skip_freq` is of {len(windowed)} layers, and there are {model.num_layers}",
-        )
+    for name in ("window_attn_skip_freq", "no_rope_freq"):
+        marks = getattr(model, name) or (1,)
+        if len(marks) not in (1, model.num_layers):
+            raise _refusal(where, f"`{name}` is of {len(marks)} layers, and there are {model.num_layers}")
     if model.layer_parts is not None and len(model.layer_parts) != model.num_layers:
         raise _refusal(where, f"its pattern is of other than {model.num_layers} layers")
     if len(model.num_experts) not in (0, 1, model.expert_places):

@@ -117,6 +117,9 @@ def _all_flags() -> dict[str, Flag]:
 FLAGS: Mapping[str, Flag] = MappingProxyType(_all_flags())
 """Every flag of the tree: name -> Flag."""
 
+_FILE_OF_SETTINGS = "--yaml-cfg"
+"""A refused flag beside which no field is known to be missing or wrong."""
+
 _SPELLINGS: Mapping[str, str] = MappingProxyType(
     {dashed(name): name for name in (*FOREIGN_FLAGS, *FLAGS, *COMMANDS, "-h")}
 )
@@ -190,6 +193,8 @@ def _read_flag(result: Scan, name: str, inline: list[str], following: list[str])
             result.ignored.append(outcome)
         else:
             result.problems.append(outcome)
+            if name == _FILE_OF_SETTINGS:
+                result.broken |= FIELD_BY_PATH.keys()
         return taken
     result.unread.unknown.add(result.problems, partial(_unknown, name))
     return len(following)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from megazero.data.index_build import (
 from megazero.data.index_check import gpt_index_fault
 from megazero.data.indexed.reader import IndexedDataset
 from megazero.data.native import NATIVE
-from megazero.data.prepared import check_prepared, prepared_index
+from megazero.data.prepared import check_prepared, digest_of, prepared_index
 from megazero.data.sample_numbers import sample_numbers
 from megazero.errors import DataError
 
@@ -109,6 +110,7 @@ class GPTDataset(SampleDataset):
         self.settings = settings
         self.name = name
         self._ids = sequence_ids
+        self._prepared = prepared
         if prepared is not None:
             self.index, epochs = prepared_index(prepared, len(sequence_ids), indexed.prefix)
             self.plan = self._plan(None, epochs)
@@ -160,7 +162,13 @@ class GPTDataset(SampleDataset):
             "samples": plan.samples,
             "separate_last": plan.separate_last,
             "seed": self.settings.seed,
+            **self._prepared_as,
         }
+
+    @cached_property
+    def _prepared_as(self) -> dict[str, object]:
+        """The part of the description that a prepared index adds: a digest of its arrays."""
+        return {} if self._prepared is None else {"prepared": digest_of(*vars(self.index).values())}
 
     def _plan(self, num_samples: int | None, epochs: int | None) -> SamplePlan:
         lengths, ids = self.indexed.lengths, self._ids

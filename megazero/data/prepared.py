@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,3 +50,11 @@ def read_prepared(path: str) -> np.ndarray:
             f"a prepared index must be a .npy file, but {path} cannot be read ({error})."
         ) from error
     return array
+
+
+def digest_of(*arrays: np.ndarray) -> str:
+    """A hash of the arrays of an index, which the description of its samples has."""
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

@@ -63,11 +63,13 @@ def interleaved(stages: int, microbatches: int, chunks_per_stage: int, group: in
     """
     size = group or stages
     if not fills_groups(stages, microbatches, size):
-        needed = f"groups of {size} with a rest of none or at least" if group else "a multiple of"
+        needed = f"fill groups of {size}, none smaller than" if group else "be a multiple of"
+        fitting = f"the groups {stages}"
+        if size >= stages:
+            fitting = f"them {size * max(1, round(microbatches / size))}"
         raise ConfigError(
-            f"The micro-batches of a step must be {needed} the pipeline stages ({stages}) for the "
-            f"interleaved schedule, but are {microbatches}; make them "
-            f"{size * max(1, round(microbatches / size))}, or choose 1f1b or zb-v"
+            f"The micro-batches of a step must {needed} the pipeline stages ({stages}) for the interleaved "
+            f"schedule, but are {microbatches}; make {fitting}, or choose 1f1b or zb-v"
         )
     actions = []
     for stage in range(stages):

@@ -13,6 +13,7 @@ from megazero.data.bert.dataset import BERTDataset, BERTSettings
 from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
 from megazero.data.indexed.reader import open_indexed
+from megazero.data_efficiency.analyzed import AnalyzedDataset
 from megazero.errors import DataError
 from tests.data.bert.golden import WORDS, golden_corpus
 from tests.data.corpora import write_lengths
@@ -41,6 +42,11 @@ def test_its_samples_are_in_the_order_of_the_files(indexed, tmp_path):
     for number in range(len(built)):
         np.testing.assert_array_equal(read[number]["tokens"], built[number]["tokens"])
     other = GPTDataset(indexed, range(5), 20, SETTINGS)
+    # Sample numbers of an analysis are those of one order alone.
+    with pytest.raises(DataError, match="`m` must be of the dataset that is trained on .* prepared was None"):
+        AnalyzedDataset.of(other).check(AnalyzedDataset.of(read), "m")
+    again = GPTDataset(indexed, range(5), 20, SETTINGS, prepared=files(tmp_path, built))
+    assert again.description == read.description
     assert any((read[number]["tokens"] != other[number]["tokens"]).any() for number in range(20))
 
 

@@ -275,9 +275,11 @@ def test_sizes_that_a_kind_cannot_have_are_refused_with_a_remedy(arguments, mess
 
 
 def test_groups_that_do_not_come_out_are_refused_with_a_remedy():
-    said = r"groups of 5 with a rest of none or at least the pipeline stages \(4\) .* but are 7; make them 5"
+    said = r"must fill groups of 5, none smaller than the pipeline stages \(4\) .* but are 7; make them 5"
     with pytest.raises(ConfigError, match=said):
         build_schedule("interleaved", 4, 7, 2, group=5)
+    with pytest.raises(ConfigError, match="but are 8; make the groups 4, or choose"):
+        build_schedule("interleaved", 4, 8, 2, group=2)  # no other number of micro-batches would do
 
 
 def test_chunks_per_stage_where_none_are_given():

@@ -88,6 +88,7 @@ def test_every_model_is_described_by_itself_and_not_by_much_larger_ones(name):
     ("changes", "words"),
     [
         ({"moe_layer_freq": (0, 1)}, "`moe_layer_freq` is of 2 layers, and there are 4"),
+        ({"no_rope_freq": (1, 0, 0)}, "`no_rope_freq` is of 3 layers, and there are 4"),
         ({"num_experts": (2, 8, 8)}, "`num_experts` is of 3 layers, and 2 have experts"),
         ({"moe_ffn_hidden_size": WIDE}, f"`moe_ffn_hidden_size` makes {WIDE}, and none has more than"),
         ({"moe_shared_expert_intermediate_size": WIDE}, "`moe_shared_expert_intermediate_size` makes"),

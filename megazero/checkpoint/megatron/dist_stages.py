@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import MappingProxyType
@@ -23,11 +24,11 @@ from torch import Tensor
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.dialects import core_name
 from megazero.checkpoint.megatron.dist_file import SavedArray, read_array, read_metadata
-from megazero.checkpoint.megatron.expert_files import Weights
 from megazero.checkpoint.megatron.folder import Files
 from megazero.checkpoint.megatron.inventory import IN_USE, Inventory, SavedTensor, TensorRecord
 from megazero.checkpoint.megatron.settings import with_grouped_mlp
 from megazero.checkpoint.megatron.stages import Header, Opened, read_header
+from megazero.checkpoint.megatron.weights import Lazy, Weights
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
 from megazero.regular_file import read_regular_text
@@ -113,26 +114,16 @@ class DistStages(Opened):
 
     def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
         """The only model chunk, with the only rank's tensors."""
-        return {"model": (_Lazy(self._slots, self.files.folder),)}
+        return {
+            "model": (
+                Lazy({place: partial(_whole, self.files.folder, s) for place, s in self._slots.items()}),
+            )
+        }
 
 
-class _Lazy(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for."""
-
-    def __init__(self, slots: Mapping[str, _Slot], folder: Path):
-        self._slots = slots
-        self._folder = folder
-
-    def __getitem__(self, name: str) -> Tensor:
-        slot = self._slots[name]
-        halves = [_read(self._folder, slot, array) for _, array in sorted(slot.arrays.items())]
-        return torch.cat(halves) if len(halves) > 1 else halves[0]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
+def _whole(folder: Path, slot: _Slot) -> Tensor:
+    halves = [_read(folder, slot, array) for _, array in sorted(slot.arrays.items())]
+    return torch.cat(halves) if len(halves) > 1 else halves[0]
 
 
 def _read(folder: Path, slot: _Slot, array: SavedArray) -> Tensor:

@@ -9,10 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from megazero.checkpoint.megatron.dialects import EXPERT
+from megazero.checkpoint.megatron.weights import Weights
 from megazero.errors import CheckpointError
-
-Weights = Mapping[str, Tensor]
-"""The tensors of one model chunk on one rank, by their names there."""
 
 _NUMBERED = re.compile(r"(.*mlp\.experts\.)(linear_fc[12]\.(?:weight|bias))(\d+)")
 _TOGETHER = re.compile(r"(.*mlp\.experts\.)weight([12])")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megazero.checkpoint.hf.state_space import mixer
 from megazero.checkpoint.megatron.latent import UNSET
+from megazero.checkpoint.megatron.weights import Weights
 from megazero.checkpoint.naming import TensorRule
 from megazero.config.tree.model import ModelConfig
 
@@ -29,10 +30,9 @@ _EPSILON = 1e-5
 """What the norms in Core's mixers have, whatever the others have."""
 
 _LETTERS = MappingProxyType({"gates": "z", "inputs": "x", "writing": "B", "reading": "C", "steps": "dt"})
+_CONVOLVED = ("x", "B", "C")
 _KIND = re.compile(r", (\w+)$")
 _FUSED = re.compile(r"(.*\.mixer\.)(in_proj\.weight|conv1d\.(?:weight|bias))")
-
-Weights = Mapping[str, Tensor]
 
 
 def in_layers(letters: str) -> Callable[[ModelConfig, int], bool]:
@@ -73,28 +73,31 @@ def kind_by_kind(weights: Weights) -> Weights:
     out: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         match = _FUSED.fullmatch(name)
-        sizes = None if match is None else _rows(weights, match[1])
-        mixed = match is not None and match[2].startswith("conv1d")
-        if sizes is None or tensor.dim() == 0 or tensor.shape[0] != sum(sizes[1:4] if mixed else sizes):
+        rows = _rows(weights, match[1]) if match else {}
+        if match and match[2].startswith("conv1d"):
+            rows = {kind: rows[kind] for kind in _CONVOLVED if rows}
+        if not rows or tensor.dim() == 0 or tensor.shape[0] != sum(rows.values()):
             out[name] = tensor
             continue
-        kinds = ("x", "B", "C") if mixed else tuple(_LETTERS.values())
-        pieces = tensor.split(sizes[1:4] if mixed else sizes)
-        out |= {f"{name}.{kind}": piece for kind, piece in zip(kinds, pieces, strict=True)}
+        pieces = tensor.split([*rows.values()])
+        out |= {f"{name}.{kind}": piece for kind, piece in zip(rows, pieces, strict=True)}
     return out
 
 
-def _rows(weights: Weights, prefix: str) -> list[int] | None:
-    """Rows of z, x, B, C and dt on this rank; None of tensors that make no mixer."""
+def _rows(weights: Weights, prefix: str) -> dict[str, int]:
+    """How many rows of each kind, by letter, this rank has; none of tensors that make no mixer."""
     names = ("in_proj.weight", "conv1d.bias", "A_log")
     rows = [
         weights[prefix + n].shape[0] for n in names if prefix + n in weights and weights[prefix + n].dim()
     ]
     if len(rows) < len(names):
-        return None
+        return {}
     made, mixed, heads = rows
     width = made - mixed - heads
-    return None if width < 1 or mixed <= width else [width, width, *[(mixed - width) // 2] * 2, heads]
+    if not 1 <= width < mixed:
+        return {}
+    vectors = (mixed - width) // 2
+    return dict(zip(_LETTERS.values(), (width, width, vectors, vectors, heads), strict=True))
 
 
 def is_hybrid(names: Collection[str], arguments: Mapping[str, Any]) -> bool:
@@ -122,9 +125,11 @@ def hybrid_settings(names: Collection[str], arguments: Mapping[str, Any]) -> dic
         raise ValueError(f"`moe_layer_freq` is {freq!r}, which hybrids ignore (unset it)")
     if arguments.get("position_embedding_type") == "yarn":
         raise ValueError("`position_embedding_type` is 'yarn', which hybrids ignore (say 'none')")
-    pattern = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern")
+    pattern = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
+    if not isinstance(pattern, str):
+        raise ValueError(f"`hybrid_layer_pattern` is {pattern!r}, which is no text")
     epsilon = arguments.get("layernorm_epsilon") or arguments.get("norm_epsilon") or _EPSILON
-    mixers = "M" in (pattern or "") or any(".mixer." in name for name in names)
+    mixers = "M" in pattern or any(".mixer." in name for name in names)
     if epsilon != _EPSILON and mixers:
         raise ValueError(f"`layernorm_epsilon` is {epsilon!r} beside mixers, whose norms have {_EPSILON}")
     fields: dict[str, Any] = {"is_hybrid_model": True}

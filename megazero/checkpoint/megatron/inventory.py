@@ -20,9 +20,9 @@ from megazero.checkpoint.megatron.dialects import (
     layer_of,
     moved,
 )
-from megazero.checkpoint.megatron.expert_files import Weights
 from megazero.checkpoint.megatron.names import Sliced, held_whole
 from megazero.checkpoint.megatron.stages import Opened, Stages
+from megazero.checkpoint.megatron.weights import Weights
 from megazero.checkpoint.naming import Link
 from megazero.errors import CheckpointError
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.dialects import BLOCK, EXPERT, HEAD, LAYER, WORD
@@ -298,10 +299,7 @@ def rules(checkpoint_version: float) -> tuple[Sliced, ...]:
 
 def _of_parts(sliced: Sliced) -> Sliced:
     """The same for layers that have the part which the tensor belongs to."""
-    part = sliced.rule.ours.removeprefix("layers.{i}.").partition(".")[0]
-    if part == "mlp_norm":
-        return replace(sliced, rule=replace(sliced.rule, when=_both(sliced.rule.when)))
-    present = {"attention": in_layers("*"), "input_norm": in_layers("*"), "mlp": in_layers("-E")}.get(part)
+    present = _PRESENT.get(sliced.rule.ours.removeprefix("layers.{i}.").partition(".")[0])
     if present is None:
         return sliced
     layer = sliced.rule.layer
@@ -310,8 +308,14 @@ def _of_parts(sliced: Sliced) -> Sliced:
     )
 
 
-def _both(when: Callable[[ModelConfig], bool]) -> Callable[[ModelConfig], bool]:
-    return lambda model: with_both(model) and when(model)
+_PRESENT: Mapping[str, Callable[[ModelConfig, int], bool]] = MappingProxyType(
+    {
+        **dict.fromkeys(("attention", "input_norm"), in_layers("*")),
+        "mlp": in_layers("-E"),
+        "mlp_norm": lambda model, _: with_both(model),
+    }
+)
+"""Part of a layer -> whether a layer has it."""
 
 
 def links_of(

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint.megatron.dialects import prefix_of_layer_file
-from megazero.checkpoint.megatron.expert_files import Weights, experts_moved, one_by_one
+from megazero.checkpoint.megatron.expert_files import experts_moved, one_by_one
 from megazero.checkpoint.megatron.folder import Files, Form
 from megazero.checkpoint.megatron.hybrid import kind_by_kind
 from megazero.checkpoint.megatron.pickles import Inert, PositionEmbedding, load_pickle
 from megazero.checkpoint.megatron.rank_optimizer import DISTRIBUTED, parameters_of, read_states
-from megazero.checkpoint.megatron.zero_files import Lazy, check_masters, read_zero
-from megazero.checkpoint.megatron.zero_states import Joined
+from megazero.checkpoint.megatron.weights import Lazy, Load, Weights
+from megazero.checkpoint.megatron.zero_files import check_masters, read_zero
 from megazero.errors import CheckpointError
 
 _MODEL = re.compile(r"model\d*")
@@ -179,12 +179,12 @@ class Stages(Opened):
         (stage,) = (s for s in self.files.stages if path in s)
         rank, ranks = stage.index(path), self.files.tensor_ranks
         number = re.search(r"layer_0*(\d+)", path.name)
-        states: dict[str, dict[str, Joined]] = {}
+        states: dict[str, dict[str, Load]] = {}
         for holder in self.files.ranks[rank::ranks]:
             if holder not in self._zero:
                 self._zero[holder] = self._zero_of(holder, self._load(holder))
             for kind, tensors in self._zero[holder].items():
-                for name, pieces in tensors.pieces.items():
+                for name, load in tensors.loads.items():
                     place, _, plain = name.removeprefix("module.").partition(".")
                     if place == "tied_modules":
                         mine = "word_embeddings.weight" in weights
@@ -192,7 +192,7 @@ class Stages(Opened):
                     else:
                         mine = number is not None and place == number[1]
                     if mine and plain in weights:
-                        states.setdefault(kind, {}).setdefault(prefix + plain, pieces)
+                        states.setdefault(kind, {}).setdefault(prefix + plain, load)
         joined = {kind: Lazy(of) for kind, of in states.items()}
         check_masters(path, joined, {prefix + name: tensor for name, tensor in weights.items()})
         return joined

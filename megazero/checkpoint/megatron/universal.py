@@ -19,11 +19,11 @@ from typing import Any
 from torch import Tensor
 
 from megazero.checkpoint.megatron.dialects import core_name, prefix_of_layer_file
-from megazero.checkpoint.megatron.expert_files import Weights
 from megazero.checkpoint.megatron.folder import UNIVERSAL, Files
 from megazero.checkpoint.megatron.inventory import IN_USE, Inventory, SavedTensor, TensorRecord
 from megazero.checkpoint.megatron.pickles import KEPT, load_pickle
 from megazero.checkpoint.megatron.stages import Header, Opened, numbers_in, read_header
+from megazero.checkpoint.megatron.weights import Lazy, Load, Weights
 from megazero.checkpoint.megatron.zero_files import counts_of
 from megazero.errors import CheckpointError, DamagedCheckpointError
 
@@ -32,7 +32,8 @@ _MASTER, _STEP = "fp32", "step"
 _JOINED_BY_HALVES = "param_n_sub_params"
 _FIRST_LAYER = ".layers.0."
 
-Load = Callable[[Path], Any]
+Open = Callable[[Path], Any]
+"""Read one file."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class ParameterFile:
     value: Any
 
 
-def parameter_files(folder: Path, load: Load) -> Iterator[ParameterFile]:
+def parameter_files(folder: Path, load: Open) -> Iterator[ParameterFile]:
     """The files of all parameters in a checkpoint's folder ``zero``.
 
     Raises:
@@ -61,14 +62,14 @@ def parameter_files(folder: Path, load: Load) -> Iterator[ParameterFile]:
             yield _of_file(path, load)
 
 
-def _of_file(path: Path, load: Load) -> ParameterFile:
+def _of_file(path: Path, load: Open) -> ParameterFile:
     content = load(path)
     # Stage 3 writes tensors alone, the others a dictionary around them.
     facts = content if isinstance(content, Mapping) and "param" in content else {"param": content}
     return ParameterFile(path.parent.name, path.stem, facts, facts["param"])
 
 
-def optimizer_facts(folder: Path, load: Load) -> Mapping[str, Any]:
+def optimizer_facts(folder: Path, load: Open) -> Mapping[str, Any]:
     """The optimizer's state beside tensors; none if it was not kept."""
     path = folder / _OPTIMIZER
     return load(path) if path.exists() else {}
@@ -95,8 +96,7 @@ class UniversalStages(Opened):
         self.headers: dict[Path, Header] = {path: read_header(path, inert) for path in files.ranks}
         folder = files.folder / UNIVERSAL
         load = partial(load_pickle, inert=tuple(inert), known=KEPT)
-        self._load = load
-        self._paths: dict[str, Path] = {}
+        self._tensors: dict[str, Load] = {}
         header = self.headers[files.ranks[0]]
         inventories: dict[str, dict[str, TensorRecord]] = defaultdict(dict)
         whole = _whole_names(path.name for path in folder.iterdir() if path.is_dir())
@@ -109,7 +109,8 @@ class UniversalStages(Opened):
                 _check_joined(folder, called, file, header)
                 kind = IN_USE if file.kind == _MASTER else file.kind
                 place = f"{kind}/{called}"
-                self._paths[place] = folder / file.parameter / f"{file.kind}.pt"
+                path = folder / file.parameter / f"{file.kind}.pt"
+                self._tensors[place] = partial(_tensor, path, load)
                 saved = SavedTensor(0, "model", place)
                 record = TensorRecord(saved, (tuple(file.value.shape),), (file.value.dtype,))
                 inventories[kind][called] = record
@@ -124,25 +125,13 @@ class UniversalStages(Opened):
 
     def chunks(self, stage: int) -> Mapping[str, tuple[Weights, ...]]:
         """The only model chunk, with the only rank's tensors."""
-        return {"model": (_Lazy(self._paths, self._load),)}
+        return {"model": (Lazy(self._tensors),)}
 
 
-class _Lazy(Mapping[str, Tensor]):
-    """Tensors by name, each read when it is asked for."""
-
-    def __init__(self, paths: Mapping[str, Path], load: Load):
-        self._paths, self._load = paths, load
-
-    def __getitem__(self, name: str) -> Tensor:
-        value = _of_file(self._paths[name], self._load).value
-        assert isinstance(value, Tensor), "it was one when the file was first opened"
-        return value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
+def _tensor(path: Path, load: Open) -> Tensor:
+    value = _of_file(path, load).value
+    assert isinstance(value, Tensor), "it was one when the file was first opened"
+    return value
 
 
 def _whole_names(names: Iterable[str]) -> dict[str, str]:

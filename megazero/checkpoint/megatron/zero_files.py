@@ -9,7 +9,7 @@ names them, in order::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,12 @@ from megazero.checkpoint.megatron.dialects import core_name
 from megazero.checkpoint.megatron.folder import ZERO_FILE
 from megazero.checkpoint.megatron.pickles import KEPT, Kept, load_pickle, parsed
 from megazero.checkpoint.megatron.rank_optimizer import MOMENTS
-from megazero.checkpoint.megatron.zero_states import Joined, Scale, cut_vector, group_state, vector_of
+from megazero.checkpoint.megatron.weights import Lazy, Load
+from megazero.checkpoint.megatron.zero_states import Scale, cut_vector, group_state, vector_of
 from megazero.checkpoint.part import WEIGHT
 from megazero.errors import CheckpointError
 
 _HELD = frozenset({"base_optimizer_state", "single_partition_of_fp32_groups"})
-
-
-class Lazy(Mapping[str, Tensor]):
-    """Tensors by name, each joined when it is asked for."""
-
-    def __init__(self, pieces: Mapping[str, Joined]):
-        self.pieces = pieces
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.pieces[name].whole()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.pieces)
-
-    def __len__(self) -> int:
-        return len(self.pieces)
 
 
 @dataclass(frozen=True)
@@ -83,7 +68,7 @@ def read_zero(folder: Path, rank: int, shapes: Any, inert: Sequence[str] = ()) -
 def _tensors(
     folder: Path, saved: Sequence[Mapping[str, Any]], shapes: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Lazy]:
-    tensors: dict[str, dict[str, Joined]] = {kind: {} for kind in (WEIGHT, *MOMENTS)}
+    tensors: dict[str, dict[str, Load]] = {kind: {} for kind in (WEIGHT, *MOMENTS)}
     for number, group in enumerate(shapes):
         named = {str(name): tuple(map(int, shape)) for name, shape in group.items()}
         gaps = (saved[0].get("param_alignment_paddings") or {number: ()})[number]
@@ -97,7 +82,7 @@ def _tensors(
                 )
             vectors[kind] = [state[kind] for state in states]
         for kind, slices in vectors.items():
-            tensors[kind] |= dict(cut_vector(slices, named, gaps))
+            tensors[kind] |= {name: joined.whole for name, joined in cut_vector(slices, named, gaps)}
     return {kind: Lazy(of) for kind, of in tensors.items()}
 
 

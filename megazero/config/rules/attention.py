@@ -24,7 +24,7 @@ def _whole_pattern(name: str, field: str, remedy: str) -> Rule:
         f"`{field}` must be one number above 1, or a 0 or 1 for each layer",
         f"correct it; an interval of 1 leaves no layer {remedy}",
         lambda c: _is_whole(c.config.model, field),
-        lambda c: f"there are {c.config.model.num_layers} layers",
+        lambda c: f"it has {len(getattr(c.config.model, field) or ())} items",
     )
 
 

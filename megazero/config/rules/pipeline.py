@@ -131,8 +131,8 @@ PIPELINE_RULES: tuple[Rule, ...] = (
         "interleaved_micro_batches",
         ("parallel.pipeline_schedule", _STAGES, _GROUP, "batch.micro_batch_size", "batch.global_batch_size"),
         "the number of micro-batches per step must be a multiple of `pipeline_model_parallel_size` with the "
-        "interleaved schedule, or come out in groups of "
-        "`microbatch_group_size_per_virtual_pipeline_stage` each at least as large as the stages are many",
+        "interleaved schedule, or fill groups of `microbatch_group_size_per_virtual_pipeline_stage`, none of "
+        "which has fewer of them than there are stages",
         "change a batch size or the groups, or leave out the virtual stages",
         _interleaved_rounds,
         lambda c: f"micro-batches per step: {', '.join(map(str, micro_batch_counts(c)))}",

@@ -53,6 +53,10 @@ class DataConfig(Section):
         None,
         "prepared sentences of the samples of a BERT's training, a Megatron's .npy, instead of an index that "
         "is built",
+        needs=(
+            "model.family=gpt,bert: sentences of a T5's samples cannot be read",
+            "model.family=gpt or mock_data=False: it is an index of files",
+        ),
     )
     train_doc_idx_path: str | None = option(
         None,

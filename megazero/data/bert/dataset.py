@@ -9,7 +9,6 @@ padding; the padding comes after them), `is_random` (1 if the segments are excha
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +24,7 @@ from megazero.data.blended import SampleDataset
 from megazero.data.build_report import BuildReport
 from megazero.data.cache import cached_arrays
 from megazero.data.indexed.reader import IndexedDataset
-from megazero.data.prepared import check_prepared, read_prepared
+from megazero.data.prepared import check_prepared, digest_of, read_prepared
 from megazero.data.sample_numbers import sample_numbers
 from megazero.errors import DataError
 
@@ -196,9 +195,7 @@ class BERTDataset(SampleDataset):
     @cached_property
     def _prepared_as(self) -> dict[str, object]:
         """The part of the description that a prepared map adds: a digest of its rows."""
-        if self._prepared is None:
-            return {}
-        return {"prepared": hashlib.blake2b(np.ascontiguousarray(self.rows).data, digest_size=16).hexdigest()}
+        return {} if self._prepared is None else {"prepared": digest_of(self.rows)}
 
     def _build(self) -> dict[str, np.ndarray]:
         lengths, plan = self.indexed.lengths, self.plan

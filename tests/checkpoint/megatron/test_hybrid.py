@@ -204,6 +204,7 @@ def test_distributed_there_and_back(tmp_path):
         ({"hybrid_override_pattern": "M*-MM-E"}, "`num_layers` is 8 beside a pattern of 7 letters"),
         ({"hybrid_override_pattern": "M*-MM-E*/M"}, "layers after `/` predict several tokens"),
         ({"hybrid_override_pattern": "M*-MM-EM"}, "must hold a model that megazero supports, but holds"),
+        ({"hybrid_override_pattern": 7}, "`hybrid_layer_pattern` is 7, which is no text"),
         ({"layernorm_epsilon": 1e-6}, "`layernorm_epsilon` is 1e-06 beside mixers, whose norms have 1e-05"),
         ({"qk_layernorm": True}, "`qk_layernorm` is True, which hybrids ignore in part"),
         ({"position_embedding_type": "yarn"}, "`position_embedding_type` is 'yarn', which hybrids ignore"),

@@ -9,6 +9,8 @@ import pytest
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.compat.rows import SYNONYMS
 from megazero.config.flags import FLAGS, scan
+from megazero.config.resolve import parse_config
+from megazero.errors import ConfigError
 from tests.config.compat.features import FEATURES
 
 ARITIES = dict(
@@ -105,6 +107,17 @@ def test_refused_by_family(argv: str, says: str) -> None:
     problems = scan(argv.split()).problems
     assert len(problems) == 1
     assert says in problems[0]
+
+
+def test_beside_a_file_that_is_not_read_nothing_is_missing() -> None:
+    """Seven sentences on what must be set followed, of settings that the file has."""
+    with pytest.raises(ConfigError) as caught:
+        parse_config(["--yaml-cfg", "gpt.yaml", "--split", "949,50,1", "--eval-iters", "a"], world_size=4)
+    assert caught.value.violations == [
+        "`--yaml-cfg gpt.yaml` is not accepted: Megatron-LM's files of settings are not read; give the "
+        "settings as flags, or by their names here in a file with `--config`.",
+        "`--eval-iters` must be an integer, but is `a`.",
+    ]
 
 
 @pytest.mark.parametrize(

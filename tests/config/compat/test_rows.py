@@ -38,7 +38,8 @@ def test_a_family_takes_no_flag_that_is_misspelled(argv: str) -> None:
         "--persist-momentum", "--swap-norms", "--fused-lr", "--no-fused-qkv-bias", "--dataloader-shuffle",
         "--mamba-conv-kernel", "--async-update-steps", "--bucket-by-length", "--ckpt-convert-formats",
         "--dataloader-inter-document-maskings", "--use-te-activation-funcs",
-        "--use-new-init", "--use-legacy-mlp",
+        "--use-new-init", "--use-legacy-mlp", "--quant-tp-comm-bits", "--tp-comm-fp8", "--local-sgd-replicas",
+        "--use-batch-statistics", "--swap-activation-function",
     ],
 )  # fmt: skip
 def test_a_family_takes_no_flag_that_may_change_numbers(name: str) -> None:

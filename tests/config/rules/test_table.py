@@ -175,3 +175,10 @@ def test_rules_on_unsound_fields_are_left_out() -> None:
 def test_a_data_path_is_prefixes_or_pairs(path, accepted):
     rule = next(rule for rule in RULES if rule.name == "blend_in_pairs")
     assert rule.holds(Case(make_config({"data.data_path": path}), WORLD)) is accepted
+
+
+def test_prepared_sentences_are_refused_where_they_would_not_be_read() -> None:
+    """A T5 and random text were trained with an index that is built, and said so at most in a note."""
+    for changes in ({"model.family": "t5"}, {"model.family": "bert", "data.mock_data": True}):
+        sentences = check(make_config({**changes, "data.train_idx_path": "rows.npy"}), 4)
+        assert [line for line in sentences if line.endswith("[rule needs_of_train_idx_path].")]
