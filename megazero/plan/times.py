@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 from megazero.pipeline.actions import Op, Schedule
 from megazero.pipeline.simulate import Costs, Timeline, simulate
@@ -35,12 +37,26 @@ class Duration:
         return Duration(*(getattr(self, f.name) * times for f in fields(self)))
 
 
+def exchanges(work: Iterable[Task]) -> Iterator[Task]:
+    """The work, with messages that are under way at once as one call: the ways there and back are two."""
+    for number, together in groupby(work, key=lambda part: part.number if isinstance(part, Call) else 0):
+        parts = list(together)
+        calls = [part for part in parts if isinstance(part, Call)]
+        if not number or len(calls) < 2:
+            yield from parts
+            continue
+        ways = Counter[str]()
+        for call in calls:
+            ways[call.operation] += call.nbytes
+        yield replace(calls[0], operation="exchange", nbytes=max(ways.values()))
+
+
 def duration_of(work: Iterable[Task], prices: Pricing) -> Duration:
     """The time of a rank's work: kernels one after the other, and so the calls of each group beside them."""
     clock = kernels = exposed = 0.0
     free: dict[str, float] = {}  # by group: when its last call ends
     ends: dict[int, tuple[float, float]] = {}  # by call: when it ends, and its time
-    for part in work:
+    for part in exchanges(work):
         if isinstance(part, Kernel):
             seconds = prices.kernel(part)
             clock, kernels = clock + seconds, kernels + seconds
@@ -61,19 +77,13 @@ def duration_of(work: Iterable[Task], prices: Pricing) -> Duration:
 def section_duration(section: Section, prices: Pricing) -> Duration:
     """The time of a section.
 
-    Where its kernels ran and were timed, on a CPU, calls add to it: the cores that would make them meanwhile
-    are those that compute. Of a call that is waited for later, this is the time that its bytes take; ranks
-    come together meanwhile.
+    Where its kernels ran and were timed, on a CPU, calls add to it, those that are waited for later as well:
+    the cores that would make them meanwhile are those that compute.
     """
     if section.seconds is None:
         return duration_of(section.work, prices)
-    calls = sum(_on_cores(call, prices) for call in section.work if isinstance(call, Call))
+    calls = sum(prices.call(call) for call in exchanges(section.work) if isinstance(call, Call))
     return Duration(section.seconds + calls, section.seconds, calls)
-
-
-def _on_cores(call: Call, prices: Pricing) -> float:
-    seconds = prices.call(call)
-    return seconds - prices.call(replace(call, nbytes=0)) if call.later else seconds
 
 
 def offloaded(stage: StagePlan, prices: Pricing) -> float:

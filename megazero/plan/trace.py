@@ -173,20 +173,32 @@ class Tracer(PeakOfOutputs, LaunchWatch):
         self._work.append(noted)
         return _Waited(self, noted.number) if call.async_op else DONE
 
-    def sent(self, transfer: Transfer, group: Group) -> None:
-        """Take note of a message. One between stages belongs to the program, not to a section."""
-        tensor, key = transfer.tensor, (transfer.kind, transfer.tag)
-        nbytes = tensor.numel() * tensor.element_size()
-        if transfer.kind == "recv":
-            with self.moving():
-                tensor.zero_()
+    def exchanged(self, transfers: Sequence[Transfer], group: Group) -> list[Work]:
+        """Take note of messages under way at once; returns what their caller may wait for.
+
+        Those between stages belong to the program, not to a section.
+        """
+        with self.moving():
+            for transfer in transfers:
+                if transfer.kind == "recv":
+                    transfer.tensor.zero_()
         if not self.watches:
-            return
-        if group.name != "pp":
+            return [DONE] * len(transfers)
+        if group.name == "pp":
+            for transfer in transfers:
+                self._passed(transfer)
+            return [DONE] * len(transfers)
+        self._calls += 1
+        for transfer in transfers:
+            nbytes = transfer.tensor.numel() * transfer.tensor.element_size()
             ends = (group.ranks[group.rank], group.ranks[transfer.peer])
-            self._work.append(Call(group.name, transfer.kind, nbytes, ends, later=True))
-            return
-        self.messages[key] = nbytes
+            self._work.append(Call(group.name, transfer.kind, nbytes, ends, later=True, number=self._calls))
+        return [_Waited(self, self._calls) for _ in transfers]
+
+    def _passed(self, transfer: Transfer) -> None:
+        """Take note of a message between stages."""
+        tensor, key = transfer.tensor, (transfer.kind, transfer.tag)
+        self.messages[key] = tensor.numel() * tensor.element_size()
         given = self.forget(tensor.untyped_storage(), partial(self._freed, key))
         if transfer.kind == "recv":
             return
@@ -243,9 +255,7 @@ class _TracedGroup(WrappingGroup):
         return self._tracer.called(call, self)
 
     def exchange(self, transfers: Sequence[Transfer]) -> list[Work]:
-        for transfer in transfers:
-            self._tracer.sent(transfer, self)
-        return self.inner.exchange(transfers)
+        return self._tracer.exchanged(transfers, self)
 
 
 def trace_rank(job: Job, rank: int, *, timed: bool = False) -> Trace:

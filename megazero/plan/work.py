@@ -40,7 +40,8 @@ class Call:
         nbytes: the payload, the larger side of the call.
         ranks: the members' world ranks, or the two of a message.
         later: whether the caller goes on, and waits for the result later.
-        number: counts the calls of a step, so that a `Wait` can name one.
+        number: counts the calls of a step, so that a `Wait` can name one; messages that are exchanged at
+            once share theirs.
     """
 
     group: str

@@ -12,8 +12,7 @@ from megazero.layers.compiled import compile_layers
 from megazero.mpu.context import solo_context
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
-from megazero.verify.run import run_in_threads
-from tests.equivalence.one_process import check
+from tests.equivalence.one_process import check_as_threads
 from tests.layouts.layout import Layout
 
 TRACED = {"compiled": "aot_eager", "samples": 4}
@@ -47,7 +46,7 @@ def forgotten():
     ids=lambda layout: layout.name,
 )
 def test_compiled_layers_train_like_one_process(layout):
-    check(run_in_threads(layout.config(), layout.grid), layout)
+    check_as_threads(layout)
     assert counters["stats"]["unique_graphs"] > 0
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.verify.run import run_in_world
-from tests.equivalence.one_process import Sweep, check, check_as_threads
+from tests.equivalence.one_process import Sweep, check_as_processes, check_as_threads
 from tests.layouts.layout import ATTENDS, DECODERS, ENCODERS, Layout
 from tests.layouts.selection import context_layouts
 
-SWEEP = Sweep(context_layouts, 63, 220, every=2, few_ranks=4)
+OWN = ("cp", "comm", "attends", "dropout", "packed", "documents", "experts", "ep")
+SWEEP = Sweep(context_layouts, 63, 220, every=3, few_ranks=4, own=OWN)
 
 
 def pytest_generate_tests(metafunc):
@@ -54,4 +54,4 @@ def test_the_selections_hold_every_pair_of_settings():
     ids=lambda layout: layout.name,
 )
 def test_processes_equal_one_process(pool, layout):
-    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
+    check_as_processes(pool, layout)

@@ -14,12 +14,13 @@ from megazero.config.training_plan import training_plan_of
 from megazero.mpu.context import solo_context
 from megazero.verify.compare import compare
 from megazero.verify.record import micro_batches
-from megazero.verify.run import run_in_threads, run_in_world
-from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
+from megazero.verify.run import run_in_threads
+from tests.equivalence.one_process import Sweep, check_as_processes, check_as_threads, serial
 from tests.layouts.layout import ENCODERS, Layout
 from tests.layouts.selection import encoder_layouts
 
-SWEEP = Sweep(encoder_layouts, 33, 120, every=3, few_ranks=2)
+OWN = ("shape", "dropout", "packed", "binary_head", "optimizer")
+SWEEP = Sweep(encoder_layouts, 17, 120, every=3, few_ranks=2, own=OWN)
 
 
 def pytest_generate_tests(metafunc):
@@ -129,4 +130,4 @@ def test_a_difference_is_seen(name):
 @pytest.mark.parametrize("shape", ENCODERS[1:])
 def test_processes_equal_one_process(pool, layout, shape):
     layout = Layout(**{**vars(layout), "shape": shape})
-    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
+    check_as_processes(pool, layout)

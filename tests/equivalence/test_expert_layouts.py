@@ -6,12 +6,13 @@ import pytest
 from torch import Tensor
 
 from megazero.verify.compare import compare
-from megazero.verify.run import run_in_threads, run_in_world
-from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
+from megazero.verify.run import run_in_threads
+from tests.equivalence.one_process import Sweep, check_as_processes, check_as_threads, serial
 from tests.layouts.layout import DECODERS, DRAWN_EXPERTS, ENCODERS, EXPERTS, Layout
 from tests.layouts.selection import expert_layouts
 
-SWEEP = Sweep(expert_layouts, 84, 160, every=2, few_ranks=2)
+OWN = ("experts", "ep", "etp", "dispatcher")
+SWEEP = Sweep(expert_layouts, 94, 160, every=3, few_ranks=2, own=OWN)
 
 
 def pytest_generate_tests(metafunc):
@@ -69,7 +70,7 @@ _FORCED = (
 @pytest.mark.parametrize("layout", _FORCED, ids=lambda settings: Layout(**settings).name)
 def test_random_logits_are_the_same_on_every_layout(layout):
     layout = Layout(experts="forced", **layout)
-    check(run_in_threads(layout.config(), layout.grid), layout)
+    check_as_threads(layout)
 
 
 @pytest.mark.parametrize("name", ["layers.1.mlp.router.weight", "layers.0.mlp.experts.down.weight"])
@@ -95,4 +96,4 @@ def test_a_difference_is_seen(name):
     ids=lambda layout: layout.name,
 )
 def test_processes_equal_one_process(pool, layout):
-    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
+    check_as_processes(pool, layout)

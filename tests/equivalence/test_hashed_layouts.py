@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megazero.verify.run import run_in_threads
-from tests.equivalence.one_process import check, serial
+from tests.equivalence.one_process import check_as_threads, serial
 from tests.layouts.layout import Layout
 
 HASHED = Layout(experts="hashed")
@@ -25,7 +24,7 @@ LAYOUTS = [
 def test_layout_equals_one_process(layout):
     assert not layout.broken_rules()
     layout = layout.brief
-    check(run_in_threads(layout.config(), layout.grid), layout)
+    check_as_threads(layout)
 
 
 def test_only_learned_choices_are_balanced():

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megazero.verify.compare import compare
-from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from tests.equivalence.one_process import check, serial
+from megazero.verify.run import run_alone, run_in_threads
+from tests.equivalence.one_process import check, check_as_processes, check_as_threads, serial
 from tests.layouts.layout import WIDTHS, Layout
 
 UNEVEN, HALVES = Layout(widths="uneven", layers=3), Layout(widths="halves", layers=4)
@@ -30,7 +30,7 @@ LAYOUTS = [
 def test_layout_equals_one_process(layout):
     assert not layout.broken_rules()
     layout = layout.brief
-    check(run_in_threads(layout.config(), layout.grid), layout)
+    check_as_threads(layout)
 
 
 def test_the_layouts_have_each_value_of_each_setting():
@@ -88,7 +88,7 @@ def test_ways_to_deal_layers_to_stages(partition):
     layout = replace(HALVES, pp=2)
     config = layout.config()
     parallel = config.parallel.model_copy(update={"pipeline_partition": partition})
-    check(run_in_threads(config.model_copy(update={"parallel": parallel}), layout.grid), layout)
+    check_as_threads(layout, config.model_copy(update={"parallel": parallel}))
 
 
 @pytest.mark.slow
@@ -101,4 +101,4 @@ def test_compiled_layers_learn_the_same():
 @pytest.mark.gloo
 def test_processes_equal_one_process(pool):
     layout = replace(HALVES, tp=2, zero=1, sequence_parallel=True)
-    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
+    check_as_processes(pool, layout)

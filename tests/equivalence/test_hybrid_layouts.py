@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from megazero.verify.compare import compare
-from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
+from megazero.verify.run import run_alone, run_in_threads
+from tests.equivalence.one_process import Sweep, check, check_as_processes, check_as_threads, serial
 from tests.layouts.layout import DECODERS, Layout
 from tests.layouts.selection import hybrid_layouts
 
-SWEEP = Sweep(hybrid_layouts, 42, 200, every=2, few_ranks=2)
+OWN = ("letters", "documents", "dropout", "experts", "ep")
+SWEEP = Sweep(hybrid_layouts, 39, 200, every=3, few_ranks=2, own=OWN)
 
 
 def pytest_generate_tests(metafunc):
@@ -76,7 +77,7 @@ def test_ways_to_deal_layers_to_stages(partition):
     layout = Layout(pp=2, layers=4, letters="MM*-")
     config = layout.config()
     parallel = config.parallel.model_copy(update={"pipeline_partition": partition})
-    check(run_in_threads(config.model_copy(update={"parallel": parallel}), layout.grid), layout)
+    check_as_threads(layout, config.model_copy(update={"parallel": parallel}))
 
 
 @pytest.mark.slow
@@ -89,4 +90,4 @@ def test_compiled_layers_learn_the_same():
 @pytest.mark.gloo
 def test_processes_equal_one_process(pool):
     layout = Layout(tp=2, zero=1, sequence_parallel=True, letters="M-*", layers=3, documents=True)
-    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
+    check_as_processes(pool, layout)

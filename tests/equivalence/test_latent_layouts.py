@@ -10,8 +10,7 @@ from megazero.layers.linear import RowParallelLinear
 from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of
 from megazero.verify.record import verification_engine
-from megazero.verify.run import run_in_threads
-from tests.equivalence.one_process import Sweep, check, check_as_threads
+from tests.equivalence.one_process import Sweep, check_as_threads
 from tests.layouts.layout import LATENT, Layout
 from tests.layouts.selection import latent_layouts
 
@@ -43,7 +42,7 @@ def test_the_selection_holds_every_pair_of_settings():
     ids=lambda layout: layout.name,
 )
 def test_further_tokens_are_part_of_the_model(layout):
-    check(run_in_threads(layout.config(), layout.grid), layout)
+    check_as_threads(layout)
 
 
 def test_layers_of_further_tokens_have_products_of_8_bits_too():

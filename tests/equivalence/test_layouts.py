@@ -12,12 +12,12 @@ import pytest
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.verify.compare import compare
 from megazero.verify.record import Record
-from megazero.verify.run import run_alone, run_in_threads, run_in_world
-from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
+from megazero.verify.run import run_in_threads
+from tests.equivalence.one_process import Sweep, check_as_processes, check_as_threads, serial
 from tests.layouts.layout import DECODERS, Layout
 from tests.layouts.selection import candidates, covering
 
-SWEEP = Sweep(candidates, 53, 200)
+SWEEP = Sweep(candidates, 37, 200)
 
 
 def run(layout: Layout) -> list[Record]:
@@ -64,21 +64,21 @@ def test_covering_takes_the_few_that_hold_all_pairs():
 )
 def test_dropout_is_the_same_on_every_layout(layout, shape):
     layout = Layout(dropout=0.2, micro_batch=2, shape=shape, **layout)
-    check(run(layout), layout)
+    check_as_threads(layout)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("hpz", [2, 4])
 def test_a_second_partition_within_a_node_changes_nothing(hpz, schedule):
     layout = Layout(dp=4, zero=3, hpz=hpz, schedule=schedule)
-    check(run(layout), layout)
+    check_as_threads(layout)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
 def test_gradient_accumulation(micro_batch):
     for layout in (Layout(zero=2), Layout(pp=2, zero=1)):
         layout = Layout(**{**vars(layout), "micro_batch": micro_batch})
-        check(run(layout) if layout.world_size > 1 else [run_alone(layout.config())], layout)
+        check_as_threads(layout)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_ways_to_recompute(recompute, schedule):
     layout = Layout(tp=2, pp=2, zero=1, schedule=schedule, layers=4)
     config = layout.config()
     kept = RecomputeConfig(granularity="full", **recompute)
-    check(run_in_threads(config.model_copy(update={"recompute": kept}), layout.grid), layout)
+    check_as_threads(layout, config.model_copy(update={"recompute": kept}))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_logits_that_are_never_whole(layout):
     layout = Layout(**layout)
     config = layout.config()
     kept = config.recompute.model_copy(update={"logits": True})
-    check(run_in_threads(config.model_copy(update={"recompute": kept}), layout.grid), layout)
+    check_as_threads(layout, config.model_copy(update={"recompute": kept}))
 
 
 @pytest.mark.parametrize("partition", ["parameters", "cost", "measured", "1,2", "type:Transformer"])
@@ -122,7 +122,7 @@ def test_ways_to_deal_layers_to_stages(partition):
     layout = Layout(pp=2, layers=3)
     config = layout.config()
     parallel = config.parallel.model_copy(update={"pipeline_partition": partition})
-    check(run_in_threads(config.model_copy(update={"parallel": parallel}), layout.grid), layout)
+    check_as_threads(layout, config.model_copy(update={"parallel": parallel}))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_ways_to_deal_layers_to_stages(partition):
 )
 def test_micro_batches_in_groups(layout):
     layout = Layout(**{"schedule": "interleaved", "virtual": 2, "layers": 4, **layout})
-    check(run(layout), layout)
+    check_as_threads(layout)
 
 
 def test_dropout_does_something():
@@ -160,7 +160,7 @@ def test_overlap_and_bucket_sizes_change_nothing(zero):
         Layout(tp=2, dp=2, zero=zero, overlap=o, bucket_size=b) for o, b in [(0, 3000), (1, 1), (1, 10**9)]
     ]
     for layout in layouts:
-        check(run(layout), layout)
+        check_as_threads(layout)
 
 
 @pytest.mark.parametrize("broken", ["losses", "grad_norms", "gradients", "weights"])
@@ -210,4 +210,4 @@ def test_a_tied_copy_that_differs_in_one_bit_is_seen():
     ids=lambda layout: layout.name,
 )
 def test_processes_equal_one_process(pool, layout):
-    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
+    check_as_processes(pool, layout)

@@ -10,14 +10,14 @@ from megazero.config.training_plan import training_plan_of
 from megazero.mpu.context import solo_context
 from megazero.verify.compare import compare
 from megazero.verify.record import micro_batches
-from megazero.verify.run import run_in_threads, run_in_world
+from megazero.verify.run import run_in_threads
 from proofs.reshard_sweep import Case
 from proofs.reshard_sweep import check as resharded
-from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
+from tests.equivalence.one_process import Sweep, check_as_processes, check_as_threads, serial
 from tests.layouts.layout import PAIRS, Layout
 from tests.layouts.selection import pair_layouts
 
-SWEEP = Sweep(pair_layouts, 14, 120, every=0, few_ranks=2)
+SWEEP = Sweep(pair_layouts, 14, 120, every=0, few_ranks=2, own=("shape",))
 
 
 def pytest_generate_tests(metafunc):
@@ -44,7 +44,7 @@ def test_the_selections_hold_every_setting_and_every_pair_of_them():
         "optimizer": {"adam", "lamb"},
     }
     SWEEP.few_have(expected)
-    SWEEP.holds_every_pair(expected, least=120, slow=True)
+    SWEEP.holds_every_pair(expected, least=120)
 
 
 def test_what_the_samples_are():
@@ -106,4 +106,4 @@ def test_a_checkpoint_of_one_layout_is_continued_on_others(tmp_path, shape):
     ids=lambda layout: layout.name,
 )
 def test_processes_equal_one_process(pool, layout):
-    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
+    check_as_processes(pool, layout)

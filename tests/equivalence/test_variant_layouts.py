@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.verify.run import run_alone, run_in_world
-from tests.equivalence.one_process import Sweep, check, check_as_threads, serial
+from megazero.verify.run import run_alone
+from tests.equivalence.one_process import Sweep, check_as_processes, check_as_threads, serial
 from tests.layouts.layout import DECODERS, ENCODERS, Layout
 from tests.layouts.selection import variant_layouts
 from tests.layouts.variants import VARIANTS
@@ -50,4 +50,4 @@ def test_each_does_something(variant):
 
 def test_processes_equal_one_process(pool):
     layout = Layout(tp=2, sequence_parallel=True, variant="olmo")
-    check(pool.run(run_in_world, layout.world_size, layout.config(), layout.grid), layout)
+    check_as_processes(pool, layout)
