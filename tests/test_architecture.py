@@ -475,10 +475,11 @@ def test_nothing_mutable_lives_at_module_level():
     assert found == []
 
 
-def test_config_needs_no_torch():
+def test_a_configuration_and_a_launch_need_no_torch():
     imported = {each.target.split(".")[0] for s in sources("megazero/config") for each in s.imports()}
     assert "torch" not in imported
-    code = "import megazero.config, megazero.errors, megazero.cli, sys; sys.exit('torch' in sys.modules)"
+    doors = "megazero.config, megazero.errors, megazero.cli, megazero.commands.launch"
+    code = f"import {doors}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megazero.config.flags import scan
 from megazero.errors import ConfigError, exit_status
 from megazero.launch import assemble, environment, start
+from megazero.launch.agent import run_to_the_end
 from megazero.launch.conductor import say
 from megazero.launch.flags import parse
 from megazero.launch.job import Job
 from megazero.launch.node import run_node
-from megazero.mpu.launch import choose_device
-from megazero.plan.autotuning import Autotuning
 
 _BY_HAND = "by hand"
 
@@ -54,12 +51,12 @@ def launch(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"`--node-rank` must be 0 to {len(hosts) - 1}, but is {flags.node_rank}")
     if flags.no_ssh and len(hosts) > 1:
         master = (flags.master_addr or hosts[0].name, flags.master_port or assemble.PORT)
-        return asyncio.run(run_node(job, flags.node_rank, master, _BY_HAND, prefix=settings.prefix))
+        return run_to_the_end(run_node(job, flags.node_rank, master, _BY_HAND, prefix=settings.prefix))
     if flags.launcher in ("pdsh", "srun", "mpirun"):
         words = assemble.command_of(flags, reach, job)
         sys.stdout.flush()
         os.execvp(words[0], words)
-    return asyncio.run(start.run(job, reach, settings))
+    return run_to_the_end(start.run(job, reach, settings))
 
 
 def tune(flags: argparse.Namespace, ranks: int) -> int:
@@ -70,7 +67,11 @@ def tune(flags: argparse.Namespace, ranks: int) -> int:
     Raises:
         ConfigError: the script is none of a training here.
     """
+    # Here, as a launch without a search needs neither torch nor a configuration.
     from megazero.commands import profile, tune
+    from megazero.config.flags import scan
+    from megazero.mpu.launch import choose_device
+    from megazero.plan.autotuning import Autotuning
 
     script, words = flags.script, flags.arguments
     family = {"pretrain_gpt.py": "gpt", "pretrain_bert.py": "bert"}.get(Path(script).name)

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,6 +295,23 @@ async def can_reach(address: str, port: int, word: str) -> bool:
         return await asyncio.wait_for(call(), _TRY)
     except (OSError, asyncio.TimeoutError):
         return False
+
+
+def run_to_the_end(part: Coroutine[Any, Any, int]) -> int:
+    """Run what a process is for, after which the process ends; returns the exit status.
+
+    A loop that closes gives signals back their effect, and one that comes late must not change the status.
+    """
+
+    async def whole() -> int:
+        try:
+            return await part
+        finally:
+            for number in SIGNALS:
+                asyncio.get_running_loop().remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
+
+    return asyncio.run(whole())
 
 
 def facts_of_host() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 from megazero.errors import ConfigError, LaunchError, exit_status
-from megazero.launch.agent import Agent, orders_of
+from megazero.launch.agent import Agent, orders_of, run_to_the_end
 from megazero.launch.channel import LINE_LIMIT, Channel, open_port, stream_channel
 from megazero.launch.conductor import Conductor, Link, heartbeat, line_bytes, say
 from megazero.launch.job import Job, bracketed, unpack
@@ -261,7 +261,7 @@ def main(words: Sequence[str] | None = None) -> int:
     def take_part() -> None:
         master = (flags.master_addr, flags.master_port)
         node = _node_of(flags.node_rank)
-        status[0] = asyncio.run(run_node(job, node, master, job.key, prefix=not flags.no_prefix))
+        status[0] = run_to_the_end(run_node(job, node, master, job.key, prefix=not flags.no_prefix))
 
     with suppress(KeyboardInterrupt):
         return exit_status(take_part) or status[0]
