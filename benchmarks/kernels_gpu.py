@@ -35,7 +35,7 @@ from megazero.kernels.on_cpu import WatchedLibrary
 from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.bias_dropout_add import bias_dropout_add_cuda, bias_dropout_add_reference
 from megazero.ops.bias_gelu import bias_gelu_cuda, bias_gelu_reference
-from megazero.ops.cross_entropy import vocab_parallel_cross_entropy_cuda
+from megazero.ops.cross_entropy import VocabularySlice, vocab_parallel_cross_entropy_cuda
 from megazero.ops.cuda import cuda_built, cuda_kernels
 from megazero.ops.dropout import Dropout
 from megazero.ops.embedding import embedding_cuda
@@ -142,7 +142,7 @@ class TaskMaker:
         yield RateTask(
             "bias_gelu",
             (self.leaf(rows, width), self.leaf(width)),
-            lambda x, b: bias_gelu_cuda(x, b, False, self.kernels),
+            lambda x, b: bias_gelu_cuda(x, b, False, kernels=self.kernels),
             self.plain(lambda x, b: bias_gelu_reference(x, b, False)),
             2 * self.bytes,
             3 * self.bytes,
@@ -164,7 +164,7 @@ class TaskMaker:
         yield RateTask(
             "bias_dropout_add",
             (self.leaf(rows, 1, width), self.leaf(width), self.leaf(rows, 1, width)),
-            lambda x, b, r: bias_dropout_add_cuda(x, b, r, dropout, self.kernels),
+            lambda x, b, r: bias_dropout_add_cuda(x, b, r, dropout, kernels=self.kernels),
             {"torch": lambda x, b, r: bias_dropout_add_reference(x, b, r, dropout)},
             3 * self.bytes,
             2 * self.bytes,
@@ -196,13 +196,12 @@ class TaskMaker:
         tokens = max(8, rows * width // self.sizes.vocabulary)
         logits = tokens * self.sizes.vocabulary * self.dtype.itemsize
         target = torch.randint(self.sizes.vocabulary, (tokens,), device=self.device)
+        whole = VocabularySlice(SoloGroup(), 0, self.sizes.vocabulary)
         cross_entropy = torch.nn.functional.cross_entropy
         yield RateTask(
             "cross_entropy",
             (self.leaf(tokens, self.sizes.vocabulary),),
-            lambda x: vocab_parallel_cross_entropy_cuda(
-                x, target, SoloGroup(), 0, self.sizes.vocabulary, kernels=self.kernels
-            ),
+            lambda x: vocab_parallel_cross_entropy_cuda(x, target, whole, kernels=self.kernels),
             self.plain(lambda x: cross_entropy(x.float(), target, reduction="none")),
             logits,
             2 * logits,

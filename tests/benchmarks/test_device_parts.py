@@ -8,6 +8,8 @@ import torch
 from benchmarks import device_parts, kernels_gpu
 from benchmarks.contenders import SHAPES
 from benchmarks.device_parts import WAYS, line_of
+from megazero.kernels.build import build, on_cpu_recipe
+from megazero.kernels.on_cpu import WatchedLibrary
 from megazero.ops import operators
 
 
@@ -51,6 +53,15 @@ def test_operations_are_counted(part, way, flops):
     task = device_parts.PARTS[part](shape, way)
     assert task.flops == flops
     assert isinstance(task.forward(), torch.Tensor)
+
+
+@pytest.mark.parametrize("name", [name for names in kernels_gpu.KERNELS.values() for name in names])
+def test_each_kernel_runs_as_it_is_timed(name):
+    """A call whose arguments had moved failed on a GPU alone."""
+    library = WatchedLibrary(build(on_cpu_recipe()))
+    task = kernels_gpu.TaskMaker(library, "cpu", torch.bfloat16, kernels_gpu.Sizes(8, 64, 40)).task(name)
+    for run in kernels_gpu.passes_of(task, task.ours).values():
+        run()
 
 
 def test_all_kernels_are_timed_by_their_names():
