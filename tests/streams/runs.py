@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
+
 from megazero.config.derive import replicas_per_node
 from megazero.config.training_plan import training_plan_of
 from megazero.config.tree.checkpoint import CheckpointConfig
@@ -85,7 +87,8 @@ def train(config: Config, context: ParallelContext, recorder: Recorder, run: Run
         for _ in range(run.steps):
             step = plan.at(state.progress)
             if run.repeats:
-                with mock.patch.object(engine.optimizer, "grad_norm", return_value=1.0):
+                one = torch.ones((), dtype=torch.float64)
+                with mock.patch.object(engine.optimizer, "grad_squares", return_value=one):
                     engine.attempt(micro_batches(config, context, step), state.progress, timers)
             attempt = engine.attempt(micro_batches(config, context, step), state.progress, timers)
             if snapshots is not None:

@@ -26,7 +26,7 @@ CLEAN = (
     # the pair of it and its point was let go of before the point's method was called.
     plants.UNUSED,
 )
-FEW = PLANTS[::3]
+FEW = {plant.name for plant in PLANTS[::3]}
 
 
 def order_of(*accesses: tuple[str, int, int, bool]) -> Order:
@@ -93,7 +93,10 @@ def test_copies_leave_the_queue_of_what_is_computed():
     assert after.copied >= before.blocking_bytes > 0
 
 
-@pytest.mark.parametrize("plant", [pytest.param(plant, id=plant.name) for plant in FEW])
+@pytest.mark.parametrize(
+    "plant",
+    [pytest.param(x, id=x.name, marks=[pytest.mark.slow] * (x.name not in FEW)) for x in PLANTS],
+)
 def test_a_fault_in_the_order_is_found(plant: Plant):
     with plant.planted():
         assert races(record(plant.run))
