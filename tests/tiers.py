@@ -1,6 +1,6 @@
 """Which tests are fast: what a commit waits for, `bash scripts/test.sh --fast`.
 
-All tests of a file are, if they take a second or less together (`tests/durations.txt`; a file without a row
+All tests of a file are, if they take 0.6 s or less together (`tests/durations.txt`; a file without a row
 is new, and runs), but for those that need processes. Of the other files those are that are marked `fast`:
 they stand for the kinds of layouts, of ranks and of runs.
 """
@@ -14,7 +14,7 @@ import pytest
 
 from tests.durations import ROOT, read_durations
 
-SECONDS = 1.0
+SECONDS = 0.6
 MARKED = re.compile(r"\bmark\.fast\b|\bSWEEP\.parametrize\b")
 
 

@@ -64,6 +64,7 @@ def test_each_kernel_runs_as_it_is_timed(name):
         run()
 
 
+@pytest.mark.fast
 def test_all_kernels_are_timed_by_their_names():
     maker = kernels_gpu.TaskMaker(None, "cpu", torch.bfloat16, kernels_gpu.Sizes(8, 64, 40))
     for group, names in kernels_gpu.KERNELS.items():

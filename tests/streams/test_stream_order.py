@@ -36,6 +36,7 @@ def order_of(*accesses: tuple[str, int, int, bool]) -> Order:
     return order
 
 
+@pytest.mark.fast
 def test_only_pairs_that_touch_and_change_and_are_unordered_are_races():
     assert order_of(("a", 0, 4, True), ("b", 4, 8, True)).races == {}
     assert order_of(("a", 0, 4, False), ("b", 0, 4, False)).races == {}
@@ -50,6 +51,7 @@ def test_only_pairs_that_touch_and_change_and_are_unordered_are_races():
     assert order.races == {("c: w", "a: r"): 1}
 
 
+@pytest.mark.fast
 def test_a_copy_is_recorded_on_its_own_stream():
     recorder = Recorder()
     streams = RecordingStreams(recorder)
@@ -83,6 +85,7 @@ def test_nothing_is_unordered_and_no_bit_depends_on_it(run: Run):
         assert all(torch.equal(one.weights[name], weight) for name, weight in other.weights.items())
 
 
+@pytest.mark.fast
 def test_copies_leave_the_queue_of_what_is_computed():
     """Of the copies of a step with everything on the host, none is left there."""
     before = record(plants.ON_HOST, streams=WaitingStreams)[0].recorder

@@ -190,6 +190,7 @@ def copy_of(folder: Path, to: Path) -> Path:
     return to
 
 
+@pytest.mark.fast
 def test_a_missing_ranks_file_is_named(runs, tmp_path):
     folder = copy_of(runs / "stage3-of-3" / f"global_step{STEPS}", tmp_path / "a")
     (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
@@ -277,6 +278,7 @@ def test_an_optimizer_of_other_groups_is_refused(runs):
         engine_of(solo_context(), "sgd").load_checkpoint(runs / "stage2-fp32")
 
 
+@pytest.mark.fast
 def test_files_are_found_by_stage(runs):
     folder = runs / "stage3-bf16" / f"global_step{STEPS}"
     names = [Path(path).name for path in get_optim_files(folder)]
