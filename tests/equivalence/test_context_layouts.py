@@ -8,8 +8,7 @@ from tests.equivalence.one_process import Sweep, check_as_processes, check_as_th
 from tests.layouts.layout import ATTENDS, DECODERS, ENCODERS, Layout
 from tests.layouts.selection import context_layouts
 
-OWN = ("cp", "comm", "attends", "dropout", "packed", "documents", "experts", "ep")
-SWEEP = Sweep(context_layouts, 63, 220, every=3, few_ranks=4, own=OWN)
+SWEEP = Sweep(context_layouts, 77, 220, every=2, few_ranks=4)
 
 
 def pytest_generate_tests(metafunc):

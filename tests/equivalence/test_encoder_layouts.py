@@ -19,8 +19,7 @@ from tests.equivalence.one_process import Sweep, check_as_processes, check_as_th
 from tests.layouts.layout import ENCODERS, Layout
 from tests.layouts.selection import encoder_layouts
 
-OWN = ("shape", "dropout", "packed", "binary_head", "optimizer")
-SWEEP = Sweep(encoder_layouts, 17, 120, every=3, few_ranks=2, own=OWN)
+SWEEP = Sweep(encoder_layouts, 30, 120, every=3, few_ranks=2)
 
 
 def pytest_generate_tests(metafunc):

@@ -11,8 +11,7 @@ from tests.equivalence.one_process import Sweep, check_as_processes, check_as_th
 from tests.layouts.layout import DECODERS, DRAWN_EXPERTS, ENCODERS, EXPERTS, Layout
 from tests.layouts.selection import expert_layouts
 
-OWN = ("experts", "ep", "etp", "dispatcher")
-SWEEP = Sweep(expert_layouts, 94, 160, every=3, few_ranks=2, own=OWN)
+SWEEP = Sweep(expert_layouts, 88, 160, every=2, few_ranks=2)
 
 
 def pytest_generate_tests(metafunc):

@@ -10,8 +10,7 @@ from tests.equivalence.one_process import Sweep, check, check_as_processes, chec
 from tests.layouts.layout import DECODERS, Layout
 from tests.layouts.selection import hybrid_layouts
 
-OWN = ("letters", "documents", "dropout", "experts", "ep")
-SWEEP = Sweep(hybrid_layouts, 39, 200, every=3, few_ranks=2, own=OWN)
+SWEEP = Sweep(hybrid_layouts, 42, 200, every=2, few_ranks=2)
 
 
 def pytest_generate_tests(metafunc):

@@ -17,7 +17,7 @@ from tests.equivalence.one_process import Sweep, check_as_processes, check_as_th
 from tests.layouts.layout import DECODERS, Layout
 from tests.layouts.selection import candidates, covering
 
-SWEEP = Sweep(candidates, 37, 200)
+SWEEP = Sweep(candidates, 42, 200)
 
 
 def run(layout: Layout) -> list[Record]:

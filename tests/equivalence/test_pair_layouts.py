@@ -17,7 +17,7 @@ from tests.equivalence.one_process import Sweep, check_as_processes, check_as_th
 from tests.layouts.layout import PAIRS, Layout
 from tests.layouts.selection import pair_layouts
 
-SWEEP = Sweep(pair_layouts, 14, 120, every=0, few_ranks=2, own=("shape",))
+SWEEP = Sweep(pair_layouts, 14, 120, every=0, few_ranks=2)
 
 
 def pytest_generate_tests(metafunc):
@@ -44,7 +44,7 @@ def test_the_selections_hold_every_setting_and_every_pair_of_them():
         "optimizer": {"adam", "lamb"},
     }
     SWEEP.few_have(expected)
-    SWEEP.holds_every_pair(expected, least=120)
+    SWEEP.holds_every_pair(expected, least=120, slow=True)
 
 
 def test_what_the_samples_are():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cache
-from itertools import combinations, islice, product
+from itertools import combinations, cycle, islice, product
 
 from megazero.config.tree.optimizer import OptimizerName
 from tests.layouts.layout import (
@@ -357,18 +356,14 @@ def with_methods(layouts: Sequence[Layout], every: int = 4) -> list[Layout]:
 
 
 def with_stores(layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts; half of them keep their state elsewhere, in the store that has had fewest of their method,
-    or by turns. So do half of those with a method (every third or fourth).
+    """The layouts; half of them keep their state elsewhere, in the stores by turns, and so does half of those
+    with a method (every third or fourth).
     """
-    had: Counter[tuple[str, str]] = Counter()
-    chosen = list(layouts)
-    for place, layout in enumerate(layouts):
-        if (place + place // 4) % 2:
-            stores = (name for name in STORES if name)
-            store = min(stores, key=lambda name: (had[name, layout.method], had[name, "all"]))
-            had.update([(store, layout.method), (store, "all")])
-            chosen[place] = replace(layout, store=store)
-    return chosen
+    stores = cycle(name for name in STORES if name)
+    return [
+        replace(layout, store=next(stores)) if (place + place // 4) % 2 else layout
+        for place, layout in enumerate(layouts)
+    ]
 
 
 def work(layout: Layout) -> float:
@@ -384,14 +379,13 @@ def covering(
     seed: int = 1,
     few_ranks: int = 4,
     allowed: Callable[[Layout], bool] = lambda layout: True,
-    first: Sequence[str] = (),
 ) -> list[Layout]:
     """`count` of the `layouts` that cover every pair of values of two settings that occurs in `layouts`.
 
     They are chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), by the new pairs
     for the time that they take, then filled up in that order, starting with layouts of `few_ranks`, as four
     take a quarter of the time of eight. A layout is `allowed` or not when it is about to be chosen: to judge
-    all of them would take longer than to choose. The pairs of the settings `first` are covered before others.
+    all of them would take longer than to choose.
     """
     shuffled = list(layouts)
     random.Random(seed).shuffle(shuffled)
@@ -407,26 +401,20 @@ def covering(
         return sum(bits[pair] for pair in combinations([(name, getattr(layout, name)) for name in names], 2))
 
     pool = {layout: pairs(layout) for layout in shuffled[:2400]}
-    rounds = [
-        sum(bit for pair, bit in bits.items() if not own or any(name in own for name, _ in pair))
-        for own in ((first, ()) if first else ((),))
-    ]
+    wanted = (1 << len(bits)) - 1
     chosen: list[Layout] = []
-    for wanted in rounds:
-        for layout in chosen:
-            wanted &= ~pairs(layout)
-        while wanted:
-            best = max(pool, key=lambda x: (pool[x] & wanted).bit_count() / work(x), default=None)
-            if best is None or not pool[best] & wanted:
-                # Only rare pairs are left: take any layout that has one.
-                best = next((x for x in shuffled if pairs(x) & wanted and allowed(x)), None)
-                if best is None:
-                    break  # what is left is in no layout that is allowed
-            elif not allowed(best):
-                del pool[best]
-                continue
-            chosen.append(best)
-            wanted &= ~pairs(best)
+    while wanted:
+        best = max(pool, key=lambda x: (pool[x] & wanted).bit_count() / work(x), default=None)
+        if best is None or not pool[best] & wanted:
+            # Only rare pairs are left: take any layout that has one.
+            best = next((x for x in shuffled if pairs(x) & wanted and allowed(x)), None)
+            if best is None:
+                break  # what is left is in no layout that is allowed
+        elif not allowed(best):
+            del pool[best]
+            continue
+        chosen.append(best)
+        wanted &= ~pairs(best)
     taken = set(chosen)
     rest = sorted((x for x in shuffled if x not in taken), key=lambda x: x.world_size > few_ranks)
     return [*chosen, *islice(filter(allowed, rest), max(0, count - len(chosen)))]
