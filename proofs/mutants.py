@@ -36,12 +36,14 @@ from proofs.mutation.faults import GPU, PACKAGES, Fault, Key, all_faults, read_e
 from proofs.mutation.hits import instrument
 from proofs.mutation.nearest import ABOVE, ORACLE, MeasuredTests, Nearest, digest
 from proofs.mutation.runner import Workplace
+from tests.durations import read_durations
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = 0.95
 EQUIVALENTS = ROOT / "proofs/mutants_equivalent.txt"
 KEPT = ROOT / "build/mutants"
-LONGEST_FILE = 900.0  # seconds that measuring one file of tests may take
+LONGEST = 900.0  # seconds that measuring a run of test files may take
+RUN_SECONDS = 12.0  # of tests in such a run, as a start takes some too
 
 
 def arguments() -> argparse.Namespace:
@@ -56,6 +58,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2, help="faults tried at the same time")
     parser.add_argument("--budget", type=float, default=60.0, help="seconds of tests per fault and stage")
     parser.add_argument("--near", action="store_true", help="only the tests of the packages and the oracle")
+    parser.add_argument(
+        "--last", type=Path, metavar="FILE", help="tests, one a line, for what no other test found"
+    )
     parser.add_argument("--measure", action="store_true", help="only measure the tests that need it")
     parser.add_argument("--resume", action="store_true", help="keep what `--out` already says")
     parser.add_argument("--out", type=Path, help="results; default: build/mutants/seed<N>.jsonl")
@@ -93,17 +98,33 @@ def measured(folder: Path, workers: int, parts: Iterable[str]) -> MeasuredTests:
         instrument(place.copy, [f"megazero/{package}" for package in PACKAGES])
     functions = json.loads((places[0].copy / "functions.json").read_text())
 
-    def measure(place: Workplace, name: str) -> None:
-        answer = place.run([name], None, LONGEST_FILE, stop=False, hits=True)
-        found = answer.get("tests", {})
-        tests.add(name, digest(ROOT / name), found, functions)
-        passed = sum(entry["passed"] for entry in found.values())
-        print(f"{name}: {passed} of {len(found)} in {answer['seconds']} s", flush=True)
+    def measure(place: Workplace, names: list[str]) -> None:
+        answer = place.run(names, None, LONGEST, stop=False, hits=True)
+        for name in names:
+            of_file = {
+                test: entry for test, entry in answer.get("tests", {}).items() if test.startswith(f"{name}::")
+            }
+            tests.add(name, digest(ROOT / name), of_file, functions)
+        passed = sum(entry["passed"] for entry in answer.get("tests", {}).values())
+        print(f"{' '.join(names)}: {passed} passed in {answer['seconds']} s", flush=True)
         if answer["code"] not in (0, 5):
             print(f"  not clean without a fault: {answer.get('failed') or answer['code']}", flush=True)
 
-    in_turns(places, missing, measure)
+    in_turns(places, runs_of(missing), measure)
     return tests
+
+
+def runs_of(files: Iterable[str]) -> list[list[str]]:
+    """Files that one process runs: some seconds of one folder. The longest runs come first."""
+    seconds = read_durations()
+    runs: list[list[str]] = []
+    for name in files:
+        last = runs[-1] if runs else []
+        shared = last and Path(last[0]).parent == Path(name).parent
+        if not shared or sum(seconds.get(other, 0.0) for other in [*last, name]) > RUN_SECONDS:
+            runs.append([])
+        runs[-1].append(name)
+    return sorted(runs, key=lambda run: sum(seconds.get(name, 0.0) for name in run))
 
 
 def in_turns(places: list[Workplace], work: Iterable, act: Callable) -> None:
@@ -134,7 +155,7 @@ def in_turns(places: list[Workplace], work: Iterable, act: Callable) -> None:
 
 
 def try_all(
-    faults: list[Fault], done: list[dict], nearest: Nearest, folder: Path, workers: int, out: Path
+    faults: list[Fault], done: list[dict], choices: list[Nearest], folder: Path, workers: int, out: Path
 ) -> list[dict]:
     """What became of each fault; also one JSON line each in `out`, as soon as it is known."""
     known = {Key(**row["key"]): row for row in done}
@@ -144,7 +165,7 @@ def try_all(
         lines.writelines(json.dumps(row) + "\n" for row in rows)
 
         def attempt(place: Workplace, fault: Fault) -> None:
-            row = {"key": vars(fault.key), "line": fault.edit.line, **place.try_fault(fault, nearest)}
+            row = {"key": vars(fault.key), "line": fault.edit.line, **place.try_fault(fault, *choices)}
             rows.append(row)
             lines.write(json.dumps(row) + "\n")
             lines.flush()
@@ -165,6 +186,7 @@ def print_score(rows: list[dict], unseen: Counter, seconds: float) -> float:
     found = sum(row["found"] for row in rows)
     score = found / len(rows) if rows else 1.0
     hidden = f"{unseen['equivalent']} that change nothing, {unseen[GPU]} that need a GPU to be seen"
+    print(f"found by tests of `--last` alone: {sum(row.get('choice') == 1 for row in rows)}")
     print(f"score {score:.1%}: {found} of {len(rows)} faults found, {len(rows) - found} survived; ", end="")
     print(f"not counted: {hidden}; {seconds:.0f} s")
     return score
@@ -196,10 +218,12 @@ def main() -> int:
         tests = measured(Path(folder), options.workers, parts)
         if options.measure:
             return 0
-        nearest = Nearest(ROOT, tests.tests, options.budget)
+        last = set(options.last.read_text().splitlines()) if options.last else set()
+        parted = [[test for test in tests.tests if (test.name in last) is late] for late in (False, True)]
+        choices = [Nearest(ROOT, part, options.budget) for part in parted]
         out = options.out or KEPT / f"seed{options.seed}.jsonl"
         done = read_rows(out) if options.resume and out.exists() else []
-        rows = try_all(counted, done, nearest, Path(folder), options.workers, out)
+        rows = try_all(counted, done, choices, Path(folder), options.workers, out)
     reasons = [equivalents[fault.key] for fault in chosen if fault.key in equivalents]
     unseen = Counter(GPU if reason.startswith(GPU) else "equivalent" for reason in reasons)
     return int(print_score(rows, unseen, time.monotonic() - start) < TARGET)

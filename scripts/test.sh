@@ -3,9 +3,10 @@
 #
 #   bash scripts/test.sh                    # the default suite; with CI=true also a wheel and the site of the docs
 #   bash scripts/test.sh --fast             # what a commit waits for: lint, and the tests of about a minute
-#   bash scripts/test.sh tests/data -k idx  # part of it
+#   bash scripts/test.sh tests/data -k idx  # these tests, and nothing else
 #   bash scripts/test.sh --slow             # with the tests that take minutes
 #
+# One file runs in this process; anything more is shared out to workers.
 # TEST_WORKERS sets the processes that run tests (default 2). At the end it says what each step took.
 set -euo pipefail
 if [[ ${1:-} == --help || ${1:-} == -h ]]; then
@@ -50,11 +51,25 @@ types() {
     fi
 }
 
-step lint lint
-step types types
-if [[ " $* " != *" --fast "* ]]; then step csrc bash scripts/check_csrc.sh; fi
-if [[ -n ${CI:-} ]]; then
-    step wheel bash scripts/check_wheel.sh
-    step docs bash scripts/build_docs.sh
+# What is named on the command line runs by itself, at once.
+named=() files=0 fast=
+for word in "$@"; do
+    if [[ -e ${word%%::*} ]]; then named+=("$word"); fi
+    if [[ -f ${word%%::*} ]]; then files=$((files + 1)); fi
+    if [[ $word == --fast ]]; then fast=1; fi
+done
+workers=(-n "${TEST_WORKERS:-2}" --dist worksteal)
+if [[ ${#named[@]} == 1 && $files == 1 ]]; then workers=(); fi
+
+if [[ ${#named[@]} == 0 ]]; then
+    step lint lint
+    if [[ -z $fast ]]; then
+        step types types
+        step csrc bash scripts/check_csrc.sh
+    fi
+    if [[ -n ${CI:-} ]]; then
+        step wheel bash scripts/check_wheel.sh
+        step docs bash scripts/build_docs.sh
+    fi
 fi
-step tests python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal "$@"
+step tests python -m pytest ${workers[@]+"${workers[@]}"} "$@"

@@ -16,14 +16,20 @@ PACKAGES = (
     "mpu",
     "ops",
     "layers",
+    "moe",
     "models",
     "optim",
     "zero",
     "pipeline",
     "data",
+    "data_efficiency",
     "checkpoint",
     "train",
     "inference",
+    "plan",
+    "launch",
+    "commands",
+    "deepspeed",
 )
 GPU = "needs a GPU"  # begins the reason of a fault that no test of a machine without one can see
 

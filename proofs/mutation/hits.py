@@ -8,6 +8,7 @@ per test: `JobNotes.next_test` turns a page that all of them have mapped, and on
 from __future__ import annotations
 
 import ast
+import builtins
 import json
 import mmap
 import os
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "MEGAZERO_HITS"
+MOST = 100_000  # functions
 Function = tuple[str, str]  # path of its file and dotted name
 
 
@@ -26,6 +28,9 @@ def instrument(root: Path, folders: Iterable[str]) -> None:
         text = path.read_text(encoding="utf-8")
         path.write_text(_instrumented(text, name, functions), encoding="utf-8")
     (root / "functions.json").write_text(json.dumps(functions))
+    package = root / "megazero/__init__.py"
+    text = package.read_text(encoding="utf-8")
+    package.write_text(f"{text}\nimport proofs.mutation.hits\n", encoding="utf-8")
 
 
 def _instrumented(text: str, name: str, functions: list[Function]) -> str:
@@ -40,7 +45,7 @@ def _instrumented(text: str, name: str, functions: list[Function]) -> str:
             line = min([first.lineno, *(each.lineno for each in getattr(first, "decorator_list", []))])
             insertions.append((line, first.col_offset, number, node.lineno == line))
     for line, column, number, same_line in sorted(insertions, reverse=True):
-        call = f"__import__('proofs.mutation.hits').mutation.hits.BOARD.hit({number})"
+        call = f"_hits_seen[{number}] != _hits_page[0] and _hits_hit({number})"
         if same_line:
             old = lines[line - 1].encode()
             lines[line - 1] = (old[:column] + f"{call}; ".encode() + old[column:]).decode()
@@ -64,34 +69,32 @@ class JobNotes:
     """Where the processes of one test run write down the functions they reach."""
 
     def __init__(self, folder: str | None):
-        self._page = None
+        self.page = memoryview(bytes(8)).cast("Q")
+        self.seen = [0] * MOST  # the page on which this process last reported each function
         self._write = os.write  # a test may replace it
-        self._seen: dict[int, bytes] = {}
         if folder is not None:
             self._log = os.open(f"{folder}/log", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
             page = os.open(f"{folder}/page", os.O_RDWR | os.O_CREAT, 0o600)
             os.ftruncate(page, 8)
-            self._page = mmap.mmap(page, 8)
+            self.page = memoryview(mmap.mmap(page, 8)).cast("Q")
             os.close(page)
             self._at = os.fstat(self._log).st_size
 
     def hit(self, number: int) -> None:
-        """This function was called."""
-        if self._page is None:
-            return
-        page = self._page[:8]
-        if self._seen.get(number) != page:
-            self._seen[number] = page
-            self._write(self._log, b"%07d\n" % number)
+        """This function was called, for the first time on this page."""
+        self.seen[number] = self.page[0]
+        self._write(self._log, b"%07d\n" % number)
 
     def next_test(self) -> list[int]:
         """What all processes have reached since the last call; from now on everything is new again."""
         size = os.fstat(self._log).st_size
         text = os.pread(self._log, size - self._at, self._at)
         self._at = size
-        self._page[:8] = (int.from_bytes(self._page[:8], "little") + 1).to_bytes(8, "little")
+        self.page[0] += 1
         # A process that is killed, or whose disk a test fills, may leave half a line.
         return sorted({int(number) for number in text.split() if len(number) == 7})
 
 
 BOARD = JobNotes(os.environ.get(VARIABLE))
+# What every function looks at, as names that need no import: some are called millions of times.
+vars(builtins).update(_hits_seen=BOARD.seen, _hits_page=BOARD.page, _hits_hit=BOARD.hit)

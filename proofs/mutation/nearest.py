@@ -19,7 +19,7 @@ from proofs.mutation.faults import PACKAGES, Fault
 
 # More folders of tests: the one that knows nothing of the package, and those of what stands above it.
 ORACLE = "oracle"
-ABOVE = ("plan", "equivalence", "verify", "deepspeed", "data_tools", "test_loss.py", "test_end_to_end.py")
+ABOVE = ("equivalence", "kernels", "data_tools", "test_loss.py", "test_end_to_end.py", "test_fault_matrix.py")
 START = 2.0  # seconds that a child needs before its first test
 FIRST_SECONDS, FIRST_FILES = 4.0, 4  # of the first batch, where most faults are found
 

@@ -80,8 +80,8 @@ class Workplace:
         process.stdin.flush()
         return json.loads(process.stdout.readline())
 
-    def try_fault(self, fault: Fault, nearest: Nearest) -> dict:
-        """Plant a fault, run its tests until one fails, and take it away again."""
+    def try_fault(self, fault: Fault, *choices: Nearest) -> dict:
+        """Plant a fault, run its tests until one fails, choice after choice, and take it away again."""
         file = self.copy / fault.path
         times = file.stat()
         self._planted += 1
@@ -90,12 +90,13 @@ class Workplace:
             file.write_text(fault.faulty, encoding="utf-8")
             # A time of its own, or a compiled file of another fault of the same size would be taken for it.
             os.utime(file, (self._planted, self._planted))
-            for batch in nearest.batches(fault):
-                answer = self._run_batch(batch)
-                result["seconds"] = round(result["seconds"] + answer["seconds"], 2)
-                result["tests"] += len(batch)
-                if answer["code"] != 0:
-                    return result | {"found": True, "by": _finder(answer)}
+            for number, choice in enumerate(choices):
+                for batch in choice.batches(fault):
+                    answer = self._run_batch(batch)
+                    result["seconds"] = round(result["seconds"] + answer["seconds"], 2)
+                    result["tests"] += len(batch)
+                    if answer["code"] != 0:
+                        return result | {"found": True, "by": _finder(answer), "choice": number}
             return result
         finally:
             file.write_text(fault.source, encoding="utf-8")

@@ -85,7 +85,8 @@ def run_tests(request: dict, folder: Path) -> int:
     if request["hits"]:
         (folder / "hits").mkdir()
         os.environ["MEGAZERO_HITS"] = str(folder / "hits")
-        board = importlib.import_module("proofs.mutation.hits").BOARD
+        # What the zygote has imported of megazero may have imported it, without a folder.
+        board = importlib.reload(importlib.import_module("proofs.mutation.hits")).BOARD
     recorder = Recorder(request["tests"], board)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short"]
     options += ["--basetemp", str(folder / "pytest"), *(["-x"] if request["stop"] else [])]
