@@ -76,7 +76,10 @@ def test_what_is_fast_takes_a_minute_of_a_core():
 )
 def test_which_tests_are_fast(monkeypatch, file, marks, fast):
     monkeypatch.setattr("tests.tiers.read_durations", lambda: {"tests/quick.py": 0.5, "tests/long.py": 0.7})
-    assert FastTier().is_fast(SimpleNamespace(path=ROOT / file, keywords=set(marks))) is fast
+    item = SimpleNamespace(
+        path=ROOT / file, iter_markers=lambda: [SimpleNamespace(name=mark) for mark in marks]
+    )
+    assert FastTier().is_fast(item) is fast
 
 
 def test_files_without_fast_tests_are_not_imported(monkeypatch, tmp_path):
@@ -95,11 +98,12 @@ class Case:
     """A collected case, as far as a tier looks at it."""
 
     def __init__(self, nodeid: str, asked: float | None = None, fast: bool = False):
-        self.nodeid, self.keywords = nodeid, {"fast"} if fast else set()
-        self._asked = None if asked is None else SimpleNamespace(args=(asked,))
+        self.nodeid = nodeid
+        self._marks = {"fast": SimpleNamespace()} if fast else {}
+        self._marks |= {} if asked is None else {"seconds": SimpleNamespace(args=(asked,))}
 
     def get_closest_marker(self, name: str) -> SimpleNamespace | None:
-        return self._asked if name == "seconds" else None
+        return self._marks.get(name)
 
 
 @pytest.mark.parametrize(
