@@ -19,7 +19,7 @@ from megazero.mpu import thread_group
 from megazero.zero.store.disk import _OpenFile
 from tests.durations import DurationsWriter, read_durations
 from tests.pool import WorkerPool
-from tests.tiers import FastTier
+from tests.tiers import FastTier, left_for_slow
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,10 +69,12 @@ def _share_out_cores() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not (config.option.slow or config.option.all_layouts):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        for item in [*slow, *left_for_slow([item for item in items if not item.get_closest_marker("slow")])]:
+            item.add_marker(pytest.mark.skip(reason="takes long; run with --slow"))
     for item in items:
-        if "slow" in item.keywords and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason="minutes long; run with --slow"))
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     # The longest files first: what is left for the end, when one worker may wait for the other, is short.
     seconds = read_durations()

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.durations import ROOT, DurationsWriter, all_test_files, read_durations, write_durations
-from tests.tiers import MARKED, SECONDS, FastTier
+from tests.durations import ROOT, DurationsWriter, all_test_files, read_cases, read_durations, write_durations
+from tests.tiers import LEAST_CASES, MARKED, SECONDS, FastTier, left_for_slow
 
 # Where the one layout of each kind is that a commit waits for.
 KINDS = {
@@ -43,6 +43,7 @@ def test_the_table_names_files_that_there_are():
     seconds = read_durations()
     assert seconds.keys() <= all_test_files()
     assert list(seconds) == sorted(seconds)
+    assert {name.partition("::")[0] for name in read_cases()} <= seconds.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +76,10 @@ def test_what_is_fast_takes_a_minute_of_a_core():
 )
 def test_which_tests_are_fast(monkeypatch, file, marks, fast):
     monkeypatch.setattr("tests.tiers.read_durations", lambda: {"tests/quick.py": 0.5, "tests/long.py": 0.7})
-    assert FastTier().is_fast(SimpleNamespace(path=ROOT / file, keywords=set(marks))) is fast
+    item = SimpleNamespace(
+        path=ROOT / file, iter_markers=lambda: [SimpleNamespace(name=mark) for mark in marks]
+    )
+    assert FastTier().is_fast(item) is fast
 
 
 def test_files_without_fast_tests_are_not_imported(monkeypatch, tmp_path):
@@ -90,22 +94,60 @@ def test_files_without_fast_tests_are_not_imported(monkeypatch, tmp_path):
     assert tier.pytest_ignore_collect(tmp_path / "samples.py") is None
 
 
+class Case:
+    """A collected case, as far as a tier looks at it."""
+
+    def __init__(self, nodeid: str, asked: float | None = None, fast: bool = False):
+        self.nodeid = nodeid
+        self._marks = {"fast": SimpleNamespace()} if fast else {}
+        self._marks |= {} if asked is None else {"seconds": SimpleNamespace(args=(asked,))}
+
+    def get_closest_marker(self, name: str) -> SimpleNamespace | None:
+        return self._marks.get(name)
+
+
+@pytest.mark.parametrize(
+    ("cases", "seconds", "kept"),
+    [
+        ([Case(f"a::t[{i}]") for i in range(10)], 0.5, range(10)),
+        ([Case(f"a::t[{i}]") for i in range(11)], 1.0, (0, 2, 5, 8, 10)),
+        ([Case(f"a::t[{i}]") for i in range(9)], 60.0, (0, 4, 8)),
+        ([Case(f"a::t[{i}]", asked=10.0) for i in range(11)], 1.0, (0, 1, 2, 3, 4, 6, 7, 8, 9, 10)),
+        ([Case(f"a::t[{i}]", fast=i == 1) for i in range(9)], 60.0, (0, 1, 4, 8)),
+        ([Case("a::t")], 60.0, (0,)),
+        ([Case(f"a::t[{i}]") for i in range(3)], None, range(3)),
+    ],
+)
+def test_cases_by_default_are_spread_over_all(cases, seconds, kept):
+    assert LEAST_CASES == 3
+    left = left_for_slow(cases, {} if seconds is None else {"a::t": seconds})
+    assert [case for case in cases if case not in left] == [cases[place] for place in kept]
+
+
 def test_what_ran_gets_new_rows_and_what_is_gone_loses_its_own(monkeypatch, tmp_path):
-    table = tmp_path / "durations.txt"
-    write_durations(
-        {"tests/a.py": 1.0, "tests/b.py": 2.04, "tests/gone.py": 3.0}, {"tests/a.py", "tests/b.py"}, table
-    )
+    table, files = tmp_path / "durations.txt", {"tests/a.py", "tests/b.py"}
+    first = {"tests/a.py": 1.0, "tests/b.py": 2.04, "tests/gone.py": 3.0}
+    write_durations(first, {"tests/a.py::test_x": 0.25, "tests/b.py::test_y": 0.5}, files, table)
     assert read_durations(table) == {"tests/a.py": 1.0, "tests/b.py": 2.0}
+    assert read_cases(table) == {"tests/a.py::test_x": 0.25, "tests/b.py::test_y": 0.5}
+    write_durations(
+        {"tests/a.py": 2.0}, {"tests/a.py::test_z": 0.125, "tests/a.py::brief": 0.01}, files, table
+    )
+    assert read_cases(table) == {"tests/a.py::test_z": 0.12, "tests/b.py::test_y": 0.5}
     writer = DurationsWriter()
     for name, seconds in (
         ("tests/a.py::test_x[1]", 0.25),
-        ("tests/a.py::test_y", 0.5),
+        ("tests/a.py::test_x[1]", 0.5),
+        ("tests/a.py::test_x[2]", 0.25),
         ("tests/c.py::test", 7),
     ):
-        writer.pytest_runtest_logreport(SimpleNamespace(nodeid=name, duration=seconds))
-    monkeypatch.setattr("tests.durations.write_durations", lambda seconds, files: kept.update(seconds))
-    kept: dict[str, float] = {}
+        writer.pytest_runtest_logreport(SimpleNamespace(nodeid=name, duration=seconds, skipped=False))
+    writer.pytest_runtest_logreport(
+        SimpleNamespace(nodeid="tests/a.py::test_x[3]", duration=0.0, skipped=True)
+    )
+    kept: list[dict[str, float]] = []
+    monkeypatch.setattr("tests.durations.write_durations", lambda *tables: kept.extend(tables[:2]))
     writer.pytest_sessionfinish(None, pytest.ExitCode.TESTS_FAILED)
-    assert kept == {}
+    assert kept == []
     writer.pytest_sessionfinish(None, pytest.ExitCode.OK)
-    assert kept == {"tests/a.py": 0.75, "tests/c.py": 7}
+    assert kept == [{"tests/a.py": 1.0, "tests/c.py": 7}, {"tests/a.py::test_x": 0.5}]

@@ -1,6 +1,10 @@
-"""Which tests are fast: what a commit waits for, `bash scripts/test.sh --fast`.
+"""Which tests run when: the default suite, and what a commit waits for, `bash scripts/test.sh --fast`.
 
-All tests of a file are, if they take 0.6 s or less together (`tests/durations.txt`; a file without a row
+The default suite runs all tests but those marked `slow`. Of a test with parameters it runs as many cases as
+take five seconds (`tests/durations.txt`), evenly spread, and at least three; `@pytest.mark.seconds(20)` asks
+for more. `--slow` runs everything.
+
+All tests of a file are fast, if they take 0.6 s or less together (`tests/durations.txt`; a file without a row
 is new, and runs), but for those that need processes. Of the other files those are that are marked `fast`:
 they stand for the kinds of layouts, of ranks and of runs.
 """
@@ -8,14 +12,44 @@ they stand for the kinds of layouts, of ranks and of runs.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.durations import ROOT, read_durations
+from tests.durations import ROOT, read_cases, read_durations
 
+CASES_SECONDS, LEAST_CASES = 5.0, 3
 SECONDS = 0.6
 MARKED = re.compile(r"\bmark\.fast\b|\bSWEEP\.parametrize\b")
+
+
+def left_for_slow(
+    items: Sequence[pytest.Item], seconds: Mapping[str, float] | None = None
+) -> list[pytest.Item]:
+    """The cases that the default suite leaves out because others of the same test take its time.
+
+    Args:
+        items: collected, those marked `slow` aside.
+        seconds: of a case, by test; by default those of the table.
+    """
+    seconds = read_cases() if seconds is None else seconds
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        test, parameters, _ = item.nodeid.partition("[")
+        if parameters and test in seconds:
+            tests[test].append(item)
+    left: list[pytest.Item] = []
+    for test, cases in tests.items():
+        asked = cases[0].get_closest_marker("seconds")
+        count = max(LEAST_CASES, int((asked.args[0] if asked else CASES_SECONDS) / seconds[test]))
+        kept = {round(place * (len(cases) - 1) / (count - 1)) for place in range(count)}
+        if count < len(cases):
+            left += [
+                x for place, x in enumerate(cases) if not (place in kept or x.get_closest_marker("fast"))
+            ]
+    return left
 
 
 class FastTier:
@@ -35,7 +69,8 @@ class FastTier:
 
     def is_fast(self, item: pytest.Item) -> bool:
         """Whether this test is."""
-        marks = item.keywords
+        # Keywords would have the names of folders among them, that of the checkout too.
+        marks = {mark.name for mark in item.iter_markers()}
         quick = self.is_quick(item.path.relative_to(ROOT).as_posix()) and "gloo" not in marks
         return ("fast" in marks or quick) and "slow" not in marks
 
