@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -189,15 +190,35 @@ def open_group(
         assert world is not None, "the world has not been joined"
         return TorchGroup(name, world_rank, ranks, world)
     options = _stream_options(timeout) if urgent and (backend or dist.get_backend()) == "nccl" else None
-    handle = dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc=name,
-    )
+    with _unbound_world():
+        handle = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=name,
+        )
     return TorchGroup(name, world_rank, ranks, handle)
+
+
+@contextmanager
+def _unbound_world() -> Iterator[None]:
+    """Take the world's device away for as long as the block runs, if a script has joined it with one.
+
+    torch makes groups of a world with a device by splitting its communicator, in which every rank must take
+    part, and here only a group's members open it.
+    """
+    world: Any = dist.group.WORLD
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _stream_options(timeout: timedelta) -> Any:
