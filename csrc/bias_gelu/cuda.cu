@@ -109,6 +109,7 @@ extern "C" int megazero_cuda_bias_gelu_backward(std::int64_t dtype, std::int64_t
                                                 float* partials, int* counters, void* stream) {
   if (width == 0 || (count == 0 && sums == nullptr)) return 0;
   if (sums != nullptr && !holds<int>(width + kColumnBlock * 8)) return kInvalidValue;
+  if (sums == nullptr && bias != nullptr) return kInvalidValue;  // the matrix is then read as one row
   const std::int64_t rows = sums ? count : 1, columns = sums ? width : count * width;
   const std::int64_t takers = sums ? groups : 1;
   return with_form(dtype, exact, [&](auto element, auto form) {
