@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,6 +17,7 @@ from megazero.errors import CommunicationError
 from megazero.mpu.attempt_store import agent_store, store_of_attempt
 from megazero.mpu.grid import Ranks
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
+from megazero.mpu.interfaces import choose_interface
 from megazero.mpu.messages import name_ranks
 
 # torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
@@ -144,6 +146,8 @@ def start_world(
         CommunicationError: the other ranks could not be reached.
     """
     try:
+        if not where:
+            choose_interface(os.environ)
         kept = None if where else agent_store(timeout)
         if kept is not None:
             where["store"] = store_of_attempt(kept, rank, world_size, timeout)
