@@ -30,14 +30,15 @@ struct Operands {
   float scale;
 };
 
-// A block's place: the first of its own rows, and its head or group and sample. The last rows of a causal call have the
-// most to do, so they come first.
+// A block's place: the first of its own rows, and its head or group and sample. Blocks with the most to do come first: in
+// a causal call those of the last queries, and those of the first keys.
 struct Place {
   int first, head, sample;
 
+  template <bool of_keys>
   static __device__ __forceinline__ Place of(int own) {
-    return {static_cast<int>(gridDim.x - 1 - blockIdx.x) * own, static_cast<int>(blockIdx.y),
-            static_cast<int>(blockIdx.z)};
+    const unsigned tile = of_keys ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
+    return {static_cast<int>(tile) * own, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z)};
   }
 };
 
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
   const SharedArray<T> queries(memory.get()), keys(memory.get() + kOthersAt<T, D>),
       values(keys.get() + Sizes::kOther * Sizes::kStride);
   const Notes<Sizes::kOther> notes(memory.get() + kNotesAt<T, D>);
-  const auto [first, head, sample] = Place::of(Sizes::kOwn);
+  const auto [first, head, sample] = Place::of<false>(Sizes::kOwn);
   const int group = head / in.heads_per_group, own = warp() * 16;
   const HeadRows<const T> q = in.q.of(sample, head), k = in.k.of(sample, group), v = in.v.of(sample, group);
   copy_rows<T, D>(queries, own, q, first + own, visible.queries, in.size);
@@ -240,7 +241,7 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
       keys(memory.get() + kOthersAt<T, D>), values(keys.get() + Sizes::kOther * Sizes::kStride);
   const Notes<Sizes::kOther> notes(memory.get() + kNotesAt<T, D>);
   const SharedArray<float> deltas(memory.get() + kDeltasAt<T, D>);
-  const auto [first, head, sample] = Place::of(Sizes::kOwn);
+  const auto [first, head, sample] = Place::of<false>(Sizes::kOwn);
   const int group = head / in.heads_per_group, own = warp() * 16;
   const std::int64_t rows = (static_cast<std::int64_t>(sample) * gridDim.y + head) * visible.queries;
   const HeadRows<const T> q = in.q.of(sample, head), k = in.k.of(sample, group), v = in.v.of(sample, group);
@@ -316,7 +317,7 @@ __global__ void __launch_bounds__(Shape<T, D>::kWarps* kWarp, 1)
   const SharedArray<T> keys(memory.get()), values(keys.get() + Sizes::kOwn * Sizes::kStride),
       queries(memory.get() + kOthersAt<T, D>), grads(queries.get() + Sizes::kOther * Sizes::kStride);
   const Notes<Sizes::kOther> notes(memory.get() + kNotesAt<T, D>);
-  const auto [first, group, sample] = Place::of(Sizes::kOwn);
+  const auto [first, group, sample] = Place::of<true>(Sizes::kOwn);
   const int own = warp() * 16;
   const HeadRows<const T> k = in.k.of(sample, group), v = in.v.of(sample, group);
 #pragma unroll

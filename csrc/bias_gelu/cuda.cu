@@ -87,12 +87,14 @@ using namespace megazero;
 extern "C" int megazero_cuda_bias_gelu_forward(std::int64_t dtype, std::int64_t exact, std::int64_t count,
                                                std::int64_t width, const void* x, const float* bias, void* y,
                                                std::int64_t counted, int* counters, void* stream) {
-  if (count == 0 || width == 0) return 0;
+  // Without rows there are still counters to clear: backward sums nothing by them.
+  if (width == 0 || (count == 0 && counted == 0)) return 0;
   const std::int64_t rows = bias ? count : 1, columns = bias ? width : count * width;
   return with_form(dtype, exact, [&](auto element, auto form) {
     using T = decltype(element);
     const auto start = [&](auto pack) {
-      const ColumnLaunch launch = column_launch(std::min(rows, column_groups(rows, columns)), columns, pack());
+      const std::int64_t takers = std::max<std::int64_t>(std::min(rows, column_groups(rows, columns)), 1);
+      const ColumnLaunch launch = column_launch(takers, std::max<std::int64_t>(columns, 1), pack());
       return MEGAZERO_LAUNCH((bias_gelu_forward<T, pack(), form()>), launch.blocks, launch.threads, 0, stream, rows,
                              columns, static_cast<const T*>(x), bias, static_cast<T*>(y), counters, counted);
     };
@@ -107,6 +109,7 @@ extern "C" int megazero_cuda_bias_gelu_backward(std::int64_t dtype, std::int64_t
                                                 float* partials, int* counters, void* stream) {
   if (width == 0 || (count == 0 && sums == nullptr)) return 0;
   if (sums != nullptr && !holds<int>(width + kColumnBlock * 8)) return kInvalidValue;
+  if (sums == nullptr && bias != nullptr) return kInvalidValue;  // the matrix is then read as one row
   const std::int64_t rows = sums ? count : 1, columns = sums ? width : count * width;
   const std::int64_t takers = sums ? groups : 1;
   return with_form(dtype, exact, [&](auto element, auto form) {

@@ -24,8 +24,9 @@ from megazero.deepspeed.mpu import DeepSpeedMpu
 from megazero.deepspeed.utils.groups import LAYOUT
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
-from megazero.mpu.launch import Launch, choose_device, grid_of, open_context
+from megazero.mpu.launch import Launch, choose_backend, choose_device, grid_of, open_context
 from megazero.mpu.torch_group import TorchGroup, joined_world, leave_world, start_world
+from megazero.mpu.warm_up import warm_up
 
 TIMEOUT = timedelta(minutes=10)
 # What MPI's launcher calls a rank's place.
@@ -99,6 +100,8 @@ def find_context(
         elif launch.world_size > 1:
             raise ConfigError(_NOT_JOINED)
     context = open_context(config, launch, device, node_size=node_size)
+    if choose_backend(config.distributed_backend, device) == "nccl":  # Gloo's groups connect when opened
+        warm_up(context)
     _compare(mpu, context)
     LAYOUT.remember(context)
     return context

@@ -148,7 +148,7 @@ class PlaceAnswers:
     @property
     def local_rank(self) -> int:
         """This rank's number on its node, as given by the launcher."""
-        return Launch.from_environment().local_rank
+        return Launch.from_environment().local_rank or 0
 
     @property
     def global_rank(self) -> int:

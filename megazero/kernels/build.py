@@ -151,7 +151,8 @@ def _cuda_recipe(codes: Sequence[str], nvcc: str) -> LibraryRecipe:
     newest = max(map(_virtual, codes), key=lambda code: int(code.removeprefix("compute_")))
     machine = [code for code in codes if code != newest]
     generated = [f"-gencode=arch={_virtual(code)},code={code}" for code in (*machine, newest)]
-    flags = f"-std=c++17 -O3 -I $csrc {' '.join(generated)} -Xcompiler -fPIC {_NVCC_CHECKS}"
+    # Profilers show lines of source beside samples; machine code is the same.
+    flags = f"-std=c++17 -O3 -lineinfo -I $csrc {' '.join(generated)} -Xcompiler -fPIC {_NVCC_CHECKS}"
     return LibraryRecipe(
         CUDA_LIBRARY,
         (*kernel_sources(), CSRC / "common/errors.cu"),

@@ -21,6 +21,7 @@ _C_TYPES = MappingProxyType({"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": cty
 # The most groups of rows with sums of their own where kernels run on the CPU; a multiple of the rows that
 # share a block (csrc/common/cuda_rows.hpp).
 MOST_GROUPS = 8
+_MOST_SIZES = 4096  # that a library remembers
 
 # An argument of a launch; `KernelLibrary.launch` says what the kernel gets.
 Argument = Tensor | torch.dtype | float | None | Sequence[Tensor | None] | Sequence[int] | Sequence[float]
@@ -55,24 +56,27 @@ class KernelLibrary:
 
         An argument is a tensor (its address is passed; it must be contiguous), None (address 0), a dtype (its
         code), an int or a float; or a sequence of tensors and None, of ints or of floats: an array of them in
-        host memory. Raises RuntimeError if CUDA refuses the launch, and ctypes.ArgumentError or TypeError for
-        arguments that the function does not take.
+        host memory.
+
+        Raises:
+            RuntimeError: CUDA refuses the launch.
+            ValueError: a tensor is not contiguous, or they are not on one device.
+            ctypes.ArgumentError, TypeError: the function does not take these arguments.
         """
         function = self._functions.get(name) or self._function(name)
         values: list[Any] = []
         devices: set[int] = set()
         for argument in arguments:
             if isinstance(argument, Tensor):
-                assert argument.is_contiguous(), "kernels take contiguous tensors"
-                devices.add(argument.get_device())  # its number, -1 for the CPU
-                values.append(argument.data_ptr())
+                values.append(_address(argument, devices))
             elif argument is None or isinstance(argument, (int, float)):
                 values.append(argument)
             elif isinstance(argument, torch.dtype):
                 values.append(DTYPE_CODES[argument])
             else:
                 values.append(_array(argument, devices))
-        assert len(devices) == 1, f"{name} takes tensors of one device"
+        if len(devices) != 1:
+            raise ValueError(f"the kernel `{name}` must get tensors of one device, but they are on {devices}")
         code = self._start(function, values, *devices)
         if code != 0:
             text = self._error_text(code)
@@ -98,6 +102,8 @@ class KernelLibrary:
 
     def _size(self, name: str, *sizes: int) -> int:
         key = (name, *sizes)
+        if len(self._sizes) > _MOST_SIZES:  # rows may be others at each call, as those of experts are
+            self._sizes.clear()
         if key not in self._sizes:
             self._sizes[key] = self._function(name)(*sizes)
         return self._sizes[key]
@@ -172,7 +178,8 @@ def tensors_among(arguments: Sequence[Argument]) -> Iterator[Tensor]:
 
 def _address(tensor: Tensor, devices: set[int]) -> int:
     """A tensor's address. Its device joins `devices`: a number, -1 for the CPU."""
-    assert tensor.is_contiguous(), "kernels take contiguous tensors"
+    if not tensor.is_contiguous():
+        raise ValueError(f"kernels must get contiguous tensors, but one has the strides {tensor.stride()}")
     devices.add(tensor.get_device())
     return tensor.data_ptr()
 

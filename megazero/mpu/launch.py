@@ -32,32 +32,46 @@ _LATER = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place in the job, as the launcher (torchrun, SLURM with torchrun, or none) says."""
+    """This process's place in the job, as the launcher (torchrun, SLURM with torchrun, or none) says.
+
+    Attributes:
+        rank, world_size: this process's number, and how many there are.
+        local_rank: its number on its machine; None if several processes were started and nothing says it.
+    """
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int | None = 0
 
     @property
     def speaks_for_node(self) -> bool:
         """Whether this process is the one that looks at what all processes of its machine share."""
-        return self.local_rank == 0 or self.rank == 0
+        return not self.local_rank or self.rank == 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Launch:
         """Read RANK, WORLD_SIZE and LOCAL_RANK; without them this is a job of one process.
 
+        A script that is started by ``srun`` may set the first two by itself: then SLURM_LOCALID counts.
+
         Raises:
             ConfigError: a variable is not a number, or the rank lies outside the world.
         """
         environment = os.environ if environment is None else environment
-        values = {}
-        for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)):
-            text = environment.get(name, str(default))
-            if not text.isdigit():
-                raise ConfigError(f"the environment variable `{name}` must be a number, but is {text!r}")
-            values[name.lower()] = int(text)
-        launch = cls(**values)
+
+        def read(*names: str) -> int | None:
+            name = next((name for name in names if name in environment), None)
+            if name is None:
+                return None
+            if not environment[name].isdigit():
+                raise ConfigError(
+                    f"the environment variable `{name}` must be a number, but is {environment[name]!r}"
+                )
+            return int(environment[name])
+
+        rank, world_size = read("RANK") or 0, read("WORLD_SIZE")
+        local_rank = read("LOCAL_RANK", "SLURM_LOCALID") if world_size else read("LOCAL_RANK") or 0
+        launch = cls(rank, 1 if world_size is None else world_size, local_rank)
         if launch.rank >= launch.world_size:
             raise ConfigError(
                 f"the environment variable `RANK` must be below WORLD_SIZE ({launch.world_size}), "
@@ -66,14 +80,15 @@ class Launch:
         return launch
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
+def choose_device(wanted: str, local_rank: int | None) -> torch.device:
     """This process's device: ``cuda`` means the device numbered `local_rank`, or the only one that it sees.
 
     A launcher may show each process one GPU of its own, as SLURM does with ``--gpus-per-task=1``. If it is
     one that all processes see, NCCL refuses it.
 
     Raises:
-        ConfigError: CUDA was requested but is not available, or there are fewer devices than local ranks.
+        ConfigError: CUDA was requested but is not available, there are fewer devices than local ranks, or
+            there are several and nothing says which is this process's.
     """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -82,6 +97,11 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if count == 1:
         return torch.device("cuda", 0)
+    if local_rank is None:
+        raise ConfigError(
+            f"the environment variable `LOCAL_RANK` must say which of {count} CUDA devices is this "
+            "process's, but is not set; start ranks with `megazero launch`, torchrun or srun, or set it"
+        )
     if local_rank >= count:
         raise ConfigError(
             f"`local rank` must be below the number of CUDA devices ({count}), but is {local_rank}; start "
@@ -136,8 +156,6 @@ def join(
     backend = choose_backend(config.distributed_backend, device)
     # The watch ends a call that takes too long and says why; the backend waits longer.
     patience = timedelta(minutes=config.distributed_timeout_minutes)
-    # The world is not bound to the device: torch would then make groups by splitting the world's
-    # communicator, which every rank must take part in, while here only a group's members do.
     seconds = second_communicators(grid, zero_stage) if backend == "nccl" else ()
     plan = CommunicatorPlan.of(grid, launch.rank, node_size=node_size, seconds=seconds)
     urgent = plan.named("world").urgent

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +17,7 @@ from megazero.errors import CommunicationError
 from megazero.mpu.attempt_store import agent_store, store_of_attempt
 from megazero.mpu.grid import Ranks
 from megazero.mpu.group import DONE, Group, Reduction, Transfer, Work
+from megazero.mpu.interfaces import choose_interface
 from megazero.mpu.messages import name_ranks
 
 # torch 2.13 renamed the two single-tensor collectives and deprecated the older names.
@@ -143,6 +146,8 @@ def start_world(
         CommunicationError: the other ranks could not be reached.
     """
     try:
+        if not where:
+            choose_interface(os.environ)
         kept = None if where else agent_store(timeout)
         if kept is not None:
             where["store"] = store_of_attempt(kept, rank, world_size, timeout)
@@ -189,15 +194,35 @@ def open_group(
         assert world is not None, "the world has not been joined"
         return TorchGroup(name, world_rank, ranks, world)
     options = _stream_options(timeout) if urgent and (backend or dist.get_backend()) == "nccl" else None
-    handle = dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend=backend,
-        pg_options=options,
-        use_local_synchronization=True,
-        group_desc=name,
-    )
+    with _unbound_world():
+        handle = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=name,
+        )
     return TorchGroup(name, world_rank, ranks, handle)
+
+
+@contextmanager
+def _unbound_world() -> Iterator[None]:
+    """Take the world's device away for as long as the block runs, if a script has joined it with one.
+
+    torch makes groups of a world with a device by splitting its communicator, in which every rank must take
+    part, and here only a group's members open it.
+    """
+    world: Any = dist.group.WORLD
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _stream_options(timeout: timedelta) -> Any:

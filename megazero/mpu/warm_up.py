@@ -19,9 +19,9 @@ _MOST_HOSTS = 64  # whose names are looked up for a message, by ranks
 def warm_up(context: ParallelContext, host_of: Callable[[int], str | None] = lambda rank: None) -> None:
     """Sum one number over each communicator; every rank calls this.
 
-    NCCL connects a communicator at its first call, in which all members must take part: a batch of messages
-    would not do, since not every stage of a pipeline has one for each of them. So this fails or hangs early
-    and by itself, and no step has to wait for connections.
+    NCCL makes a communicator at its first call, in which all members must take part: a batch of messages
+    would not do, since not every stage of a pipeline has one for each of them. So a network that does not
+    work fails early and by itself. Other algorithms, and pairs of ranks, connect when they are first used.
 
     Args:
         context: the communicators.

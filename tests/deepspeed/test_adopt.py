@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megazero.deepspeed import adopt
 from megazero.deepspeed.adopt import find_context
@@ -19,7 +20,7 @@ from megazero.errors import ConfigError
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
-from megazero.mpu.torch_group import joined_world
+from megazero.mpu.torch_group import TorchGroup, joined_world
 from tests.forks import run_ranks
 
 
@@ -134,6 +135,56 @@ assert isinstance(group, TorchGroup), group
 """
     for rank in run_ranks(*[["-c", f"from megazero.deepspeed import install; install(){code}"]] * 2):
         assert (rank.returncode, rank.stdout) == (0, "None None\n"), rank.stderr
+
+
+class Stages(Mpu):
+    """A pipeline of three stages, as `PipelineModule` asks for one."""
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return 3
+
+
+def _adopt_as_on_nccl(rank: int, world_size: int) -> tuple[dict[str, list[str]], list[object], bool]:
+    """Adopt a world that a script has joined with a device; first calls by group, and the devices it had."""
+    kept, calls, bound = (adopt.choose_backend, TorchGroup._call, dist.new_group), [], []
+    gpu, world = torch.device("cuda", rank), dist.group.WORLD
+
+    def call(group, what, *arguments, **more):
+        calls.append((group.name, what))
+        return kept[1](group, what, *arguments, **more)
+
+    def new_group(*arguments, **more):
+        bound.append(world.bound_device_id)
+        return kept[2](*arguments, **more)
+
+    adopt.choose_backend, TorchGroup._call, dist.new_group = (lambda *_: "nccl"), call, new_group
+    world.bound_device_id = gpu
+    try:
+        context = find_context(Stages())
+    finally:
+        adopt.choose_backend, TorchGroup._call, dist.new_group = kept
+    firsts = {
+        group.name: [what for name, what in calls if name == group.name][:1] for group in _several(context)
+    }
+    return firsts, bound, world.bound_device_id == gpu
+
+
+def _several(context):
+    return {id(group): group for group in context.groups.values() if group.size > 1}.values()
+
+
+@pytest.mark.gloo
+def test_a_world_with_a_device_is_adopted_by_calls_of_all_members(pool):
+    """A pipeline with a tied layer hung in its constructor: the first call over its stages was a batch
+    of messages between two of them. And torch splits a world that has a device, which all ranks must do,
+    while only the end stages open the group of a tied weight.
+    """
+    for firsts, bound, kept in pool.run(_adopt_as_on_nccl, 3):
+        assert "pp" in firsts or "world" in firsts
+        assert set(map(tuple, firsts.values())) == {("all_reduce",)}
+        assert set(bound) <= {None}
+        assert kept
+    assert bound, "the end stages open a group"
 
 
 def test_after_an_error_a_process_waits_for_no_group(monkeypatch):

@@ -184,3 +184,9 @@ def test_a_head_that_is_too_wide_is_refused():
     q, k, v, *_ = inputs_of(4, 4, 1, 1, 1, 136)
     with pytest.raises(RuntimeError, match=r"must start, but CUDA says: invalid argument"):
         attention_cuda(q, k, v, AttentionCall(0.3), kernels=watched())
+
+
+def test_more_samples_than_a_grid_has_are_refused_by_name():
+    q = torch.empty(1, 65_536, 1, 8)
+    with pytest.raises(ValueError, match=r"at most 65,535 samples and heads, but has 65,536 and 1"):
+        attention_cuda(q, q, q, AttentionCall(1.0), kernels=watched())

@@ -78,6 +78,25 @@ def test_a_bias_that_is_included_gets_the_sum_over_rows(call, shape, dtype):
     assert ((grad_bias.double() - wide.sum(0)).abs() <= 2 * allowed).all()
 
 
+@pytest.fixture
+def poisoned():
+    """Memory that nobody has written holds NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@CALLS
+def test_no_rows_sum_to_zero(poisoned, call):
+    """GELU's forward left the counters as they were where it had no rows, and its backward summed by them."""
+    for width in (33, 132, 200, 256):
+        library = Device(library_path())
+        library.reset()
+        _, grad_bias = gradients(call, library, torch.empty(0, 2, width))
+        assert_faultless(library)
+        assert grad_bias.eq(0).all(), width
+
+
 @CALLS
 @pytest.mark.parametrize("shape", [(140, 2, 8), (70, 1, 264)])
 def test_sums_of_many_blocks_have_the_same_bits_in_every_order(call, shape):

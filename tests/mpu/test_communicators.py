@@ -230,7 +230,7 @@ def nccl(monkeypatch):
         ProcessGroupNCCL=SimpleNamespace(Options=Options),
         get_backend=lambda: "nccl",
         get_world_size=lambda: 4,
-        group=SimpleNamespace(WORLD="the world"),
+        group=SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)),
         new_group=lambda ranks, **options: asked.append({"ranks": ranks, **options}),
         init_process_group=lambda backend, **options: asked.append({"backend": backend, **options}),
     )
@@ -255,7 +255,8 @@ def test_urgent_communicators_have_streams_of_high_priority(nccl):
 
 def test_a_second_group_of_all_ranks_is_not_the_world(nccl):
     everyone, wait = (0, 1, 2, 3), timedelta(seconds=30)
-    assert torch_group.open_group("replica", 0, everyone, wait).process_group == "the world"
+    world = torch_group.dist.group.WORLD
+    assert torch_group.open_group("replica", 0, everyone, wait).process_group is world
     assert nccl == []
     torch_group.open_group("replica_gather", 0, everyone, wait, urgent=True, second=True)
     assert nccl[0]["ranks"] == [0, 1, 2, 3]

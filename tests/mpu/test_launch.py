@@ -22,6 +22,21 @@ def test_without_a_launcher_this_is_a_job_of_one():
     assert Launch.from_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == Launch(5, 8, 1)
 
 
+def test_a_script_under_srun_has_the_number_that_slurm_gives_it(cuda):
+    """Scripts that set RANK alone once trained on GPU 0, all ranks of a machine."""
+    job = {"RANK": "5", "WORLD_SIZE": "8", "SLURM_LOCALID": "1"}
+    assert Launch.from_environment(job) == Launch(5, 8, 1)
+    assert Launch.from_environment({**job, "LOCAL_RANK": "2"}) == Launch(5, 8, 2)
+    assert Launch.from_environment({"SLURM_LOCALID": "1"}) == Launch(0, 1, 0), "a step within an allocation"
+    unknown = Launch.from_environment({"RANK": "5", "WORLD_SIZE": "8"})
+    assert unknown == Launch(5, 8, None)
+    cuda(1)
+    assert choose_device("auto", unknown.local_rank) == torch.device("cuda", 0)
+    cuda(8)
+    with pytest.raises(ConfigError, match=r"`LOCAL_RANK` must say which of 8 CUDA devices is this process's"):
+        choose_device("auto", unknown.local_rank)
+
+
 @pytest.mark.parametrize(
     ("environment", "words"),
     [({"RANK": "two"}, "`RANK` must be a number"), ({"RANK": "3", "WORLD_SIZE": "3"}, "below WORLD_SIZE")],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
@@ -16,6 +17,8 @@ from megazero.mpu.launch import Launch
 from megazero.train.build import check_device
 from megazero.train.pretraining import pretrain
 from megazero.train.process import choose_products, compute_deterministically
+from megazero.verify.run import run_alone
+from tests.layouts.layout import Layout
 
 FLAGS = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8
     --max-position-embeddings 8
@@ -81,3 +84,46 @@ def test_settings_that_a_device_cannot_follow_are_refused(device, flags, message
     else:
         with pytest.raises(ConfigError, match=message):
             check_device(config, torch.device(device))
+
+
+class Refusing(TorchDispatchMode):
+    """Refuses what raises on CUDA in this mode, by torch's page on `use_deterministic_algorithms`."""
+
+    FLOATS = ("cumsum", "cumprod", "bincount")  # of integers they are deterministic
+    ALL = (
+        "put_",
+        "histc",
+        "kthvalue",
+        "median",
+        "nanmedian",
+        "grid_sampler",
+        "adaptive_",
+        "avg_pool",
+        "upsample",
+    )
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        floats = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in args)
+        if (name.startswith(self.FLOATS) and floats) or name.startswith(self.ALL):
+            raise RuntimeError(f"{func} does not have a deterministic implementation")
+        return func(*args, **(kwargs or {}))
+
+
+FAMILIES = (
+    *(Layout(shape=shape) for shape in ("gpt2", "llama", "bert", "t5", "deepseek")),
+    Layout(experts="top2"),
+    Layout(experts="biased", shape="llama"),
+    Layout(letters="M-*", layers=3, documents=True),
+    Layout(attends="window", documents=True, dropout=0.1),
+)
+
+
+def test_no_family_needs_an_operator_that_raises_on_cuda() -> None:
+    """The scan of Mamba-2 had a cumulative sum of floats, so that every hybrid ended at its first step."""
+    for layout in FAMILIES:
+        assert not layout.broken_rules()
+        with Refusing():
+            run_alone(layout.config(), steps=1)
+    with pytest.raises(RuntimeError, match="cumsum"), Refusing():
+        torch.ones(2).cumsum(0)

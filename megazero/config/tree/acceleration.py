@@ -38,6 +38,7 @@ class AccelerationConfig(Section):
             "zero.stage=0,1,2: a graph reads weights where they were, and stage 3 gathers and frees them",
             "parallel.pipeline_model_parallel_size=1: a graph has memory for one micro-batch at a time",
             "parallel.tensor_model_parallel_size=1: layers then communicate, which is not captured",
+            "parallel.context_parallel_size=1: layers then communicate, which is not captured",
             "recompute.granularity=none,selective: a graph keeps the memory of its layer anyway",
         ),
     )

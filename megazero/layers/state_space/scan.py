@@ -46,7 +46,8 @@ def selective_scan(
     b, c = (_chunks(t.to(wide), size) for t in (b, c))  # [b, g, k, q, n]
     alike = _Alike.of(segments, size) if segments is not None else None
 
-    total = rates.cumsum(-1)
+    # A product, as the cumulative sum of floats has no deterministic form on CUDA.
+    total = rates @ rates.new_ones(size, size).triu()
     since = total.unsqueeze(-1) - total.unsqueeze(-2)  # from a row to an earlier one, [..., q, q]
     hidden = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
     if alike is not None:

@@ -25,6 +25,7 @@ from megazero.ops.example import Example, Traffic
 from megazero.ops.positions import Positions
 
 MOST_SIZE = 128  # channels of a head
+_MOST_BLOCKS = 65535  # of CUDA's second and third dimension
 _NO_LIMIT = 1 << 30
 _PACK = 16  # bytes that cross the bus together
 
@@ -88,6 +89,11 @@ class _Given:
 
     def arguments(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Argument, ...]:
         (s, b, n, d), (t, _, g, _) = q.shape, k.shape
+        if max(b, n) > _MOST_BLOCKS:
+            raise ValueError(
+                f"`q` must have at most {_MOST_BLOCKS:,} samples and heads, but has {b:,} and {n:,}; "
+                "use smaller micro-batches"
+            )
         distances = [stride for x in (q, k, v) for stride in strides(x, 3)]
         numbers = (s, t, b, n, g, d, *self.sides, *distances, *self.others)
         return (q.dtype, numbers, self.scale, *map(_span, (q, k, v)), *self.tensors, self.kept)

@@ -9,9 +9,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megazero.ops.attention.call import AttentionCall
+
+CHANNELS = 8  # FlashAttention takes heads of multiples of these
 
 
 def varlen_knows(grouped: bool, names: frozenset[str] | None = None) -> bool:
@@ -51,9 +54,12 @@ def attention_varlen(
     runs, (s, b, n, d) = None if call.documents is None else call.documents.runs, q.shape
     assert attend is not None, "the table asks whether there is one"
     assert runs is not None, "the table asks for runs"
-    given, missing = varlen_arguments(call, k.shape[2] != n, names), call.scale * math.sqrt(d)
+    short = -d % CHANNELS  # channels of zeros change neither scores nor results
+    given, missing = varlen_arguments(call, k.shape[2] != n, names), call.scale * math.sqrt(d + short)
     if "scale" not in given and not math.isclose(missing, 1):
         q = q * missing
     q, k, v = (x.transpose(0, 1).reshape(b * s, *x.shape[2:]) for x in (q, k, v))
+    if short:
+        q, k, v = (F.pad(x, (0, short)) for x in (q, k, v))
     out: Tensor = attend(q, k, v, runs.ends, runs.ends, runs.longest, runs.longest, **given)
-    return out.view(b, s, -1).transpose(0, 1), None
+    return out[..., :d].reshape(b, s, -1).transpose(0, 1), None
