@@ -51,7 +51,7 @@ def on_schedule(
     """
     overrides = config.checkpoint.override_opt_param_scheduler
     try:
-        saved, before = _saved(run, plan, folder)
+        saved, before = _saved(config, run, plan, folder)
         then, now = _updates(saved, before), _updates(config, plan)
     except (CheckpointError, ConfigError) as error:
         if overrides:
@@ -79,7 +79,7 @@ def on_schedule(
     return config, replace(plan, lr=before.lr), [f"the checkpoint's schedule goes on ({_KEEP}): {remark}"]
 
 
-def _saved(run: RunFacts, plan: TrainingPlan, folder: Path) -> tuple[Config, TrainingPlan]:
+def _saved(now: Config, run: RunFacts, plan: TrainingPlan, folder: Path) -> tuple[Config, TrainingPlan]:
     """The configuration of the checkpoint's run, and the plan that it would go on with.
 
     Raises:
@@ -93,6 +93,11 @@ def _saved(run: RunFacts, plan: TrainingPlan, folder: Path) -> tuple[Config, Tra
         if name in run.config
     }
     config = with_batch(SavedModel(1, sections, folder / STATE).config(), run.global_batch_size)
+    custom = config.curriculum.seqlen_custom_schedule
+    if custom is not None:  # code that a checkpoint names is not run unless the run names it, too
+        if custom != now.curriculum.seqlen_custom_schedule:
+            raise CheckpointError(f"its sequence lengths are those of {custom}, which this run does not name")
+        config = config.model_copy(update={"curriculum": now.curriculum})
     before = training_plan_of(config, 1, plan.steps.start, plan.steps.origin)
     return config, before if run.lengths is None else replace(before, lr=run.lengths.lengths())
 
@@ -119,7 +124,7 @@ def _stepwise(config: Config, plan: TrainingPlan) -> dict[str, _Pieces]:
         for name, value in values.items()
     }
     if difficulties := Difficulties.of(config.data_sampling):
-        firsts = difficulties.first_samples(steps)
+        firsts = [difficulties.before(start, steps).iteration for start in difficulties.starts]
         for number, metric in enumerate(difficulties.metrics):
             levels = [level[number] for level in difficulties.levels]
             pieces[f"difficulty by {metric}"] = _merged(dict(zip(firsts, levels, strict=True)).items())
