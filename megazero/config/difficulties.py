@@ -54,9 +54,9 @@ class Difficulties:
 
         A piece that began before `steps.start` is taken to begin there: nothing is known of the steps before.
         """
-        return tuple(self._before(start, steps).samples for start in self.starts)
+        return tuple(self.before(start, steps).samples for start in self.starts)
 
-    def _before(self, start: int, steps: Steps) -> Progress:
+    def before(self, start: int, steps: Steps) -> Progress:
         """The progress before the first step of the piece that begins at the count `start`."""
         reached = start if self.unit == "iters" else steps.reaching(start)
         return steps.before(max(reached, steps.start.iteration))

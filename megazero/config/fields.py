@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from ast import literal_eval
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from pydantic.fields import FieldInfo
 
-from megazero.config.condition import Need
+from megazero.config.condition import Condition, Need
 from megazero.config.tree.config import Config
 from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.config.tree.option import Section
@@ -94,6 +95,19 @@ class FieldSpec:
         if not self.is_list:
             return item
         return f"{item} ..." if self.length is None else f"{self.length} x {item}"
+
+    def can_be(self, text: str) -> bool:
+        """Whether a value of this field is written like this in a condition."""
+        if text == "None":
+            return self.optional
+        if self.kind in (Kind.TEXT, Kind.CHOICE):
+            return self.kind is Kind.TEXT or text in map(str, self.choices)
+        kinds = {Kind.BOOL: bool, Kind.INT: int, Kind.FLOAT: float}
+        try:
+            value = literal_eval(text)
+        except (ValueError, SyntaxError):
+            return False
+        return type(value) is kinds.get(self.kind, tuple) and str(value) == text
 
     @property
     def default_text(self) -> str | None:
@@ -187,18 +201,40 @@ FIELDS: tuple[FieldSpec, ...] = tuple(
 FIELD_BY_PATH: Mapping[str, FieldSpec] = types.MappingProxyType({spec.path: spec for spec in FIELDS})
 
 
-def _needs(section: str, model: type[Section], name: str) -> tuple[Need, ...]:
+def needs_of(section: str, model: type[Section], name: str) -> tuple[Need, ...]:
+    """The needs that a field of a section's class declares.
+
+    Raises:
+        ValueError: one of them cannot hold in any run.
+    """
     declared: Any = model.model_fields[name].json_schema_extra
     home = next(base for base in model.__mro__ if name in vars(base).get("__annotations__", ()))
     assert issubclass(home, Section)
     needs = vars(home).get("needs", ()) if declared["needs"] is None else declared["needs"]
-    return tuple(Need.read(text, section) for text in ((needs,) if isinstance(needs, str) else needs))
+    read = tuple(Need.read(text, section) for text in ((needs,) if isinstance(needs, str) else needs))
+    for need in read:
+        for condition in (*need.conditions, Condition(f"{section}.{name}", need.of)):
+            check_condition(condition, f"the needs of {section}.{name}")
+    return read
+
+
+def check_condition(condition: Condition, where: str) -> None:
+    """Refuse a condition that cannot hold, which would refuse every run, as soon as it is declared.
+
+    Raises:
+        ValueError: there is no such field, or it has no such value.
+    """
+    spec = FIELD_BY_PATH.get(condition.path)
+    if spec is None:
+        raise ValueError(f"{where} must be about a field of the tree, but name `{condition.path}`")
+    if wrong := [value for value in condition.values if not spec.can_be(value)]:
+        raise ValueError(f"{where} must be values that `{spec.path}` can have, but are {', '.join(wrong)}")
 
 
 NEEDS: Mapping[str, Mapping[str, tuple[Need, ...]]] = types.MappingProxyType(
     {
         section: types.MappingProxyType(
-            {name: needs for name in model.model_fields if (needs := _needs(section, model, name))}
+            {name: needs for name in model.model_fields if (needs := needs_of(section, model, name))}
         )
         for section, model in SECTIONS.items()
     }

@@ -30,7 +30,7 @@ UNITS: tuple[Unit, ...] = ("iters", "samples", "tokens")
 class Progress:
     """The amount of training that has been consumed, counted in all three units at once.
 
-    A step that was skipped because of non-finite gradients consumed its data, so it counts as well.
+    A step that made no update consumed its data, so it counts as well.
 
     Attributes:
         iteration: steps done.
@@ -46,6 +46,11 @@ class Progress:
     def count(self, unit: Unit) -> int:
         """The progress in one unit."""
         return self.iteration if unit == "iters" else getattr(self, unit)
+
+    def __sub__(self, earlier: Progress) -> Progress:
+        return Progress(
+            self.iteration - earlier.iteration, self.samples - earlier.samples, self.tokens - earlier.tokens
+        )
 
 
 BEGINNING = Progress()
@@ -268,6 +273,7 @@ class Steps:
         start: the progress before the first of them. A run resumed with other batch sizes may
             start between two of the steps that it would have taken with them from the beginning.
         kept: the number of tokens that layers with random-LTD see; None without random-LTD.
+        origin: where the settings of the run before `start` began, which may be these.
     """
 
     ramp: BatchSizes
@@ -275,9 +281,12 @@ class Steps:
     lengths: SequenceLengths
     start: Progress = BEGINNING
     kept: KeptTokens | None = None
+    origin: Progress = BEGINNING
 
     @classmethod
-    def of(cls, config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> Steps:
+    def of(
+        cls, config: Config, data_parallel_size: int, start: Progress = BEGINNING, origin: Progress = BEGINNING
+    ) -> Steps:
         """The steps of a run from `start` on, on `data_parallel_size` replicas of the model."""
         model, batch = config.model, config.batch
         return cls(
@@ -286,7 +295,14 @@ class Steps:
             SequenceLengths.of(config.curriculum, model.seq_length),
             start,
             KeptTokens.of(config.skipping, model),
+            origin,
         )
+
+    @property
+    def began(self) -> Progress:
+        """Where a training began to have these settings: at `origin` if these steps lead from there to `start`."""
+        whole = replace(self, start=self.origin)
+        return self.origin if whole.before(self.start.iteration) == self.start else self.start
 
     @property
     def from_beginning(self) -> Steps:
@@ -322,11 +338,10 @@ class Steps:
     def convert(self, length: float, unit: Unit, into: Unit) -> float:
         """The amount of `into` that is consumed when `length` of `unit` is, as if a step could be divided.
 
-        Steps before `start` that were others than these are taken to be all alike.
+        Steps before `began` are taken to be all alike.
         """
-        whole = self.from_beginning
-        if self.start != BEGINNING and whole.before(self.start.iteration) == self.start:
-            return whole.convert(length, unit, into)
+        if self.start != self.began:
+            return replace(self, start=self.began).convert(length, unit, into)
         if length <= self.start.count(unit):
             return self.start.count(into) * (length / self.start.count(unit)) if length else 0.0
         index = bisect_right(self.segments, length, key=lambda first: first.before.count(unit))

@@ -66,7 +66,7 @@ class WarmupLength:
 
 @dataclass(frozen=True)
 class LrLengths:
-    """Lengths of the learning rate schedule, all counted in `unit`.
+    """Lengths of the schedules of learning rate and weight decay, those of the rate all counted in `unit`.
 
     Attributes:
         unit: the unit that the schedule counts in.
@@ -75,6 +75,7 @@ class LrLengths:
         wsd_decay: the length of the final decay of WSD; None without it.
         warmup_as_given: the warmup in the unit that it was given in, if that is another. Megatron-DeepSpeed
             warms up over iterations or samples, and then decays over tokens from those consumed by then.
+        weight_decay: the samples over which a weight decay that moves does so.
     """
 
     unit: Unit
@@ -82,6 +83,7 @@ class LrLengths:
     decay: int
     wsd_decay: int | None
     warmup_as_given: WarmupLength | None = None
+    weight_decay: int = 0
 
     @classmethod
     def of(
@@ -98,9 +100,12 @@ class LrLengths:
             decay = getattr(training, f"train_{unit}") or end.count(unit)
         given = _warmup_length(optimizer, training, unit, decay)
         wsd_decay = getattr(optimizer, f"lr_wsd_decay_{unit}") if optimizer.lr_decay_style == "WSD" else None
+        moves = optimizer.weight_decay_incr_style != "constant"
+        samples = end.samples if moves else 0
         if given.unit == unit:
-            return cls(unit, given.length, decay, wsd_decay)
-        return cls(unit, steps.convert(given.length, given.unit, unit), decay, wsd_decay, given)
+            return cls(unit, given.length, decay, wsd_decay, None, samples)
+        length = steps.convert(given.length, given.unit, unit)
+        return cls(unit, length, decay, wsd_decay, given, samples)
 
 
 def _warmup_length(
@@ -189,7 +194,7 @@ class TrainingPlan:
     Attributes:
         steps: the steps and the consumption of each.
         limits: the limits at which they stop.
-        lr: lengths of the learning rate schedule of the whole training.
+        lr: lengths of the schedules of the whole training.
         evaluations: the data that evaluations read between the steps.
     """
 
@@ -212,7 +217,9 @@ class TrainingPlan:
         return self.steps.before(iteration)
 
 
-def training_plan_of(config: Config, data_parallel_size: int, start: Progress = BEGINNING) -> TrainingPlan:
+def training_plan_of(
+    config: Config, data_parallel_size: int, start: Progress = BEGINNING, origin: Progress = BEGINNING
+) -> TrainingPlan:
     """Make the training plan of a run on `data_parallel_size` replicas of the model.
 
     Args:
@@ -220,12 +227,13 @@ def training_plan_of(config: Config, data_parallel_size: int, start: Progress = 
         data_parallel_size: replicas of the model.
         start: the progress that a checkpoint records. If these same steps led there, the plan is the one from
             the beginning; if the batch size has changed since, limits and schedule span both parts.
+        origin: where the settings of the run that saved the checkpoint began.
 
     Raises:
         ConfigError: no limit is set.
     """
     training = config.training
-    steps, limits = Steps.of(config, data_parallel_size, start), Limits.of(training)
+    steps, limits = Steps.of(config, data_parallel_size, start, origin), Limits.of(training)
     lengths = LrLengths.of(config.optimizer, training, steps, limits.end(steps))
     return TrainingPlan(steps, limits, lengths, Evaluations.of(training, config.model.seq_length, steps))
 

@@ -3,8 +3,8 @@
 The formulas and their edge cases are those of Megatron-Core's `OptimizerParamScheduler`, so a schedule gives
 the same values in both. It matters when a step reads its value: Megatron advances its scheduler *after*
 each update, so the first update of a training uses progress 0 (with warmup from zero, a learning rate of
-zero), and update k uses the progress of the k - 1 updates before it. Call `LearningRate.at(progress)` with
-the progress before the step.
+zero), and update k uses the progress of the k - 1 updates before it. A step without an update does not move
+it on. Call `LearningRate.at(progress)` with the progress of the updates before the step.
 
 Megatron's iteration-based training counts samples (iterations x global batch) internally; for a constant
 batch the ratios, and so the values, are the same (`LearningRate` names the exception). With a batch-size
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 from megazero.config.derive import decoupled
@@ -117,6 +117,24 @@ class LearningRate:
             return max(self.floor, rate)
         return self.floor + self._height(count) * (self.peak - self.floor)
 
+    def values(self) -> dict[str, object]:
+        """What the rate depends on, by name; two schedules with the same values have the same rates."""
+        style, unit = self.decay.style, self.unit
+        given = self.warmup.as_given or WarmupLength(self.warmup.length, unit)
+        values: dict[str, object] = {"peak": self.peak, "decay style": style, "warmup": _length(*astuple(given))}
+        if given.length:
+            values["start"] = self.warmup.start
+        if style == "constant":
+            return values
+        values |= {"minimum": self.floor, "decay length": _length(self.decay.length, unit)}
+        if self.warmup.as_given:
+            values["end of the warmup"] = _length(self.warmup.length, unit)
+        if style == "WSD":
+            values["final decay"] = f"{self.decay.final_style} over {_length(self.decay.final_length or 0, unit)}"
+        elif style == "inverse-square-root" and not self.warmup.length:
+            values["batch size"] = self.samples_per_unit
+        return values
+
     def _height(self, count: int) -> float:
         """How high the rate is between floor (0) and peak (1); 1 at the end of the warmup."""
         decay = self.decay
@@ -128,6 +146,10 @@ class LearningRate:
             return _descend(decay.final_style, float(count - stable_end) / float(decay.final_length))
         ratio = float(count - self.warmup.length) / float(decay.length - self.warmup.length)
         return _descend(decay.style, ratio)
+
+
+def _length(length: float, unit: Unit) -> str:
+    return f"{int(length) if length == int(length) else length} {unit}"
 
 
 def _descend(style: str, ratio: float) -> float:
@@ -171,15 +193,71 @@ class WeightDecay:
                 f"{self.start} to {self.end}, but is constant; change it."
             )
 
+    def values(self) -> dict[str, object]:
+        """What the decay depends on, by name."""
+        if self.style == "constant":
+            return {"weight decay": self.end}
+        ramp = f"from {self.start} to {self.end}"
+        return {
+            "weight decay": ramp,
+            "style of the weight decay": self.style,
+            "length of the weight decay's ramp": _length(self.length, self.unit),
+        }
+
     def at(self, progress: Progress) -> float:
         """The weight decay of the update that follows `progress`."""
         count = progress.count(self.unit)
-        if self.style == "constant" or count > self.length:
+        if self.style == "constant" or count > self.length or not self.length:
             return self.end
         ratio = float(count) / float(self.length)
         # cos(pi (1 - r)) and not 1 - descend(cosine, r), which rounds differently from Megatron-Core
         height = ratio if self.style == "linear" else 0.5 * (math.cos(math.pi * (1 - ratio)) + 1.0)
         return self.start + height * (self.end - self.start)
+
+
+@dataclass(frozen=True)
+class UpdateSchedule:
+    """The values that change from update to update.
+
+    Attributes:
+        learning_rate, weight_decay: the schedules of each.
+        decoupled_rate: the schedule of the second parameter group; None if there is one group.
+        scalar_peak: the peak of the rate of what Muon leaves to another rule; None if it is the others'.
+    """
+
+    learning_rate: LearningRate
+    weight_decay: WeightDecay
+    decoupled_rate: LearningRate | None = None
+    scalar_peak: float | None = None
+
+    @classmethod
+    def of(cls, optimizer: OptimizerConfig, training_plan: TrainingPlan) -> UpdateSchedule:
+        """The schedule of a run.
+
+        Raises:
+            ConfigError: the values do not make a schedule.
+        """
+        return cls(
+            build_learning_rate(optimizer, training_plan),
+            build_weight_decay(optimizer, training_plan),
+            build_decoupled_rate(optimizer, training_plan),
+            optimizer.muon_scalar_lr,
+        )
+
+    def rates(self, progress: Progress) -> float | tuple[float, float]:
+        """The learning rate of each parameter group."""
+        rate, other = self.learning_rate.at(progress), self.decoupled_rate
+        return rate if other is None else (rate, other.at(progress))
+
+    def values(self) -> dict[str, object]:
+        """What all rates and the decay depend on, by name."""
+        values = {f"{name} of the learning rate": value for name, value in self.learning_rate.values().items()}
+        if self.decoupled_rate is not None:
+            parts = self.decoupled_rate.values().items()
+            values |= {f"{name} of the decoupled learning rate": value for name, value in parts}
+        if self.scalar_peak is not None:
+            values["`muon_scalar_lr`"] = self.scalar_peak
+        return values | self.weight_decay.values()
 
 
 def build_learning_rate(optimizer: OptimizerConfig, training_plan: TrainingPlan) -> LearningRate:
@@ -237,4 +315,4 @@ def build_weight_decay(optimizer: OptimizerConfig, training_plan: TrainingPlan) 
             f"`start_weight_decay` and `end_weight_decay` must be set when `weight_decay_incr_style` is "
             f"{style}, but are {start} and {finish}; set both."
         )
-    return WeightDecay(start, finish, style, training_plan.end.samples, "samples")
+    return WeightDecay(start, finish, style, training_plan.lr.weight_decay, "samples")

@@ -23,7 +23,7 @@ from megazero.mpu.param_spec import spec_of
 from megazero.ops.product_sum import working_blas
 from megazero.optim.build import build_update_rule
 from megazero.optim.loss_scaler import build_loss_scaler
-from megazero.optim.schedule import build_decoupled_rate, build_learning_rate, build_weight_decay
+from megazero.optim.schedule import UpdateSchedule
 from megazero.pipeline.executor import Executor
 from megazero.train.parts.chunks import Chunks, build_chunks, programs_of
 from megazero.train.parts.vocabulary import Vocabulary
@@ -85,8 +85,8 @@ def build_engine(
     ]
     fill = partial(initialize_parameters, seed=config.training.seed, place=context.place)
     kind, multiple = store_kind(config.offload, context), aligned_multiple(context.device)
-    decoupled_rate = build_decoupled_rate(config.optimizer, training_plan)
-    groups = {} if decoupled_rate is None else _second_group(units)
+    schedule = UpdateSchedule.of(config.optimizer, training_plan)
+    groups = {} if schedule.decoupled_rate is None else _second_group(units)
     store = build_store(units, policy, context, fill, groups, kind, multiple)
     delayed = None
     if config.offload.delayed_param_update:
@@ -104,10 +104,8 @@ def build_engine(
         Optimizer(store, rule, context, config.optimizer.clip_grad, delayed),
         build_loss_scaler(config.precision),
         Schedules(
-            build_learning_rate(config.optimizer, training_plan),
-            build_weight_decay(config.optimizer, training_plan),
+            schedule,
             SkippingPlan.of(config.skipping, config.model.num_layers, config.training.seed, training_plan),
-            decoupled_rate,
         ),
         LayerMemory(
             RouterLoads([r for chunk in chunks.values() for r in chunk.routers()], config.model, context),

@@ -122,7 +122,7 @@ class Loop:
         meters.begin()
         step = meters.plan.at(state.progress)
         if self.guard.passes_over(state, step):
-            result = meters.engine.nothing(step.before)
+            result = meters.engine.nothing(state.updated)
         else:
             assert self.feed is not None, "there are no samples for training"
             with meters.timers("data"):
@@ -144,9 +144,9 @@ class Loop:
         with timers("optimizer"):
             self._wait_for_copies()
             if not self.guard.may_hold:
-                engine.queue_update(attempt, step.before)
+                engine.queue_update(attempt, state.updated)
         attempt, hold = self.guard.judge(state, step, attempt, batches, timers)
-        return engine.update(attempt, step.before, timers, hold=hold)
+        return engine.update(attempt, state.updated, timers, hold=hold)
 
     def _stability(self, state: TrainState, result: StepResult) -> Stability | None:
         """The stability of the training after this step, the same on every rank."""

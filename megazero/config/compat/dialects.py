@@ -178,8 +178,8 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
     """The arguments of a place for a fork's values; one that begins with a brace lacks a flag to fill it.
 
     ``{}`` are the values, ``{n}`` is how many parts commas make of the first, ``{--flag}`` is the value of
-    another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the numbers of 5-7 9-10 and
-    ``{pairs}`` those of 5 7 9 10, ``{weighted}`` is a blend of parts of datasets, ``{layout}`` and ``{ends}``
+    another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the steps 5-7 9-10 and
+    ``{pairs}`` the steps 5 7 9 10, ``{weighted}`` is a blend of parts of datasets, ``{layout}`` and ``{ends}``
     are the arguments about the layers of stages.
     """
     first = values[0] if values else ""
@@ -197,7 +197,8 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
     if token in ("{range}", "{pairs}"):
         ends = [int(end) for value in values for end in value.split("-")]
         spans = zip(ends[::2], ends[1::2], strict=False)
-        return [str(number) for start, stop in spans for number in range(start, stop + 1)]
+        # Of steps, which are numbered from 1 there, and by the steps before them here.
+        return [str(number) for start, stop in spans for number in range(max(start, 1) - 1, stop)]
     if token.startswith("{/") and other:
         return [repr(float(first) / float(other[0]))]
     if token.startswith("{--") and other:

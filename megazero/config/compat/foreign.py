@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megazero.config.condition import Condition
+from megazero.config.fields import check_condition
 from megazero.config.tables import blocks, rows
 
 _UNLIMITED = 1_000_000
@@ -106,13 +107,16 @@ def _foreign_flags() -> Iterator[Foreign]:
             yield Foreign(name, refused=reason, arity=taken)
     for row in rows("conditional.csv"):
         name, taken = arity(row["flag"])
+        where = tuple(map(Condition.read, filter(None, row["where"].split(" or "))))
+        for condition in where:
+            check_condition(condition, f"the conditions of {name}")
         yield Foreign(
             name,
             row["accepted"],
             row["refused"],
             tuple(row["values"].split()),
             taken,
-            tuple(map(Condition.read, filter(None, row["where"].split(" or ")))),
+            where,
             silent=bool(row["silent"]),
         )
 

@@ -80,9 +80,18 @@ class CheckpointConfig(Section):
     exit_on_missing_checkpoint: bool = option(False, "fail if --load finds nothing, instead of starting anew")
     override_opt_param_scheduler: bool = option(
         False,
-        "take schedule values from the configuration, not the checkpoint",
+        "go on with the schedules of this configuration where the checkpoint's are others, which is refused "
+        "without it",
         flag="--override-opt_param-scheduler",
         aliases=("--override-opt-param-scheduler",),
+    )
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False,
+        "go on with the checkpoint's learning rate and weight decay, and their lengths, whatever this "
+        "configuration says",
+        flag="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-opt-param-scheduler",),
+        needs="override_opt_param_scheduler=False: one takes the checkpoint's schedule, the other this run's",
     )
 
     @property

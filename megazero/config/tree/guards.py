@@ -82,6 +82,8 @@ class GuardsConfig(Section):
         "each place once, or end with an error; slow on a CPU",
         needs="acceleration.compile=False or parallel.device=cuda: a CPU's waits are found at each operator",
     )
-    iterations_to_skip: tuple[PositiveInt, ...] = option(
-        (), "steps whose samples are passed over without training on them"
+    iterations_to_skip: tuple[NonNegativeInt, ...] = option(
+        (),
+        "pass over the samples of the step that follows after so many steps, as in Megatron-LM: 500 is "
+        "iteration 501",
     )

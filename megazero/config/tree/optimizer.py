@@ -31,7 +31,7 @@ ELEMENTWISE_NAMES = tuple(name for name in get_args(OptimizerName) if name not i
 
 
 class BaseOptimizerConfig(Section):
-    """Optimizer, rate and decay"""
+    """Optimizer and clipping"""
 
     optimizer: OptimizerName = option(
         "adam",
@@ -69,19 +69,7 @@ class BaseOptimizerConfig(Section):
             ),
         ),
     )
-    lr: PositiveFloat = option(..., "peak learning rate")
-    min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
-    decoupled_lr: PositiveFloat | None = option(
-        None,
-        "peak learning rate of the word embedding and the output head; default: that of the rest",
-        needs="muon_scalar_lr=None: it is the peak of all that is no matrix",
-    )
-    decoupled_min_lr: NonNegativeFloat | None = option(
-        None,
-        "floor of their learning rate; default: that of the rest",
-        needs="muon_scalar_lr=None: it is the peak of all that is no matrix",
-    )
-    weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
+    clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
 
 
 class AdamConfig(Section):
@@ -262,9 +250,6 @@ class MuonConfig(Section):
     )
     muon_scalar_optimizer: Literal["adam", "lion"] = option(
         "adam", "Muon: optimizer of embeddings, heads, norms, biases and routers"
-    )
-    muon_scalar_lr: PositiveFloat | None = option(
-        None, "Muon: their peak learning rate, which moves as `--lr` does; none for the same"
     )
 
 

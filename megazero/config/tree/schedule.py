@@ -1,18 +1,35 @@
-"""The part of the optimizer's section about clipping, and the schedules of the rate and the decay."""
+"""The part of the optimizer's section about the rate and the decay, and the schedules of both."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megazero.config.tree.option import Probability, Section, option
 
 
 class ScheduleConfig(Section):
-    """Clipping and schedules"""
+    """Rate, weight decay, and how they change: what `--use-checkpoint-opt_param-scheduler` takes over"""
 
-    clip_grad: NonNegativeFloat = option(1.0, "largest global gradient norm; 0 turns clipping off")
+    lr: PositiveFloat = option(..., "peak learning rate")
+    min_lr: NonNegativeFloat = option(0.0, "floor of the learning rate")
+    decoupled_lr: PositiveFloat | None = option(
+        None,
+        "peak learning rate of the word embedding and the output head; default: that of the rest",
+        needs="muon_scalar_lr=None: it is the peak of all that is no matrix",
+    )
+    decoupled_min_lr: NonNegativeFloat | None = option(
+        None,
+        "floor of their learning rate; default: that of the rest",
+        needs="muon_scalar_lr=None: it is the peak of all that is no matrix",
+    )
+    muon_scalar_lr: PositiveFloat | None = option(
+        None,
+        "Muon: peak learning rate of what is no matrix, which moves as `--lr` does; none for the same",
+        needs="optimizer=muon",
+    )
+    weight_decay: NonNegativeFloat = option(0.01, "weight decay of matrices and embeddings")
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = option(
         "linear",
         "shape of the decay",

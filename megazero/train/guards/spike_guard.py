@@ -77,7 +77,7 @@ class SpikeGuard(Concern):
         """Whether to pass over the step: its iteration is to be skipped, or a sample of it is set aside."""
         first, end = step.before.samples, step.after.samples
         aside = any(start < end and first < stop for start, stop in state.set_aside)
-        return aside or step.after.iteration in self.config.iterations_to_skip
+        return aside or step.before.iteration in self.config.iterations_to_skip
 
     @property
     def may_hold(self) -> bool:

@@ -9,12 +9,12 @@ from pathlib import Path
 from megazero.checkpoint.part import Part, Source, misfits
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.upcycling import dense_model
-from megazero.config.derive import FREE_MODEL_FIELDS, model_differences
+from megazero.config.derive import FREE_MODEL_FIELDS, data_parallel_size, model_differences
 from megazero.config.latent import LatentConfig
 from megazero.config.rules.table import check
+from megazero.config.training_plan import TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
-from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.rotary import RotaryConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
@@ -25,27 +25,8 @@ from megazero.mpu.context import ParallelContext
 from megazero.mpu.grid import AXES
 from megazero.mpu.messages import broadcast_value
 from megazero.train.resume.saved import DataFacts, RunFacts, SavedConfig, SavedModel, saved_model
+from megazero.train.resume.scheduled import on_schedule, with_batch
 
-# What determines learning rate and weight decay after a resume; a silent change would distort the schedule.
-SCHEDULE_FIELDS = (
-    "lr",
-    "min_lr",
-    "decoupled_lr",
-    "decoupled_min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_decay_tokens",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_tokens",
-    "lr_warmup_fraction",
-    "lr_warmup_init",
-    "weight_decay",
-    "start_weight_decay",
-    "end_weight_decay",
-    "weight_decay_incr_style",
-)
 # Settings that may change besides with --extend-context: how fast the channels of a head turn, and how far.
 _ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.model_fields) - {
     "rotary_percent"
@@ -62,11 +43,11 @@ def fit(
     vocab_size: int,
     world_size: int,
     begins_experts: bool,
-) -> tuple[Config, list[str]]:
-    """The configuration to continue with, and its differences from the saved one.
+) -> tuple[Config, TrainingPlan, list[str]]:
+    """The configuration and the plan to continue with, and their differences from the saved ones.
 
     Raises:
-        CheckpointError: the checkpoint belongs to another model, or to another schedule.
+        CheckpointError: the checkpoint belongs to another model, or the run has another schedule.
         ConfigError: its global batch, which is kept, cannot be distributed over these ranks.
     """
     model = dense_model(config.model) if begins_experts else config.model
@@ -74,25 +55,21 @@ def fit(
     extends = config.checkpoint.extend_context
     free = free_fields(model, saved, reader.folder, extends=extends) | free_to_begin(saved, anew)
     check_model(model, vocab_size, saved, reader.folder, free)
+    replicas = data_parallel_size(config, world_size)
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
-        return config, []
-    if not config.checkpoint.override_opt_param_scheduler:
-        _check_schedule(config.optimizer, run.config, reader.folder)
-    batch = run.global_batch_size
-    kept = config
-    if config.batch.final_batch_size is None:
-        kept = config.model_copy(
-            update={"batch": config.batch.model_copy(update={"global_batch_size": batch})}
+        return config, training_plan_of(config, replicas), []
+    kept = with_batch(config, run.global_batch_size)
+    if kept is not config and (problems := check(kept, world_size)):
+        raise ConfigError(
+            [f"the global batch of {reader.folder} is kept, but does not fit here: {p}" for p in problems]
         )
-        if problems := check(kept, world_size):
-            raise ConfigError(
-                [f"the global batch of {reader.folder} is kept, but does not fit here: {p}" for p in problems]
-            )
+    plan = training_plan_of(kept, replicas, run.state.train_state().progress, run.origin.progress())
+    kept, plan, remarks = on_schedule(kept, plan, run, reader.folder)
     changes = [
         f"{where}: {before} -> {now}"
         for where, before, now in _differences(run.config, kept.model_dump(mode="json"))
     ]
-    return kept, ["changed since the checkpoint: " + "; ".join(changes)] if changes else []
+    return kept, plan, remarks + (["changed since the checkpoint: " + "; ".join(changes)] if changes else [])
 
 
 def free_to_begin(saved: SavedModel, anew: bool) -> Set[str]:
@@ -149,18 +126,6 @@ def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends:
             f"`{folder}` ({lengths[0]}), but is {model.scaled_from}; set it to that"
         )
     return FREE_MODEL_FIELDS | _ROTARY_FIELDS
-
-
-def _check_schedule(optimizer: OptimizerConfig, saved: SavedConfig, folder: Path) -> None:
-    now, then = optimizer.model_dump(mode="json"), saved.get("optimizer") or {}
-    changed = [
-        f"{name}: {then.get(name)} -> {now[name]}" for name in SCHEDULE_FIELDS if then.get(name) != now[name]
-    ]
-    if changed:
-        raise CheckpointError(
-            f"`{folder}` was trained with another schedule ({'; '.join(changed)}); "
-            f"set --override-opt_param-scheduler to use the new values"
-        )
 
 
 def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object, object]]:

@@ -74,9 +74,9 @@ def resume(
     Raises:
         ConfigError: the checkpoint's global batch cannot be distributed over these ranks, and no other was
             asked for.
-        CheckpointError: on every rank: no checkpoint is intact; it belongs to another model, or to another
-            learning rate schedule without --override-opt_param-scheduler; or there is none, and starting
-            without one was not allowed.
+        CheckpointError: on every rank: no checkpoint is intact; it belongs to another model, or a schedule is
+            another without --override-opt_param-scheduler; or there is none, and starting without one was not
+            allowed.
     """
     section = config.checkpoint
     checkpoints = _candidates(section.load, section.ckpt_step, context) if section.load else None
@@ -99,9 +99,9 @@ def resume(
             begins = _begins_experts(section, reader)
             run = None if begins else saved_run(reader)
             # Before the engine is built, which takes memory and minutes for a large model.
-            kept, changes = fit(config, reader, run, vocab_size, context.world_size, begins)
+            world_size = context.world_size
+            kept, training_plan, changes = fit(config, reader, run, vocab_size, world_size, begins)
             state = TrainState() if run is None or section.finetune else run.state.train_state()
-            training_plan = training_plan_of(kept, context.data.size, state.progress)
             engine = build(kept, training_plan)
             seed = load_state(kept, engine, context, reader, run, begins_experts=begins)
         except DamagedCheckpointError as error:

@@ -21,6 +21,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    model_validator,
 )
 
 from megazero.checkpoint.described import check_saved_model
@@ -30,7 +31,8 @@ from megazero.checkpoint.manifest import STATE, parse
 from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.checkpoint.saver import together
-from megazero.config.steps import Progress
+from megazero.config.steps import Progress, Unit
+from megazero.config.training_plan import LrLengths, WarmupLength
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.option import Section
@@ -82,6 +84,42 @@ class RecentFacts(_FactsModel):
     spike: PositiveInt | None
 
 
+class ProgressFacts(_FactsModel):
+    """The fields of `Progress`."""
+
+    iteration: NonNegativeInt = 0
+    samples: NonNegativeInt = 0
+    tokens: NonNegativeInt = 0
+
+    def progress(self) -> Progress:
+        """The progress itself."""
+        return Progress(**dict(self))
+
+
+class WarmupFacts(_FactsModel):
+    """The fields of `WarmupLength`."""
+
+    length: NonNegativeFloat
+    unit: Unit
+
+
+class LengthsFacts(_FactsModel):
+    """The fields of `LrLengths`."""
+
+    unit: Unit
+    warmup: NonNegativeFloat
+    decay: PositiveInt
+    wsd_decay: PositiveInt | None
+    warmup_as_given: WarmupFacts | None
+    weight_decay: NonNegativeInt
+
+    def lengths(self) -> LrLengths:
+        """The lengths themselves."""
+        given = self.warmup_as_given
+        own = None if given is None else WarmupLength(given.length, given.unit)
+        return LrLengths(**{**dict(self), "warmup_as_given": own})
+
+
 class StateFacts(_FactsModel):
     """The fields of `TrainState`."""
 
@@ -94,6 +132,15 @@ class StateFacts(_FactsModel):
     bad_in_a_row: NonNegativeInt = 0
     recent: RecentFacts | None = None
     set_aside: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
+    not_updated: ProgressFacts = ProgressFacts()
+
+    @model_validator(mode="after")
+    def _made_updates(self) -> StateFacts:
+        left = self.not_updated
+        rest = (self.iteration - left.iteration, self.consumed_samples - left.samples)
+        if min(*rest, self.consumed_tokens - left.tokens) < 0:
+            raise ValueError("`not_updated` must be a part of the progress")
+        return self
 
     def train_state(self) -> TrainState:
         """The state itself."""
@@ -106,7 +153,8 @@ class StateFacts(_FactsModel):
             saved = dict(self.stability)
             spreads = {name: Spread(**dict(saved[name])) for name in ("loss", "grad_norm")}
             stability = Stability(**{**saved, **spreads})
-        return TrainState(progress, **{**facts, "stability": stability, "recent": recent})
+        own = {"stability": stability, "recent": recent, "not_updated": self.not_updated.progress()}
+        return TrainState(progress, **{**facts, **own})
 
 
 class ScalerFacts(_FactsModel):
@@ -148,6 +196,8 @@ class RunFacts(_FactsModel):
             believed.
         data: the datasets that it was trained on; None if it does not say.
         written_by: the ranks that wrote it.
+        lengths: those of its schedules; None if it does not say: they follow from the configuration.
+        origin: where its settings began.
     """
 
     config: SavedConfig
@@ -159,6 +209,8 @@ class RunFacts(_FactsModel):
     healthy: bool = True
     data: list[DataFacts] | None = None  # checkpoints of earlier versions have none
     written_by: WriterFacts = WriterFacts()
+    lengths: LengthsFacts | None = None
+    origin: ProgressFacts = ProgressFacts()
 
 
 class _ModelFacts(_FactsModel):

@@ -76,6 +76,8 @@ class Snapshots:
             "vocab_size": vocab_size,
             "stream_seed": stream_seed,
             "global_batch_size": training_plan.steps.ramp.final,
+            "lengths": asdict(training_plan.lr),
+            "origin": asdict(training_plan.steps.began),
             "written_by": {
                 "world_size": context.world_size,
                 "transports": transports(context),

@@ -17,7 +17,7 @@ from megazero.layers.inputs import NOTHING_SKIPPED
 from megazero.models.batch import MicroBatch
 from megazero.moe.loads import RouterLoads
 from megazero.optim.loss_scaler import LossScaler
-from megazero.optim.schedule import LearningRate, WeightDecay
+from megazero.optim.schedule import UpdateSchedule
 from megazero.pipeline.actions import Program
 from megazero.pipeline.executor import Executor
 from megazero.train.step.distillation import Distillation
@@ -28,7 +28,6 @@ from megazero.zero.bucket import Bucket
 from megazero.zero.fingerprint import Fingerprints
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
-from megazero.zero.update import PerGroup
 
 
 @dataclass(frozen=True)
@@ -44,20 +43,12 @@ class Schedules:
     """The settings that change as the training progresses.
 
     Attributes:
-        learning_rate, weight_decay: the schedules of each.
-        skipping: the tokens and layers that each step leaves out.
-        decoupled_rate: the schedule of the second parameter group; None if there is one group.
+        updates: the learning rates and the weight decay, which move on with each update.
+        skipping: the tokens and layers that are left out, which move on with each step.
     """
 
-    learning_rate: LearningRate
-    weight_decay: WeightDecay
+    updates: UpdateSchedule
     skipping: SkippingPlan
-    decoupled_rate: LearningRate | None = None
-
-    def rates(self, progress: Progress) -> PerGroup:
-        """The learning rate of each parameter group."""
-        rate, other = self.learning_rate.at(progress), self.decoupled_rate
-        return rate if other is None else (rate, other.at(progress))
 
 
 class Outcome(Enum):
@@ -192,11 +183,11 @@ class Engine:
         self._prints: list[tuple[str, Tensor]] = []
         self._queued: Attempt | None = None
 
-    def nothing(self, progress: Progress) -> StepResult:
-        """The result of a step that is passed over: no losses and no update."""
+    def nothing(self, updated: Progress) -> StepResult:
+        """The result of a step that is passed over: no losses and no update after those of `updated`."""
         terms = self.executor.terms
         losses = Losses.of(terms, [0.0] * len(terms), [0.0] * len(terms))
-        lr = self.schedules.learning_rate.at(progress)
+        lr = self.schedules.updates.learning_rate.at(updated)
         return StepResult(losses, 0.0, lr, self.scaler_state.scale, Outcome.PASSED_OVER)
 
     def witness(self, sharding: DataParallel) -> None:
@@ -209,7 +200,7 @@ class Engine:
         sharding.observe(note)
 
     def train_step(self, batches: Sequence[MicroBatch], progress: Progress, timers: Timers) -> StepResult:
-        """Train on one global batch: an attempt and its update."""
+        """Train on one global batch: an attempt and its update, if all steps before have made theirs."""
         attempt = self.attempt(batches, progress, timers)
         self.queue_update(attempt, progress)
         return self.update(attempt, progress, timers)
@@ -221,7 +212,7 @@ class Engine:
 
         Args:
             batches: this rank's micro-batches, whole.
-            progress: where the training stands before this step; schedules read it.
+            progress: where the training stands before this step; what it leaves out depends on that.
             timers: collects how long each phase takes.
         """
         self.distillation.before(progress)
@@ -243,7 +234,7 @@ class Engine:
             totals = Totals(self.executor.terms, sums.terms, counts, self.optimizer.grad_squares())
         return Attempt(scale, totals, local, tuple(self._prints), sums.tallies)
 
-    def queue_update(self, attempt: Attempt, progress: Progress) -> None:
+    def queue_update(self, attempt: Attempt, updated: Progress) -> None:
         """Queue the update of the latest attempt, where the device can decide about it.
 
         The host then learns of the losses and the norm while the device updates the weights, not while it
@@ -251,12 +242,13 @@ class Engine:
         """
         if not self.optimizer.queues:
             return
-        rates, decay = self.schedules.rates(progress), self.schedules.weight_decay.at(progress)
+        schedule = self.schedules.updates
+        rates, decay = schedule.rates(updated), schedule.weight_decay.at(updated)
         self.optimizer.queue(rates, decay, 1.0 / attempt.scale, attempt.totals.norm_on_device())
         self._queued = attempt
 
     def update(
-        self, attempt: Attempt, progress: Progress, timers: Timers, *, hold: bool = False
+        self, attempt: Attempt, updated: Progress, timers: Timers, *, hold: bool = False
     ) -> StepResult:
         """Update the weights with the gradients of the latest attempt; it must be this one.
 
@@ -265,12 +257,14 @@ class Engine:
 
         Args:
             attempt: the latest attempt.
-            progress, timers: as for the attempt.
+            updated: the progress by the updates so far, where the schedules of rate and decay stand.
+            timers: as for the attempt.
             hold: whether to leave the update out; routers stay as they are then, too.
         """
         losses, scale, queued = attempt.losses, attempt.scale, self._queued is attempt
         self._queued = None
-        lr = self.schedules.learning_rate.at(progress)
+        schedule = self.schedules.updates
+        lr = schedule.learning_rate.at(updated)
         with timers("optimizer"):
             self.fp8.advance()
             if losses.total is None:
@@ -282,10 +276,8 @@ class Engine:
             tokens = self.loads.update(attempt.tallies)
             sound = math.isfinite(losses.trained_total) or self.context.device.type == "meta"
             norm = attempt.totals.norm if sound else math.nan
-            decay = self.schedules.weight_decay.at(progress)
-            report = self.optimizer.step(
-                self.schedules.rates(progress), decay, 1.0 / scale, norm, queued=queued
-            )
+            rates, decay = schedule.rates(updated), schedule.weight_decay.at(updated)
+            report = self.optimizer.step(rates, decay, 1.0 / scale, norm, queued=queued)
             self.scaler_state = self.scaler.update(self.scaler_state, not report.applied)
         outcome = Outcome.UPDATED if report.applied else Outcome.NOT_FINITE
         return StepResult(losses, report.grad_norm, lr, scale, outcome, report.first_bad_parameter, tokens)

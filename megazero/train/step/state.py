@@ -14,7 +14,7 @@ class TrainState:
     """The progress of a run.
 
     Attributes:
-        progress: the steps done, including skipped ones, and the samples and tokens trained on.
+        progress: the steps done, including skipped ones, and the samples and tokens consumed.
         skipped: number of steps without an update, because a gradient was not finite or nothing in the global
             batch counted.
         stability: statistics of the updates; None unless they are asked for.
@@ -22,6 +22,8 @@ class TrainState:
             guard held their updates.
         recent: the latest updates and the latest spike; None unless spikes are looked for.
         set_aside: samples that are not trained on, as ranges of places in the training order, from and to.
+        not_updated: the part of `progress` that made no update. What earlier versions skipped is no part of
+            it: it has moved their schedules on.
     """
 
     progress: Progress = field(default_factory=Progress)
@@ -30,6 +32,7 @@ class TrainState:
     bad_in_a_row: int = 0
     recent: Recent | None = None
     set_aside: tuple[tuple[int, int], ...] = ()
+    not_updated: Progress = field(default_factory=Progress)
 
     def after(
         self, step: Step, skipped: bool, stability: Stability | None = None, *, bad: bool = False
@@ -49,9 +52,15 @@ class TrainState:
             self,
             progress=step.after,
             skipped=self.skipped + skipped,
+            not_updated=step.after - self.updated if skipped else self.not_updated,
             stability=stability,
             bad_in_a_row=row + 1 if bad else row if skipped else 0,
         )
+
+    @property
+    def updated(self) -> Progress:
+        """The progress by steps that made an update, where the schedules of rate and weight decay stand."""
+        return self.progress - self.not_updated
 
     @property
     def iteration(self) -> int:

@@ -35,7 +35,7 @@ def test_underscores_stand_for_dashes(name: str) -> None:
          {"parallel.pipeline_partition": "type:transformer|embedding"}),
         ("bigscience", "--pad-vocab-size-to 250880", {"model.pad_vocab_size_to": 250_880}),
         ("bigscience", "--skip-train-iteration-range 3-5 8-8",
-         {"guards.iterations_to_skip": (3, 4, 5, 8)}),
+         {"guards.iterations_to_skip": (2, 3, 4, 7)}),
         ("bigscience", "--train-weighted-split-paths-path f.txt", {"data.train_data_path": ("@f.txt",)}),
         ("bigscience", "--glu-activation swiglu", {"model.activation": "swiglu"}),
         ("pai", "--patch-tokenizer-type LLamaTokenizer --load hf --extra-vocab-size 256",
@@ -55,7 +55,7 @@ def test_underscores_stand_for_dashes(name: str) -> None:
           "tokenizer.tokenizer_model": "s.model"}),
         ("habana", "--optimizer fusedadamw --num-key-value-heads 8",
          {"optimizer.optimizer": "adam", "model.num_query_groups": 8}),
-        ("argonne", "--train-range-to-skip 2 4 9 9", {"guards.iterations_to_skip": (2, 3, 4, 9)}),
+        ("argonne", "--train-range-to-skip 2 4 9 9", {"guards.iterations_to_skip": (1, 2, 3, 8)}),
         ("mindspeed", "--context-parallel-algo ulysses_cp_algo", {"parallel.cp_comm_type": ("a2a",)}),
     ],
 )  # fmt: skip

@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from megazero.config.condition import Condition, Need
 from megazero.config.derive import EXPERT_FIELDS
-from megazero.config.fields import FIELD_BY_PATH, NEEDS, SECTIONS, Kind
+from megazero.config.fields import FIELD_BY_PATH, NEEDS, SECTIONS, Kind, needs_of
 from megazero.config.rules.needs import unmet_needs
 from megazero.config.rules.rule import Rule, display_name
 from megazero.config.rules.sound import Unsound, sound_part
 from megazero.config.rules.table import RULES, broken_rules, check
+from megazero.config.tree.option import Section, option
 from tests.config.rules.examples import EXAMPLES, EXPERTS, WORLD
 from tests.config.samples import make_config
 
@@ -138,3 +139,25 @@ def test_no_rule_shows_a_field_that_is_broken(rule: Rule) -> None:
     config = make_config(EXAMPLES[rule.name])
     for path in () if rule.in_detail else rule.fields:
         assert rule.name not in broken_rules(config, WORLD, {path})
+
+
+_IMPOSSIBLE = {
+    "model.num_experts=none": "`model.num_experts` can have, but are none",
+    "model.num_expert": "must be about a field of the tree, but name `model.num_expert`",
+    "zero.stage=1,4": "`zero.stage` can have, but are 4",
+    "checkpoint.finetune=true": "`checkpoint.finetune` can have, but are true",
+    "optimizer.lr=1": "`optimizer.lr` can have, but are 1",
+    "batch.micro_batch_size=None": "but are None",
+    "y => model.num_experts": "`training.train_iters` can have, but are y",
+}
+
+
+def test_a_condition_that_no_run_can_meet_is_refused_where_it_is_declared() -> None:
+    """`model.num_experts=none` was once taken, and refused every run that gave the option."""
+    for text, message in _IMPOSSIBLE.items():
+
+        class Planted(Section):
+            train_iters: int | None = option(None, "planted", needs=text)
+
+        with pytest.raises(ValueError, match=message):
+            needs_of("training", Planted, "train_iters")

@@ -1,0 +1,164 @@
+"""The schedules of a run that goes on: each is the checkpoint's, unless another one is asked for.
+
+What schedules make of the settings is compared, not the settings: a longer training may have another decay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from megazero.checkpoint.manifest import STATE
+from megazero.config.difficulties import Difficulties
+from megazero.config.steps import Step
+from megazero.config.training_plan import LrLengths, TrainingPlan, training_plan_of
+from megazero.config.tree.config import Config
+from megazero.config.tree.schedule import ScheduleConfig
+from megazero.errors import CheckpointError, ConfigError
+from megazero.optim.schedule import UpdateSchedule
+from megazero.train.resume.saved import RunFacts, SavedModel
+
+# (the number at which it begins, value) for each value of a schedule, in order.
+_Pieces = Sequence[tuple[int, object]]
+_NOTHING: _Pieces = ((0, "none"),)
+# While these are the same from step to step, they are no schedule: what is asked for is done, and said.
+_CONSTANTS = ("batch size", "sequence length")
+_OVERRIDE, _KEEP = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
+
+
+def with_batch(config: Config, size: int) -> Config:
+    """The same configuration with this global batch size, if it gives none."""
+    if config.batch.final_batch_size is not None:
+        return config
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"global_batch_size": size})})
+
+
+def on_schedule(
+    config: Config, plan: TrainingPlan, run: RunFacts, folder: Path
+) -> tuple[Config, TrainingPlan, list[str]]:
+    """The configuration and the plan whose schedules a run continues with, and remarks about them.
+
+    Args:
+        config: the run's configuration.
+        plan: its plan, from the checkpoint's progress on.
+        run: the checkpoint's facts.
+        folder: the checkpoint.
+
+    Raises:
+        CheckpointError: a scheduled value would be another than the checkpoint's run has.
+    """
+    overrides = config.checkpoint.override_opt_param_scheduler
+    try:
+        saved, before = _saved(config, run, plan, folder)
+        then, now = _updates(saved, before), _updates(config, plan)
+    except (CheckpointError, ConfigError) as error:
+        if overrides:
+            return config, plan, []
+        raise CheckpointError(
+            f"`{folder}` must say on which schedule it was trained, but does not: {error}; set {_OVERRIDE} to "
+            "use this run's"
+        ) from error
+    differing = _differing(then, now)
+    rates = [f"{name} {was} -> {is_now}" for name, (was, is_now) in differing.items()]
+    others = list(_other_changes(_stepwise(saved, before), _stepwise(config, plan)))
+    if overrides:
+        return config, plan, [f"new schedule ({_OVERRIDE}): {'; '.join(rates + others)}"] if rates + others else []
+    keeps = config.checkpoint.use_checkpoint_opt_param_scheduler
+    if others or (rates and not keeps):
+        raise CheckpointError(
+            f"`{folder}` must go on with its schedule, but this run has another one "
+            f"({'; '.join(others if keeps else rates + others)}); {_ways_out(differing, before.lr, others)}"
+        )
+    if not rates:
+        return config, plan, []
+    own = {name: getattr(saved.optimizer, name) for name in ScheduleConfig.model_fields}
+    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=own)})
+    remark = "; ".join(f"{name} {was}, not {is_now}" for name, (was, is_now) in differing.items())
+    return config, replace(plan, lr=before.lr), [f"the checkpoint's schedule goes on ({_KEEP}): {remark}"]
+
+
+def _saved(now: Config, run: RunFacts, plan: TrainingPlan, folder: Path) -> tuple[Config, TrainingPlan]:
+    """The configuration of the checkpoint's run, and the plan that it would go on with.
+
+    Raises:
+        CheckpointError: this version does not know a value in it.
+        ConfigError: it has no length.
+    """
+    known = {name: getattr(field.annotation, "model_fields", {}) for name, field in Config.model_fields.items()}
+    sections = {
+        name: {field: value for field, value in (run.config.get(name) or {}).items() if field in fields}
+        for name, fields in known.items()
+        if name in run.config
+    }
+    config = with_batch(SavedModel(1, sections, folder / STATE).config(), run.global_batch_size)
+    custom = config.curriculum.seqlen_custom_schedule
+    if custom is not None:  # code that a checkpoint names is not run unless the run names it, too
+        if custom != now.curriculum.seqlen_custom_schedule:
+            raise CheckpointError(f"its sequence lengths are those of {custom}, which this run does not name")
+        config = config.model_copy(update={"curriculum": now.curriculum})
+    before = training_plan_of(config, 1, plan.steps.start, plan.steps.origin)
+    return config, before if run.lengths is None else replace(before, lr=run.lengths.lengths())
+
+
+def _updates(config: Config, plan: TrainingPlan) -> dict[str, object]:
+    return UpdateSchedule.of(config.optimizer, plan).values()
+
+
+def _differing(then: Mapping[str, object], now: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    both = {name: (then.get(name, "none"), now.get(name, "none")) for name in (*then, *now)}
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
+def _stepwise(config: Config, plan: TrainingPlan) -> dict[str, _Pieces]:
+    """The schedules of a run besides those of its updates, from the plan's start on."""
+    steps, skipping, distillation = plan.steps, config.skipping, config.distillation
+    values: dict[str, Callable[[Step], object]] = {
+        "batch size": lambda step: step.batch_size,
+        "sequence length": lambda step: step.sequence_length if step.rows == 1 else f"{step.rows} rows of {step.sequence_length}",
+        "tokens that layers see": lambda step: step.kept_tokens,
+    }
+    pieces: dict[str, _Pieces] = {
+        name: _merged((step.before.iteration, value(step)) for step in steps.segments)
+        for name, value in values.items()
+    }
+    if difficulties := Difficulties.of(config.data_sampling):
+        firsts = [difficulties.before(start, steps).iteration for start in difficulties.starts]
+        for number, metric in enumerate(difficulties.metrics):
+            levels = [level[number] for level in difficulties.levels]
+            pieces[f"difficulty by {metric}"] = _merged(dict(zip(firsts, levels, strict=True)).items())
+    if skipping.progressive_layer_drop:
+        drop = f"theta {skipping.pld_theta} and gamma {skipping.pld_gamma}"
+        pieces["layer drop"] = [(0, drop)]
+    end = distillation.kd_train_iters
+    if distillation.kd and end is not None and end > steps.start.iteration:
+        pieces["end of distillation"] = [(0, end)]
+    return pieces
+
+
+def _merged(pieces: Iterable[tuple[int, object]]) -> _Pieces:
+    """The first piece of each row of pieces with the same value."""
+    return [next(same) for _, same in groupby(pieces, key=lambda piece: piece[1])]
+
+
+def _other_changes(then: Mapping[str, _Pieces], now: Mapping[str, _Pieces]) -> Iterator[str]:
+    for name in dict.fromkeys((*then, *now)):
+        before, after = then.get(name, _NOTHING), now.get(name, _NOTHING)
+        if before == after or (name in _CONSTANTS and len(before) == len(after) == 1):
+            continue
+        starts = sorted({start for start, _ in (*before, *after)})
+        pairs = ((_value(before, start), _value(after, start), start) for start in starts)
+        was, is_now, start = next(pair for pair in pairs if pair[0] != pair[1])
+        yield f"{name} {was} -> {is_now}" + (f" after {start} steps" if start else "")
+
+
+def _value(pieces: _Pieces, place: int) -> object:
+    return next((value for start, value in reversed(pieces) if start <= place), pieces[0][1])
+
+
+def _ways_out(rates: Collection[str], lengths: LrLengths, others: Collection[str]) -> str:
+    if others:
+        return f"give the settings that it had, or set {_OVERRIDE} to take the new ones"
+    decay = f"--lr-decay-{lengths.unit} {lengths.decay} or " if set(rates) == {"decay length of the learning rate"} else ""
+    return f"set {decay}{_KEEP} to keep the checkpoint's, or {_OVERRIDE} to take the new one"
