@@ -200,7 +200,8 @@ def compare_data(
         changes_pass: whether a changed file is a remark and not an error.
 
     Raises:
-        DataError: a file of the same path holds something else now; names all such files.
+        DataError: a file of the same path holds something else now; names all such files. Or the steps before
+            mixed a dataset with itself.
     """
     if before is None or now is None:
         return ()
@@ -211,6 +212,15 @@ def compare_data(
         raise DataError(
             f"`{'`, `'.join(changed)}` must hold what the checkpoint was trained on, but was changed since; "
             "put it back, give other data under another path, or go on with --no-verify-data"
+        )
+    twice = [
+        data.prefix for data in now if data.named != 1 and any(record.named is None for record in before)
+    ]
+    if twice:
+        raise DataError(
+            f"`{'`, `'.join(twice)}` must be named once in a blend, but is named several times, and the "
+            "version that saved the checkpoint mixed it with itself; name it once with the sum of its "
+            "weights, and the run goes on with its samples in another order"
         )
     remarks = [f"{file} is not what the checkpoint was trained on" for file in changed]
     left = [data for data in before if data.prefix not in same]

@@ -125,6 +125,7 @@ class DataFacts(_FactsModel):
     idx: str
     bin: str
     blocks: str | None = None
+    named: PositiveInt | None = None  # earlier versions mixed a dataset that was named twice with itself
 
 
 class WriterFacts(_FactsModel):
