@@ -74,6 +74,7 @@ def fit(
     extends = config.checkpoint.extend_context
     free = free_fields(model, saved, reader.folder, extends=extends) | free_to_begin(saved, anew)
     check_model(model, vocab_size, saved, reader.folder, free)
+    _check_ends(config, saved, reader.folder)
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
         return config, []
     if not config.checkpoint.override_opt_param_scheduler:
@@ -149,6 +150,16 @@ def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends:
             f"`{folder}` ({lengths[0]}), but is {model.scaled_from}; set it to that"
         )
     return FREE_MODEL_FIELDS | _ROTARY_FIELDS
+
+
+def _check_ends(config: Config, saved: SavedModel, folder: Path) -> None:
+    """Refuse to swap the ids with which a T5's decoder begins and ends."""
+    then, now = saved.sections.get("tokenizer", {}).get("wordpiece_first"), config.tokenizer.wordpiece_first
+    if config.model.family == "t5" and config.tokenizer.tokenizer_type is not None and (then or now) != now:
+        raise CheckpointError(
+            f"`wordpiece_first` must be {then}, with which `{folder}` was trained, but is {now}; set "
+            f"--wordpiece-first {then}"
+        )
 
 
 def _check_schedule(optimizer: OptimizerConfig, saved: SavedConfig, folder: Path) -> None:

@@ -252,6 +252,9 @@ def saved_model(reader: CheckpointReader) -> SavedModel:
         )
     place = reader.folder / STATE
     given = {name: section for name, section in sections.items() if section is not None}
+    tokenizer = given.get("tokenizer", {})
+    if facts.kind == PRETRAINING and "BertWordPiece" in str(tokenizer.get("tokenizer_type")):
+        given["tokenizer"] = {"wordpiece_first": "eos", **tokenizer}  # as in versions that do not say it
     return SavedModel(facts.vocab_size, given, place, reader.shapes)
 
 
