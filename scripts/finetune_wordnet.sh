@@ -94,7 +94,7 @@ if [[ -z $pretrained ]]; then
         --lr-decay-style cosine --lr-decay-iters $((2 * steps)) --lr-warmup-iters $((steps * 3 / 20)) \
         --weight-decay 0.1 --adam-beta2 0.98 --short-seq-prob 0 --data-path "$out/glosses_text_sentence" \
         --split 98,2,0 --tokenizer-type BertWordPieceLowerCase --vocab-file "$vocab" \
-        --eval-interval "$steps" --eval-iters 10 --log-interval 50 --save "$pretrained" --load "$pretrained" \
+        --eval-interval "$steps" --eval-iters 10 --eval-from-start --log-interval 50 --save "$pretrained" --load "$pretrained" \
         --save-interval 250 --metrics-jsonl "$out/pretrained.jsonl" "$@"
 fi
 

@@ -66,6 +66,7 @@ FLAGS=(
     --save-interval 10000
     --eval-interval 1000
     --eval-iters 10
+    --eval-from-start
     --log-interval 100
     --tensorboard-dir "$SAVE/tensorboard"
 )

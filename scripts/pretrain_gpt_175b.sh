@@ -69,6 +69,7 @@ FLAGS=(
     --save-retain-interval 10000
     --eval-interval 1000
     --eval-iters 10
+    --eval-from-start
     --log-interval 10
     --metrics-jsonl "$CHECKPOINT_PATH/metrics.jsonl"
 )

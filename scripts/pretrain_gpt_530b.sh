@@ -68,6 +68,7 @@ FLAGS=(
     --save-retain-interval 3000
     --eval-interval 1000
     --eval-iters 50
+    --eval-from-start
     --log-interval 1
     --metrics-jsonl "$CHECKPOINT_PATH/metrics.jsonl"
 )

@@ -56,6 +56,7 @@ FLAGS=(
     --save-interval 2000
     --eval-interval 2000
     --eval-iters 20
+    --eval-from-start
     --log-interval 10
     --metrics-jsonl "$CHECKPOINT_PATH/metrics.jsonl"
 )

@@ -198,7 +198,7 @@ metrics=$run/metrics.jsonl checkpoint=$run/checkpoint
 done_steps=$(cat "$checkpoint/latest_checkpointed_iteration.txt" 2>/dev/null || echo 0)
 optimizer+=(--lr-decay-style cosine --lr-warmup-iters $((steps / 10)) --weight-decay 0.1)
 outputs=(--save "$checkpoint" --save-interval 50
-    --eval-interval $((steps < 50 ? 10 : steps / 5)) --eval-iters 10
+    --eval-interval $((steps < 50 ? 10 : steps / 5)) --eval-iters 10 --eval-from-start
     --log-interval $((steps < 30 ? 1 : steps / 30)) --metrics-jsonl "$metrics")
 if ((done_steps > 0)); then outputs+=(--load "$checkpoint"); fi
 if ((done_steps >= steps)); then

@@ -107,8 +107,9 @@ class BlendedDataset(SampleDataset):
     """A mixture of datasets; its items are theirs plus `dataset_id` (int64).
 
     weights: one positive number for each, normalized here, or None to mix in proportion to sizes; size: the
-    number of samples, or None (only without weights) for every sample of every dataset exactly once. Raises
-    DataError if a dataset would have to give more samples than it has.
+    number of samples, or None (only without weights) for every sample of every dataset exactly once;
+    mentions: how often each dataset was named, once by default. Raises DataError if a dataset would have to
+    give more samples than it has.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class BlendedDataset(SampleDataset):
         size: int | None,
         cache_dir: str | Path | None = None,
         name: str = "train",
+        mentions: Sequence[int] | None = None,
     ):
         if weights is not None and len(weights) != len(datasets):
             raise DataError(
@@ -127,6 +129,7 @@ class BlendedDataset(SampleDataset):
             raise DataError("`size` must be given for a weighted blend, but is None; say how many samples.")
         self.datasets = list(datasets)
         self.name = name
+        self.mentions = mentions or [1] * len(datasets)
         self._sizes = [len(dataset) for dataset in self.datasets]
         # None: every sample once. Otherwise shares, by weight or by size.
         self._shares = None if size is None else normalized(self._sizes if weights is None else weights)
@@ -177,8 +180,14 @@ class BlendedDataset(SampleDataset):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notes of all datasets."""
-        return tuple(note for dataset in self.datasets for note in dataset.notes)
+        """The notes of all datasets, and those that were named several times."""
+        merged = [
+            f"{getattr(dataset, 'indexed', dataset).prefix} is named {times} times in a blend: it is one "
+            "dataset there, with the sum of its weights."
+            for dataset, times in zip(self.datasets, self.mentions, strict=True)
+            if times > 1
+        ]
+        return (*merged, *(note for dataset in self.datasets for note in dataset.notes))
 
     def _build(self) -> dict[str, np.ndarray]:
         seconds = self._size * (_SAMPLE_SECONDS + len(self._sizes) * _CHOICE_SECONDS)

@@ -8,7 +8,8 @@ weights give one epoch each, mixed in proportion to their sizes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os.path import realpath
 from pathlib import Path
 from typing import Protocol
 
@@ -280,12 +281,21 @@ def default_cache(paths: tuple[str, ...]) -> str | None:
 
 @dataclass(frozen=True)
 class _Portion:
-    """One dataset's part in one split: its units, those that were divided, and its weight in the blend."""
+    """One dataset's part in one split: its units, those that were divided, its weight, and its mentions."""
 
     indexed: IndexedDataset
     units: range
     divided: int
     weight: float | None
+    mentions: int = 1
+
+    def with_another(self, weight: float | None) -> _Portion:
+        """The same part, named once more.
+
+        Two entries would give the same samples in the same order, side by side in each batch.
+        """
+        total = None if self.weight is None or weight is None else self.weight + weight
+        return replace(self, weight=total, mentions=self.mentions + 1)
 
 
 def _build_split(
@@ -297,7 +307,7 @@ def _build_split(
     own = given.own_paths[number]
     if size == 0 or not (own or given.data_path):
         return None
-    sources = []
+    portions: dict[tuple[str, str, range], _Portion] = {}
     for weight, name_of_part in parse_blend(own or given.data_path):
         prefix = prefix_of(name_of_part)
         if prefix not in opened:
@@ -307,7 +317,11 @@ def _build_split(
         if not own:
             share = split_ranges(given.split, len(whole), given.split_reading)[number]
             ids = whole[share.start : share.stop]
-        sources.append(_Portion(indexed, ids, len(whole), weight))
+        key = realpath(f"{prefix}.idx"), realpath(f"{prefix}.bin"), ids
+        known = portions.get(key)
+        new = _Portion(indexed, ids, len(whole), weight) if known is None else known.with_another(weight)
+        portions[key] = new
+    sources = list(portions.values())
     if not any(len(source.units) for source in sources):
         amount = f"{sum(source.divided for source in sources)} {builder.unit}"
         warn_of_empty(given.split, number, amount, given=bool(own))
@@ -327,7 +341,8 @@ def _build_split(
 def _assemble(
     builder: DatasetBuilder, sources: list[_Portion], size: int | None, name: str, epochs: int | None
 ) -> SampleDataset:
-    if len(sources) == 1 and sources[0].weight is None:
+    mentions = [source.mentions for source in sources]
+    if mentions == [1] and sources[0].weight is None:
         (source,) = sources
         return builder.build(source.indexed, source.units, size, name, epochs)
     weighted = sources[0].weight is not None
@@ -337,10 +352,15 @@ def _assemble(
                 f"`train_exact_num_epochs` must come without weights in `data_path`, but is {epochs}; the "
                 "number of epochs already fixes how much each dataset gives."
             )
-        parts = [builder.build(s.indexed, s.units, None, name, epochs) for s in sources]
+        parts = [
+            builder.build(
+                s.indexed, s.units, None, name, s.mentions * (epochs or 1) if s.mentions > 1 else epochs
+            )
+            for s in sources
+        ]
         total = sum(len(part) for part in parts)
         blend_size = None if size is None or epochs is not None else min(size, total)
-        return BlendedDataset(parts, None, blend_size, builder.cache_dir, name)
+        return BlendedDataset(parts, None, blend_size, builder.cache_dir, name, mentions)
     if size is None:
         raise DataError(f"`num_samples` must be given for the weighted {name} blend, but is None.")
     weights = normalized([source.weight for source in sources if source.weight is not None]).tolist()
@@ -349,4 +369,4 @@ def _assemble(
         builder.build(s.indexed, s.units, math.ceil(target * (1 + _RESERVE)), name, None)
         for s, target in zip(sources, targets, strict=True)
     ]
-    return BlendedDataset(parts, weights, sum(targets), builder.cache_dir, name)
+    return BlendedDataset(parts, weights, sum(targets), builder.cache_dir, name, mentions)

@@ -5,7 +5,6 @@ Only the first rank writes. `get_monitor_config` reads the JSON's sections.
 
 from __future__ import annotations
 
-import csv
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,9 @@ from pydantic import BaseModel, ConfigDict
 
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
+from megazero.train.observe.monitors.csv_file import CsvSeries
+from megazero.train.observe.monitors.tensorboard import Scalars
+from megazero.train.observe.monitors.weights_and_biases import over
 
 Event = tuple[str, Any, int]
 """A tag, a value, and where it stands on the x axis."""
@@ -94,12 +96,12 @@ class Monitor(ABC):
 
 
 class csvMonitor(Monitor):
-    """One CSV file for each tag, in a folder of the job's name."""
+    """One CSV file for each tag, in a folder of the job's name; no step is twice in a file."""
 
     def __init__(self, csv_config: CSVConfig):
         super().__init__(csv_config)
         self.log_dir = Path(csv_config.output_path) / csv_config.job_name
-        self.filenames: list[str] = []
+        self._series = CsvSeries()
         if self.enabled and _speaks():
             self.log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -107,17 +109,12 @@ class csvMonitor(Monitor):
         if not self.enabled or not _speaks():
             return
         for tag, value, x in event_list:
-            name = tag.replace("/", "_").replace(" ", "_")
-            with (self.log_dir / f"{name}.csv").open("a", newline="", encoding="utf-8") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                if name not in self.filenames:
-                    self.filenames.append(name)
-                    writer.writerow(("step", tag.rpartition("/")[2]))
-                writer.writerow((x, value))
+            path = self.log_dir / f"{tag.replace('/', '_').replace(' ', '_')}.csv"
+            self._series.add(path, ("step", tag.rpartition("/")[2]), x, value)
 
 
 class TensorBoardMonitor(Monitor):
-    """Scalars for TensorBoard, in a folder of the job's name.
+    """Scalars for TensorBoard, in a folder of the job's name; one for each tag and step.
 
     Raises:
         ConfigError: the tensorboard package is missing.
@@ -125,23 +122,26 @@ class TensorBoardMonitor(Monitor):
 
     def __init__(self, tensorboard_config: TensorBoardConfig):
         super().__init__(tensorboard_config)
-        self.summary_writer: Any = None
+        self._scalars: Scalars | None = None
         if self.enabled and _speaks():
+            folder = Path(tensorboard_config.output_path) / tensorboard_config.job_name
             try:
-                from torch.utils.tensorboard import SummaryWriter
+                self._scalars = Scalars(str(folder))
             except ImportError as error:
                 raise ConfigError(
                     "`tensorboard` must not be enabled where the tensorboard package is missing, but is; run "
                     "`pip install tensorboard` or leave the section out"
                 ) from error
-            folder = Path(tensorboard_config.output_path) / tensorboard_config.job_name
-            self.summary_writer = SummaryWriter(str(folder))
+
+    @property
+    def summary_writer(self) -> Any:
+        """Torch's writer; None where nothing is written."""
+        return None if self._scalars is None else self._scalars.writer
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
-        if self.summary_writer is None:
+        if self._scalars is None:
             return
-        for event in event_list:
-            self.summary_writer.add_scalar(*event)
+        self._scalars.add(event_list)
         if flush:
             self.flush()
 
@@ -152,7 +152,7 @@ class TensorBoardMonitor(Monitor):
 
 
 class WandbMonitor(Monitor):
-    """Values for Weights & Biases.
+    """Values for Weights & Biases, drawn over the metric `step`: wandb's own steps cannot go back.
 
     Raises:
         ConfigError: the wandb package is missing.
@@ -170,12 +170,12 @@ class WandbMonitor(Monitor):
                     "`pip install wandb` or leave the section out"
                 ) from error
             names = {"project": wandb_config.project, "group": wandb_config.group}
-            self._run = wandb.init(**names, entity=wandb_config.team)
+            self._run = over("step", wandb.init(**names, entity=wandb_config.team))
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         if self._run is not None:
             for tag, value, x in event_list:
-                self._run.log({tag: value}, step=x)
+                self._run.log({tag: value, "step": x})
 
 
 class MonitorMaster(Monitor):

@@ -278,7 +278,7 @@ class _Event(StepMetrics):
     """One value of a script, in place of a step's metrics."""
 
     def __init__(self, tag: str, value: float, step: int):
-        super().__init__(iteration=step, consumed_samples=0, consumed_tokens=0)
+        super().__init__(iteration=step)
         self._chart = {tag: value}
 
     def charts(self, *, with_timers: bool) -> dict[str, float]:

@@ -139,7 +139,7 @@ def assemble(
     )
     task.check(resumed, feeds)
     rate = measure_matmul_rate(DTYPES[config.precision.dtype], context.device)
-    monitor = build_monitors(config, context.rank == 0, state.iteration, plan.end.iteration)
+    monitor = build_monitors(config, context.rank == 0, state.progress, plan.end.iteration)
     flops = TokenFlops(config, vocabulary)
     profiler.begin(engine, monitor.message, flops)
     meters = Meters(config, plan, engine, flops, rate, monitor.message, profiler)

@@ -99,7 +99,7 @@ class Loop:
             while state.iteration < end and verdict.strength < Strength.STOP:
                 verdict, state = self._judged(self._step(state))
                 if verdict.strength is Strength.GO_BACK:
-                    self.monitor.rewound(state.iteration)
+                    self.monitor.rewound(state.progress)
                     self._stands_at(state)
                     verdict = CONTINUE
                 elif verdict.strength is Strength.SAVE and self.saving is not None:

@@ -199,7 +199,7 @@ def _plain_bpe(folder: Path) -> tuple[Encode, int, int]:
 
 
 def _plain_wordpiece(folder: Path) -> tuple[Encode, int, None]:
-    """WordPiece as Devlin et al. (2018) describe it; its size with [EOS] and [BOS], and no end."""
+    """WordPiece as Devlin et al. (2018) describe it; its size with [BOS] and [EOS], and no end."""
     lines = (folder / "vocab.txt").read_text(encoding="utf-8").split("\n")
     table = {line.strip(): i for i, line in enumerate(lines[:-1] if lines[-1] == "" else lines)}
 

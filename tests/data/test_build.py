@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from megazero.data.blended import BlendedDataset
 from megazero.data.build import DatasetRequest, DataSources, build_datasets, gpt_datasets
 from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTDataset, GPTSettings
+from megazero.data.sources import contents
 from megazero.data.splits import SplitReading
 from megazero.errors import DataError
 from tests.data.corpora import write_lengths
@@ -194,3 +196,39 @@ def test_cache_directory_is_shared_by_all(corpora, tmp_path):
     assert len(list((tmp_path / "cache").glob("*.json"))) == 9
     for one, two in zip(first, second, strict=True):
         np.testing.assert_array_equal(one.batch(range(10))["tokens"], two.batch(range(10))["tokens"])
+
+
+def test_a_dataset_that_is_named_twice_is_one_entry(corpora, tmp_path, monkeypatch):
+    """Two entries gave the same samples in the same order: batches of equal pairs."""
+    a, b = corpora
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"link{suffix}").symlink_to(f"{a}{suffix}")
+    monkeypatch.chdir(tmp_path)
+
+    def built(*path: str, size: int | None = 50):
+        return build_datasets(request(data_path=path, num_samples=(size, 0, 0)))[0]
+
+    def order(dataset) -> list[list[int]]:
+        return dataset.batch(range(len(dataset)))["tokens"].tolist()
+
+    once = order(built("3", a, "1", b))
+    for again in (
+        ("1", a, "1", b, "2", a),
+        ("2", a, "1", str(tmp_path / "link"), "1", b),
+        ("1", "a", "2", a, "1", b),
+    ):
+        blend = built(*again)
+        assert order(blend) == once
+        (note,) = blend.notes
+        assert note.startswith(f"{again[1]} is named 2 times in a blend: it is one dataset")
+        assert [record["named"] for record in contents(blend)] == [2, 1]
+    assert [record["named"] for record in contents(built("3", a, "1", b))] == [1, 1]
+    halves = built("1", f"{a}[0:0.5]", "1", f"{a}[0.5:1]")
+    assert (halves.mentions, halves.notes) == ([1, 1], ())
+
+    # Without weights, each mention gives one epoch.
+    alone, twice = built(a, size=None), built(a, b, "link", size=None)
+    assert [dataset.plan.epochs for dataset in twice.datasets] == [2, 1]
+    assert len(built(a, a, size=None)) >= 2 * len(alone)
+    pairs = [x == y for x, y in pairwise(order(built(a, a, size=None)))]
+    assert sum(pairs) < 3

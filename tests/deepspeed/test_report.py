@@ -91,7 +91,9 @@ def test_wandb_gets_the_settings_and_every_step(monkeypatch):
 
     calls = []
     run = types.SimpleNamespace(
-        log=lambda values, step: calls.append((step, values["lm loss"])), finish=lambda: calls.append("end")
+        define_metric=lambda name, step_metric=None: None,
+        log=lambda values: calls.append((values["iteration"], values["lm loss"])),
+        finish=lambda: calls.append("end"),
     )
     fake = types.ModuleType("wandb")
     fake.Error = type("Error", (Exception,), {})

@@ -154,6 +154,24 @@ def test_scalars_for_tensorboard(tmp_path):
     assert len(list((tmp_path / "job").iterdir())) == 1
 
 
+def test_a_script_that_repeats_steps_leaves_one_value_for_each(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    config = get_monitor_config({"tensorboard": section, "csv_monitor": section})
+    for steps, value in ((range(1, 5), 1.0), (range(3, 5), 2.0)):  # the second job resumes the first, after 2
+        monitor = MonitorMaster(config)
+        for step in (*steps, steps[-1]):
+            monitor.write_events([("Train/loss", value, step), ("Train/Samples/loss", value, 8 * step)])
+        monitor.tb_monitor.summary_writer.close()
+    events = loader.EventAccumulator(str(tmp_path / "job"))
+    events.Reload()
+    rows = [line.split(",") for line in (tmp_path / "job" / "Train_loss.csv").read_text().splitlines()]
+    once = [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+    assert [(event.step, event.value) for event in events.Scalars("Train/loss")] == once
+    assert [(event.step // 8, event.value) for event in events.Scalars("Train/Samples/loss")] == once
+    assert (rows[0], [(int(at), float(value)) for at, value in rows[1:]]) == (["step", "loss"], once)
+
+
 def test_datasets_of_other_kinds_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="`impl` must be mmap, but is lazy"):
         make_dataset("x", "lazy")

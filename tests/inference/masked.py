@@ -52,7 +52,7 @@ MODEL = ModelConfig(
 
 
 def word_pieces(folder: Path) -> Tokenizer:
-    """The tokenizer of these words; Megatron's [EOS] and [BOS] follow them."""
+    """The tokenizer of these words; Megatron's [BOS] and [EOS] follow them."""
     path = folder / "vocab.txt"
     path.write_text("\n".join(WORDS) + "\n")
     return build_tokenizer(TokenizerSpec("BertWordPieceLowerCase", vocab_file=str(path)))

@@ -55,6 +55,14 @@ def test_a_launcher_is_accepted(script, layout, shown):
     assert shown in run.stdout
 
 
+def test_losses_of_all_evaluations_of_a_script_compare():
+    """Each read other samples: the quickstart's picture showed 4.955 at step 175 and 5.038 at the end."""
+    flags = re.compile(r"--eval-iters [1-9]\d*\s+(\S+)")
+    evaluating = {path.name: flags.findall(path.read_text()) for path in (ROOT / "scripts").glob("*.sh")}
+    assert len(evaluating["quickstart.sh"]) == 1
+    assert {flag for following in evaluating.values() for flag in following} == {"--eval-from-start"}
+
+
 def test_a_launcher_says_why_a_layout_is_refused():
     run = bash("pretrain_llama_1b.sh", CHECK="1", TP="3")
     assert run.returncode == 2

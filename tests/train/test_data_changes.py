@@ -19,6 +19,8 @@ from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.pretraining import pretrain, pretrain_on
+from megazero.train.resume.fit import compare_data
+from megazero.train.resume.saved import DataFacts
 from megazero.train.step.engine import Engine
 from tests.checkpoint.forged import edit, reseal
 
@@ -143,7 +145,7 @@ def test_a_resume_goes_on_with_the_same_data(tmp_path, capsys):
     run(prefix, folder=folder, iterations=2)
     (facts,) = json.loads((iteration_folder(folder, 2) / STATE).read_text())["data"]
     assert facts["prefix"] == prefix
-    assert set(facts) == {"prefix", "idx", "bin", "blocks"}
+    assert set(facts) == {"prefix", "idx", "bin", "blocks", "named"}
     touch(f"{prefix}.bin")
     capsys.readouterr()
     run(prefix, folder=folder, iterations=40)  # which asks for more samples of them
@@ -227,3 +229,13 @@ def test_all_ranks_refuse_by_what_the_first_one_has(tmp_path):
     prefixes = [prefix, write(tmp_path / "copy", 300, first=7)]
     message = refused_on_both(prefixes, f"--load {folder}")
     assert message.startswith(f"`{prefix}.bin` must hold what")
+
+
+def test_a_run_that_mixed_a_dataset_with_itself_is_not_continued_in_another_order():
+    """Earlier versions made two entries of a dataset that a blend named twice."""
+    facts = DataFacts(prefix="/d/a", idx="1", bin="2", named=2)
+    older = facts.model_copy(update={"named": None})
+    assert compare_data([facts], [facts], changes_pass=False) == ()
+    assert compare_data([older], [facts.model_copy(update={"named": 1})], changes_pass=False) == ()
+    with pytest.raises(DataError, match="`/d/a` must be named once in a blend, but is named several times"):
+        compare_data([older], [facts], changes_pass=True)

@@ -11,6 +11,7 @@ import types
 import pytest
 from rich.console import Console
 
+from megazero.config.steps import BEGINNING, Progress
 from megazero.config.tree.config import Config
 from megazero.config.tree.logging import LoggingConfig
 from megazero.config.tree.model import ModelConfig
@@ -381,7 +382,7 @@ class TestTensorBoard:
         def full(*args):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(monitor._writer, "add_scalar", full)
+        monkeypatch.setattr(monitor._scalars.writer, "add_scalar", full)
         with pytest.raises(OSError, match=f"No space left.*{tmp_path}"):
             monitor.step(step(1))
         monitor.close()  # or its thread stays, beside which no later test can fork
@@ -414,10 +415,13 @@ class FakeWandb(types.ModuleType):
         self.fields = fields
         return self
 
-    def log(self, values, step):
+    def define_metric(self, name, step_metric=None):
+        self.axis = step_metric
+
+    def log(self, values):
         if math.isnan(values.get("lm loss", 0.0)):
             raise self.Error("gone")
-        self.logged.append((step, values))
+        self.logged.append((values[self.axis], values))
 
     def finish(self):
         self.finished = True
@@ -435,7 +439,8 @@ class TestWandb:
         assert fake.fields["config"]["model"]["hidden_size"] == 8
         assert fake.logged[0][0] == 3
         assert fake.logged[0][1]["lm loss"] == 4.0
-        assert fake.logged[1] == (3, {"lm loss validation": 0.0, "lm loss validation ppl": 1.0})
+        validation = {"lm loss validation": 0.0, "lm loss validation ppl": 1.0}
+        assert fake.logged[1] == (3, {**validation, "iteration": 3})
         assert fake.finished
 
     def test_its_errors_only_turn_it_off(self, monkeypatch):
@@ -458,7 +463,7 @@ class TestWandb:
 
 class TestBuild:
     def kinds(self, is_writer_rank=True, **logging):
-        composite = build_monitors(config(**logging), is_writer_rank, 0, 10)
+        composite = build_monitors(config(**logging), is_writer_rank, BEGINNING, 10)
         composite.close()
         return [type(member).__name__ for member in composite.members]
 
@@ -474,3 +479,78 @@ class TestBuild:
     def test_other_ranks_write_nothing(self, tmp_path):
         assert self.kinds(is_writer_rank=False, metrics_jsonl=str(tmp_path / "m.jsonl")) == []
         assert list(tmp_path.iterdir()) == []
+
+
+def column(path, key):
+    """Iteration -> value in a file of JSON lines."""
+    return [(record["iteration"], record[key]) for record in records(path)]
+
+
+class TestGoingBack:
+    """However often a training repeats steps, a reader of any destination sees each of them once."""
+
+    def train(self, folder, resumed, iterations, back_to=None, again=()):
+        """Steps with losses 1.0, 2.0, ..., some again as 101.0, ...; an evaluation every second."""
+        logging = {"metrics_jsonl": str(folder / "m.jsonl"), "csv_dir": str(folder / "csv")}
+        asked = config(tensorboard_dir=str(folder / "tb"), wandb_project="p", **logging)
+        monitors = build_monitors(asked, True, Progress(resumed, 8 * resumed, 512 * resumed))
+        for shift, numbers in ((0, iterations), (100, again)):
+            if shift and back_to is not None:
+                monitors.rewound(Progress(back_to, 8 * back_to, 512 * back_to))
+            for i in numbers:
+                monitors.step(step(i, lm_loss=float(shift + i)))
+                if i % 2 == 0:
+                    monitors.evaluation(evaluation(i, lm_loss=float(shift + i)))
+        monitors.close()
+
+    def seen(self, folder):
+        """What readers of each format see of all losses; TensorBoard's by samples, too."""
+        events = scalars(folder / "tb")
+        files = (folder / "csv" / f"{name}.csv" for name in ("lm_loss", "lm_loss_validation"))
+        rows = [[line.split(",") for line in path.read_text().splitlines()[1:]] for path in files]
+        over_samples = [events[f"{tag} vs samples"] for tag in ("lm loss", "lm loss validation")]
+        return [
+            [column(folder / name, "lm_loss") for name in ("m.jsonl", "m.eval.jsonl")],
+            [[(int(at), float(value)) for at, value in file] for file in rows],
+            [events["lm loss"], events["lm loss validation"]],
+            [[(at // 8, value) for at, value in points] for points in over_samples],
+        ]
+
+    def test_each_step_is_seen_once_after_a_rollback_and_a_resume(self, tmp_path, monkeypatch):
+        fake = FakeWandb()
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+        self.train(tmp_path, 0, range(1, 8), back_to=3, again=range(4, 6))
+        steps = [(1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0)]
+        assert self.seen(tmp_path) == [[steps, [(2, 2.0), (4, 104.0)]]] * 4
+        losses = [(at, values["lm loss"]) for at, values in fake.logged if "lm loss" in values]
+        assert losses[-2:] == steps[-2:], "what came after the rollback is not lost"
+        assert fake.fields["resume"] == "never", "it is in a run of its own, which has no other value for it"
+        self.train(tmp_path, 2, range(3, 5))
+        assert self.seen(tmp_path) == [[[(i, float(i)) for i in range(1, 5)], [(2, 2.0), (4, 4.0)]]] * 4
+
+    def test_a_new_training_keeps_the_records_of_an_earlier_one_apart(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "wandb", FakeWandb())
+        (tmp_path / "csv").mkdir()
+        (tmp_path / "csv" / "other.csv").write_bytes(b"name\xff\n")
+        for last in (4, 3, 2):
+            self.train(tmp_path, 0, range(1, last + 1))
+        assert self.seen(tmp_path) == [[[(1, 1.0), (2, 2.0)], [(2, 2.0)]]] * 4
+        assert [len(scalars(tmp_path / "tb" / f"earlier-{i}")["lm loss"]) for i in (1, 2)] == [4, 3]
+        kept = [tmp_path / "csv" / f"earlier-{i}" / "lm_loss.csv" for i in (1, 2)]
+        assert [path.read_text().count("\n") for path in kept] == [5, 4]
+        assert (tmp_path / "csv" / "other.csv").read_bytes() == b"name\xff\n"
+
+    def test_the_console_leaves_out_of_its_means_what_was_undone(self):
+        stream = io.StringIO()
+        monitor = ConsoleMonitor(4, console=Console(file=stream, width=60))
+        for i in (1, 2, 3):
+            monitor.step(step(i, lm_loss=float(i)))
+        monitor.rewound(Progress(1, 8, 512))
+        for i in (2, 3, 4):
+            monitor.step(step(i, lm_loss=9.0))
+        assert "lm loss: 7.000000E+00" in stream.getvalue()
+
+    def test_a_file_of_something_else_among_the_events_is_named(self, tmp_path):
+        (tmp_path / "tfevents").write_bytes(struct.pack("<QI", 4, 0) + b"\xff" * 8)
+        with pytest.raises(ConfigError, match="tensorboard_dir.*no file of TensorBoard's events"):
+            TensorBoardMonitor(LoggingConfig(tensorboard_dir=str(tmp_path)))

@@ -9,15 +9,18 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from megazero.checkpoint.folder import iteration_folder
+from megazero.checkpoint.manifest import STATE
 from megazero.commands.generate import main as generate
 from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.data.indexed.writer import IndexedDatasetWriter
-from megazero.errors import ConfigError, DataError
+from megazero.errors import CheckpointError, ConfigError, DataError
 from megazero.mpu.context import solo_context
 from megazero.mpu.launch import Launch
 from megazero.train.parts.feeds import build_feeds
 from megazero.train.pretraining import pretrain
+from tests.checkpoint.forged import edit, reseal
 
 WORDS = [f"w{i}" for i in range(8)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -63,14 +66,21 @@ def losses(records: list[dict]) -> list[float]:
 
 
 def test_from_text_to_answers(folder, capsys):
-    text = ("--data-path", folder / "text", "--split", "100,0,0", "--eval-iters", 0, "--lr", "1e-2")
+    ends = ("--wordpiece-first", "eos")
+    text = ("--data-path", folder / "text", "--split", "100,0,0", "--eval-iters", 0, "--lr", "1e-2", *ends)
     learnt = losses(run(folder, "pretrained", *text, "--train-iters", 60))
     assert learnt[-1] < 0.6 * learnt[0]
     pairs = ("--text-to-text-columns", "given", "wanted", "--train-data-path", folder / "pairs.jsonl")
     pairs = (*pairs, "--valid-data-path", folder / "pairs.jsonl", "--eval-iters", 1, "--lr", "1e-2")
     start = ("--load", folder / "pretrained", "--finetune", "--train-iters", 60)
-    tuned = losses(run(folder, "tuned", *pairs, *start))
+    tuned = losses(run(folder, "tuned", *pairs, *start, *ends))
     assert tuned[-1] < 0.1
+    saved = iteration_folder(folder / "tuned", 60)
+    edit(saved / STATE, lambda facts: facts["config"]["tokenizer"].pop("wordpiece_first") and None)
+    reseal(saved)  # as of a version that gave [EOS] the lower id, and did not say so
+    more = ("--load", folder / "tuned", "--train-iters", 61)
+    with pytest.raises(CheckpointError, match="`wordpiece_first` must be eos, with which .* was trained"):
+        run(folder, "tuned", *pairs, *more)
     capsys.readouterr()
     asked = [flag for word in WORDS for flag in ("--prompt", word)]
     argv = ["--load", str(folder / "tuned"), *asked, "--greedy", "--max-new-tokens", "6"]

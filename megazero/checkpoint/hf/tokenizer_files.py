@@ -119,6 +119,7 @@ def _built(section: TokenizerConfig, kind: str, vocab_size: int | None) -> Token
             model=section.tokenizer_model,
             vocab_size=vocab_size if kind == "NullTokenizer" else None,
             extra_ids=section.vocab_extra_ids,
+            wordpiece_first=section.wordpiece_first,
         )
     )
 

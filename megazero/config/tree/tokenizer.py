@@ -72,3 +72,9 @@ class TokenizerConfig(Section):
         "sentinel tokens added to the vocabulary",
         needs="tokenizer_type=BertWordPieceLowerCase,BertWordPieceCase,SentencePieceTokenizer",
     )
+    wordpiece_first: Literal["bos", "eos"] = option(
+        "bos",
+        "which of [BOS] and [EOS] gets the lower id where vocab.txt lacks them: bos as in Megatron-LM, or "
+        "eos as in checkpoints of earlier versions",
+        needs="tokenizer_type=BertWordPieceLowerCase,BertWordPieceCase",
+    )

@@ -26,6 +26,7 @@ class TokenizerSpec:
     `kind` is `--tokenizer-type`, `model` is `--tokenizer-model`, `extra_ids` is `--vocab-extra-ids`
     (sentinel tokens after the vocabulary, WordPiece and SentencePieceTokenizer only). `vocab_size` is needed
     by NullTokenizer; elsewhere it may be left out, and if given it must agree with the files.
+    `wordpiece_first` is `--wordpiece-first`.
     """
 
     kind: str
@@ -34,6 +35,7 @@ class TokenizerSpec:
     model: str | None = None
     vocab_size: int | None = None
     extra_ids: int = 0
+    wordpiece_first: str = "bos"
 
 
 def _tokenizer_json(spec: TokenizerSpec) -> Tokenizer:
@@ -41,7 +43,7 @@ def _tokenizer_json(spec: TokenizerSpec) -> Tokenizer:
 
 
 def _bert(spec: TokenizerSpec) -> Tokenizer:
-    return load_wordpiece(spec.vocab_file, spec.kind, spec.extra_ids)
+    return load_wordpiece(spec.vocab_file, spec.kind, spec.extra_ids, first=spec.wordpiece_first)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ _REMOVED = re.compile(r"[\x0b\x0c\x1c-\x1f\x85]")
 
 
 class WordPieceTokenizer(LibraryTokenizer):
-    """WordPiece plus the ids Megatron appends: [BOS], [EOS] where absent, then `<extra_id_0>` ..."""
+    """WordPiece plus the ids Megatron appends: [BOS], then [EOS] where absent, then `<extra_id_0>` ..."""
 
     def __init__(
         self,
@@ -93,8 +93,13 @@ def _is_plain(word: str) -> bool:
     return word.isascii() and word.isprintable()
 
 
-def load_wordpiece(vocab_file: str | None, kind: str, extra_ids: int) -> WordPieceTokenizer:
-    """The tokenizer of this vocab.txt; lower-cases and strips accents if `kind` is BertWordPieceLowerCase."""
+def load_wordpiece(
+    vocab_file: str | None, kind: str, extra_ids: int, *, first: str = "bos"
+) -> WordPieceTokenizer:
+    """The tokenizer of this vocab.txt; lower-cases and strips accents if `kind` is BertWordPieceLowerCase.
+
+    `first`: which of `bos` and `eos` is appended before the other.
+    """
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
@@ -118,7 +123,8 @@ def load_wordpiece(vocab_file: str | None, kind: str, extra_ids: int) -> WordPie
     backend.normalizer = normalizers.BertNormalizer(lowercase=kind == "BertWordPieceLowerCase")
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
-    appended = [token for token in ("[EOS]", "[BOS]") if token not in vocab]
+    ends = ("[BOS]", "[EOS]") if first == "bos" else ("[EOS]", "[BOS]")
+    appended = [token for token in ends if token not in vocab]
     appended += [f"<extra_id_{i}>" for i in range(extra_ids)]
     ids = {**vocab, **{token: len(vocab) + i for i, token in enumerate(appended)}}
     roles = {**_ROLES, "bos": "[BOS]", "eos": "[EOS]"}

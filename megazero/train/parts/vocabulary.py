@@ -48,6 +48,7 @@ def build_vocabulary(config: Config) -> Vocabulary:
                 model=section.tokenizer_model,
                 vocab_size=size if section.tokenizer_type == "NullTokenizer" else None,
                 extra_ids=section.vocab_extra_ids,
+                wordpiece_first=section.wordpiece_first,
             )
         )
         if size is not None and section.tokenizer_type != "NullTokenizer" and size < tokenizer.vocab_size:

@@ -55,6 +55,7 @@ def fit(
     extends = config.checkpoint.extend_context
     free = free_fields(model, saved, reader.folder, extends=extends) | free_to_begin(saved, anew)
     check_model(model, vocab_size, saved, reader.folder, free)
+    _check_ends(config, saved, reader.folder)
     replicas = data_parallel_size(config, world_size)
     if run is None or config.checkpoint.finetune:  # converted weights, or counting anew
         return config, training_plan_of(config, replicas), []
@@ -128,6 +129,16 @@ def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends:
     return FREE_MODEL_FIELDS | _ROTARY_FIELDS
 
 
+def _check_ends(config: Config, saved: SavedModel, folder: Path) -> None:
+    """Refuse to swap the ids with which a T5's decoder begins and ends."""
+    then, now = saved.sections.get("tokenizer", {}).get("wordpiece_first"), config.tokenizer.wordpiece_first
+    if config.model.family == "t5" and config.tokenizer.tokenizer_type is not None and (then or now) != now:
+        raise CheckpointError(
+            f"`wordpiece_first` must be {then}, with which `{folder}` was trained, but is {now}; set "
+            f"--wordpiece-first {then}"
+        )
+
+
 def _differences(saved: SavedConfig, now: SavedConfig) -> list[tuple[str, object, object]]:
     """(setting, saved value, value now) for every setting that differs and matters to the training."""
     differences = []
@@ -165,7 +176,8 @@ def compare_data(
         changes_pass: whether a changed file is a remark and not an error.
 
     Raises:
-        DataError: a file of the same path holds something else now; names all such files.
+        DataError: a file of the same path holds something else now; names all such files. Or the steps before
+            mixed a dataset with itself.
     """
     if before is None or now is None:
         return ()
@@ -176,6 +188,15 @@ def compare_data(
         raise DataError(
             f"`{'`, `'.join(changed)}` must hold what the checkpoint was trained on, but was changed since; "
             "put it back, give other data under another path, or go on with --no-verify-data"
+        )
+    twice = [
+        data.prefix for data in now if data.named != 1 and any(record.named is None for record in before)
+    ]
+    if twice:
+        raise DataError(
+            f"`{'`, `'.join(twice)}` must be named once in a blend, but is named several times, and the "
+            "version that saved the checkpoint mixed it with itself; name it once with the sum of its "
+            "weights, and the run goes on with its samples in another order"
         )
     remarks = [f"{file} is not what the checkpoint was trained on" for file in changed]
     left = [data for data in before if data.prefix not in same]

@@ -173,6 +173,7 @@ class DataFacts(_FactsModel):
     idx: str
     bin: str
     blocks: str | None = None
+    named: PositiveInt | None = None  # earlier versions mixed a dataset that was named twice with itself
 
 
 class WriterFacts(_FactsModel):
@@ -303,6 +304,9 @@ def saved_model(reader: CheckpointReader) -> SavedModel:
         )
     place = reader.folder / STATE
     given = {name: section for name, section in sections.items() if section is not None}
+    tokenizer = given.get("tokenizer", {})
+    if facts.kind == PRETRAINING and "BertWordPiece" in str(tokenizer.get("tokenizer_type")):
+        given["tokenizer"] = {"wordpiece_first": "eos", **tokenizer}  # as in versions that do not say it
     return SavedModel(facts.vocab_size, given, place, reader.shapes)
 
 

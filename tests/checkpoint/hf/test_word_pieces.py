@@ -121,7 +121,7 @@ def test_what_was_written_is_found_and_read_again(kind, vocabulary, tmp_path):
     ],
 )
 def test_a_vocabulary_alone_is_bert_s(settings, kind, vocabulary, tmp_path):
-    """It has two ids more here, for Megatron's [EOS] and [BOS], so the model must have rows for them."""
+    """It has two ids more here, for Megatron's [BOS] and [EOS], so the model must have rows for them."""
     if settings is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert tokenizer_settings(tmp_path, len(WORDS) + 2) == {"tokenizer_type": kind, "vocab_file": vocabulary}

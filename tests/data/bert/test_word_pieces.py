@@ -33,7 +33,7 @@ def test_a_vocab_txt_with_the_ids_that_megatron_appends(tmp_path):
     words = WordPieces.of(vocab_txt(tmp_path, extra_ids=2))
     assert (words.cls, words.sep, words.mask, words.pad) == (2, 3, 4, 0)
     assert np.flatnonzero(words.continues).tolist() == [7, 9]
-    # [EOS], [BOS] and two extra ids follow the file, and replacements may be any of all.
+    # [BOS], [EOS] and two extra ids follow the file, and replacements may be any of all.
     assert words.replacements.tolist() == list(range(14))
     assert words.size == 14
     assert words.plain.tolist() == [1, *range(5, 14)]

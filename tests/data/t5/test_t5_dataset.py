@@ -122,7 +122,7 @@ def test_a_vocabulary_of_word_pieces(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
     spec = TokenizerSpec("BertWordPieceLowerCase", vocab_file=str(tmp_path / "vocab.txt"), extra_ids=4)
     vocabulary = SpanVocabulary.of(build_tokenizer(spec))
-    assert (vocabulary.end, vocabulary.start, vocabulary.sentinels) == (8, 9, (10, 11, 12, 13))
+    assert (vocabulary.end, vocabulary.start, vocabulary.sentinels) == (9, 8, (10, 11, 12, 13))
     assert np.flatnonzero(vocabulary.words.continues).tolist() == [7]
     assert vocabulary.plain.tolist() == [1, 5, 6, 7]
 

@@ -28,11 +28,14 @@ def test_special_tokens_written_in_a_document_are_plain_text(wordpiece_file):
 def test_ids_after_the_vocabulary_are_megatrons(wordpiece_file):
     tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceCase", wordpiece_file, extra_ids=2))
     assert tokenizer.special_ids == {
-        "cls": 2, "sep": 3, "pad": 0, "mask": 4, "unk": 1, "eos": 13, "bos": 14,
+        "cls": 2, "sep": 3, "pad": 0, "mask": 4, "unk": 1, "bos": 13, "eos": 14,
     }  # fmt: skip
     assert (tokenizer.vocab_size, tokenizer.eod) == (17, None)
     assert tokenizer.extra_ids == (15, 16)
-    assert tokenizer.decode([5, 13, 6, 16]) == "the [EOS] cat <extra_id_1>"
+    assert tokenizer.decode([5, 13, 6, 16]) == "the [BOS] cat <extra_id_1>"
+    earlier = TokenizerSpec("BertWordPieceCase", wordpiece_file, extra_ids=2, wordpiece_first="eos")
+    assert build_tokenizer(earlier).special_ids == {**tokenizer.special_ids, "eos": 13, "bos": 14}
+    assert build_tokenizer(earlier).extra_ids == (15, 16)
 
 
 def test_words_of_200_letters_are_tried_and_longer_ones_unknown(wordpiece_file, tmp_path):
@@ -55,7 +58,7 @@ def test_unfit_vocabularies_are_refused(tmp_path):
 
 def test_the_pieces_are_those_of_the_file_and_the_appended_ones(wordpiece_file):
     tokenizer = build_tokenizer(TokenizerSpec("BertWordPieceCase", wordpiece_file, extra_ids=1))
-    pieces = [*Path(wordpiece_file).read_text().split(), "[EOS]", "[BOS]", "<extra_id_0>"]
+    pieces = [*Path(wordpiece_file).read_text().split(), "[BOS]", "[EOS]", "<extra_id_0>"]
     assert tokenizer.word_pieces() == {piece: i for i, piece in enumerate(pieces)}
 
 

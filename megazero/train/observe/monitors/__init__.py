@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from megazero.config.steps import Progress
 from megazero.config.tree.config import Config
 from megazero.train.observe.monitors.base import CompositeMonitor, Monitor
 from megazero.train.observe.monitors.console import ConsoleMonitor
@@ -17,14 +18,14 @@ from megazero.train.observe.monitors.weights_and_biases import WandbMonitor
 
 
 def build_monitors(
-    config: Config, is_writer_rank: bool, resume_iteration: int = 0, total_iterations: int | None = None
+    config: Config, is_writer_rank: bool, resumed: Progress, total_iterations: int | None = None
 ) -> CompositeMonitor:
     """The monitors that the configuration asks for; none on ranks that do not write.
 
     Args:
         config: the run's configuration; its `logging` section decides.
         is_writer_rank: true on exactly one rank.
-        resume_iteration: number of iterations done in the checkpoint that training continues from.
+        resumed: what the training has done before this process.
         total_iterations: length of the training in iterations, if known.
 
     Raises:
@@ -34,14 +35,14 @@ def build_monitors(
         return CompositeMonitor()
     logging = config.logging
     members: list[Monitor] = [
-        ConsoleMonitor(logging.log_interval, total_iterations, resume_iteration),
+        ConsoleMonitor(logging.log_interval, total_iterations, resumed.iteration),
     ]
     if logging.metrics_jsonl is not None:
-        members.append(JsonlMonitor(logging.metrics_jsonl, resume_iteration))
+        members.append(JsonlMonitor(logging.metrics_jsonl, resumed.iteration))
     if logging.csv_dir is not None:
-        members.append(CsvMonitor(logging.csv_dir))
+        members.append(CsvMonitor(logging.csv_dir, resumed))
     if logging.tensorboard_dir is not None:
-        members.append(TensorBoardMonitor(logging))
+        members.append(TensorBoardMonitor(logging, resumed))
     if logging.wandb_project is not None:
         members.append(WandbMonitor(config))
     return CompositeMonitor(members)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 
+from megazero.config.steps import Progress
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
 
 
@@ -24,8 +26,8 @@ class Monitor:
     def message(self, text: str) -> None:
         """Tell a person something, such as that a checkpoint was saved."""
 
-    def rewound(self, iteration: int) -> None:
-        """Forget what came after `iteration`, because training goes on from there."""
+    def rewound(self, progress: Progress) -> None:
+        """Forget what came after `progress`, because training goes on from there."""
 
     def close(self) -> None:
         """Write out anything still pending, because training is over."""
@@ -55,8 +57,8 @@ class CompositeMonitor(Monitor):
     def message(self, text: str) -> None:
         self._each(lambda member: member.message(text))
 
-    def rewound(self, iteration: int) -> None:
-        self._each(lambda member: member.rewound(iteration))
+    def rewound(self, progress: Progress) -> None:
+        self._each(lambda member: member.rewound(progress))
 
     def close(self) -> None:
         self._each(lambda member: member.close())
@@ -68,6 +70,18 @@ class CompositeMonitor(Monitor):
             except OSError as error:
                 self.members.remove(member)
                 self._warn(f"warning: {type(member).__name__} is off from here on: {error}")
+
+
+def keep_aside(files: Collection[Path]) -> None:
+    """Move the files of an earlier training into a new folder beside them: `earlier-1`, `earlier-2`, ..."""
+    if not files:
+        return
+    number, folder = 1, next(iter(files)).parent
+    while (aside := folder / f"earlier-{number}").exists():
+        number += 1
+    aside.mkdir()
+    for path in files:
+        path.rename(aside / path.name)
 
 
 def _print_to_stderr(text: str) -> None:

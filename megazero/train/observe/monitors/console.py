@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
 
+from megazero.config.steps import Progress
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics, line_of
 from megazero.train.observe.monitors.base import Monitor
 
@@ -37,7 +39,7 @@ class ConsoleMonitor(Monitor):
         self._log_interval = log_interval
         self._total = total_iterations
         self._interval: list[StepMetrics] = []
-        self._bar: Progress | None = None
+        self._bar: ProgressBar | None = None
         self._resumed_at = resume_iteration
 
     def step(self, metrics: StepMetrics) -> None:
@@ -61,6 +63,9 @@ class ConsoleMonitor(Monitor):
     def message(self, text: str) -> None:
         self._print(text)
 
+    def rewound(self, progress: Progress) -> None:
+        self._interval = [step for step in self._interval if step["iteration"] <= progress.iteration]
+
     def close(self) -> None:
         if self._interval:
             self._print_interval()
@@ -77,7 +82,7 @@ class ConsoleMonitor(Monitor):
 
     def _advance_bar(self, metrics: StepMetrics) -> None:
         if self._bar is None:  # created at the first step, so that start-up messages do not disturb it
-            self._bar = Progress(
+            self._bar = ProgressBar(
                 TextColumn("training"),
                 BarColumn(),
                 MofNCompleteColumn(),

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
+from megazero.config.steps import Progress
 from megazero.errors import ConfigError
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
 from megazero.train.observe.monitors.base import Monitor
@@ -57,10 +58,10 @@ class JsonlMonitor(Monitor):
             self._evaluations = self.eval_path.open("a", encoding="utf-8")
         _append(self._evaluations, self.eval_path, metrics.record())
 
-    def rewound(self, iteration: int) -> None:
+    def rewound(self, progress: Progress) -> None:
         self.close()
         for destination in (self.path, self.eval_path):
-            _rewind(destination, iteration)
+            _rewind(destination, progress.iteration)
         self._steps, self._evaluations = self.path.open("a", encoding="utf-8"), None
 
     def close(self) -> None:

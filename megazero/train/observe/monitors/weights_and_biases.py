@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from megazero.config.steps import Progress
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError
 from megazero.train.observe.metrics import EvalMetrics, StepMetrics
 from megazero.train.observe.monitors.base import Monitor
 
+AXIS = "iteration"
+"""The metric over which all others are drawn."""
+
 
 class WandbMonitor(Monitor):
     """Logs every iteration and evaluation under the tags of TensorBoard, and the whole configuration.
+
+    Values are drawn over the metric `iteration`: wandb's own count of steps cannot go back, and drops what is
+    logged at an earlier step. A run cannot forget either, so a training that goes back goes on in a new run.
 
     Args:
         config: the run's configuration; `logging.wandb_*` say where to log.
@@ -29,15 +40,17 @@ class WandbMonitor(Monitor):
             ) from error
         self._with_timers = logging.log_timers_to_tensorboard
         self._error: type[Exception] = wandb.Error
+        self._begin = partial(
+            wandb.init,
+            project=logging.wandb_project,
+            name=logging.wandb_exp_name,
+            entity=logging.wandb_entity,
+            group=logging.wandb_group,
+            dir=logging.wandb_save_dir,
+            config=config.model_dump(mode="json"),
+        )
         try:
-            self._run = wandb.init(
-                project=logging.wandb_project,
-                name=logging.wandb_exp_name,
-                entity=logging.wandb_entity,
-                group=logging.wandb_group,
-                dir=logging.wandb_save_dir,
-                config=config.model_dump(mode="json"),
-            )
+            self._run = over(AXIS, self._begin())
         except wandb.Error as error:
             raise ConfigError(
                 f"`wandb_project` must name a project in which a run can start, but for "
@@ -47,17 +60,32 @@ class WandbMonitor(Monitor):
 
     def step(self, metrics: StepMetrics) -> None:
         values = metrics.charts(with_timers=self._with_timers)
-        values |= {f"consumed-{kind}": metrics[f"consumed_{kind}"] for kind in ("samples", "tokens")}
+        consumed = {f"consumed-{kind}": metrics[f"consumed_{kind}"] for kind in ("samples", "tokens")}
+        values |= {tag: value for tag, value in consumed.items() if value is not None}
         self._log(values, metrics["iteration"])
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         self._log(metrics.charts(with_perplexity=True), metrics.iteration)
+
+    def rewound(self, progress: Progress) -> None:
+        self._run.finish()
+        try:  # under an id of its own, even if WANDB_RUN_ID and WANDB_RESUME name one
+            self._run = over(AXIS, self._begin(id=uuid4().hex[:8], resume="never"))
+        except self._error as error:
+            raise OSError(f"wandb cannot begin another run: {error}") from error
 
     def close(self) -> None:
         self._run.finish()
 
     def _log(self, values: dict[str, float], iteration: int) -> None:
         try:
-            self._run.log(values, step=iteration)
+            self._run.log({**values, AXIS: iteration})
         except self._error as error:
             raise OSError(f"wandb cannot log: {error}") from error
+
+
+def over(axis: str, run: Any) -> Any:
+    """The run, with all its metrics drawn over one of them."""
+    run.define_metric(axis)
+    run.define_metric("*", step_metric=axis)
+    return run
