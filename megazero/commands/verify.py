@@ -17,6 +17,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.tasks import task_of
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError, MegazeroError
+from megazero.train.folders import read_folder
 from megazero.verify.compare import Deviation, compare
 from megazero.verify.record import STEPS, Record
 from megazero.verify.run import run_alone, run_in_processes, run_in_threads
@@ -75,7 +76,7 @@ def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
     if not {"finetune.task", *(f"data.{name}" for name in DATA_SOURCES)} & set(given):
         argv = [*argv, "--mock-data"]  # no data is read, so none needs to be named
     if world_size is not None:
-        config = _without_files(parse_config(argv, world_size=world_size).config)
+        config = _resolved(argv, world_size)
         return config, data_parallel_size(config, world_size)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     replica = math.prod(max(1, given.get(f"parallel.{name}", 1)) for name in names)
@@ -85,9 +86,13 @@ def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
     least = max(1, sharing // math.gcd(sharing, tensor))
     count = least if least > 1 else 2
     try:
-        return _without_files(parse_config(argv, world_size=count * replica).config), count
+        return _resolved(argv, count * replica), count
     except ConfigError:
-        return _without_files(parse_config(argv, world_size=least * replica).config), least
+        return _resolved(argv, least * replica), least
+
+
+def _resolved(argv: Sequence[str], ranks: int) -> Config:
+    return _without_files(parse_config(argv, world_size=ranks, reader=read_folder).config)
 
 
 def _without_files(config: Config) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 from megazero.checkpoint.part import Part, Source, misfits
 from megazero.checkpoint.reader import CheckpointReader
@@ -46,10 +47,10 @@ SCHEDULE_FIELDS = (
     "end_weight_decay",
     "weight_decay_incr_style",
 )
-# Settings that may change besides with --extend-context: how fast the channels of a head turn, and how far.
-_ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.model_fields) - {
+ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.model_fields) - {
     "rotary_percent"
 } | {"position_embedding_type", "rope_type", "max_position_embeddings"}
+"""Settings that may change besides with --extend-context: how fast the channels of a head turn, how far."""
 # Changes in these sections do not affect the training, so they are not reported.
 _SILENT_SECTIONS = ("checkpoint", "logging", "profiling")
 _SHOWN = 10
@@ -118,16 +119,18 @@ def check_model(
     Raises:
         CheckpointError: the model is another.
     """
-    # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
-    fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
-    shared = [name for name in fields if name not in free]
-    filled = saved.settings(fields)
-    differing = model_differences(filled, model, shared)
-    wrong = [f"{name} {before} (now {after})" for name, before, after in differing]
+    wrong = [f"{name} {before} (now {after})" for name, before, after in unlike(saved, model, free)]
     if saved.vocab_size != vocab_size:
         wrong.append(f"vocab_size {saved.vocab_size} (now {vocab_size})")
     if wrong:
         raise CheckpointError(f"`{folder}` must hold this model, but has {', '.join(wrong)}")
+
+
+def unlike(saved: SavedModel, model: ModelConfig, free: Set[str]) -> list[tuple[str, Any, Any]]:
+    """The settings in which a checkpoint's model is another: (field, its value, the value now)."""
+    # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
+    fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
+    return model_differences(saved.settings(fields), model, [name for name in fields if name not in free])
 
 
 def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends: bool) -> frozenset[str]:
@@ -148,7 +151,7 @@ def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends:
             f"`{name}_original_max_position_embeddings` must be the sequence length of the first training of "
             f"`{folder}` ({lengths[0]}), but is {model.scaled_from}; set it to that"
         )
-    return FREE_MODEL_FIELDS | _ROTARY_FIELDS
+    return FREE_MODEL_FIELDS | ROTARY_FIELDS
 
 
 def _check_schedule(optimizer: OptimizerConfig, saved: SavedConfig, folder: Path) -> None:

@@ -34,6 +34,7 @@ from megazero.config.steps import Progress
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.option import Section
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.train.step.spikes import Recent
@@ -176,7 +177,7 @@ def saved_run(reader: CheckpointReader) -> RunFacts | None:
     Raises:
         DamagedCheckpointError: something is missing or has the wrong type.
     """
-    return _read(RunFacts, reader) if reader.facts.get("kind") == PRETRAINING else None
+    return _read(RunFacts, reader.facts, reader.folder) if reader.facts.get("kind") == PRETRAINING else None
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,14 @@ class SavedModel:
         self._check(config.model)
         return config
 
+    def tokenizer(self) -> TokenizerConfig:
+        """The tokenizer that the model was trained with.
+
+        Raises:
+            CheckpointError: this version of the code does not have such settings.
+        """
+        return self._validated(TokenizerConfig, self.sections.get("tokenizer") or {})
+
     def _check(self, model: ModelConfig) -> None:
         if self.shapes is not None:
             check_saved_model(model, self.vocab_size, self.shapes, self.place)
@@ -241,21 +250,31 @@ def saved_model(reader: CheckpointReader) -> SavedModel:
         DamagedCheckpointError: something has the wrong type.
         CheckpointError: the checkpoint does not say which model it holds.
     """
-    facts = _read(_ModelFacts, reader)
+    return model_said(reader.facts, reader.folder, reader.shapes)
+
+
+def model_said(
+    content: Mapping[str, Any], folder: Path, shapes: Mapping[Key, tuple[int, ...]] | None = None
+) -> SavedModel:
+    """The description of its model in the content of a checkpoint's `state.json`.
+
+    Raises:
+        DamagedCheckpointError: something has the wrong type.
+        CheckpointError: it does not say which model the checkpoint holds.
+    """
+    facts = _read(_ModelFacts, content, folder)
     parts = {"model": facts.model, "tokenizer": facts.tokenizer, "finetune": facts.finetune}
     sections = facts.config or parts
     if sections.get("model") is None or facts.vocab_size is None:
         raise CheckpointError(
-            f"`{reader.folder}` must say which model it holds, but does not (kind {facts.kind!r}); "
-            f"convert it again"
+            f"`{folder}` must say which model it holds, but does not (kind {facts.kind!r}); convert it again"
         )
-    place = reader.folder / STATE
     given = {name: section for name, section in sections.items() if section is not None}
-    return SavedModel(facts.vocab_size, given, place, reader.shapes)
+    return SavedModel(facts.vocab_size, given, folder / STATE, shapes)
 
 
-def _read(model: type[_Facts], reader: CheckpointReader) -> _Facts:
-    facts: _Facts = parse(model, json.dumps(dict(reader.facts)).encode(), reader.folder / STATE)
+def _read(model: type[_Facts], content: Mapping[str, Any], folder: Path) -> _Facts:
+    facts: _Facts = parse(model, json.dumps(dict(content)).encode(), folder / STATE)
     return facts
 
 
