@@ -24,6 +24,7 @@ from megazero.verify.run import run_alone, run_in_processes, run_in_threads
 from megazero.verify.shrink import shrink
 from megazero.verify.teacher import with_teacher
 
+_RANKS = 8
 DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
@@ -37,7 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Status 0: the same; 1: not the same; 2: the configuration is refused.",
     )
     parser.add_argument(
-        "--ranks", type=int, default=8, help="most ranks to run on; axes are shrunk to fit (default 8)"
+        "--ranks",
+        type=int,
+        help="most ranks to run on; axes are shrunk to fit, but not below 2 (default: 8, or the fewest that "
+        "such axes need)",
     )
     parser.add_argument(
         "--world-size",
@@ -53,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
     flags, rest = build_parser().parse_known_args(argv)
     try:
-        if flags.ranks < 1 or flags.steps < 1:
+        if flags.steps < 1 or (flags.ranks is not None and flags.ranks < 1):
             raise ConfigError("`--ranks` and `--steps` must be at least 1, but one is less; raise it")
         return _verify_own(flags, rest)
     except ConfigError as error:
@@ -66,11 +70,11 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
+def resolve(argv: Sequence[str], world_size: int | None, most: int | None = None) -> tuple[Config, int]:
     """The user's configuration and its data-parallel size.
 
-    Without a world size, there are two replicas, or one if the batch does not divide by two; more if experts
-    need them.
+    Without a world size, there are two replicas, or one if the batch does not divide by two or so many ranks
+    are too many; more if experts need them.
     """
     given = _given(argv)
     if not {"finetune.task", *(f"data.{name}" for name in DATA_SOURCES)} & set(given):
@@ -84,7 +88,7 @@ def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
     slices = given.get("parallel.expert_tensor_parallel_size") or tensor
     sharing = given.get("parallel.expert_model_parallel_size", 1) * slices
     least = max(1, sharing // math.gcd(sharing, tensor))
-    count = least if least > 1 else 2
+    count = least if least > 1 or (most is not None and 2 * replica > most) else 2
     try:
         return _resolved(argv, count * replica), count
     except ConfigError:
@@ -114,9 +118,14 @@ def _given(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
-    config, replicas = resolve(rest, flags.world_size)
-    shrunk = shrink(config, replicas, flags.ranks)
+    config, replicas = resolve(rest, flags.world_size, flags.ranks)
+    shrunk = shrink(config, replicas, flags.ranks or _RANKS)
     grid = shrunk.grid
+    if flags.ranks is not None and grid.world_size > flags.ranks:
+        raise ConfigError(
+            f"`--ranks` must be at least {grid.world_size} for this layout, each of whose axes keeps two "
+            f"ranks or more, but is {flags.ranks}; raise it, or leave it out"
+        )
     context = f" x context {grid.cp}" if grid.cp > 1 else ""
     experts = f", experts over {grid.ep} x {grid.etp} ranks" if config.model.num_experts else ""
     print(

@@ -86,7 +86,7 @@ def extend_positions(reader: CheckpointReader, out: Path, positions: int) -> Pat
         "kind": KIND,
         "extended_from": {"megazero": VERSION, "positions": known},
         "vocab_size": saved.vocab_size,
-        **{name: reader.facts[name] for name in ("token_ids",) if name in reader.facts},
+        **{name: reader.facts[name] for name in ("token_ids", "converted_from") if name in reader.facts},
         **{name: dict(saved.sections[name]) for name in ("tokenizer", "finetune") if name in saved.sections},
         "model": {**saved.sections["model"], "max_position_embeddings": positions},
     }

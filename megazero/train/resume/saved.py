@@ -217,15 +217,16 @@ class SavedModel:
         """
         config = self._validated(Config, {**_NOT_OF_THE_MODEL, **self.sections})
         self._check(config.model)
-        return config
+        return config.model_copy(update={"tokenizer": self.tokenizer()})
 
     def tokenizer(self) -> TokenizerConfig:
-        """The tokenizer that the model was trained with.
+        """The tokenizer that the model was trained with; its files may be in the checkpoint's or run's folder.
 
         Raises:
             CheckpointError: this version of the code does not have such settings.
         """
-        return self._validated(TokenizerConfig, self.sections.get("tokenizer") or {})
+        tokenizer = self._validated(TokenizerConfig, self.sections.get("tokenizer") or {})
+        return tokenizer.located(self.place.parent, self.place.parent.parent)
 
     def _check(self, model: ModelConfig) -> None:
         if self.shapes is not None:
