@@ -14,7 +14,7 @@ from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 
 
 def tokenizer_said(arguments: Mapping[str, Any], folder: Path) -> TokenizerConfig | None:
-    """The tokenizer that arguments name, if there is such a kind and its files are there, or in the folder."""
+    """The tokenizer that arguments name, if there is such a kind, and its files, perhaps in the folder."""
     given = {name: arguments.get(name) for name in TokenizerConfig.model_fields if arguments.get(name)}
     kind = str(given.get("tokenizer_type"))
     given["tokenizer_type"] = FIELD_BY_PATH["tokenizer.tokenizer_type"].synonyms.get(kind, kind)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from megazero.config.rules.rule import Case, Rule
 
-
 _SHARERS = "parallel.context_parallel_size"
 
 

@@ -92,8 +92,8 @@ class ZeroConfig(Section):
     )
     node_size: PositiveInt = option(
         1,
-        "data x context ranks of one node: quantized gradients are first summed within it; 1 sums them in one "
-        "exchange, unless `--zero-hpz-partition-size` says how many there are",
+        "data x context ranks of one node: quantized gradients are first summed within it; 1 sums them in "
+        "one exchange, unless `--zero-hpz-partition-size` says how many there are",
         flag="--zero-node-size",
         needs="quantized_gradients",
     )

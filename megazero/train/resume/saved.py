@@ -220,7 +220,7 @@ class SavedModel:
         return config.model_copy(update={"tokenizer": self.tokenizer()})
 
     def tokenizer(self) -> TokenizerConfig:
-        """The tokenizer that the model was trained with; its files may be in the checkpoint's or run's folder.
+        """The tokenizer of the training; its files may be in the checkpoint's or run's folder, too.
 
         Raises:
             CheckpointError: this version of the code does not have such settings.
