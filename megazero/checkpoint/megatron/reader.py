@@ -270,7 +270,7 @@ class MegatronReader:
             raise CheckpointError(
                 f"the tokenizer of {self.files.folder} must be known, as it says how many of the "
                 f"{self.padded_vocab_size} rows of the embedding are not padding, but its files are not "
-                f"where they were; name them with --tokenizer-type and the flags of files, or give --vocab-size"
+                f"where they were; name them with --tokenizer-type and its files, or give --vocab-size"
             )
         if not 0 < size <= self.padded_vocab_size:
             raise CheckpointError(
