@@ -143,7 +143,7 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
     deviations = compare(records, expected)
     kind = "processes" if flags.processes else "threads"
     print(
-        f"ran        {flags.steps} steps on {grid.world_size} ranks as {kind}, "
+        f"ran        {flags.steps} steps on {grid.world_size} rank{'s'[: grid.world_size - 1]} as {kind}, "
         f"{time.perf_counter() - began:.1f} s"
     )
     _show(expected, deviations)

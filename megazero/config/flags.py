@@ -174,7 +174,7 @@ def _is_value(name: str, following: Sequence[str]) -> bool:
     if name not in FLAGS or FLAGS[name].is_switch or FLAGS[name].spec.kind not in (Kind.TEXT, Kind.TEXTS):
         return False
     return any(
-        dashed(token.partition("=")[0]) not in _SPELLINGS and nearest(token, _SPELLINGS) is None
+        dashed(token.partition("=")[0]) not in _SPELLINGS and nearest(token, FLAGS) is None
         for token in following
     )
 
