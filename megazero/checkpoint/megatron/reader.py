@@ -209,7 +209,7 @@ class MegatronReader:
             named, remedy = "of all weights", "copy all files"
             if self.files.form is Form.DISTRIBUTED:
                 named = "by names of weights"
-                remedy = "save it as torch_dist with --dist-ckpt-optim-fully-reshardable"
+                remedy = "save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable"
             raise CheckpointError(
                 f"`{self.files.folder}` must hold Adam's two moments and masters {named}, but {has}; "
                 f"{remedy}, or import without --with-optimizer"

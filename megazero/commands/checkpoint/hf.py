@@ -117,11 +117,13 @@ def describe_export(exported: Exported, remark: str | None) -> str:
 
 def describe_import(imported: Imported) -> str:
     """Describe what was written, and how to go on from it."""
-    further, flag = "train it further with the flags of data, length and optimizer", "--load {} --finetune"
-    description = imported.description
+    description, folder = imported.description, imported.folder.parent
+    further = f"train it further with `pretrain_gpt.py --load {folder} --finetune` and the flags of data"
     if description.model.num_classes is not None:
-        further = "evaluate it or train it further with finetune.py, the flags of task, data and optimizer"
-        flag = "--pretrained-checkpoint {}"
+        further = (
+            f"evaluate it or train it further with `finetune.py --pretrained-checkpoint {folder}` and the "
+            "flags of task, data"
+        )
     return "\n".join(
         [
             f"{description.architecture.name}: {imported.tensors} tensors, {imported.parameters:,} "
@@ -129,7 +131,7 @@ def describe_import(imported: Imported) -> str:
             *imported.remarks,
             *([f"classes: {', '.join(map(repr, description.labels))}"] if description.labels else []),
             f"tokenizer: {imported.tokenizer.tokenizer_type or 'none found; give the flags of one'}",
-            f"{further}, and {flag.format(imported.folder.parent)}",
+            f"{further}, length and optimizer",
         ]
     )
 

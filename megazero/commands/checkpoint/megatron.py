@@ -113,7 +113,8 @@ def report(reader: MegatronReader, folder: Path) -> str:
             f"vocabulary  {reader.model.vocab_size} of {reader.padded_vocab_size} rows, the rest was padding",
             f"wrote       {folder}: {len(reader.shapes)} tensors, {elements:,} parameters, fp32",
             f"left out    {left}",
-            f"train on it with --load {folder.parent}{'' if goes_on else ' --finetune'}",
+            f"train on with `pretrain_gpt.py --load {folder.parent}{'' if goes_on else ' --finetune'}` and "
+            "the flags of data, length and optimizer",
         ]
     )
 

@@ -163,7 +163,6 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, ver
         tensor_model_parallel_size=sizes.tensor or (1 if alone else trained.tensor_model_parallel_size),
         pipeline_model_parallel_size=sizes.pipeline or (1 if alone else trained.pipeline_model_parallel_size),
         context_parallel_size=sizes.context,
-        distributed_backend=trained.distributed_backend,
     )
     # No more rows than there are entries: the padding serves training alone.
     model = config.model.model_copy(update={"make_vocab_size_divisible_by": 1, "pad_vocab_size_to": None})
