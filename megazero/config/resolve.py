@@ -124,7 +124,11 @@ def _take(stated: Stated | None, settings: dict[str, Setting], broken: set[str])
     ]
     settings |= {setting.spec.path: setting for setting in taken}
     listed = _listed((setting.spec.flag, setting.value) for setting in taken)
-    return [f"as {stated.place} says: `{listed}`."] if taken else []
+    said = [f"as {stated.place} says: `{listed}`."] if taken else []
+    given = {path: setting.value for path, setting in settings.items() if path.startswith("tokenizer.")}
+    if (other := stated.other_tokenizer(given)) is not None:
+        said.append(f"the tokenizer is that of the launch, not that of {stated.place}: `{other}`.")
+    return said
 
 
 def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:

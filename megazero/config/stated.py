@@ -51,14 +51,23 @@ class Stated:
             values = {path: value for path, value in values.items() if path.startswith("model.")}
         return values
 
+    def other_tokenizer(self, given: Mapping[str, Any]) -> str | None:
+        """The first setting of the tokenizer that settings (path -> value) give otherwise; or None."""
+        launch = TokenizerConfig.model_construct(**{path.partition(".")[2]: x for path, x in given.items()})
+        ours, theirs = (dict(section.located()) for section in (launch, self.tokenizer))
+        names = [] if self.tokenizer.tokenizer_type is None else [n for n in theirs if theirs[n] != ours[n]]
+        return f"{names[0]} {spoken(theirs[names[0]])}" if names else None
+
     def check(self, config: Config) -> None:
         """Refuse the model of a configuration that differs from the folder's.
 
         Raises:
             ConfigError: a sentence for each field that differs.
         """
-        problems = []
-        for field, theirs, ours in self.differences(config.model):
+        problems, rows = [], self.differences(config.model)
+        # What several fields say is one difference: the layers of a stack, and so those of both.
+        same = {name for field, _, _ in rows for name in FIELD_BY_PATH[f"model.{field}"].instead_of}
+        for field, theirs, ours in (row for row in rows if row[0] not in same):
             flag = FIELD_BY_PATH[f"model.{field}"].flag
             problems.append(
                 f"`{flag}` must be what {self.place} says, {_shown(theirs)}, but is {_shown(ours)}; leave it "
