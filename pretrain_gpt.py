@@ -4,10 +4,11 @@ import sys
 
 from megazero.config.resolve import resolve_or_exit
 from megazero.errors import exit_status
+from megazero.train.folders import read_folder
 
 
 def main() -> int:
-    config = resolve_or_exit(sys.argv[1:])
+    config = resolve_or_exit(sys.argv[1:], reader=read_folder)
     # After the flags are known to be good: torch takes seconds to import.
     from megazero.train.pretraining import pretrain
 

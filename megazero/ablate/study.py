@@ -17,6 +17,7 @@ from megazero.config.tree.data_sampling import CurriculumMetric
 from megazero.config.words import nearest
 from megazero.errors import ConfigError
 from megazero.regular_file import read_regular_text
+from megazero.train.folders import read_folder
 
 _SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
@@ -95,7 +96,9 @@ def read_study(folder: Path, options: StudyOptions) -> Study:
         corpus = options.corpus.get(str(given.get("model.family", "gpt")), ()) if takes_corpus else ()
         flags = [*options.flags, *corpus, *as_flags(changed)]
         try:
-            resolved = parse_config(["--config", str(path), *flags], world_size=options.ranks)
+            resolved = parse_config(
+                ["--config", str(path), *flags], world_size=options.ranks, reader=read_folder
+            )
         except ConfigError as error:
             reasons = error.violations
         else:

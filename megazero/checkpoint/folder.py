@@ -28,7 +28,10 @@ _LEFTOVER = re.compile(
     rf"\.iter_{_DIGITS}\.(partial|replaced|removed)|" + re.escape(f".{LATEST}.") + "[0-9a-f]{16}"
 )
 _IMPORT = "bring it over with `megazero checkpoint import-megatron`"
-_HUGGING_FACE = ("a Hugging Face model", "take its weights with --load-hf")
+_HUGGING_FACE = (
+    "a Hugging Face model",
+    "train on with `pretrain_gpt.py --load-hf`, or import it with `megazero checkpoint from-hf`",
+)
 # A name found in folders that other programs wrote, what such a folder is, and what to do.
 _FOREIGN = (
     ("manifest.json", "one checkpoint", "name the folder above it"),

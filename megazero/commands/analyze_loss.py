@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from megazero.config.resolve import resolve_or_exit
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError, exit_status
+from megazero.train.folders import read_folder
 
 if TYPE_CHECKING:
     from megazero.mpu.context import ParallelContext
@@ -59,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
     flags, rest = build_parser().parse_known_args(argv)
-    config = resolve_or_exit(rest, program="megazero analyze-loss")
+    config = resolve_or_exit(rest, program="megazero analyze-loss", reader=read_folder)
     return exit_status(lambda: _run(config, flags))
 
 

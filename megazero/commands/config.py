@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megazero.config.resolve import resolve_or_exit
+from megazero.train.folders import read_folder
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; it ends the process with its status."""
-    resolve_or_exit([*argv, "--check-config"], program="megazero config")
+    resolve_or_exit([*argv, "--check-config"], program="megazero config", reader=read_folder)
     return 0

@@ -17,12 +17,14 @@ from megazero.config.resolve import parse_config
 from megazero.config.tasks import task_of
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError, MegazeroError
+from megazero.train.folders import read_folder
 from megazero.verify.compare import Deviation, compare
 from megazero.verify.record import STEPS, Record
 from megazero.verify.run import run_alone, run_in_processes, run_in_threads
 from megazero.verify.shrink import shrink
 from megazero.verify.teacher import with_teacher
 
+_RANKS = 8
 DATA_SOURCES = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "mock_data")
 
 
@@ -36,7 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Status 0: the same; 1: not the same; 2: the configuration is refused.",
     )
     parser.add_argument(
-        "--ranks", type=int, default=8, help="most ranks to run on; axes are shrunk to fit (default 8)"
+        "--ranks",
+        type=int,
+        help="most ranks to run on; axes are shrunk to fit, but not below 2 (default: 8, or the fewest that "
+        "such axes need)",
     )
     parser.add_argument(
         "--world-size",
@@ -52,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the command with its flags; returns the exit status."""
     flags, rest = build_parser().parse_known_args(argv)
     try:
-        if flags.ranks < 1 or flags.steps < 1:
+        if flags.steps < 1 or (flags.ranks is not None and flags.ranks < 1):
             raise ConfigError("`--ranks` and `--steps` must be at least 1, but one is less; raise it")
         return _verify_own(flags, rest)
     except ConfigError as error:
@@ -65,17 +70,17 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
+def resolve(argv: Sequence[str], world_size: int | None, most: int | None = None) -> tuple[Config, int]:
     """The user's configuration and its data-parallel size.
 
-    Without a world size, there are two replicas, or one if the batch does not divide by two; more if experts
-    need them.
+    Without a world size, there are two replicas, or one if the batch does not divide by two or so many ranks
+    are too many; more if experts need them.
     """
     given = _given(argv)
     if not {"finetune.task", *(f"data.{name}" for name in DATA_SOURCES)} & set(given):
         argv = [*argv, "--mock-data"]  # no data is read, so none needs to be named
     if world_size is not None:
-        config = _without_files(parse_config(argv, world_size=world_size).config)
+        config = _resolved(argv, world_size)
         return config, data_parallel_size(config, world_size)
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     replica = math.prod(max(1, given.get(f"parallel.{name}", 1)) for name in names)
@@ -83,11 +88,15 @@ def resolve(argv: Sequence[str], world_size: int | None) -> tuple[Config, int]:
     slices = given.get("parallel.expert_tensor_parallel_size") or tensor
     sharing = given.get("parallel.expert_model_parallel_size", 1) * slices
     least = max(1, sharing // math.gcd(sharing, tensor))
-    count = least if least > 1 else 2
+    count = least if least > 1 or (most is not None and 2 * replica > most) else 2
     try:
-        return _without_files(parse_config(argv, world_size=count * replica).config), count
+        return _resolved(argv, count * replica), count
     except ConfigError:
-        return _without_files(parse_config(argv, world_size=least * replica).config), least
+        return _resolved(argv, least * replica), least
+
+
+def _resolved(argv: Sequence[str], ranks: int) -> Config:
+    return _without_files(parse_config(argv, world_size=ranks, reader=read_folder).config)
 
 
 def _without_files(config: Config) -> Config:
@@ -109,9 +118,14 @@ def _given(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
-    config, replicas = resolve(rest, flags.world_size)
-    shrunk = shrink(config, replicas, flags.ranks)
+    config, replicas = resolve(rest, flags.world_size, flags.ranks)
+    shrunk = shrink(config, replicas, flags.ranks or _RANKS)
     grid = shrunk.grid
+    if flags.ranks is not None and grid.world_size > flags.ranks:
+        raise ConfigError(
+            f"`--ranks` must be at least {grid.world_size} for this layout, each of whose axes keeps two "
+            f"ranks or more, but is {flags.ranks}; raise it, or leave it out"
+        )
     context = f" x context {grid.cp}" if grid.cp > 1 else ""
     experts = f", experts over {grid.ep} x {grid.etp} ranks" if config.model.num_experts else ""
     print(
@@ -129,7 +143,7 @@ def _verify_own(flags: argparse.Namespace, rest: list[str]) -> int:
     deviations = compare(records, expected)
     kind = "processes" if flags.processes else "threads"
     print(
-        f"ran        {flags.steps} steps on {grid.world_size} ranks as {kind}, "
+        f"ran        {flags.steps} steps on {grid.world_size} rank{'s'[: grid.world_size - 1]} as {kind}, "
         f"{time.perf_counter() - began:.1f} s"
     )
     _show(expected, deviations)

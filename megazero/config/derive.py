@@ -56,7 +56,7 @@ def sequence_multiple(parallel: ParallelConfig) -> int:
 
 
 def replicas_per_node(zero: ZeroConfig) -> int:
-    """Data-parallel ranks of one node, as far as ZeRO is to know of nodes; else 1."""
+    """Data x context ranks of one node, as far as ZeRO is to know of nodes; else 1."""
     return max(zero.hpz_partition_size, zero.node_size)
 
 

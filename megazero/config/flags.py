@@ -159,7 +159,24 @@ def _read_all(result: Scan, argv: Sequence[str]) -> None:
         name, equals, inline = token.partition("=")
         values = [inline] if equals else []
         following = [] if equals else values_after(argv, position)
+        if not equals and not following and _is_value(name, argv[position : position + 1]):
+            # Read as what was meant, so that nothing else is said to be missing.
+            following = [argv[position]]
+            result.problems.append(
+                f"`{name}` must be followed by a value; one that begins with a dash is joined to it by an "
+                f"equals sign: `{name}={argv[position]}`."
+            )
         position += _read_flag(result, name, values, following)
+
+
+def _is_value(name: str, following: Sequence[str]) -> bool:
+    """Whether what follows a flag of a text is one that begins with a dash, as it is like no flag."""
+    if name not in FLAGS or FLAGS[name].is_switch or FLAGS[name].spec.kind not in (Kind.TEXT, Kind.TEXTS):
+        return False
+    return any(
+        dashed(token.partition("=")[0]) not in _SPELLINGS and nearest(token, FLAGS) is None
+        for token in following
+    )
 
 
 def _deepspeed_pair(result: Scan) -> list[str]:

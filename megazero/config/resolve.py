@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,9 +26,10 @@ from megazero.config.rules.ramps import cut_short
 from megazero.config.rules.rule import Case, value_at
 from megazero.config.rules.table import check
 from megazero.config.shown import shown_config
+from megazero.config.stated import Reader, Stated
 from megazero.config.tree.config import Config
 from megazero.config.tree.option import Section
-from megazero.errors import ConfigError
+from megazero.errors import CheckpointError, ConfigError
 from megazero.version import VERSION
 
 _SHARERS = "parallel.context_parallel_size"
@@ -56,10 +57,13 @@ class BrokenRules(ConfigError):
         self.config = config
 
 
-def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resolved:
+def parse_config(
+    argv: Sequence[str], *, world_size: int | None = None, reader: Reader | None = None
+) -> Resolved:
     """Resolve a command line.
 
-    `world_size` defaults to the environment's WORLD_SIZE, as torchrun sets it, or 1.
+    `world_size` defaults to the environment's WORLD_SIZE, as torchrun sets it, or 1. `reader` says what the
+    folder that the weights come from says of the model, for what is left out; None leaves it unread.
     Raises ConfigError with every violation: unknown flags and keys, unreadable values, missing fields,
     values out of range and broken rules; BrokenRules if it is rules alone.
     """
@@ -77,14 +81,18 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     layers = (deepspeed.defaults, document.settings, deepspeed.settings, heard)
     settings = {setting.spec.path: setting for layer in layers for setting in layer}
     names = _names(flags)
+    broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
+    stated = _state(reader, settings)
+    said += _take(stated, settings, broken)
     said += _leave_to_fork(flags.left_out, settings)
     said += _leave_to_megatron_deepspeed(names, settings)
     if fewer := fewer_expert_ranks(names, {path: setting.value for path, setting in settings.items()}):
         path = "parallel.expert_model_parallel_size"
         settings[path], said = replace(settings[path], value=fewer[0]), [*said, fewer[1]]
-    broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
     config = _with_default_tokenizer(_build(settings, broken, problems), broken)
     problems += [line for flag in flags.ignored if (line := _contradiction(flag, config, broken))]
+    if stated is not None and not problems:
+        stated.check(config)
     rules = check(config, ranks, broken)
     if problems:
         raise ConfigError([*problems, *rules])
@@ -96,6 +104,31 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
     ]
     said += [*notes_on(config), *cut_short(Case(config, ranks))]
     return Resolved(config, (*_warnings(flags, deepspeed), *said), flags.check_only)
+
+
+def _state(reader: Reader | None, settings: Mapping[str, Setting]) -> Stated | None:
+    """What the folder that the weights come from says. ConfigError if it cannot be read."""
+    try:
+        return None if reader is None else reader({path: s.value for path, s in settings.items()})
+    except CheckpointError as error:
+        raise ConfigError([f"{error}."]) from error
+
+
+def _take(stated: Stated | None, settings: dict[str, Setting], broken: set[str]) -> list[str]:
+    """Add to the settings what the folder says and they do not; returns what to say of it."""
+    if stated is None:
+        return []
+    taken = [
+        Setting(FIELD_BY_PATH[path], value, stated.place)
+        for path, value in stated.values({*settings, *broken}).items()
+    ]
+    settings |= {setting.spec.path: setting for setting in taken}
+    listed = _listed((setting.spec.flag, setting.value) for setting in taken)
+    said = [f"as {stated.place} says: `{listed}`."] if taken else []
+    given = {path: setting.value for path, setting in settings.items() if path.startswith("tokenizer.")}
+    if (other := stated.other_tokenizer(given)) is not None:
+        said.append(f"the tokenizer is that of the launch, not that of {stated.place}: `{other}`.")
+    return said
 
 
 def _with_default_tokenizer(config: Config, broken: set[str]) -> Config:
@@ -182,7 +215,9 @@ def _contradiction(ignored: Ignored, config: Config, broken: set[str]) -> str | 
     return contradiction(ignored, lambda path: value_at(config, path))
 
 
-def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Config:
+def resolve_or_exit(
+    argv: Sequence[str], program: str = "pretrain_gpt.py", reader: Reader | None = None
+) -> Config:
     """Resolve a script's command line; returns the configuration, or ends the process.
 
     Answers `--help` and `--version`; prints the tree for `--check-config` (status 0); prints every
@@ -196,7 +231,7 @@ def resolve_or_exit(argv: Sequence[str], program: str = "pretrain_gpt.py") -> Co
         _say(f"megazero {VERSION}", speaks, sys.stdout)
         raise SystemExit(0)
     try:
-        resolved = parse_config(argv)
+        resolved = parse_config(argv, reader=reader)
     except ConfigError as error:
         count = len(error.violations)
         heading = f"{program}: the configuration is refused for {count} reason{'s' if count > 1 else ''}:"

@@ -22,6 +22,7 @@ from megazero.data.blended import parse_blend
 from megazero.data.splits import SPLIT_NAMES
 from megazero.data.tokenizers.files import require_file
 from megazero.errors import ConfigError, DataError
+from megazero.train.folders import read_folder
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 _TOKENIZER_FILES = (
@@ -128,7 +129,7 @@ def check_launch(launch: NodeLaunch, flags: Sequence[str], gpus: int | None) -> 
     Raises:
         ConfigError: something does; every reason is listed.
     """
-    config = parse_config(flags, world_size=launch.world_size).config
+    config = parse_config(flags, world_size=launch.world_size, reader=read_folder).config
     problems = [*file_problems(config), *node_problems(launch, config.parallel.device, gpus)]
     if problems:
         raise ConfigError(problems)

@@ -24,7 +24,7 @@ def _shared_memory(env: Environment) -> Iterator[Trouble]:
         yield Trouble(
             "shm_small",
             f"/dev/shm must have 512 MiB for {env.ranks} ranks, but has {size >> 20} MiB",
-            "start the container with `--ipc=host` or `--shm-size=16g`",
+            "start the container with `docker run --ipc=host` or `docker run --shm-size=16g`",
             stops=bool(env.gpus),
         )
 
@@ -47,7 +47,7 @@ def _limits(env: Environment) -> Iterator[Trouble]:
             "memlock_limited",
             "the limit of locked memory must be unlimited where RDMA devices register buffers, but is "
             f"{locked >> 10} KiB",
-            "run `ulimit -l unlimited`, or `--ulimit memlock=-1` for a container",
+            "run `ulimit -l unlimited`, or `docker run --ulimit memlock=-1` for a container",
             stops=True,
         )
 

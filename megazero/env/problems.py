@@ -86,7 +86,7 @@ def _backends(env: Environment) -> Iterator[Trouble]:
         yield Trouble(
             "nccl_absent",
             "torch must be built with NCCL where there are GPUs, but is not",
-            "install a torch built with it, or set --distributed-backend gloo",
+            "install a torch built with it, or train with `pretrain_gpt.py --distributed-backend gloo`",
             stops=True,
         )
     if not env.versions.gloo and not env.gpus:
@@ -154,7 +154,7 @@ def _slow_precision(env: Environment) -> Iterator[Trouble]:
             "bf16_slower_than_fp32",
             f"bf16 must run at least as fast as fp32 ({rates['fp32'] / 1e9:.0f} GFLOP/s) to pay, but runs at "
             f"{rates['bf16'] / 1e9:.0f}",
-            "leave --bf16 out on this CPU",
+            "train in fp32 on this CPU",
         )
 
 
@@ -163,7 +163,7 @@ def _ranks_per_gpu(env: Environment) -> Iterator[Trouble]:
         yield Trouble(
             "more_ranks_than_gpus",
             f"the ranks of this host must be at most its GPUs ({len(env.gpus)}), but are {env.ranks}",
-            "start fewer ranks, or set --device cpu",
+            "start fewer ranks, or train with `pretrain_gpt.py --device cpu`",
             stops=True,
         )
 

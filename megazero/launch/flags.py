@@ -201,9 +201,8 @@ def _checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
             flags.rdzv_backend is not None and flags.launcher != "torchrun",
         ),
         (
-            "`--bind-cores-to-rank` must not be given with `--launcher torchrun`, which has "
-            "`--numa-binding`; give "
-            "it that in `--launcher-args`",
+            "`--bind-cores-to-rank` must not be given with `--launcher torchrun`; give "
+            "`--launcher-args` what `torchrun --numa-binding` takes",
             flags.launcher == "torchrun" and flags.bind_cores_to_rank,
         ),
         ("`--fan-out` must be at least 1", flags.fan_out < 1),

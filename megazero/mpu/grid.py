@@ -190,8 +190,8 @@ class ProcessGrid:
         replicas = self.members(rank, COMMUNICATORS["replica"])
         if len(replicas) % size:
             raise ConfigError(
-                f"`hpz_partition_size` must divide the data-parallel size ({len(replicas)}), but is {size}; "
-                "choose a divisor"
+                f"the replicas on one node must divide the data-parallel x context-parallel ranks "
+                f"({len(replicas)}), but are {size}; choose a divisor"
             )
         first = replicas.index(rank) // size * size
         return replicas[first : first + size]

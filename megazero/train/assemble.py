@@ -125,6 +125,8 @@ def assemble(
     Raises:
         MegazeroError: something that the user has to fix prevents the run.
     """
+    # Checkpoints name the tokenizer's files, and are opened anywhere.
+    config = config.model_copy(update={"tokenizer": config.tokenizer.located()})
     profiler = profiler_of(config, joined)
     context = profiler.watched(joined)
     build = partial(build_model, vocabulary, context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from megazero.checkpoint.disk import Disk
 from megazero.config.tree.config import Config
@@ -21,7 +22,7 @@ from megazero.train.process import in_job
 from megazero.train.resume.fit import compare_data, data_record
 from megazero.train.resume.resume import Resumed
 from megazero.train.resume.saved import DataFacts
-from megazero.train.resume.weights import take_foreign_weights
+from megazero.train.resume.weights import origin_of, take_foreign_weights
 from megazero.train.step.engine import Engine
 from megazero.train.step.feed import Feeds
 from megazero.train.step.state import TrainState
@@ -52,6 +53,7 @@ class Pretraining(Task):
     def __init__(self) -> None:
         self._record: list[DataFacts] | None = None
         self._compared: tuple[str, ...] = ()
+        self._origin: Mapping[str, Any] | None = None
         self._others = others_running(own=ranks_here())  # before this program itself is busy
 
     def begin(
@@ -68,6 +70,7 @@ class Pretraining(Task):
     def check(self, resumed: Resumed, feeds: Feeds) -> None:
         self._record = data_record(feeds.datasets[0], resumed.engine.context)
         passes = not resumed.config.data.verify_data
+        self._origin = resumed.origin or origin_of(resumed.config.checkpoint.load_hf)
         self._compared = compare_data(resumed.data, self._record, changes_pass=passes)
 
     def remarks(self, run: Run) -> Iterable[str]:
@@ -82,7 +85,8 @@ class Pretraining(Task):
             yield f"offload: each rank keeps {size / 2**20:,.1f} MiB of its state in {tier}"
 
     def facts(self) -> Mapping[str, object]:
-        return {"data": [record.model_dump() for record in self._record or ()]}
+        origin = {} if self._origin is None else {"converted_from": dict(self._origin)}
+        return {"data": [record.model_dump() for record in self._record or ()], **origin}
 
     def evaluations(self, run: Run, disk: Disk | None) -> Evaluations:
         samples, timers = run.resumed.training_plan.evaluations, run.meters.timers

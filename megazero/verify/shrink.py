@@ -77,7 +77,7 @@ def shrink(config: Config, data_parallel: int, most_ranks: int = 8) -> Shrunk:
     changes: dict[str, dict[str, Any]] = {
         "model": {**_model(config, tp, pp, cp), **_experts(config, tp, ep, etp)},
         "parallel": _parallel(config, tp, pp) | _context(config, cp) | _shared_experts(config, ep, etp),
-        "zero": _zero(config, dp),
+        "zero": _zero(config, dp * cp),
         "offload": _offload(config),
         "batch": _batch(config, data_parallel, pp, dp),
         "optimizer": _optimizer(config),
@@ -133,12 +133,12 @@ def _offload(config: Config) -> dict[str, Any]:
     return path | (soon if config.offload.delayed_param_update else {})
 
 
-def _zero(config: Config, dp: int) -> dict[str, Any]:
+def _zero(config: Config, replicas: int) -> dict[str, Any]:
     return {
         "bucket_size": 3000,
         "prefetch_size": 6000,
         "param_persistence_threshold": 40,
-        "hpz_partition_size": min(config.zero.hpz_partition_size, dp),
+        "hpz_partition_size": math.gcd(config.zero.hpz_partition_size, replicas),
         "grad_reduce_dtype": "fp32",
         "grad_accumulation_dtype": "fp32",
         "main_params_dtype": "fp32",

@@ -174,8 +174,8 @@ def _null_spec():
     [
         (["--json-keys", "text", "text", *NULL], "must name each key once"),
         (["--json-keys", "a/b", *NULL], "must fit into a file name"),
-        (["--tokenizer-type", "GPT2BPETokenizer"], "`--vocab-file` must name a vocab.json"),
-        (["--tokenizer-type", "GPT2BPETokenizer", "--workers", "2"], "`--vocab-file` must name a vocab.json"),
+        (["--tokenizer-type", "GPT2BPETokenizer"], "`vocab_file` must name a vocab.json"),
+        (["--tokenizer-type", "GPT2BPETokenizer", "--workers", "2"], "`vocab_file` must name a vocab.json"),
     ],
 )
 def test_unfit_flags_are_refused(tmp_path, out, capsys, flags, words):

@@ -86,7 +86,7 @@ PROBLEMS = {
     "nccl_absent": (
         versions(nccl=None),
         "torch must be built with NCCL where there are GPUs, but is not; install a torch built with it, or "
-        "set --distributed-backend gloo [nccl_absent]",
+        "train with `pretrain_gpt.py --distributed-backend gloo` [nccl_absent]",
     ),
     "gloo_absent": (
         replace(ON_CPU, versions=replace(ON_CPU.versions, gloo=False)),
@@ -105,8 +105,8 @@ PROBLEMS = {
     ),
     "more_ranks_than_gpus": (
         replace(SOUND, gpus=(H100,) * 4),
-        "the ranks of this host must be at most its GPUs (4), but are 8; start fewer ranks, or set "
-        "--device cpu [more_ranks_than_gpus]",
+        "the ranks of this host must be at most its GPUs (4), but are 8; start fewer ranks, or train "
+        "with `pretrain_gpt.py --device cpu` [more_ranks_than_gpus]",
     ),
     "omp_threads_unset": (
         replace(SOUND, processors=replace(SOUND.processors, omp_threads=None)),
@@ -125,7 +125,7 @@ PROBLEMS = {
     ),
     "bf16_slower_than_fp32": (
         replace(ON_CPU, processors=replace(SOUND.processors, rates={"fp32": 150e9, "bf16": 75e9})),
-        "bf16 must run at least as fast as fp32 (150 GFLOP/s) to pay, but runs at 75; leave --bf16 out on "
+        "bf16 must run at least as fast as fp32 (150 GFLOP/s) to pay, but runs at 75; train in fp32 on "
         "this CPU [bf16_slower_than_fp32]",
     ),
     "no_bytecode": (

@@ -150,14 +150,14 @@ SENTENCES = [
     (
         replace(SOUND, memory=replace(SOUND.memory, shared=64 << 20)),
         True,
-        "/dev/shm must have 512 MiB for 8 ranks, but has 64 MiB; start the container with `--ipc=host` or "
-        "`--shm-size=16g` [shm_small]",
+        "/dev/shm must have 512 MiB for 8 ranks, but has 64 MiB; start the container with "
+        "`docker run --ipc=host` or `docker run --shm-size=16g` [shm_small]",
     ),
     (
         replace(ON_CPU, memory=replace(SOUND.memory, shared=64 << 20)),
         False,
-        "/dev/shm must have 512 MiB for 8 ranks, but has 64 MiB; start the container with `--ipc=host` or "
-        "`--shm-size=16g` [shm_small]",
+        "/dev/shm must have 512 MiB for 8 ranks, but has 64 MiB; start the container with "
+        "`docker run --ipc=host` or `docker run --shm-size=16g` [shm_small]",
     ),
     (
         node(limits=Limits(files=1024)),

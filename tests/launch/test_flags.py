@@ -29,7 +29,7 @@ from megazero.launch.flags import cores_of, parse
         (["--min_elastic_nodes", "1", "x.py"], "`--elastic-training` must be given with"),
         (["--launcher", "pdsh", "--elastic_training", "x.py"], "must go through ssh or torchrun"),
         (["--rdzv-backend", "c10d", "x.py"], "must be given with `--launcher torchrun`"),
-        (["--launcher", "torchrun", "--bind_cores_to_rank", "x.py"], "`--numa-binding`"),
+        (["--launcher", "torchrun", "--bind_cores_to_rank", "x.py"], "`torchrun --numa-binding`"),
         (["--grace", "-1", "x.py"], "--grace must be at least 0"),
         (["--master_port", "65536", "x.py"], "0 to 65535, but is 65536"),
         (["--master_port", "0", "--launcher", "srun", "x.py"], "must name a port"),

@@ -96,7 +96,7 @@ def test_fewer_sentinels_than_spans_are_refused_before_training(folder):
     from megazero.errors import DataError
 
     flags = ("--data-path", folder / "text", "--split", "100,0,0", "--train-iters", 1, "--lr", "1e-3")
-    with pytest.raises(DataError, match="`--vocab-extra-ids` must be at least 11 for T5"):
+    with pytest.raises(DataError, match="`vocab_extra_ids` must be at least 11 for T5"):
         run(folder, "few", *flags, "--mask-prob", "0.5")
 
 

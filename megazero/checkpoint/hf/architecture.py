@@ -239,7 +239,7 @@ class Architecture:
         complete: the opposite, for writing.
         classifies: whether its models are classifiers, which have `num_classes`.
         seen: (model of ``config.json``, tensors of the folder by name) -> the model that they make, for what
-            ``config.json`` does not say.
+            ``config.json`` does not say; raises ValueError, in words, if ours does not support that.
     """
 
     name: str

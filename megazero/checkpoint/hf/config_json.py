@@ -344,7 +344,14 @@ def config_of(
 
 
 def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozenset()) -> list[str]:
-    """Fields that make the same weights compute something else, as ``field: theirs, not ours``.
+    """The fields in `unlike`, as ``field: theirs, not ours``."""
+    return [f"`{field}` is {a}, not {b}" for field, a, b in unlike(theirs, ours, free)]
+
+
+def unlike(
+    theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozenset()
+) -> list[tuple[str, Any, Any]]:
+    """Fields that make the same weights compute something else: (field, theirs, ours).
 
     Args:
         theirs, ours: the two models.
@@ -358,7 +365,7 @@ def differences(theirs: ModelConfig, ours: ModelConfig, free: Set[str] = frozens
     fields = [field for field in ModelConfig.model_fields if field not in left_out]
     if theirs.position_embedding_type == "learned_absolute":
         fields.append("max_position_embeddings")
-    return [f"`{field}` is {a}, not {b}" for field, a, b in model_differences(theirs, ours, fields)]
+    return model_differences(theirs, ours, fields)
 
 
 def _has_dense_mlps(model: ModelConfig) -> bool:

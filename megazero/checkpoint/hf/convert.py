@@ -123,8 +123,8 @@ def convert_to_hf(
         files = tokenizer_files(section, facts.model.vocab_size, facts.model.positions)
     except DataError as error:
         raise DataError(
-            f"the tokenizer of `{reader.folder}` must be where it was, but {error} Or name another with "
-            f"`--tokenizer-type`, or leave it out with `--no-tokenizer`"
+            f"the tokenizer of `{reader.folder}` must be where it was, or in {reader.folder.parent}, but "
+            f"{error} Or name another with `--tokenizer-type`, or leave it out with `--no-tokenizer`"
         ) from error
     with reader:
         exported = write_hf(
@@ -164,6 +164,7 @@ def _facts_of(reader: CheckpointReader) -> _Facts:
         sections = facts.get("config") or facts
         model = ModelConfig.model_validate(sections["model"])
         tokenizer = TokenizerConfig.model_validate(sections.get("tokenizer") or {})
+        tokenizer = tokenizer.located(reader.folder, reader.folder.parent)
         vocab_size = int(facts["vocab_size"])
         labels = tuple(map(str, (sections.get("finetune") or {}).get("labels") or ()))
         stored = facts.get("token_ids")

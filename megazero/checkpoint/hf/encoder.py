@@ -104,8 +104,8 @@ LIMITS = (
         lambda m: m.activation == m.bert_head_activation,
         "`bert_head_activation` must be `activation`, as transformers has one GELU for the MLPs and the "
         "masked-LM head, but one is the tanh form and the other the erf form, as Megatron has it by default; "
-        "train with `--no-bias-gelu-fusion` to have the erf form in both, or accept slightly other outputs: "
-        "`--approximate-gelu` writes the head with the MLPs' form",
+        "train with `pretrain_bert.py --no-bias-gelu-fusion` to have the erf form in both, or accept "
+        "slightly other outputs: `--approximate-gelu` writes the head with the MLPs' form",
     ),
 )
 

@@ -51,7 +51,10 @@ class HFReader(Source):
             if layers > tensors:
                 raise self._misfit(f"{layers} layers cannot be in {tensors} tensors")
             present, self.remarks = self._named_as_today()
-            self.description = self.description.given(present)
+            try:
+                self.description = self.description.given(present)
+            except ValueError as error:
+                raise self._misfit(str(error)) from None
             rules = self.description.architecture.rules_for(present)
             self._check_experts(rules, tensors)
             self.table = self._table(rules)

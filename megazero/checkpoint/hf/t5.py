@@ -6,7 +6,7 @@ or not; newer releases no longer say so, but by whether the decoder's outputs ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,14 @@ from megazero.checkpoint.hf.architecture import (
     FieldPair,
     Json,
     Limit,
+    TensorLike,
     separate,
 )
 from megazero.checkpoint.naming import TensorRule, untied
 from megazero.config.tree.model import ModelConfig
 
 _OURS = "layers.{i}"
-_TIED, _SCALED = "tie_word_embeddings", "scale_decoder_outputs"
+_TIED, _SCALED, _HEAD = "tie_word_embeddings", "scale_decoder_outputs", "lm_head.weight"
 _FIRST, _SECOND = ("c", slice(0, 1)), ("c", slice(1, 2))
 
 
@@ -81,6 +82,21 @@ def _plain(config: Json) -> dict[str, Any]:
     return {**config, _TIED: config.get(_SCALED, config.get(_TIED, True))}
 
 
+def _seen(model: ModelConfig, tensors: Mapping[str, TensorLike]) -> ModelConfig:
+    """The model, if it is one of ours: a head that is not scaled has weights of its own here.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if model.untie_embeddings_and_output_weights and _HEAD not in tensors:
+        raise ValueError(
+            f"they lack {_HEAD}: the head is tied to the embedding, but `{_SCALED}` is false, as in a T5 1.1 "
+            "that transformers 5 makes anew; here a head that is not scaled has weights of its own: store a "
+            f"copy of shared.weight as {_HEAD}, or make the model with `{_SCALED}` true"
+        )
+    return model
+
+
 def _complete(config: Json) -> dict[str, Any]:
     return {**config, _SCALED: config[_TIED], "decoder_start_token_id": 0}
 
@@ -99,10 +115,10 @@ T5_GENERATION = Architecture(
         *_cross("decoder.block.{j}.layer.1"),
         TensorRule("encoder_norm.weight", "h", "encoder.final_layer_norm.weight", "h"),
         TensorRule("final_norm.weight", "h", "decoder.final_layer_norm.weight", "h"),
-        TensorRule("head.weight", "v h", "lm_head.weight", "v h", when=untied),
+        TensorRule("head.weight", "v h", _HEAD, "v h", when=untied),
     ),
     copies=(
-        ("lm_head.weight", "shared.weight"),
+        (_HEAD, "shared.weight"),
         ("encoder.embed_tokens.weight", "shared.weight"),
         ("decoder.embed_tokens.weight", "shared.weight"),
     ),
@@ -146,4 +162,5 @@ T5_GENERATION = Architecture(
     ),
     plain=_plain,
     complete=_complete,
+    seen=_seen,
 )

@@ -24,7 +24,7 @@ def import_megatron(
     Args:
         reader: the weights to import.
         directory: the run folder for the checkpoint.
-        tokenizer: the tokenizer that the model was trained with.
+        tokenizer: the tokenizer that the model was trained with; None takes the reader's, if it has one.
 
     Raises:
         CheckpointError: the folder has a checkpoint already, or cannot be written.
@@ -35,7 +35,7 @@ def import_megatron(
             f"another folder"
         )
 
-    tokenizer = tokenizer or TokenizerConfig()
+    tokenizer = tokenizer or reader.tokenizer or TokenizerConfig()
     iteration = 0
     facts: dict[str, Any] = {
         "kind": KIND,

@@ -173,10 +173,10 @@ def _check_form(folder: Path) -> None:
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"`{path}` must say how Megatron's checkpoint is stored, but cannot be read: {error}; "
-            f"save it with --ckpt-format torch_dist"
+            f"save it with Megatron-LM's --ckpt-format torch_dist"
         ) from error
     if backend != "torch_dist":
         raise CheckpointError(
             f"`{folder}` must be in `torch_dist` format, but is in {backend!r}; save it with "
-            f"--ckpt-format torch_dist"
+            f"Megatron-LM's --ckpt-format torch_dist"
         )

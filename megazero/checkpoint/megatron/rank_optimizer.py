@@ -28,7 +28,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 """The kinds of Adam's moments, called alike in both."""
 
 _BUCKET, _BUCKET_OF_RANK = 40_000_000, 1_000_000
-_REMEDY = "save it as torch_dist first (--ckpt-convert-format torch_dist), or import without --with-optimizer"
+_REMEDY = (
+    "import without --with-optimizer, or first save it as torch_dist, with Megatron-LM's "
+    "--ckpt-convert-format torch_dist"
+)
 _SMALL_NORMS = (".q_layernorm.", ".k_layernorm.")
 _VOCABULARY = (WORD, HEAD, HEAD_COPY)
 

@@ -21,9 +21,11 @@ from megazero.checkpoint.megatron.names import VERSIONS, Sliced, links_of, rules
 from megazero.checkpoint.megatron.rank_optimizer import MOMENTS
 from megazero.checkpoint.megatron.settings import read_settings
 from megazero.checkpoint.megatron.stages import Header, Opened, Stages
+from megazero.checkpoint.megatron.tokenizer import entries, tokenizer_said
 from megazero.checkpoint.megatron.universal import UniversalStages
 from megazero.checkpoint.naming import Link
 from megazero.checkpoint.part import WEIGHT, Key, Part, Source
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
 
 
@@ -33,11 +35,12 @@ class ImportOptions:
 
     Attributes:
         trust_pickle: whether the files may be unpickled at all.
-        vocab_size: entries before padding; None takes what the checkpoint says.
+        vocab_size: entries before padding; None takes what the checkpoint or the tokenizer says.
         arguments: Megatron's arguments, to add to those in the checkpoint or to correct them.
         average_replicas: whether copies that differ over the tensor-parallel ranks are averaged.
         inert: classes whose objects in the files are not needed, by full name.
         with_optimizer: whether masters, moments and progress are read too, so that the run goes on.
+        tokenizer: the tokenizer; None takes that of Megatron's arguments, if its files are there.
     """
 
     trust_pickle: bool = False
@@ -46,6 +49,7 @@ class ImportOptions:
     average_replicas: bool = False
     inert: tuple[str, ...] = ()
     with_optimizer: bool = False
+    tokenizer: TokenizerConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,7 @@ class MegatronReader:
         checkpoint_version: Megatron's version, which determines the order of queries, keys and values.
         model: the model's shape, with the vocabulary.
         padded_vocab_size: rows of the embedding in the files.
+        tokenizer: the tokenizer that the model was trained with; None if it is unknown.
         shapes: the shapes of all tensors, in the order in which the files hold them.
 
     Raises:
@@ -121,7 +126,10 @@ class MegatronReader:
                 f"Megatron's arguments say {settings.model.num_layers}; correct them with --megatron-args"
             )
         self.padded_vocab_size = _rows(inventory)
-        size = self._vocab_size((options.vocab_size, header.original_vocab_size, settings.vocab_size))
+        self.tokenizer = options.tokenizer or tokenizer_said(arguments, self.files.folder)
+        sizes = (options.vocab_size, header.original_vocab_size, settings.vocab_size)
+        said = next((size for size in sizes if size is not None), None)
+        size = self._checked(entries(self.tokenizer) if said is None else said)
         self.model = settings.model.model_copy(update={"vocab_size": size})
         links = {
             name: (sliced.fitted(link, inventory[name].shapes) if name in inventory else sliced, link)
@@ -201,7 +209,7 @@ class MegatronReader:
             named, remedy = "of all weights", "copy all files"
             if self.files.form is Form.DISTRIBUTED:
                 named = "by names of weights"
-                remedy = "save it as torch_dist with --dist-ckpt-optim-fully-reshardable"
+                remedy = "save it with Megatron-LM's --dist-ckpt-optim-fully-reshardable"
             raise CheckpointError(
                 f"`{self.files.folder}` must hold Adam's two moments and masters {named}, but {has}; "
                 f"{remedy}, or import without --with-optimizer"
@@ -257,13 +265,12 @@ class MegatronReader:
                 f"but has {len(files.ranks)} files of {files.tensor_ranks} tensor-parallel ranks; copy all"
             )
 
-    def _vocab_size(self, sizes: Iterable[int | None]) -> int:
-        size = next((size for size in sizes if size is not None), None)
+    def _checked(self, size: int | None) -> int:
         if size is None:
             raise CheckpointError(
-                f"`--vocab-size` must be given, as {self.files.folder} does not say how many of the "
-                f"{self.padded_vocab_size} rows of its embedding are not padding; give the tokenizer's size, "
-                f"or that number to keep them all"
+                f"the tokenizer of {self.files.folder} must be known, as it says how many of the "
+                f"{self.padded_vocab_size} rows of the embedding are not padding, but its files are not "
+                f"where they were; name them with --tokenizer-type and its files, or give --vocab-size"
             )
         if not 0 < size <= self.padded_vocab_size:
             raise CheckpointError(

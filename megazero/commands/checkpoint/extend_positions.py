@@ -52,9 +52,10 @@ def run(flags: argparse.Namespace) -> int:
         written = extend_positions(reader, Path(flags.out), flags.max_position_embeddings)
     print(f"read   {printable(folder)}")
     print(f"wrote  {printable(written)}: {flags.max_position_embeddings} positions")
-    print("train it further with the model's flags, those of data, batch and optimizer, and:")
-    print(f"  --load {printable(written.parent)} --finetune")
-    print(f"  --max-position-embeddings {flags.max_position_embeddings}")
+    print(
+        f"train it further with `pretrain_gpt.py --load {printable(written.parent)} --finetune` and the "
+        "flags of data, length and optimizer"
+    )
     return 0
 
 
@@ -86,7 +87,7 @@ def extend_positions(reader: CheckpointReader, out: Path, positions: int) -> Pat
         "kind": KIND,
         "extended_from": {"megazero": VERSION, "positions": known},
         "vocab_size": saved.vocab_size,
-        **{name: reader.facts[name] for name in ("token_ids",) if name in reader.facts},
+        **{name: reader.facts[name] for name in ("token_ids", "converted_from") if name in reader.facts},
         **{name: dict(saved.sections[name]) for name in ("tokenizer", "finetune") if name in saved.sections},
         "model": {**saved.sections["model"], "max_position_embeddings": positions},
     }

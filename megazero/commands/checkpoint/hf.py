@@ -10,8 +10,6 @@ from megazero.checkpoint.hf.approximation import APPROXIMATIONS
 from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.writer import DTYPES, Exported
-from megazero.config.fields import FIELDS
-from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
 
@@ -119,11 +117,13 @@ def describe_export(exported: Exported, remark: str | None) -> str:
 
 def describe_import(imported: Imported) -> str:
     """Describe what was written, and how to go on from it."""
-    further, flag = "train it further with the flags of data, batch and optimizer", "--load {} --finetune"
-    description = imported.description
+    description, folder = imported.description, imported.folder.parent
+    further = f"train it further with `pretrain_gpt.py --load {folder} --finetune` and the flags of data"
     if description.model.num_classes is not None:
-        further = "evaluate it or train it further with finetune.py, the flags of task, data and optimizer"
-        flag = "--pretrained-checkpoint {}"
+        further = (
+            f"evaluate it or train it further with `finetune.py --pretrained-checkpoint {folder}` and the "
+            "flags of task, data"
+        )
     return "\n".join(
         [
             f"{description.architecture.name}: {imported.tensors} tensors, {imported.parameters:,} "
@@ -131,31 +131,9 @@ def describe_import(imported: Imported) -> str:
             *imported.remarks,
             *([f"classes: {', '.join(map(repr, description.labels))}"] if description.labels else []),
             f"tokenizer: {imported.tokenizer.tokenizer_type or 'none found; give the flags of one'}",
-            f"{further}, and:",
-            f"  {flag.format(imported.folder.parent)}",
-            *(f"  {flag}" for flag in model_flags(description.model)),
+            f"{further}, length and optimizer",
         ]
     )
-
-
-def model_flags(model: ModelConfig) -> list[str]:
-    """The flags of the pretraining script that make this model: all whose values differ from the defaults.
-
-    The default of the activation depends on whether there are biases, so it is named where there are none;
-    those of experts on whose flags a line has, so one of Megatron-LM's stands beside `--expert-interval`.
-    """
-    named: set[str] = set() if model.add_bias_linear else {"activation"}
-    named |= {"moe_router_topk"} if model.expert_interval is not None else set()
-    lines = []
-    for spec in (spec for spec in FIELDS if spec.section == "model"):
-        value = getattr(model, spec.name)
-        if value == spec.default and spec.name not in named:
-            continue
-        said = " ".join(map(str, value)) if isinstance(value, tuple) else value
-        words = spec.flag if isinstance(value, bool) else f"{spec.flag} {said}"
-        grouped = spec.name == "num_query_groups"
-        lines.append(f"{words} --group-query-attention" if grouped else words)
-    return lines
 
 
 def _to_hf(flags: argparse.Namespace) -> None:

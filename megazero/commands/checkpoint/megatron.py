@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocab-size",
         type=int,
-        help="entries of the vocabulary before padding, if the checkpoint does not say",
+        help="entries of the vocabulary before padding; default: the tokenizer's",
     )
     parser.add_argument(
         "--megatron-args",
@@ -69,7 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="full name of a class whose objects in the files are not needed; may be given several times",
     )
     for name in _TOKENIZER_FLAGS:
-        parser.add_argument(f"--{name.replace('_', '-')}", help="as in training; kept for text generation")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", help="as in training; default: that of Megatron's arguments"
+        )
     return parser
 
 
@@ -88,9 +90,10 @@ def _run(flags: argparse.Namespace) -> None:
         flags.average_replicas,
         tuple(flags.inert_class),
         flags.with_optimizer,
+        tokenizer,
     )
     with MegatronReader(flags.source, options) as reader:
-        folder = import_megatron(reader, flags.out, tokenizer)
+        folder = import_megatron(reader, flags.out)
         print(report(reader, folder))
 
 
@@ -110,14 +113,16 @@ def report(reader: MegatronReader, folder: Path) -> str:
             f"vocabulary  {reader.model.vocab_size} of {reader.padded_vocab_size} rows, the rest was padding",
             f"wrote       {folder}: {len(reader.shapes)} tensors, {elements:,} parameters, fp32",
             f"left out    {left}",
-            f"train on it with --load {folder.parent}{'' if goes_on else ' --finetune'}",
+            f"train on with `pretrain_gpt.py --load {folder.parent}{'' if goes_on else ' --finetune'}` and "
+            "the flags of data, length and optimizer",
         ]
     )
 
 
-def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig:
+def _tokenizer(flags: argparse.Namespace) -> TokenizerConfig | None:
+    given = {name: getattr(flags, name) for name in _TOKENIZER_FLAGS}
     try:
-        return TokenizerConfig(**{name: getattr(flags, name) for name in _TOKENIZER_FLAGS})
+        return TokenizerConfig(**given).located() if any(given.values()) else None
     except ValidationError as error:
         raise ConfigError([f"`{fault['loc'][0]}`: {fault['msg']}" for fault in error.errors()]) from error
 

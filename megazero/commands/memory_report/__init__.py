@@ -12,6 +12,7 @@ from megazero.commands.training_words import positive
 from megazero.config.resolve import parse_config
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, exit_status
+from megazero.train.folders import read_folder
 
 
 def build_memory_parser() -> argparse.ArgumentParser:
@@ -47,7 +48,7 @@ def _report(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
         from megazero.commands.memory_report.formula import in_words
         from megazero.commands.memory_report.planned import planned_memory
 
-        config = parse_config(training, world_size=flags.nproc).config
+        config = parse_config(training, world_size=flags.nproc, reader=read_folder).config
         memories = merge_alike(planned_memory(config, flags.nproc))
         formula = in_words(config)
     print_table(COLUMNS, rows(memories), left=2)

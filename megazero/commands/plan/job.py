@@ -18,6 +18,7 @@ from megazero.plan.pictures import draw_memory
 from megazero.plan.report import COLUMNS, Report, report_on
 from megazero.plan.tuning import Search
 from megazero.plan.words import shown, time_text
+from megazero.train.folders import read_folder
 
 DOES_NOT_FIT = 3
 _LIKE = 3
@@ -58,7 +59,7 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     device = Device.load(flags.device)
     per_node = flags.gpus_per_node or device.inside_node.ranks
     try:
-        config = parse_config(words, world_size=flags.nproc).config
+        config = parse_config(words, world_size=flags.nproc, reader=read_folder).config
     except BrokenRules as refusal:
         _show_like(Search(refusal.config, flags.nproc, device, per_node))
         raise

@@ -74,7 +74,7 @@ def fetched(model: str | None) -> str | None:
         raise _missing(path, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
     if not (folder / _JSON).is_file():
         raise DataError(
-            f"`--tokenizer-model` must have a {_JSON}, but {path} on the hub has none; save one with "
+            f"`tokenizer_model` must have a {_JSON}, but {path} on the hub has none; save one with "
             "`AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)`, and give that folder."
         )
     return str(folder)
@@ -82,7 +82,7 @@ def fetched(model: str | None) -> str | None:
 
 def _missing(name: str, why: str) -> DataError:
     return DataError(
-        f"`--tokenizer-model` must name a tokenizer.json or a directory holding one, but {name} is not "
+        f"`tokenizer_model` must name a tokenizer.json or a directory holding one, but {name} is not "
         f"there, and as a name on a hub it is neither in the cache nor could it be fetched ({why}); run "
         f"`{command(name)}` where there is a network."
     )

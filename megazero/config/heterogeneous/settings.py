@@ -38,7 +38,9 @@ class HeterogeneousConfig(TransformerConfig):
         "attention or MLP out (Nemotron); it is read once, and checkpoints have its text",
     )
     heterogeneous_layers_config_encoded_json: Annotated[str, AfterValidator(read_layers)] | None = option(
-        None, "the text of such a file, in place of one"
+        None,
+        "the text of such a file, in place of one",
+        instead_of=("heterogeneous_layers_config_path",),
     )
 
     @classmethod

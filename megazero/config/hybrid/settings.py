@@ -58,6 +58,7 @@ class HybridConfig(HeterogeneousConfig):
         None,
         "a letter for each layer: M Mamba-2, * attention, - MLP, E experts; `--num-layers` may be left out",
         aliases=("--hybrid-override-pattern",),
+        instead_of=("hybrid_attention_ratio", "hybrid_mlp_ratio"),
     )
     hybrid_attention_ratio: Ratio = option(0.0, "share of the layers that are attention, evenly spread")
     hybrid_mlp_ratio: Ratio = option(0.0, "share of the layers that are MLPs, evenly spread")

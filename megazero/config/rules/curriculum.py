@@ -89,8 +89,9 @@ CURRICULUM_RULES: tuple[Rule, ...] = (
         "seqlen_divides_over_ranks",
         (_STEP, _LEVELS, _MAX, "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"),
         "all lengths of a `seqlen_schedule` must divide evenly over the ranks that share a sequence",
-        "choose a `--seqlen-difficulty-step` and an end that are",
+        "set `--seqlen-difficulty-step`, and the first and last length, to multiples of that number",
         _if_paced(_divides),
+        lambda c: f"each must be a multiple of {sequence_multiple(c.config.parallel)}",
     ),
     Rule(
         "seqlen_custom_is_a_pacing",

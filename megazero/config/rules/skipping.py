@@ -90,7 +90,8 @@ SKIPPING_RULES: tuple[Rule, ...] = (
         (_ROUNDED, _MIN, _MAX, "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"),
         "all numbers of tokens that `random_ltd` keeps must divide evenly over the ranks that share a "
         "sequence",
-        "choose a `--random-ltd-seq-per-step` that is",
+        "set `--random-ltd-seq-per-step`, and the first and last number, to multiples of that number",
         _divides,
+        lambda c: f"each must be a multiple of {sequence_multiple(c.config.parallel)}",
     ),
 )

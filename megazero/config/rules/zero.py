@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from megazero.config.rules.rule import Case, Rule
 
-
-def _hpz_divides(case: Case) -> bool:
-    return case.data_parallel is None or case.data_parallel % case.config.zero.hpz_partition_size == 0
+_SHARERS = "parallel.context_parallel_size"
 
 
-def _node_size_divides(case: Case) -> bool:
-    return case.data_parallel is None or case.data_parallel % case.config.zero.node_size == 0
+def _replicas(case: Case) -> int | None:
+    """Ranks that hold the same parameters of layers without experts; None while unknown."""
+    sharers = case.config.parallel.context_parallel_size
+    return None if case.data_parallel is None else case.data_parallel * sharers
+
+
+def _divides(case: Case, size: int) -> bool:
+    replicas = _replicas(case)
+    return replicas is None or replicas % size == 0
+
+
+def _counted(case: Case) -> str:
+    return f"there are {_replicas(case)} such ranks"
 
 
 def _codes_of_gathered_weights(case: Case) -> bool:
@@ -24,11 +33,11 @@ def _codes_of_gathered_weights(case: Case) -> bool:
 ZERO_RULES: tuple[Rule, ...] = (
     Rule(
         "hpz_divides_data_parallel",
-        ("zero.hpz_partition_size",),
-        "`hpz_partition_size` must divide the data-parallel size",
-        "set it to the data-parallel ranks of one node",
-        _hpz_divides,
-        lambda c: f"there are {c.data_parallel} data-parallel ranks",
+        ("zero.hpz_partition_size", _SHARERS),
+        "`hpz_partition_size` must divide the number of data-parallel x context-parallel ranks",
+        "set it to the number of these ranks on one node",
+        lambda c: _divides(c, c.config.zero.hpz_partition_size),
+        _counted,
     ),
     Rule(
         "quantized_weights_need_masters",
@@ -58,11 +67,11 @@ ZERO_RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "node_size_divides_data_parallel",
-        ("zero.node_size",),
-        "`node_size` must divide the data-parallel size",
-        "set it to the data-parallel ranks of one node",
-        _node_size_divides,
-        lambda c: f"there are {c.data_parallel} data-parallel ranks",
+        ("zero.node_size", _SHARERS),
+        "`node_size` must divide the number of data-parallel x context-parallel ranks",
+        "set it to the number of these ranks on one node",
+        lambda c: _divides(c, c.config.zero.node_size),
+        _counted,
     ),
 )
 

@@ -19,6 +19,7 @@ class T5Config(AttentionConfig):
         None,
         "T5: layers of the encoder; default: --num-layers, which then counts those of one stack alone",
         flag="--encoder-num-layers",
+        instead_of=("num_layers",),
     )
     t5_decoder_layers: PositiveInt | None = option(
         None, "T5: layers of the decoder; default: as many as the encoder's", flag="--decoder-num-layers"

@@ -44,6 +44,7 @@ class ExpertsConfig(HybridConfig):
         None,
         "N: every N-th layer has experts, the N-th being the first (counted from 0: N-1, 2N-1, ...), as in "
         "Megatron-DeepSpeed; instead of --moe-layer-freq",
+        instead_of=("moe_layer_freq",),
         needs="moe_layer_freq=None: `--moe-layer-freq N` begins with layer 0, this with layer N-1",
     )
     moe_ffn_hidden_size: PositiveInt | None = option(

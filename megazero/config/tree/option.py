@@ -20,6 +20,7 @@ def option(
     synonyms: Mapping[str, Any] | None = None,
     refused: Mapping[str, str] | None = None,
     unit: str | None = None,
+    instead_of: tuple[str, ...] = (),
     needs: str | tuple[str, ...] | None = None,
 ) -> Any:
     """Declare one field of a section.
@@ -37,6 +38,7 @@ def option(
         synonyms: other words for a choice, word -> choice, or words for an integer.
         refused: choices of other trainers that are not offered, choice -> the reason.
         unit: the unit of the number.
+        instead_of: fields of the section that say the same in another way.
         needs: what must hold where the field is not left at its default: ``optimizer=lamb,muon``, ``kd`` (it
             is set), or ``save or load: the reason``, or for some values alone ``nvme => path``; several must
             all hold. A field of another section is written with it. None for the needs of the class.
@@ -50,6 +52,7 @@ def option(
         "synonyms": dict(synonyms or {}),
         "refused": dict(refused or {}),
         "unit": unit,
+        "instead_of": list(instead_of),
         "needs": needs,
     }
     return Field(default, description=help, json_schema_extra=extra)

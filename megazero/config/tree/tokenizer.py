@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import NonNegativeInt, model_validator
@@ -78,3 +80,21 @@ class TokenizerConfig(Section):
         "eos as in checkpoints of earlier versions",
         needs="tokenizer_type=BertWordPieceLowerCase,BertWordPieceCase",
     )
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files, or the folder, by the setting that names them."""
+        named = {name: getattr(self, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
+        return {name: Path(path) for name, path in named.items() if path is not None}
+
+    def located(self, *folders: Path) -> TokenizerConfig:
+        """The same tokenizer, its files named wherever one works: by absolute paths.
+
+        A file that is not where it was is looked for by its name in these folders. A name that is no file at
+        all, as of a tokenizer on a hub, stays as it is.
+        """
+        places = {
+            name: next(filter(Path.exists, (path, *(folder / path.name for folder in folders))), None)
+            for name, path in self.files.items()
+        }
+        return self.model_copy(update={name: os.path.abspath(path) for name, path in places.items() if path})

@@ -60,8 +60,8 @@ class ZeroConfig(Section):
     )
     hpz_partition_size: PositiveInt = option(
         1,
-        "stage 3: ranks of one node that hold a second partition of the parameters, so that backward "
-        "gathers within the node (ZeRO++); 1 is off",
+        "stage 3: data x context ranks of one node, which hold a second partition of the parameters, so that "
+        "backward gathers within the node (ZeRO++); 1 is off",
         flag="--zero-hpz-partition-size",
         needs="stage=3",
     )
@@ -92,8 +92,8 @@ class ZeroConfig(Section):
     )
     node_size: PositiveInt = option(
         1,
-        "data-parallel ranks of one node: quantized gradients are first summed within it; 1 sums them in one "
-        "exchange, unless `--zero-hpz-partition-size` says how many there are",
+        "data x context ranks of one node: quantized gradients are first summed within it; 1 sums them in "
+        "one exchange, unless `--zero-hpz-partition-size` says how many there are",
         flag="--zero-node-size",
         needs="quantized_gradients",
     )

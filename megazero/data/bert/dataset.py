@@ -219,7 +219,8 @@ class BERTDataset(SampleDataset):
         if least > 1 and int(np.diff(indexed.document_index).max()) <= 1:
             return DataError(
                 f"`documents` of {indexed.prefix} must be split into sentences, but each is one sequence; "
-                "preprocess the text with --split-sentences, or train with --bert-no-binary-head."
+                "train with `--bert-no-binary-head`, or preprocess the text with `preprocess_data.py "
+                "--split-sentences`."
             )
         return DataError(
             f"`{self.name}` split of {indexed.prefix} must have a document of at least {least} sentence(s), "

@@ -37,7 +37,7 @@ class WordPieces:
         pieces = tokenizer.word_pieces()
         if pieces is None:
             raise DataError(
-                f"`--tokenizer-type` must be a WordPiece vocabulary, but {tokenizer.name} is none; give "
+                f"`tokenizer_type` must be a WordPiece vocabulary, but {tokenizer.name} is none; give "
                 "BertWordPieceLowerCase or BertWordPieceCase with its vocab.txt, or HFTokenizer with a "
                 "tokenizer.json that holds WordPiece."
             )

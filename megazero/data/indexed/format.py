@@ -192,13 +192,13 @@ def check_file_size(path: Path, size: int, sequences: int, entries: int, multimo
     counts = f"{sequences} sequences and {entries} document entries"
     if not multimodal and size == with_modes:
         raise DataError(
-            f"`{path}` must be {plain} bytes for {counts}, but is {size}: {sequences} sequence modes seem "
-            "present; open it with `multimodal=True`."
+            f"`{path}` must be {plain} bytes for {counts}, but is {size}: it seems to hold a mode for each "
+            "sequence, as of images and text, which no training here reads; preprocess the text alone."
         )
     if multimodal and size == plain:
         raise DataError(
             f"`{path}` must be {with_modes} bytes for {counts} with modes, but is {size}: it has no modes; "
-            "open it with `multimodal=False`."
+            "open it as a dataset of text."
         )
     expected = with_modes if multimodal else plain
     raise DataError(

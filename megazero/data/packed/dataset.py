@@ -146,7 +146,8 @@ class PackedDataset(SampleDataset):
             raise DataError(
                 f"`data_path` must have one sequence per document to be packed, but "
                 f"{self.indexed.prefix} has {sequences} sequences in {documents} "
-                "documents; preprocess the text without --split-sentences."
+                "documents; preprocess the text without `preprocess_data.py "
+                "--split-sentences`."
             )
         if not sizes.sum(dtype=np.int64):
             raise DataError(

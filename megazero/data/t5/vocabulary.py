@@ -41,7 +41,7 @@ class SpanVocabulary:
         end = roles.get("eos", tokenizer.eod)
         if end is None:
             raise DataError(
-                f"`--tokenizer-type` must have a token that ends a text for T5, but {tokenizer.name} has "
+                f"`tokenizer_type` must have a token that ends a text for T5, but {tokenizer.name} has "
                 "none; give a vocabulary with </s> or [EOS]."
             )
         pad = roles.get("pad", end)

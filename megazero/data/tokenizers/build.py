@@ -81,19 +81,19 @@ def build_tokenizer(spec: TokenizerSpec) -> Tokenizer:
     if kind is None:
         near = difflib.get_close_matches(spec.kind, TOKENIZER_KINDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(TOKENIZER_KINDS)}."
-        raise DataError(f"`--tokenizer-type` must be a known tokenizer, but is {spec.kind}; {hint}")
+        raise DataError(f"`tokenizer_type` must be a known tokenizer, but is {spec.kind}; {hint}")
     if spec.extra_ids < 0:
-        raise DataError(f"`--vocab-extra-ids` must be at least 0, but is {spec.extra_ids}.")
+        raise DataError(f"`vocab_extra_ids` must be at least 0, but is {spec.extra_ids}.")
     if spec.extra_ids and not kind.has_extra_ids:
         users = ", ".join(name for name, row in _KINDS.items() if row.has_extra_ids)
         raise DataError(
-            f"`--vocab-extra-ids` must be 0 with {spec.kind}, but is {spec.extra_ids}; "
+            f"`vocab_extra_ids` must be 0 with {spec.kind}, but is {spec.extra_ids}; "
             f"it is read by {users} only."
         )
     tokenizer = kind.make(spec)
     if not kind.needs_vocab_size and spec.vocab_size not in (None, tokenizer.vocab_size):
         raise DataError(
-            f"`--vocab-size` must be {tokenizer.vocab_size}, the size of this {spec.kind}'s vocabulary, "
+            f"`vocab_size` must be {tokenizer.vocab_size}, the size of this {spec.kind}'s vocabulary, "
             f"but is {spec.vocab_size}; leave the flag out or give the files it belongs to."
         )
     return tokenizer

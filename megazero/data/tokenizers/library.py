@@ -113,23 +113,23 @@ def load_gpt2_bpe(vocab_file: str | None, merge_file: str | None) -> LibraryToke
     from tokenizers import decoders, models, pre_tokenizers
 
     kind = "GPT2BPETokenizer"
-    vocab = require_file(vocab_file, "--vocab-file", kind, "a vocab.json")
-    merges = require_file(merge_file, "--merge-file", kind, "a merges.txt")
-    table = read_json(vocab, "--vocab-file")
+    vocab = require_file(vocab_file, "vocab_file", kind, "a vocab.json")
+    merges = require_file(merge_file, "merge_file", kind, "a merges.txt")
+    table = read_json(vocab, "vocab_file")
     if not isinstance(table, dict) or not all(type(i) is int and i >= 0 for i in table.values()):
         raise DataError(
-            f"`--vocab-file` must map tokens to ids, but {vocab} does not; give GPT-2's vocab.json."
+            f"`vocab_file` must map tokens to ids, but {vocab} does not; give GPT-2's vocab.json."
         )
-    _require_byte_alphabet(table, f"`--vocab-file` {vocab}")
+    _require_byte_alphabet(table, f"`vocab_file` {vocab}")
     if END_OF_TEXT not in table:
         raise DataError(
-            f"`--vocab-file` must contain {END_OF_TEXT}, which ends documents, but {vocab} does not; "
+            f"`vocab_file` must contain {END_OF_TEXT}, which ends documents, but {vocab} does not; "
             "give GPT-2's vocab.json."
         )
-    size = _size_of(table, f"`--vocab-file` {vocab}")
+    size = _size_of(table, f"`vocab_file` {vocab}")
     if len(set(table.values())) != len(table):
-        raise DataError(f"`--vocab-file` must give every token its own id, but {vocab} repeats some.")
-    with _refusals(f"`--merge-file` must hold merges of {vocab}, but {merges} does not"):
+        raise DataError(f"`vocab_file` must give every token its own id, but {vocab} repeats some.")
+    with _refusals(f"`merge_file` must hold merges of {vocab}, but {merges} does not"):
         model = models.BPE.from_file(str(vocab), str(merges))
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -150,17 +150,17 @@ def load_tokenizer_json(model: str | None, kind: str) -> LibraryTokenizer:
     model = fetched(model)
     if model is not None and Path(model).is_dir():
         model = str(Path(model) / "tokenizer.json")
-    path = require_file(model, "--tokenizer-model", kind, "a tokenizer.json or a directory holding one")
-    is_not = f"`--tokenizer-model` must be a tokenizer.json, but {path} is not"
+    path = require_file(model, "tokenizer_model", kind, "a tokenizer.json or a directory holding one")
+    is_not = f"`tokenizer_model` must be a tokenizer.json, but {path} is not"
     with _refusals(is_not):
         backend = tokenizers.Tokenizer.from_file(str(path))
         vocab = backend.get_vocab(with_added_tokens=True)
     # Before anything else: to write a vocabulary out, the library counts up to its largest id.
-    size = _size_of(vocab, f"`--tokenizer-model` {path}")
+    size = _size_of(vocab, f"`tokenizer_model` {path}")
     with _refusals(is_not):
         config = json.loads(backend.to_str())
     if _drops_unknown_bytes(config):
-        _require_byte_alphabet(config["model"]["vocab"], f"`--tokenizer-model` {path}")
+        _require_byte_alphabet(config["model"]["vocab"], f"`tokenizer_model` {path}")
     special_ids = {**_usual_roles(config), **_roles_beside(path, backend)}
     eod = special_ids.get("eos")
     if eod is None:
@@ -218,11 +218,9 @@ def _roles_beside(path: Path, backend: tokenizers.Tokenizer) -> dict[str, int]:
         beside = path.with_name(name)
         if not beside.exists():
             continue
-        config = read_json(beside, "--tokenizer-model")
+        config = read_json(beside, "tokenizer_model")
         if not isinstance(config, dict):
-            raise DataError(
-                f"`--tokenizer-model` must come with an object in {name}, but {beside} holds none."
-            )
+            raise DataError(f"`tokenizer_model` must come with an object in {name}, but {beside} holds none.")
         for role in _ROLES:
             token = config.get(f"{role}_token")
             content = token.get("content") if isinstance(token, dict) else token

@@ -71,7 +71,7 @@ def load_model(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]
 
 
 def _unsuitable(path: Path, reason: str) -> DataError:
-    return DataError(f"`--tokenizer-model` must be a SentencePiece model, but {path} is not ({reason}).")
+    return DataError(f"`tokenizer_model` must be a SentencePiece model, but {path} is not ({reason}).")
 
 
 class GPTSentencePieceTokenizer(Tokenizer):
@@ -80,7 +80,7 @@ class GPTSentencePieceTokenizer(Tokenizer):
     name = "GPTSentencePieceTokenizer"
 
     def __init__(self, model: str | None):
-        path = require_file(model, "--tokenizer-model", self.name, "a SentencePiece .model file")
+        path = require_file(model, "tokenizer_model", self.name, "a SentencePiece .model file")
         self._model_bytes, processor = load_model(path)
         if processor.get_piece_size() == 0:
             raise _unsuitable(path, "it holds no pieces")
@@ -128,7 +128,7 @@ class Llama2Tokenizer(GPTSentencePieceTokenizer):
         super().__init__(model)
         if "bos" not in self.special_ids:
             raise DataError(
-                f"`--tokenizer-model` must be a SentencePiece model with a bos for {self.name}, but {model} "
+                f"`tokenizer_model` must be a SentencePiece model with a bos for {self.name}, but {model} "
                 "has none; use GPTSentencePieceTokenizer."
             )
         self._bos = self.special_ids["bos"]

@@ -51,8 +51,7 @@ class NullTokenizer(Tokenizer):
     def __init__(self, vocab_size: int | None):
         if vocab_size is None or vocab_size < 1:
             raise DataError(
-                f"`--vocab-size` must be a positive number for NullTokenizer, but is {vocab_size}; "
-                "add `--vocab-size N`."
+                f"`vocab_size` must be a positive number for NullTokenizer, but is {vocab_size}; set it."
             )
         self.eod = vocab_size
         self.vocab_size = vocab_size + 1

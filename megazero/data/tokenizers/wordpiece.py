@@ -103,20 +103,20 @@ def load_wordpiece(
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-    path = require_file(vocab_file, "--vocab-file", kind, "BERT's vocab.txt")
+    path = require_file(vocab_file, "vocab_file", kind, "BERT's vocab.txt")
     try:
         words = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"`--vocab-file` must be UTF-8 text, but {path} is not ({error}).") from error
+        raise DataError(f"`vocab_file` must be UTF-8 text, but {path} is not ({error}).") from error
     words = [word.strip() for word in (words[:-1] if words[-1] == "" else words)]
     vocab = {word: i for i, word in enumerate(words)}
     if len(vocab) != len(words):
         twice = next(word for i, word in enumerate(words) if vocab[word] != i)
-        raise DataError(f"`--vocab-file` must name each token once, but {path} repeats {twice!r}.")
+        raise DataError(f"`vocab_file` must name each token once, but {path} repeats {twice!r}.")
     missing = [token for token in _ROLES.values() if token not in vocab]
     if missing:
         raise DataError(
-            f"`--vocab-file` must contain {', '.join(missing)}, but {path} does not; give BERT's vocab.txt."
+            f"`vocab_file` must contain {', '.join(missing)}, but {path} does not; give BERT's vocab.txt."
         )
     model = models.WordPiece(vocab=vocab, unk_token="[UNK]", max_input_chars_per_word=_LONGEST_WORD)
     backend = tokenizers.Tokenizer(model)

@@ -20,8 +20,8 @@ from megazero.train.resume.saved import checkpoint_at, model_at
 from megazero.train.resume.weights import Opener, take_weights
 from megazero.train.step.engine import Engine
 
-# Settings of the head that pretraining had and a classifier has not.
-_OF_THE_HEAD = frozenset({"num_classes", "untie_embeddings_and_output_weights", "bert_head_activation"})
+OF_THE_HEAD = frozenset({"num_classes", "untie_embeddings_and_output_weights", "bert_head_activation"})
+"""Settings of the head that pretraining had and a classifier has not."""
 
 
 def take_pretrained(
@@ -46,7 +46,7 @@ def take_pretrained(
     if given is not None:
         folder = checkpoint_at(given, context)
         path, saved = str(folder), model_at(folder, context)
-        free = FREE_MODEL_FIELDS | _OF_THE_HEAD | free_to_begin(saved, True)
+        free = FREE_MODEL_FIELDS | OF_THE_HEAD | free_to_begin(saved, True)
         check_model(config.model, vocab_size, saved, folder, free)
         opener = partial(CheckpointReader, path, verify=Verify(config.checkpoint.verify_checkpoint))
         labels = saved.sections.get("finetune", {}).get("labels") or ()
@@ -54,7 +54,7 @@ def take_pretrained(
         without = () if same else ("classifier.",)
     elif hugging_face is not None:
         path = hugging_face
-        opener = partial(HFReader.for_model, path, config.model, vocab_size, _OF_THE_HEAD | SPARSE_FIELDS)
+        opener = partial(HFReader.for_model, path, config.model, vocab_size, OF_THE_HEAD | SPARSE_FIELDS)
         theirs = _described(path, context)
         same = _same_classes(theirs.model.num_classes, theirs.labels, config)
         without = () if same else ("classifier.",)

@@ -54,11 +54,11 @@ def build_vocabulary(config: Config) -> Vocabulary:
         if size is not None and section.tokenizer_type != "NullTokenizer" and size < tokenizer.vocab_size:
             raise ConfigError(
                 f"`vocab_size` must be at least the tokenizer's {tokenizer.vocab_size}, but is "
-                f"{size}; leave it out"
+                f"{size}; take the tokenizer that the model is for, or leave `vocab_size` out"
             )
         size = max(size or 0, tokenizer.vocab_size)
     if size is None:
-        raise ConfigError("`vocab_size` must be known, but is not; set --tokenizer-type or --vocab-size")
+        raise ConfigError("`vocab_size` must be known, but is not; set `tokenizer_type` or `vocab_size`")
     size += config.model.extra_vocab_size
     padded = padded_vocab_size(size, config.model, config.parallel.tensor_model_parallel_size)
     return Vocabulary(size, padded, tokenizer.eod if tokenizer else None, tokenizer)

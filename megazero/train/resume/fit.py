@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
+from typing import Any
 
 from megazero.checkpoint.part import Part, Source, misfits
 from megazero.checkpoint.reader import CheckpointReader
@@ -27,10 +28,10 @@ from megazero.mpu.messages import broadcast_value
 from megazero.train.resume.saved import DataFacts, RunFacts, SavedConfig, SavedModel, saved_model
 from megazero.train.resume.scheduled import on_schedule, with_batch
 
-# Settings that may change besides with --extend-context: how fast the channels of a head turn, and how far.
-_ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.model_fields) - {
+ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.model_fields) - {
     "rotary_percent"
 } | {"position_embedding_type", "rope_type", "max_position_embeddings"}
+"""Settings that may change besides with --extend-context: how fast the channels of a head turn, how far."""
 # Changes in these sections do not affect the training, so they are not reported.
 _SILENT_SECTIONS = ("checkpoint", "logging", "profiling")
 _SHOWN = 10
@@ -96,16 +97,18 @@ def check_model(
     Raises:
         CheckpointError: the model is another.
     """
-    # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
-    fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
-    shared = [name for name in fields if name not in free]
-    filled = saved.settings(fields)
-    differing = model_differences(filled, model, shared)
-    wrong = [f"{name} {before} (now {after})" for name, before, after in differing]
+    wrong = [f"{name} {before} (now {after})" for name, before, after in unlike(saved, model, free)]
     if saved.vocab_size != vocab_size:
         wrong.append(f"vocab_size {saved.vocab_size} (now {vocab_size})")
     if wrong:
         raise CheckpointError(f"`{folder}` must hold this model, but has {', '.join(wrong)}")
+
+
+def unlike(saved: SavedModel, model: ModelConfig, free: Set[str]) -> list[tuple[str, Any, Any]]:
+    """The settings in which a checkpoint's model is another: (field, its value, the value now)."""
+    # Only fields that both versions of the code have are compared; for others, the tensors' names decide.
+    fields = [name for name in ModelConfig.model_fields if name in saved.sections["model"]]
+    return model_differences(saved.settings(fields), model, [name for name in fields if name not in free])
 
 
 def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends: bool) -> frozenset[str]:
@@ -126,7 +129,7 @@ def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends:
             f"`{name}_original_max_position_embeddings` must be the sequence length of the first training of "
             f"`{folder}` ({lengths[0]}), but is {model.scaled_from}; set it to that"
         )
-    return FREE_MODEL_FIELDS | _ROTARY_FIELDS
+    return FREE_MODEL_FIELDS | ROTARY_FIELDS
 
 
 def _check_ends(config: Config, saved: SavedModel, folder: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megazero.checkpoint.folder import Candidates, candidates
 from megazero.checkpoint.lock import saved_elsewhere
@@ -42,6 +43,7 @@ class Resumed:
         training_plan: the run's plan, from `state` on.
         remarks: lines about the resume for a person.
         data: the data of the steps so far; None if there were none or the checkpoint does not say.
+        origin: what the weights were converted from, before any training; None if nothing is known of it.
     """
 
     engine: Engine
@@ -51,6 +53,7 @@ class Resumed:
     training_plan: TrainingPlan
     remarks: tuple[str, ...] = ()
     data: tuple[DataFacts, ...] | None = None
+    origin: Mapping[str, Any] | None = None
 
 
 def resume(
@@ -115,7 +118,8 @@ def resume(
             changes += changed_sums(run, kept.parallel, transports(context), context.world_size)
         loaded = f"{'began experts from the dense model' if begins else 'loaded'} {folder}"
         data = None if run is None or section.finetune or run.data is None else tuple(run.data)
-        return Resumed(engine, state, seed, kept, training_plan, (*remarks, loaded, *changes), data)
+        said, origin = (*remarks, loaded, *changes), reader.facts.get("converted_from")
+        return Resumed(engine, state, seed, kept, training_plan, said, data, origin)
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )

@@ -36,6 +36,7 @@ from megazero.config.training_plan import LrLengths, WarmupLength
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.option import Section
+from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError
 from megazero.mpu.context import ParallelContext
 from megazero.train.step.spikes import Recent
@@ -229,7 +230,7 @@ def saved_run(reader: CheckpointReader) -> RunFacts | None:
     Raises:
         DamagedCheckpointError: something is missing or has the wrong type.
     """
-    return _read(RunFacts, reader) if reader.facts.get("kind") == PRETRAINING else None
+    return _read(RunFacts, reader.facts, reader.folder) if reader.facts.get("kind") == PRETRAINING else None
 
 
 @dataclass(frozen=True)
@@ -269,7 +270,16 @@ class SavedModel:
         """
         config = self._validated(Config, {**_NOT_OF_THE_MODEL, **self.sections})
         self._check(config.model)
-        return config
+        return config.model_copy(update={"tokenizer": self.tokenizer()})
+
+    def tokenizer(self) -> TokenizerConfig:
+        """The tokenizer of the training; its files may be in the checkpoint's or run's folder, too.
+
+        Raises:
+            CheckpointError: this version of the code does not have such settings.
+        """
+        tokenizer = self._validated(TokenizerConfig, self.sections.get("tokenizer") or {})
+        return tokenizer.located(self.place.parent, self.place.parent.parent)
 
     def _check(self, model: ModelConfig) -> None:
         if self.shapes is not None:
@@ -294,24 +304,34 @@ def saved_model(reader: CheckpointReader) -> SavedModel:
         DamagedCheckpointError: something has the wrong type.
         CheckpointError: the checkpoint does not say which model it holds.
     """
-    facts = _read(_ModelFacts, reader)
+    return model_said(reader.facts, reader.folder, reader.shapes)
+
+
+def model_said(
+    content: Mapping[str, Any], folder: Path, shapes: Mapping[Key, tuple[int, ...]] | None = None
+) -> SavedModel:
+    """The description of its model in the content of a checkpoint's `state.json`.
+
+    Raises:
+        DamagedCheckpointError: something has the wrong type.
+        CheckpointError: it does not say which model the checkpoint holds.
+    """
+    facts = _read(_ModelFacts, content, folder)
     parts = {"model": facts.model, "tokenizer": facts.tokenizer, "finetune": facts.finetune}
     sections = facts.config or parts
     if sections.get("model") is None or facts.vocab_size is None:
         raise CheckpointError(
-            f"`{reader.folder}` must say which model it holds, but does not (kind {facts.kind!r}); "
-            f"convert it again"
+            f"`{folder}` must say which model it holds, but does not (kind {facts.kind!r}); convert it again"
         )
-    place = reader.folder / STATE
     given = {name: section for name, section in sections.items() if section is not None}
     tokenizer = given.get("tokenizer", {})
     if facts.kind == PRETRAINING and "BertWordPiece" in str(tokenizer.get("tokenizer_type")):
         given["tokenizer"] = {"wordpiece_first": "eos", **tokenizer}  # as in versions that do not say it
-    return SavedModel(facts.vocab_size, given, place, reader.shapes)
+    return SavedModel(facts.vocab_size, given, folder / STATE, shapes)
 
 
-def _read(model: type[_Facts], reader: CheckpointReader) -> _Facts:
-    facts: _Facts = parse(model, json.dumps(dict(reader.facts)).encode(), reader.folder / STATE)
+def _read(model: type[_Facts], content: Mapping[str, Any], folder: Path) -> _Facts:
+    facts: _Facts = parse(model, json.dumps(dict(content)).encode(), folder / STATE)
     return facts
 
 

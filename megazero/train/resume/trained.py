@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from megazero.checkpoint.folder import candidates
 from megazero.checkpoint.part import Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.saver import together
 from megazero.checkpoint.shards import parts_of_parameters
+from megazero.config.compat.hub import is_name
 from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.config.tree.recompute import RecomputeConfig
 from megazero.config.tree.zero import ZeroConfig
 from megazero.data.tokenizers.base import Tokenizer
-from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from megazero.models.batch import Collate, MicroBatch
 from megazero.moe.loads import RouterLoads
 from megazero.mpu.context import ParallelContext, with_whole_sequences
@@ -77,6 +79,7 @@ def load_for_inference(
         CheckpointError: there is none.
         ConfigError: the model is for another command, it was trained without a tokenizer, or the sizes do not
             fit.
+        DataError: the tokenizer's files are missing.
     """
     checkpoints = candidates(directory)
     if not checkpoints.folders:
@@ -147,6 +150,12 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, ver
         raise ConfigError(
             f"`tokenizer_type` must be known to read and write text, but {folder} was trained without one"
         )
+    missing = [path for path in config.tokenizer.files.values() if not (path.exists() or is_name(str(path)))]
+    if missing:
+        raise DataError(
+            f"the tokenizer of {folder} must be where it was in training, or in {Path(folder).parent}, but "
+            f"{' and '.join(map(str, missing))} is at neither place; copy it to that folder"
+        )
     trained = config.parallel
     alone = launch.world_size == 1
     # During generation a sequence is one token long and cannot be split over ranks.
@@ -154,7 +163,6 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, ver
         tensor_model_parallel_size=sizes.tensor or (1 if alone else trained.tensor_model_parallel_size),
         pipeline_model_parallel_size=sizes.pipeline or (1 if alone else trained.pipeline_model_parallel_size),
         context_parallel_size=sizes.context,
-        distributed_backend=trained.distributed_backend,
     )
     # No more rows than there are entries: the padding serves training alone.
     model = config.model.model_copy(update={"make_vocab_size_divisible_by": 1, "pad_vocab_size_to": None})

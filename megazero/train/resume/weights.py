@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 
+from megazero.checkpoint.hf.config_json import Description
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.part import ROUTER, WEIGHT, Key, Part, Source
 from megazero.checkpoint.saver import together
@@ -52,6 +55,14 @@ def take_foreign_weights(
 
     take_weights(engine, context, path, opened)
     return tuple(remarks)
+
+
+def origin_of(path: str | None) -> dict[str, Any] | None:
+    """What checkpoints say of the origin of weights that are a Hugging Face model's: its class and type."""
+    if path is None:
+        return None
+    description = Description.read(Path(path))
+    return {"architecture": description.architecture.name, "dtype": description.dtype}
 
 
 @contextmanager

@@ -18,12 +18,13 @@ from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import write_checkpoint
-from megazero.commands.checkpoint.hf import main_from_hf, main_to_hf, model_flags, parse_size
+from megazero.commands.checkpoint.hf import main_from_hf, main_to_hf, parse_size
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import CheckpointError, ConfigError, DataError
+from tests.checkpoint.hf.model_flags import model_flags
 from tests.checkpoint.hf.samples import (
     GPT2,
     LLAMA,

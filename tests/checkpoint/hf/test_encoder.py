@@ -13,7 +13,7 @@ from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.writer import ModelFiles, write_hf
 from megazero.checkpoint.part import Key
-from megazero.commands.checkpoint.hf import main_to_hf, model_flags
+from megazero.commands.checkpoint.hf import main_to_hf
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
@@ -31,6 +31,7 @@ from tests.checkpoint.hf.encoder_samples import (
     outputs_of,
     their_outputs,
 )
+from tests.checkpoint.hf.model_flags import model_flags
 from tests.checkpoint.hf.samples import GPT2, VOCAB, config_for, random_weights, their_tensors, write_folder
 from tests.checkpoint.hf.test_convert import save_as_trained
 from tests.checkpoint.hf.test_writer import loaded

@@ -15,7 +15,7 @@ from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.writer import ModelFiles, write_hf
 from megazero.checkpoint.shards import parts_of_parameters
-from megazero.commands.checkpoint.hf import main_from_hf, main_to_hf, model_flags
+from megazero.commands.checkpoint.hf import main_from_hf, main_to_hf
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
@@ -36,6 +36,7 @@ from tests.checkpoint.hf.encoder_samples import (
     bert_folder,
     random_input,
 )
+from tests.checkpoint.hf.model_flags import model_flags
 from tests.checkpoint.hf.samples import (
     GPT2,
     LLAMA,

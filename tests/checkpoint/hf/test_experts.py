@@ -17,12 +17,13 @@ from megazero.checkpoint.hf.writer import ModelFiles, write_hf
 from megazero.checkpoint.naming import Link, Table, TensorRule
 from megazero.checkpoint.part import Key, Part
 from megazero.checkpoint.reader import CheckpointReader
-from megazero.commands.checkpoint.hf import main_to_hf, model_flags
+from megazero.commands.checkpoint.hf import main_to_hf
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
 from tests.checkpoint.hf.expert_samples import MIXTRAL, MODELS, QWEN2_MOE, stacked
+from tests.checkpoint.hf.model_flags import model_flags
 from tests.checkpoint.hf.samples import (
     GPT2,
     LLAMA,

@@ -12,11 +12,11 @@ from megazero.checkpoint.hf.config_json import TokenIds, architecture_of, config
 from megazero.checkpoint.hf.convert import convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.hf.writer import write_hf
-from megazero.commands.checkpoint.hf import model_flags
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError, ConfigError
 from tests.checkpoint.hf.descendants import SAMPLES
+from tests.checkpoint.hf.model_flags import model_flags
 from tests.checkpoint.hf.samples import VOCAB, logits_of
 from tests.checkpoint.hf.test_descendants_refused import config_for, named, weights_of
 from tests.checkpoint.hf.test_writer import loaded

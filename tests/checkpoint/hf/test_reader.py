@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.hf.reader import HFReader
 from megazero.checkpoint.part import Key, Part
-from megazero.commands.checkpoint.hf import model_flags
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError, DamagedCheckpointError
+from tests.checkpoint.hf.model_flags import model_flags
 from tests.checkpoint.hf.samples import (
     GPT2,
     LLAMA,

@@ -420,7 +420,7 @@ def test_weights_of_another_type_and_without_an_optimizer(tmp_path, capsys):
     assert main([*command[:2], str(tmp_path / "whole"), *command[3:]]) == 0
     words = ["import-megatron", "--trust-pickle", "--with-optimizer", "--vocab-size", str(VOCABULARY)]
     assert main([*words, str(tmp_path / "whole"), str(tmp_path / "back")]) == 0
-    assert f"train on it with --load {tmp_path / 'back'}\n" in capsys.readouterr().out
+    assert f"train on with `pretrain_gpt.py --load {tmp_path / 'back'}`" in capsys.readouterr().out
     options = ImportOptions(trust_pickle=True, vocab_size=VOCABULARY)
     assert read_all(MegatronReader(tmp_path / "small", options)).keys() == expected.keys()
     assert_same(

@@ -275,7 +275,11 @@ def test_a_tied_head_that_is_no_copy(tmp_path, dialect):
 
 def test_the_vocabulary(tmp_path):
     save_megatron(tmp_path, GPT2, WEIGHTS, Layout())
-    refused(tmp_path, f"`--vocab-size` must be given, .* {PADDED} rows", ImportOptions(True))
+    refused(
+        tmp_path,
+        f"the tokenizer of .* must be known, .* {PADDED} rows .* give --vocab-size",
+        ImportOptions(True),
+    )
     refused(
         tmp_path,
         f"must be from 1 to the {PADDED} rows .*, but is {PADDED + 1}",

@@ -141,7 +141,8 @@ def test_a_dataset_without_sentence_boundaries_is_refused(tmp_path):
         BERTDataset(whole, range(21), 1000, SETTINGS)
     assert str(caught.value) == (
         f"`documents` of {tmp_path / 'whole'} must be split into sentences, but each is one sequence; "
-        "preprocess the text with --split-sentences, or train with --bert-no-binary-head."
+        "train with `--bert-no-binary-head`, or preprocess the text with `preprocess_data.py "
+        "--split-sentences`."
     )
     alone = BERTDataset(whole, range(21), 1000, replace(SETTINGS, binary_head=False))
     assert len(alone) == 1000

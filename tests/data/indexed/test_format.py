@@ -70,7 +70,7 @@ def test_bin_of_another_size_is_refused(tmp_path, tokens):
 def test_modes_are_read_when_told_and_suspected_when_not(tmp_path):
     prefix = write_bytes(tmp_path / "m", GOLDEN_IDX + bytes([0, 0, 1, 0, 1]), GOLDEN_BIN)
     assert IndexedDataset(prefix, multimodal=True).modes.tolist() == [0, 0, 1, 0, 1]
-    with pytest.raises(DataError, match="modes seem present"):
+    with pytest.raises(DataError, match="seems to hold a mode for each"):
         IndexedDataset(prefix)
     plain = write_bytes(tmp_path / "p", GOLDEN_IDX, GOLDEN_BIN)
     with pytest.raises(DataError, match="has no modes"):

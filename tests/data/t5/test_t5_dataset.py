@@ -83,7 +83,7 @@ def test_an_answer_that_is_too_long_is_cut_and_says_so():
 
 def test_too_few_sentinels_are_refused():
     few = replace(VOCABULARY, sentinels=SENTINELS[:3])
-    with pytest.raises(DataError, match="`--vocab-extra-ids` must be at least 4 for T5, .* has 3 sentinels"):
+    with pytest.raises(DataError, match="`vocab_extra_ids` must be at least 4 for T5, .* has 3 sentinels"):
         replace(settings_of(CASE), vocabulary=few)
 
 

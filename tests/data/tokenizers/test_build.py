@@ -42,7 +42,7 @@ def test_file_of_another_kind_is_refused_by_naming_it(kind, tmp_path):
 def test_a_name_on_a_hub_is_told_how_to_fetch_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(DataError, match=r"correct `--tokenizer-model`"):
+    with pytest.raises(DataError, match=r"correct `tokenizer_model`"):
         build_tokenizer(TokenizerSpec("HFTokenizer", model=str(tmp_path / "tokenizer.json")))
     with pytest.raises(
         DataError, match="gpt2 is not there.*run `hf download openai-community/gpt2 tokenizer.json"
@@ -56,11 +56,11 @@ def test_unknown_kind_names_the_nearest():
 
 
 def test_values_without_use_are_refused():
-    with pytest.raises(DataError, match=r"--vocab-size.*257.*but is 300"):
+    with pytest.raises(DataError, match=r"vocab_size.*257.*but is 300"):
         build_tokenizer(TokenizerSpec("ByteLevelTokenizer", vocab_size=300))
-    with pytest.raises(DataError, match=r"--vocab-extra-ids.*must be 0"):
+    with pytest.raises(DataError, match=r"vocab_extra_ids.*must be 0"):
         build_tokenizer(TokenizerSpec("ByteLevelTokenizer", extra_ids=3))
-    with pytest.raises(DataError, match=r"--vocab-extra-ids.*but is -1"):
+    with pytest.raises(DataError, match=r"vocab_extra_ids.*but is -1"):
         build_tokenizer(TokenizerSpec("BertWordPieceCase", extra_ids=-1))
 
 

@@ -182,7 +182,7 @@ def test_unfit_vocabularies_are_refused(folder):
         _gpt2(folder)
     path.write_text(json.dumps(vocab))
     (folder / "merges.txt").write_text("#version: 0.2\nqq zz\n")
-    with pytest.raises(DataError, match="--merge-file"):
+    with pytest.raises(DataError, match="merge_file"):
         _gpt2(folder)
 
 

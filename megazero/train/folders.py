@@ -1,0 +1,115 @@
+"""What a folder states of the model in it: a run's checkpoints, or a Hugging Face folder.
+
+This is the only answer to that question: pretraining, fine-tuning and all commands about a training ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megazero.config.stated import Stated
+from megazero.config.tree.model import ModelConfig
+from megazero.config.tree.tokenizer import TokenizerConfig
+from megazero.errors import DamagedCheckpointError
+
+if TYPE_CHECKING:
+    from megazero.train.resume.saved import SavedModel
+
+
+def read_folder(given: Mapping[str, Any]) -> Stated | None:
+    """What the folder says that a training takes its weights from; a `Reader`.
+
+    It is the newest checkpoint in `--load`, or else `--pretrained-checkpoint`, or else `--load-hf`.
+
+    Args:
+        given: path -> value of the settings of the training.
+
+    Raises:
+        CheckpointError: the folder is another system's, or says nothing of the model.
+    """
+    load, pretrained = given.get("checkpoint.load"), given.get("finetune.pretrained_checkpoint")
+    folder = given.get("checkpoint.load_hf")
+    # What follows imports torch, which takes seconds.
+    stated = _checkpoint(load, given.get("checkpoint.ckpt_step"), given) if load else None
+    stated = stated or (_checkpoint(pretrained, None, given) if pretrained else None)
+    stated = stated or (_hugging_face(folder, given) if folder else None)
+    if stated is None or given.get("finetune.task") is None:
+        return stated
+    from megazero.train.finetuning.pretrained import OF_THE_HEAD
+
+    differences = stated.differences
+    return replace(
+        stated,
+        silent=stated.silent | OF_THE_HEAD,
+        differences=lambda model: [row for row in differences(model) if row[0] not in OF_THE_HEAD],
+    )
+
+
+def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated | None:
+    """What the newest checkpoint says that can be read; None if there is none."""
+    from megazero.checkpoint.folder import candidates
+    from megazero.checkpoint.locate import is_checkpoint
+    from megazero.checkpoint.manifest import LARGEST, STATE, parse_facts
+    from megazero.checkpoint.tensor_file import read_bytes
+    from megazero.train.resume.saved import PRETRAINING, model_said
+
+    whole = Path(path)
+    single = step is None and whole.is_dir() and is_checkpoint(whole)
+    for folder in (whole,) if single else candidates(whole, step).folders:
+        try:
+            facts = parse_facts(read_bytes(folder / STATE, most=LARGEST), folder / STATE)
+            saved = model_said(facts, folder)
+        except DamagedCheckpointError:
+            continue  # the run passes it over, and says so
+        goes_on = facts.get("kind") == PRETRAINING and not given.get("checkpoint.finetune")
+        return _said_by(saved, given, anew=not goes_on)
+    return None
+
+
+def _said_by(saved: SavedModel, given: Mapping[str, Any], *, anew: bool) -> Stated:
+    from megazero.checkpoint.upcycling import dense_model
+    from megazero.config.derive import FREE_MODEL_FIELDS
+    from megazero.train.resume.fit import ROTARY_FIELDS, free_to_begin, unlike
+
+    model, extends = saved.settings(ModelConfig.model_fields), bool(given.get("checkpoint.extend_context"))
+    free = FREE_MODEL_FIELDS | free_to_begin(saved, anew) | (ROTARY_FIELDS if extends else frozenset())
+    begins = bool(given.get("checkpoint.moe_use_upcycling")) and not model.num_experts
+    return Stated(
+        str(saved.place),
+        model,
+        saved.tokenizer(),
+        frozenset({"max_position_embeddings"} if extends else ()),
+        lambda ours: unlike(saved, dense_model(ours) if begins else ours, free),
+    )
+
+
+def _hugging_face(path: str, given: Mapping[str, Any]) -> Stated:
+    from megazero.checkpoint.hf.architecture import as_told
+    from megazero.checkpoint.hf.config_json import CONFIG, Description, unlike
+    from megazero.checkpoint.hf.reader import HFReader
+    from megazero.checkpoint.hf.tokenizer_files import tokenizer_settings
+    from megazero.checkpoint.upcycling import dense_model
+    from megazero.config.tree.sparse import SPARSE_FIELDS
+
+    theirs = Description.read(Path(path))
+    if theirs.architecture.seen is not as_told:
+        with HFReader(path) as reader:
+            theirs = reader.description
+    begins = bool(given.get("checkpoint.moe_use_upcycling"))
+
+    def differences(ours: ModelConfig) -> list[tuple[str, Any, Any]]:
+        rows = unlike(theirs.model, dense_model(ours) if begins else ours, SPARSE_FIELDS)
+        if ours.vocab_size is not None and ours.vocab_size != theirs.vocab_size:
+            rows.append(("vocab_size", theirs.vocab_size, ours.vocab_size))
+        return rows
+
+    return Stated(
+        str(Path(path) / CONFIG),
+        theirs.model.model_copy(update={"vocab_size": theirs.vocab_size}),
+        TokenizerConfig(**tokenizer_settings(Path(path), theirs.vocab_size)),
+        frozenset({"seq_length"}),  # theirs is the longest that the model takes, which few machines can train
+        differences,
+    )
