@@ -147,6 +147,7 @@ class Agent:
             beating.cancel()
             for task in self._later:
                 task.cancel()
+            await self.ranks.close()
             if self.again:  # else the process ends now, and a late signal must not change its status
                 for number in SIGNALS:
                     loop.remove_signal_handler(number)

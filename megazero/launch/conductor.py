@@ -15,6 +15,7 @@ from megazero.launch.lines import Outlet
 
 _NOTICE = 8.0  # seconds of silence until a host is named; it is given up later
 _MARGIN = 8.0  # seconds beyond the grace for an agent to say that its ranks have ended
+_LAST_WORDS = 1.0  # seconds for a host's output to end after its agent
 _SUSPENDED = 5.0  # a longer pause between two looks is this process's own
 
 
@@ -136,7 +137,11 @@ class Conductor:
         again = outcome.wants_restart and not last
         byes = (link.channel.send("bye", status=outcome.status, again=again) for link in self._links)
         await asyncio.gather(*byes)
-        await asyncio.gather(*(link.close() for link in self._links), *following, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self._links), return_exceptions=True)
+        await asyncio.wait(following, timeout=_LAST_WORDS)  # a stray process may hold a host's output open
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         return outcome
 
     def signal(self, number: int) -> None:
