@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,12 +87,12 @@ class Connections:
         assert child.stdout is not None
         assert child.stderr is not None
         channel = stream_channel(child.stdout, child.stdin)
-        errors: list[str] = []
+        errors: deque[str] = deque(maxlen=_LAST_LINES)
 
         def take(text: str) -> None:
             if link.facts:  # it has greeted us: what is said now is news
                 say(f"{name}: {text}")
-            else:
+            elif text.strip():
                 errors.append(text)
 
         async def close() -> int | None:
@@ -107,19 +108,20 @@ class Connections:
         if hello is None:
             status = await _close(child)
             await asyncio.wait([collecting], timeout=_PAUSE)
-            last = [line for line in [*text, *errors] if line.strip()][-_LAST_LINES:]
+            last = [*text, *errors][-_LAST_LINES:]
             return Unreachable(name, " / ".join(last) or f"ended with status {status} before it answered")
         link.facts = hello
         self._tasks.append(heartbeat(link))
         return link
 
-    async def _greeting(self, link: Link, child: Child) -> tuple[Message | None, list[str]]:
+    async def _greeting(self, link: Link, child: Child) -> tuple[Message | None, Sequence[str]]:
         """The agent's first message, None if it does not come, and the lines before it."""
-        text: list[str] = []
+        text: deque[str] = deque(maxlen=_LAST_LINES)
 
         async def listen() -> Message | None:
             while (message := await link.channel.receive()) is not None and message["kind"] != "hello":
-                text.append(str(message.get("text", message)))
+                if said := str(message.get("text", message)).strip():
+                    text.append(said)
             return message
 
         async def end() -> None:
@@ -219,10 +221,14 @@ async def meet(
 
 
 async def _answer(link: Link) -> Message:
-    message: Message | None = {"kind": "beat"}
+    async def listen() -> Message | None:
+        while (message := await link.channel.receive()) is not None:
+            if message["kind"] in ("listening", "reached", "refused"):
+                return message
+        return None
+
     try:
-        while message is not None and message["kind"] not in ("listening", "reached", "refused"):
-            message = await asyncio.wait_for(link.channel.receive(), _PATIENCE)
+        message = await asyncio.wait_for(listen(), _PATIENCE)
     except asyncio.TimeoutError:
         message = None
     if message is None:
