@@ -93,8 +93,8 @@ def _hosts_of_slurm(flags: argparse.Namespace, variables: Mapping[str, str]) -> 
         answer = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_PATIENCE)
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigError(
-            f"`{shlex.join(words)}` must name the hosts of the allocation, but has failed ({error}); name them "
-            "in `--hostfile`"
+            f"`{shlex.join(words)}` must name the hosts of the allocation, but has failed ({error}); name "
+            "them in `--hostfile`"
         ) from error
     return tuple(Host(name, tuple(range(count))) for name in answer.stdout.split())
 

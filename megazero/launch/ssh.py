@@ -22,6 +22,7 @@ _CLOSING = 5.0
 _PATIENCE = 15.0  # seconds for an agent to answer, or a host to be swept
 _PAUSE = 1.0
 _LAST_LINES = 3
+_LONGEST = 500  # characters of a line in a reason
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class Connections:
             if link.facts:  # it has greeted us: what is said now is news
                 say(f"{name}: {text}")
             elif text.strip():
-                errors.append(text)
+                errors.append(text[:_LONGEST])
 
         async def close() -> int | None:
             return await _close(child)
@@ -121,7 +122,7 @@ class Connections:
         async def listen() -> Message | None:
             while (message := await link.channel.receive()) is not None and message["kind"] != "hello":
                 if said := str(message.get("text", message)).strip():
-                    text.append(said)
+                    text.append(said[:_LONGEST])
             return message
 
         async def end() -> None:
