@@ -125,7 +125,7 @@ setup(
     },
     python_requires=">=3.10",
     install_requires=[
-        "torch>=2.9",
+        "torch>=2.10",
         "numpy>=1.26",
         "ninja>=1.11",
         "pydantic>=2.6",

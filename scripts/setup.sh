@@ -4,7 +4,7 @@
 #   SETUP_EXTRAS=plot . scripts/setup.sh
 #
 # Uses the active virtual environment, or makes .venv. Installs torch by its exact version (unless a torch
-# from 2.9 on is there already: then torch and everything else that is installed stay as they are), the
+# from 2.10 on is there already: then torch and everything else that is installed stay as they are), the
 # other dependencies as pinned in constraints.txt, megazero itself (editable), and builds csrc. When run again,
 # it finds its stamp and does nothing.
 #

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-OLDEST_TORCH = (2, 9)
+OLDEST_TORCH = (2, 10)  # before it, torch's restricted unpickler could be made to run code
 SCRIPTS = ("scripts/setup.sh", "scripts/setup_facts.py", "scripts/pip_progress.py")
 INPUTS = ("setup.py", "pyproject.toml", "constraints.txt", *SCRIPTS)
 

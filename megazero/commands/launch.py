@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,7 @@ from megazero.launch.conductor import say
 from megazero.launch.flags import parse
 from megazero.launch.job import Job
 from megazero.launch.node import run_node
-
-_BY_HAND = "by hand"
+from megazero.launch.secret import SECRET
 
 
 def launch(argv: Sequence[str] | None = None) -> int:
@@ -51,11 +51,12 @@ def launch(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"`--node-rank` must be 0 to {len(hosts) - 1}, but is {flags.node_rank}")
     if flags.no_ssh and len(hosts) > 1:
         master = (flags.master_addr or hosts[0].name, flags.master_port or assemble.PORT)
-        return run_to_the_end(run_node(job, flags.node_rank, master, _BY_HAND, prefix=settings.prefix))
+        return run_to_the_end(run_node(job, flags.node_rank, master, prefix=settings.prefix))
     if flags.launcher in ("pdsh", "srun", "mpirun"):
-        words = assemble.command_of(flags, reach, job)
+        secret = os.environ.get(SECRET) or secrets.token_hex(32)
+        words = assemble.command_of(flags, reach, job, secret)
         sys.stdout.flush()
-        os.execvp(words[0], words)
+        os.execvpe(words[0], words, {**os.environ, SECRET: secret})
     return run_to_the_end(start.run(job, reach, settings))
 
 

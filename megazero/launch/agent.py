@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megazero.errors import LaunchError, MegazeroError
+from megazero.errors import LaunchError, MegazeroError, printable
 from megazero.launch.channel import Channel, Message, beat, open_port, reader_of
 from megazero.launch.environment import visible_devices
 from megazero.launch.job import MARK, Extras, Job, Process, processes_of
 from megazero.launch.lines import Outlet
 from megazero.launch.ranks import Ranks, Show, threads_of_each
+from megazero.launch.secret import SECRET
 
 PATIENCE = 30.0
 """Seconds without a message after which a launcher counts as gone."""
@@ -79,8 +80,7 @@ def surroundings(environment: Mapping[str, str], slots: tuple[int, ...]) -> tupl
     """The host's own variables as ranks get them, and what there is to say about them.
 
     Variables of a launch around this one are left out, and so are torchrun's PET_*, which would change what
-    it
-    starts.
+    it starts, and the secret of the nodes.
 
     Raises:
         ConfigError: a slot is not among the devices that the host shows.
@@ -89,7 +89,7 @@ def surroundings(environment: Mapping[str, str], slots: tuple[int, ...]) -> tupl
     own = {
         name: value
         for name, value in environment.items()
-        if not name.startswith(("PET_", "TORCHELASTIC_")) and name not in (MARK, "RANK", "LOCAL_RANK")
+        if not name.startswith(("PET_", "TORCHELASTIC_")) and name not in (MARK, SECRET, "RANK", "LOCAL_RANK")
     }
     devices, note = visible_devices(environment.get("CUDA_VISIBLE_DEVICES"), slots)
     own["CUDA_VISIBLE_DEVICES"] = devices
@@ -131,7 +131,8 @@ class Agent:
         self._later: list[asyncio.Task[None]] = []
 
     async def serve(self, **facts: object) -> int:
-        """Report `facts` about this host, then do as the launcher says until it is content or gone.
+        """Report `facts` about this host, if there are any, then do as the launcher says until it is content
+        or gone.
 
         Returns:
             The exit status: the launcher's, or that of the first rank here that failed.
@@ -141,12 +142,14 @@ class Agent:
             loop.add_signal_handler(number, self.signal, number)
         beating = asyncio.create_task(self._beat())
         try:
-            await self._channel.send("hello", **facts)
+            if facts:
+                await self._channel.send("hello", **facts)
             return await self._obey()
         finally:
             beating.cancel()
             for task in self._later:
                 task.cancel()
+            await self.ranks.close()
             if self.again:  # else the process ends now, and a late signal must not change its status
                 for number in SIGNALS:
                     loop.remove_signal_handler(number)
@@ -172,7 +175,7 @@ class Agent:
             elif message["kind"] == "bye":
                 self.again = message["again"]
                 if "why" in message:
-                    await self._show("", True, message["why"].encode())
+                    await self._show("", True, printable(str(message["why"])).encode())
                 return int(message["status"])
             elif message["kind"] == "signal":
                 self.signal(message["number"])
@@ -199,8 +202,9 @@ class Agent:
     async def _listen(self, port: int, word: str) -> int:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(word.encode() + b"\n")
-            with suppress(ConnectionError):
-                await reader.read()  # who came closes first, so that the port is free at once
+            with suppress(ConnectionError, asyncio.TimeoutError):
+                # Who came closes first, so that the port is free at once.
+                await asyncio.wait_for(reader.read(1), _TRY)
             writer.close()
 
         try:
@@ -220,8 +224,7 @@ class Agent:
         for note in notes:
             await self._channel.send("note", text=note)
         if orders.extras.pid_file is not None:
-            path = Path(orders.extras.pid_file)
-            path.write_text(str(os.getpid()), encoding="utf-8")
+            _write_anew(Path(orders.extras.pid_file), str(os.getpid()))
         try:
             await self.ranks.start(orders.processes, environment, orders.folder, orders.extras)
         except MegazeroError:
@@ -282,6 +285,23 @@ class Agent:
             await self.ranks.kill()
 
 
+def _write_anew(path: Path, text: str) -> None:
+    """Write a file in a folder where others may write, and have put a link in its place.
+
+    Raises:
+        LaunchError: it cannot be written.
+    """
+    try:
+        path.unlink(missing_ok=True)  # a link, never what it leads to
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise LaunchError(
+            f"`--save-pid` must write {path}, but cannot ({error.strerror}); set TMPDIR to a folder of yours"
+        ) from error
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
 async def can_reach(address: str, port: int, word: str) -> bool:
     """Whether an agent that listens at this port answers at an address with the word of this launch."""
 
@@ -293,7 +313,7 @@ async def can_reach(address: str, port: int, word: str) -> bool:
 
     try:
         return await asyncio.wait_for(call(), _TRY)
-    except (OSError, asyncio.TimeoutError):
+    except (OSError, ValueError, asyncio.TimeoutError):  # such as a line without an end
         return False
 
 

@@ -27,6 +27,7 @@ from megazero.launch.start import Settings
 
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's
 PORT = 29500
+_PATIENCE = 60.0  # seconds for SLURM to answer
 
 
 def hosts_of(flags: argparse.Namespace, variables: Mapping[str, str]) -> tuple[Host, ...]:
@@ -81,14 +82,20 @@ def _hosts_of_slurm(flags: argparse.Namespace, variables: Mapping[str, str]) -> 
         raise ConfigError(
             "`--launcher srun` must run within an allocation of SLURM (sbatch, salloc), or with `--hostfile`"
         )
-    count = flags.num_gpus or int(variables.get("SLURM_GPUS_ON_NODE", "0"))
+    named = variables.get("SLURM_GPUS_ON_NODE", "")
+    count = flags.num_gpus or (int(named) if named.isdecimal() and len(named) < 5 else 0)
     if count < 1:
         raise ConfigError(
             "`--num-gpus` must say how many ranks to start on each node, as SLURM names no GPUs"
         )
-    answer = subprocess.run(
-        ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
-    )
+    words = ["scontrol", "show", "hostnames", nodes]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_PATIENCE)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(
+            f"`{shlex.join(words)}` must name the hosts of the allocation, but has failed ({error}); name "
+            "them in `--hostfile`"
+        ) from error
     return tuple(Host(name, tuple(range(count))) for name in answer.stdout.split())
 
 
@@ -212,13 +219,15 @@ def settings_of(flags: argparse.Namespace) -> Settings:
     return Settings(flags.master_addr, flags.master_port, try_it, flags.fan_out, not flags.no_prefix, quiet)
 
 
-def command_of(flags: argparse.Namespace, reach: commands.Reach, job: Job) -> tuple[str, ...]:
+def command_of(flags: argparse.Namespace, reach: commands.Reach, job: Job, secret: str) -> tuple[str, ...]:
     """The command of pdsh, srun or mpirun that starts all nodes.
+
+    srun and mpirun pass on the secret that is in their environment; pdsh's command has it.
 
     Raises:
         ConfigError: the launcher is not installed, or wants hosts with equally many slots.
     """
-    makers = {"pdsh": commands.pdsh_command, "srun": commands.srun_command, "mpirun": commands.mpirun_command}
+    makers = {"srun": commands.srun_command, "mpirun": commands.mpirun_command}
     problems = list(problems_of_places(job)) if flags.launcher == "srun" else []
     if shutil.which(flags.launcher) is None and not flags.dry_run:
         problems.append(
@@ -227,7 +236,10 @@ def command_of(flags: argparse.Namespace, reach: commands.Reach, job: Job) -> tu
     if problems:
         raise ConfigError(problems)
     master = (flags.master_addr or job.hosts[0].name, flags.master_port or PORT)
-    return makers[flags.launcher](reach, job, master, prefix=not flags.no_prefix)
+    prefix = not flags.no_prefix
+    if flags.launcher == "pdsh":
+        return commands.pdsh_command(reach, job, master, secret, prefix=prefix)
+    return makers[flags.launcher](reach, job, master, prefix=prefix)
 
 
 def described(flags: argparse.Namespace, reach: commands.Reach, job: Job) -> Iterator[str]:
@@ -253,7 +265,7 @@ def described(flags: argparse.Namespace, reach: commands.Reach, job: Job) -> Ite
     if flags.no_ssh:
         yield f"  none: this node starts its ranks, as node {flags.node_rank} of {len(job.hosts)}"
     elif flags.launcher in ("pdsh", "srun", "mpirun"):
-        yield f"  {shlex.join(command_of(flags, reach, job))}"
+        yield f"  {shlex.join(command_of(flags, reach, job, '(not shown)'))}"
     else:
         for node in range(len(job.hosts)):
             yield f"  {shlex.join(commands.agent_command(reach, job, node))}"

@@ -3,17 +3,102 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
+from types import MappingProxyType
 from typing import Any
 
 Message = dict[str, Any]
 LINE_LIMIT = 1 << 20
 BEAT = 1.0
 """Seconds between the messages by which each side shows that it is there."""
+_BACKLOG = 4096
+_LONGEST_NAME = 512
+
+
+def _is_name(value: object) -> bool:
+    """Whether it is a short text without what a terminal would obey."""
+    return isinstance(value, str) and len(value) <= _LONGEST_NAME and value.isprintable()
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_truth(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _within(least: int, most: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and least <= value <= most
+
+
+def _is_time(value: object) -> bool:
+    return type(value) in (int, float) and value >= 0  # type: ignore[operator]  # a number
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_name, value))
+
+
+def _are_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+_COUNT = _within(0, 1 << 24)
+_PORT = _within(0, 65535)
+_SIGNAL = _within(1, 64)
+_STATUS = _within(0, 255)
+_FIELDS = MappingProxyType(
+    {
+        "beat": (),
+        "hello": (("host", _is_name), ("boot", _is_name), ("addresses", _are_names)),
+        "listen": (("port", _PORT), ("word", _is_name)),
+        "listening": (("port", _PORT),),
+        "reach": (("addresses", _are_names), ("port", _PORT), ("word", _is_name)),
+        "reached": (("addresses", _are_names),),
+        "start": (),
+        "line": (("label", _is_name), ("error", _is_truth), ("text", _is_text)),
+        "note": (("text", _is_text),),
+        "refused": (("why", _is_text),),
+        "stopped": (("labels", _are_names),),
+        "ended": (("label", _is_name), ("status", _STATUS)),
+        "signal": (("number", _SIGNAL),),
+        "signalled": (("number", _SIGNAL),),
+        "stop": (("grace", _is_time),),
+        "done": (("left", _are_numbers),),
+        "bye": (("status", _STATUS), ("again", _is_truth)),
+        # Between nodes that no ssh connects, before one trusts the other:
+        "challenge": (("nonce", _is_name),),
+        "node": (
+            *(("node", _COUNT), ("nodes", _COUNT), ("world", _COUNT)),
+            *(("host", _is_name), ("nonce", _is_name), ("proof", _is_name)),
+        ),
+        "welcome": (("proof", _is_name),),
+        "unknown": (("why", _is_name),),
+    }
+)
+"""The kinds of messages, and what each holds."""
+
+
+def message_of(line: bytes) -> Message:
+    """The message of a line; one that is none, such as a host's greeting, has the kind ``text``."""
+    text = line.decode("utf-8", "surrogateescape")
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):
+        message = None
+    if isinstance(message, dict):
+        kind = message.get("kind")
+        fields = _FIELDS.get(kind) if isinstance(kind, str) else None
+        if fields is not None and all(name in message and holds(message[name]) for name, holds in fields):
+            return message
+    return {"kind": "text", "text": text.rstrip()}
 
 
 class Channel:
@@ -45,25 +130,12 @@ class Channel:
             return
 
     async def receive(self) -> Message | None:
-        """The next message; None at the end. A line that is none, such as a greeting, has the kind
-        ``text``.
-        """
+        """The next message; None at the end, and after a line that is too long."""
         try:
             line = await self._reader.readline()
         except (ConnectionError, ValueError):  # a line beyond the limit
             return None
-        if not line:
-            return None
-        text = line.decode("utf-8", "surrogateescape")
-        try:
-            message = json.loads(text)
-        except ValueError:
-            message = None
-        return (
-            message
-            if isinstance(message, dict) and "kind" in message
-            else {"kind": "text", "text": text.rstrip()}
-        )
+        return message_of(line) if line else None
 
 
 def stream_channel(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Channel:
@@ -87,8 +159,34 @@ def open_port(port: int) -> socket.socket:
         OSError: the port is taken.
     """
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
-    return socket.create_server(("", port), backlog=4096)
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    return socket.create_server(("", port), backlog=_BACKLOG)
+
+
+def open_port_at(address: str, port: int) -> socket.socket | None:
+    """A socket that listens at one address alone: that of this machine which `address` names here.
+
+    Returns:
+        None if it names none: it is another machine's, such as that of a gateway before this one, or unknown
+        here, or a name that is this machine's alone, as Debian's /etc/hosts has it of a machine's own.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    try:
+        places = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None
+    for family, _, _, _, place in places:
+        own = ip_address(str(place[0]).partition("%")[0])
+        if own.is_loopback and address not in (place[0], "localhost"):
+            continue
+        try:
+            return socket.create_server(place[:2], family=family, backlog=_BACKLOG)  # type: ignore[arg-type]  # TCP's
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return None
 
 
 def reader_of(descriptor: int) -> asyncio.StreamReader:
@@ -105,9 +203,10 @@ def reader_of(descriptor: int) -> asyncio.StreamReader:
                 data = os.read(descriptor, 1 << 16)
             except OSError:
                 data = b""
-            if loop.is_closed():
+            try:
+                loop.call_soon_threadsafe(*((reader.feed_data, data) if data else (reader.feed_eof,)))
+            except RuntimeError:  # the loop has ended
                 return
-            loop.call_soon_threadsafe(*((reader.feed_data, data) if data else (reader.feed_eof,)))
 
     threading.Thread(target=pump, daemon=True).start()
     return reader

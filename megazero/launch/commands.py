@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megazero.launch.hosts import LOCAL_NAMES, Host
 from megazero.launch.job import MARK, Job, pack
+from megazero.launch.secret import SECRET
 
 AGENT = "megazero.launch.agent"
 SWEEPER = "megazero.launch.processes"
@@ -40,12 +41,12 @@ class Reach:
         """Whether a host is this machine, where no connection is needed."""
         return not self.always and host.name.lower() in LOCAL_NAMES | {socket.gethostname().lower()}
 
-    def module(self, module: str, *arguments: str, mark: str | None = None) -> str:
-        """The shell's command that runs a module on a host.
+    def module(self, module: str, *arguments: str, **variables: str) -> str:
+        """The shell's command that runs a module on a host, with some variables.
 
         The shell stays, so that a module that a signal ends is reported with status 128 + n.
         """
-        variables = {**({MARK: mark} if mark else {}), **({"PYTHONPATH": self.path} if self.path else {})}
+        variables |= {"PYTHONPATH": self.path} if self.path else {}
         set_them = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
         run = shlex.join([*set_them, self.python, "-u", "-m", module, *arguments])
         source = f". {shlex.quote(self.setup)} && " if self.setup else ""
@@ -60,7 +61,7 @@ class Reach:
 
 def agent_command(reach: Reach, job: Job, node: int) -> tuple[str, ...]:
     """The command that starts the agent of a node. It is as long for many ranks as for one."""
-    return reach.over_ssh(job.hosts[node], reach.module(AGENT, mark=job.mark(node)))
+    return reach.over_ssh(job.hosts[node], reach.module(AGENT, **{MARK: job.mark(node)}))
 
 
 def sweep_command(reach: Reach, job: Job, node: int) -> tuple[str, ...]:
@@ -74,9 +75,15 @@ def node_words(job: Job, node: str, master: tuple[str, int], *, prefix: bool) ->
     return words if prefix else (*words, "--no-prefix")
 
 
-def pdsh_command(reach: Reach, job: Job, master: tuple[str, int], *, prefix: bool) -> tuple[str, ...]:
-    """The command that starts all nodes through pdsh, which writes a node's number for ``%n``."""
-    command = reach.module(NODE, *node_words(job, "@", master, prefix=prefix)).replace("%", "%%")
+def pdsh_command(
+    reach: Reach, job: Job, master: tuple[str, int], secret: str, *, prefix: bool
+) -> tuple[str, ...]:
+    """The command that starts all nodes through pdsh, which writes a node's number for ``%n``.
+
+    pdsh sends no variables, so the nodes' secret is in the command.
+    """
+    command = reach.module(NODE, *node_words(job, "@", master, prefix=prefix), **{SECRET: secret})
+    command = command.replace("%", "%%")
     names = ",".join(host.name for host in job.hosts)
     command = command.replace(" @ ", " %n ")
     fan_out = str(max(32, len(job.hosts)))
@@ -97,6 +104,7 @@ def mpirun_command(reach: Reach, job: Job, master: tuple[str, int], *, prefix: b
     """The command that starts a process on each node through Open MPI; its number is OMPI_COMM_WORLD_RANK."""
     names = ",".join(f"{host.name}:1" for host in job.hosts)
     layout = ("-np", str(len(job.hosts)), "--host", names, "--map-by", "ppr:1:node", "--bind-to", "none")
-    place = ("-wdir", reach.folder, *(("-x", f"PYTHONPATH={reach.path}") if reach.path else ()))
+    path = ("-x", f"PYTHONPATH={reach.path}") if reach.path else ()
+    place = ("-wdir", reach.folder, *path, "-x", SECRET)
     words = node_words(job, "OMPI_COMM_WORLD_RANK", master, prefix=prefix)
     return ("mpirun", *layout, *place, *reach.words, reach.python, "-u", "-m", NODE, *words)

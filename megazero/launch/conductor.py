@@ -9,12 +9,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
+from megazero.errors import printable
 from megazero.launch.agent import ASKS_TO_SAVE, Orders
 from megazero.launch.channel import Channel, Message, beat
 from megazero.launch.lines import Outlet
 
 _NOTICE = 8.0  # seconds of silence until a host is named; it is given up later
 _MARGIN = 8.0  # seconds beyond the grace for an agent to say that its ranks have ended
+_LAST_WORDS = 1.0  # seconds for a host's output to end after its agent
 _SUSPENDED = 5.0  # a longer pause between two looks is this process's own
 
 
@@ -75,7 +77,7 @@ class Outcome:
 
 def say(text: str) -> None:
     """Print a notice of the launcher."""
-    print(f"megazero launch: {text}", file=sys.stderr, flush=True)
+    print(f"megazero launch: {printable(text)}", file=sys.stderr, flush=True)
 
 
 class Conductor:
@@ -136,7 +138,11 @@ class Conductor:
         again = outcome.wants_restart and not last
         byes = (link.channel.send("bye", status=outcome.status, again=again) for link in self._links)
         await asyncio.gather(*byes)
-        await asyncio.gather(*(link.close() for link in self._links), *following, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self._links), return_exceptions=True)
+        await asyncio.wait(following, timeout=_LAST_WORDS)  # a stray process may hold a host's output open
+        for task in following:
+            task.cancel()
+        await asyncio.gather(*following, return_exceptions=True)
         return outcome
 
     def signal(self, number: int) -> None:
@@ -171,7 +177,7 @@ class Conductor:
         if kind == "line":
             await self._show(link, message["label"], message["error"], message["text"])
         elif kind == "text":
-            await self._show(link, "", True, message["text"])
+            await self._show(link, "", True, printable(message["text"]))
         elif kind == "note":
             self._notice(f"{link.name}: {message['text']}")
         elif kind == "refused":
@@ -299,9 +305,14 @@ def printer(prefix: bool, out: Outlet, error: Outlet) -> Callable[[Link, str, bo
 
 
 def line_bytes(host: str, label: str, text: str, prefix: bool) -> bytes:
-    """A line as it is shown."""
+    """A line as it is shown. What ranks write is theirs, colours and all; host and label are made printable
+    where they come in."""
     who = f"{host}[{label}]: " if label else f"{host}: "
-    return f"{who if prefix else ''}{text}\n".encode("utf-8", "surrogateescape")
+    line = f"{who if prefix else ''}{text}\n"
+    try:
+        return line.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # half of a surrogate pair, which no rank has written
+        return line.encode("utf-8", "replace")
 
 
 def heartbeat(link: Link) -> asyncio.Task[None]:

@@ -97,6 +97,8 @@ def parse_environment(text: str, path: str = "environment file") -> dict[str, st
         try:
             if not equals or not _NAME.fullmatch(name.strip()):
                 raise ValueError("it is no NAME=VALUE")
+            if "\0" in value:
+                raise ValueError("no variable can hold a NUL")
             variables[name.strip()] = _unquoted(value.strip())
         except ValueError as error:
             problems.append(f"{path}, line {number}: a line must be NAME=VALUE, but is `{line}` ({error})")

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from megazero.errors import ConfigError
+from megazero.launch.hosts import MOST_SLOTS
 
+_MOST_NODES = 1 << 16
+_MOST_CORES = 1 << 16
 LAUNCHERS = MappingProxyType({"slurm": "srun", "openmpi": "mpirun"})
 """DeepSpeed's names of launchers, and ours."""
 _REFUSED_LAUNCHERS = ("impi", "mpich", "mvapich")
@@ -206,6 +209,16 @@ def _checks(flags: argparse.Namespace) -> list[tuple[str, bool]]:
             flags.launcher == "torchrun" and flags.bind_cores_to_rank,
         ),
         ("`--fan-out` must be at least 1", flags.fan_out < 1),
+        (
+            "`--master-addr` must be the address of node 0, the same on all nodes, with `--no-ssh`",
+            flags.no_ssh
+            and flags.num_nodes not in (None, 1)
+            and not (flags.master_addr or flags.hostfile or flags.dry_run),
+        ),
+        *(
+            (f"`--{name.replace('_', '-')}` must be at most {most}", (getattr(flags, name) or 0) > most)
+            for name, most in (("num_nodes", _MOST_NODES), ("num_gpus", MOST_SLOTS), ("ssh_port", 65535))
+        ),
         (f"{', '.join(negative)} must be at least 0", bool(negative)),
         (
             f"`--master-port` must be 0 to 65535, but is {flags.master_port}",
@@ -227,9 +240,15 @@ def cores_of(text: str) -> tuple[int, ...]:
     cores: list[int] = []
     for part in text.split(","):
         start, dash, end = part.strip().partition("-")
-        if not start.isdecimal() or (dash and not end.isdecimal()):
+        if not _is_number(start) or (dash and not _is_number(end)):
             raise ConfigError(f"`--bind-core-list` must be cores such as 0-3,8, but is `{text}`")
+        if len(start) > 6 or len(end) > 6 or int(end or start) >= _MOST_CORES:
+            raise ConfigError(f"`--bind-core-list` must be cores below {_MOST_CORES}, but is `{text}`")
         cores += range(int(start), int(end or start) + 1)
     if len(set(cores)) < len(cores):
         raise ConfigError(f"`--bind-core-list` must name a core once, but is `{text}`")
     return tuple(cores)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()

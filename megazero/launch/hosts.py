@@ -13,6 +13,8 @@ from megazero.errors import ConfigError
 from megazero.regular_file import read_regular, why_unreadable
 
 _SLOTS = re.compile(r"(?<!\S)slots\s*=\s*(\S*)")
+MOST_SLOTS = 4096
+"""More than any host has; each slot is one in memory, and in messages."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -87,12 +89,14 @@ def _host_of(words: str, place: str) -> Host | str:
     name = words.split()[0]
     counts = _SLOTS.findall(words[len(name) :])
     name = name[1:-1] if name[0] == "[" and name[-1] == "]" else name
-    if "=" in name or name.startswith("-") or "," in name:
+    if "=" in name or name.startswith("-") or "," in name or not name.isprintable():
         return "a line must begin with a host's name"
     if len(counts) != 1 or not (counts[0].isascii() and counts[0].isdecimal()):
         return "a line must be `NAME slots=N`"
-    if int(counts[0]) == 0:
+    if not counts[0].strip("0"):
         return "`slots` must be at least 1 (leave a host out with a `#` before it)"
+    if len(counts[0]) > len(str(MOST_SLOTS)) or int(counts[0]) > MOST_SLOTS:
+        return f"`slots` must be at most {MOST_SLOTS}"
     return Host(name, tuple(range(int(counts[0]))), place)
 
 

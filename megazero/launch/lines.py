@@ -8,6 +8,7 @@ import asyncio
 import os
 import queue
 import threading
+from contextlib import suppress
 
 LONGEST = 1 << 15
 """Bytes after which a line without an end is cut."""
@@ -97,7 +98,7 @@ class Outlet:
             done = item.set if isinstance(item, asyncio.Event) else self._room.release
             if isinstance(item, bytes):
                 self._write_all(item)
-            if not self._loop.is_closed():
+            with suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(done)
 
     def _write_all(self, data: bytes) -> None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from megazero.launch.child import Child
 from megazero.launch.job import Extras, Process, share_cores
 from megazero.launch.lines import LineCutter
 from megazero.launch.processes import process_table, receivers, send, sweep
@@ -43,7 +44,8 @@ class Ranks:
         self.mark = mark
         self._show = show
         self._ended = ended
-        self._running: dict[str, asyncio.subprocess.Process] = {}
+        self._running: dict[str, Child] = {}
+        self._started: list[Child] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(
@@ -69,7 +71,7 @@ class Ranks:
             threads = {} if own is None else {"OMP_NUM_THREADS": str(len(own))}
             variables = {**environment, **threads, **process.environment}
             try:
-                child = await asyncio.create_subprocess_exec(
+                child = await Child.start(
                     *process.words,
                     cwd=folder,
                     env=variables,
@@ -84,10 +86,11 @@ class Ranks:
                 await self._ended(process.label, _CANNOT_START)
                 continue
             self._running[process.label] = child
+            self._started.append(child)
             log = _open_log(extras, process.label)
             self._tasks.append(asyncio.create_task(self._attend(process.label, child, log)))
 
-    async def _attend(self, label: str, child: asyncio.subprocess.Process, log: BinaryIO | None) -> None:
+    async def _attend(self, label: str, child: Child, log: BinaryIO | None) -> None:
         async def listen(stream: asyncio.StreamReader, error: bool) -> None:
             cutter = LineCutter()
             try:
@@ -161,6 +164,10 @@ class Ranks:
         left = await asyncio.to_thread(sweep, self.mark)
         await self.await_end(_LAST_WORDS + 1)
         return left
+
+    async def close(self) -> None:
+        """Let go of the output of all; what has outlived them may have kept it."""
+        await asyncio.gather(*(child.close() for child in self._started))
 
 
 def _tied_to_this_process(cores: Sequence[int] | None) -> Callable[[], None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from megazero.errors import LaunchError
-from megazero.launch.channel import LINE_LIMIT, Message, stream_channel
+from megazero.launch.channel import Message, stream_channel
+from megazero.launch.child import Child
 from megazero.launch.commands import Reach, agent_command, sweep_command
 from megazero.launch.conductor import Link, heartbeat, say
 from megazero.launch.hosts import LOCAL_NAMES
@@ -20,6 +22,7 @@ _CLOSING = 5.0
 _PATIENCE = 15.0  # seconds for an agent to answer, or a host to be swept
 _PAUSE = 1.0
 _LAST_LINES = 3
+_LONGEST = 500  # characters of a line in a reason
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,8 @@ class Connections:
         self._job = job
         self._reach = reach
         self._turns = asyncio.Semaphore(fan_out)
-        self._processes: list[asyncio.subprocess.Process] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._children: list[Child] = []
+        self._tasks: list[asyncio.Task[Any]] = []
 
     async def open(self, patience: float = 0.0) -> tuple[list[Link], list[Unreachable]]:
         """Connect to all hosts.
@@ -75,95 +78,102 @@ class Connections:
         words = agent_command(self._reach, self._job, node)
         pipe = asyncio.subprocess.PIPE
         try:
-            process = await asyncio.create_subprocess_exec(
-                *words, stdin=pipe, stdout=pipe, stderr=pipe, limit=LINE_LIMIT, start_new_session=True
-            )
+            child = await Child.start(*words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except OSError as error:
             raise LaunchError(
                 f"`{words[0]}` must be installed here, but cannot be run: {error.strerror}"
             ) from error
-        self._processes.append(process)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        channel = stream_channel(process.stdout, process.stdin)
-        errors: list[str] = []
+        self._children.append(child)
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stderr is not None
+        channel = stream_channel(child.stdout, child.stdin)
+        errors: deque[str] = deque(maxlen=_LAST_LINES)
 
         def take(text: str) -> None:
             if link.facts:  # it has greeted us: what is said now is news
                 say(f"{name}: {text}")
-            else:
-                errors.append(text)
+            elif text.strip():
+                errors.append(text[:_LONGEST])
 
         async def close() -> int | None:
-            return await _close(process)
+            return await _close(child)
 
         async def sweep() -> bool:
             return await self._sweep(node)
 
         link = Link(node, name, channel, close, sweep)
-        collecting = asyncio.create_task(_collect(process.stderr, take))
+        collecting = asyncio.create_task(_collect(child.stderr, take))
         self._tasks.append(collecting)
-        hello, text = await self._greeting(link)
+        hello, text = await self._greeting(link, child)
         if hello is None:
-            status = await _close(process)
+            status = await _close(child)
             await asyncio.wait([collecting], timeout=_PAUSE)
-            last = [line for line in [*text, *errors] if line.strip()][-_LAST_LINES:]
+            last = [*text, *errors][-_LAST_LINES:]
             return Unreachable(name, " / ".join(last) or f"ended with status {status} before it answered")
         link.facts = hello
         self._tasks.append(heartbeat(link))
         return link
 
-    async def _greeting(self, link: Link) -> tuple[Message | None, list[str]]:
+    async def _greeting(self, link: Link, child: Child) -> tuple[Message | None, Sequence[str]]:
         """The agent's first message, None if it does not come, and the lines before it."""
-        text: list[str] = []
+        text: deque[str] = deque(maxlen=_LAST_LINES)
 
         async def listen() -> Message | None:
-            while (message := await link.channel.receive()) is not None and message["kind"] == "text":
-                text.append(message["text"])
+            while (message := await link.channel.receive()) is not None and message["kind"] != "hello":
+                if said := str(message.get("text", message)).strip():
+                    text.append(said[:_LONGEST])
             return message
 
-        try:
-            return await asyncio.wait_for(listen(), self._job.limits.connect), text
-        except asyncio.TimeoutError:
-            return None, [*text, f"did not answer within {self._job.limits.connect:.0f} s"]
+        async def end() -> None:
+            await child.wait()
+            await asyncio.sleep(_PAUSE)  # for its last words; a stray process may hold the output open
+
+        listening, ending = asyncio.create_task(listen()), asyncio.create_task(end())
+        self._tasks += [listening, ending]
+        patience = self._job.limits.connect
+        done, _ = await asyncio.wait([listening, ending], timeout=patience, return_when="FIRST_COMPLETED")
+        if listening in done:
+            return listening.result(), text
+        return None, text if done else [*text, f"did not answer within {patience:.0f} s"]
 
     async def _sweep(self, node: int) -> bool:
         words = sweep_command(self._reach, self._job, node)
         null = asyncio.subprocess.DEVNULL
-        process = await asyncio.create_subprocess_exec(
-            *words, stdin=null, stdout=null, stderr=null, start_new_session=True
-        )
-        self._processes.append(process)
+        child = await Child.start(*words, stdin=null, stdout=null, stderr=null, start_new_session=True)
+        self._children.append(child)
         try:
-            return await asyncio.wait_for(process.wait(), _PATIENCE) == 0
+            return await asyncio.wait_for(child.wait(), _PATIENCE) == 0
         except asyncio.TimeoutError:
-            process.kill()
             return False
 
-    def abandon(self) -> None:
+    async def abandon(self) -> None:
         """End all connections at once; agents end their ranks, and themselves, when they see it."""
         for task in self._tasks:
             task.cancel()
-        for process in self._processes:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    process.kill()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(child.close() for child in self._children))
 
 
 async def _collect(stream: asyncio.StreamReader, take: Callable[[str], None]) -> None:
-    while line := await stream.readline():
+    while True:
+        try:
+            line = await stream.readline()
+        except ValueError:  # beyond the limit of a line, and dropped
+            continue
+        if not line:
+            return
         take(line.decode(errors="replace").rstrip())
 
 
-async def _close(process: asyncio.subprocess.Process) -> int | None:
-    assert process.stdin is not None
-    process.stdin.close()
+async def _close(child: Child) -> int | None:
+    assert child.stdin is not None
+    child.stdin.close()
     try:
-        return status_of(await asyncio.wait_for(process.wait(), _CLOSING))
+        return status_of(await asyncio.wait_for(child.wait(), _CLOSING))
     except asyncio.TimeoutError:
-        process.kill()
-        return status_of(await process.wait())
+        await child.end()
+        return None if child.returncode is None else status_of(child.returncode)
 
 
 async def meet(
@@ -212,10 +222,14 @@ async def meet(
 
 
 async def _answer(link: Link) -> Message:
-    message: Message | None = {"kind": "beat"}
+    async def listen() -> Message | None:
+        while (message := await link.channel.receive()) is not None:
+            if message["kind"] in ("listening", "reached", "refused"):
+                return message
+        return None
+
     try:
-        while message is not None and message["kind"] not in ("listening", "reached", "refused"):
-            message = await asyncio.wait_for(link.channel.receive(), _PATIENCE)
+        message = await asyncio.wait_for(listen(), _PATIENCE)
     except asyncio.TimeoutError:
         message = None
     if message is None:

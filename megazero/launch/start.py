@@ -111,7 +111,7 @@ class _Launcher:
             return await self._conductor.conduct(orders)
         finally:
             self._conductor = None
-            connections.abandon()
+            await connections.abandon()
 
     def _on_those_that_answered(self, links: list[Link], lost: list[Unreachable]) -> Job:
         """The job on the hosts that answered, if they are enough.

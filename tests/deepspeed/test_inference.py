@@ -125,7 +125,7 @@ def test_checkpoints_that_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="does not fit the model"):
         init_inference(tiny("llama"), checkpoint=str(tmp_path))
     (tmp_path / "one.bin").write_bytes(b"nothing")
-    with pytest.raises(CheckpointError, match="cannot be read as weights"):
+    with pytest.raises(CheckpointError, match="must be a file of torch.save, but cannot be read"):
         init_inference(tiny("llama"), checkpoint=str(tmp_path))
     with torch.device("meta"), pytest.raises(ConfigError, match="`checkpoint` must be given"):
         init_inference(nn.Linear(2, 2))
@@ -248,3 +248,32 @@ def test_the_hybrid_engine_generates_between_steps(stage):
 def test_a_hybrid_section_that_is_refused(section, says):
     with pytest.raises(ConfigError, match=says):
         initialize(model=tiny("llama"), config={"train_batch_size": 1, "hybrid_engine": section})
+
+
+class CallsPrint:
+    def __reduce__(self):
+        return print, ("a file has run code",)
+
+
+def test_files_of_weights_that_cannot_be_read_are_refused_by_name(tmp_path, capfd):
+    """They were an UnpicklingError that advises to run the file, and a SafetensorError."""
+    torch.save({"w": torch.ones(2), "x": CallsPrint()}, tmp_path / "code.bin")
+    torch.save([1, 2], tmp_path / "list.bin")
+    (tmp_path / "bad.bin").write_bytes(b"garbage")
+    (tmp_path / "bad.safetensors").write_bytes(b"garbage")
+    (tmp_path / "bad.json").write_bytes(b'{"checkpoints"')
+    index = tmp_path / "folder/pytorch_model.bin.index.json"
+    index.parent.mkdir()
+    index.write_text('{"weight_map": ["x"]}')
+    for name, reason in {
+        "code.bin": "names builtins.print, which was not called; if you trust who wrote it",
+        "list.bin": "must hold weights",
+        "bad.bin": "must be a file of torch.save",
+        "bad.safetensors": "must hold weights",
+        "bad.json": "must hold a list of files",
+        "folder": "must hold an index of weights",
+    }.items():
+        with pytest.raises(CheckpointError, match=reason) as refusal:
+            init_inference(tiny("llama"), checkpoint=str(tmp_path / name))
+        assert "weights_only" not in str(refusal.value)
+    assert "has run code" not in capfd.readouterr().out

@@ -49,6 +49,8 @@ def test_comments_blank_lines_a_mark_of_byte_order_and_any_end_of_line(tmp_path)
             "-oProxyCommand=x slots=4",
             "w-0 max_slots=4",
             "w-0 slots=²",
+            "w-0 slots=99999999999",
+            f"w-0 slots={'9' * 5000}",
         ),
     ],
 )
@@ -58,6 +60,13 @@ def test_a_line_that_cannot_be_read_is_named_with_its_number_and_text(line):
     (reason,) = refusal.value.violations
     assert reason.startswith("hosts, line 3: ")
     assert reason.endswith(f"but is `{line}`")
+
+
+def test_a_name_is_printable():
+    """A NUL in it was a traceback of the first process that got it."""
+    for name in ("w\0", "\x1b[31mw"):
+        with pytest.raises(ConfigError, match="must begin with a host's name"):
+            parse_hostfile(f"{name} slots=1")
 
 
 @pytest.mark.parametrize("again", ["w-0 slots=2", "W-0 slots=2", "w-0. slots=1"])

@@ -108,7 +108,8 @@ def test_this_machine_needs_no_ssh_unless_it_is_asked_for():
 
 def test_other_launchers_start_a_node_that_knows_its_number():
     launch = job(2, 2)
-    pdsh = pdsh_command(REACH, launch, MASTER, prefix=True)
+    pdsh = pdsh_command(REACH, launch, MASTER, "secret", prefix=True)
+    assert "MEGAZERO_LAUNCH_SECRET=secret" in pdsh[-1]
     assert pdsh[pdsh.index("-w") + 1] == "w-0,w-1"
     assert f"{pack(launch)} --node-rank %n --master-addr w-0 --master-port 29500" in pdsh[-1]
     srun = srun_command(REACH, launch, MASTER, prefix=False)
@@ -120,6 +121,7 @@ def test_other_launchers_start_a_node_that_knows_its_number():
     mpirun = mpirun_command(REACH, launch, MASTER, prefix=True)
     assert mpirun[:5] == ("mpirun", "-np", "2", "--host", "w-0:1,w-1:1")
     assert "OMPI_COMM_WORLD_RANK" in mpirun
+    assert mpirun[mpirun.index("MEGAZERO_LAUNCH_SECRET") - 1] == "-x"  # by its name alone
 
 
 def test_cores_are_shared_out():

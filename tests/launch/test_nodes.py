@@ -12,11 +12,12 @@ import time
 
 import pytest
 
-from megazero.launch import node
-from megazero.launch.channel import stream_channel
+from megazero.errors import ConfigError, LaunchError
+from megazero.launch import meeting, secret
+from megazero.launch.channel import open_port_at, stream_channel
 from megazero.launch.hosts import Host
 from megazero.launch.job import Job, Script
-from megazero.launch.node import in_runs
+from megazero.launch.meeting import in_runs
 from tests.launch.cluster import WHY_NOT, Cluster, Launch, free_ports, has_sshd, is_alive, processes_of, until
 from tests.launch.programs import SHOW, WAIT
 
@@ -31,7 +32,7 @@ def nodes(tmp_path):
     def start(rank: int, count: int, *words: str) -> Launch:
         place = ["--no-ssh", "--num-nodes", str(count), "--node-rank", str(rank), "--num-gpus", "2"]
         meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port), "--grace", "0.3"]
-        started.append(Launch([*place, *meeting, *words], tmp_path, {}))
+        started.append(Launch([*place, *meeting, *words], tmp_path, {"HOME": str(tmp_path)}))
         return started[-1]
 
     yield start
@@ -48,40 +49,153 @@ def test_runs_of_numbers(numbers, text):
     assert in_runs(numbers) == text
 
 
-def test_node_0_names_the_nodes_that_have_not_come(monkeypatch, capsys):
-    """A node that goes away before all have come is missing again."""
-    monkeypatch.setattr(node, "_NEWS", 0.2)
-    launch = Job("key", tuple(Host(f"node {rank}", (0,)) for rank in range(6)), Script(("x",), {}, "."))
-    (port,) = free_ports(1)
+SECRET = b"only the nodes know"
 
-    writers = {}
 
-    async def come(rank: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        hello = {"node": rank, "nodes": 6, "world": 6, "word": "word", "host": f"h{rank}"}
-        await stream_channel(reader, writer).send("hello", **hello)
-        writers[rank] = writer
+class Lobby:
+    """Node 0's wait for six nodes, and connections to it."""
 
-    async def meet() -> list[str]:
-        meeting = node.Meeting(launch, "word", ("10.0.0.1", port))
-        gathering = asyncio.create_task(meeting.gather())
-        await asyncio.sleep(0.1)
-        await come(0)
-        await come(4)
-        await asyncio.sleep(0.2)
-        writers[4].close()
-        await asyncio.sleep(0.2)
-        for rank in (1, 2, 3, 4, 5):
-            await come(rank)
-        links = await asyncio.wait_for(gathering, 5)
-        meeting.close()
+    def __init__(self) -> None:
+        self.job = Job("key", tuple(Host(f"node {rank}", (0,)) for rank in range(6)), Script(("x",), {}, "."))
+        self.meeting = meeting.Meeting(self.job, SECRET, ("10.0.0.1", 1))
+        self.door = open_port_at("127.0.0.1", 0)
+        self.gathering = asyncio.create_task(self.meeting.gather(self.door))
+        self.writers = []
+
+    async def connect(self):
+        reader, writer = await asyncio.open_connection(*self.door.getsockname()[:2])
+        self.writers.append(writer)
+        return reader, writer
+
+    async def come(self, rank: int, secret: bytes = SECRET, **claims) -> asyncio.StreamWriter:
+        reader, writer = await self.connect()
+        facts = {"node": rank, "nodes": 6, "world": 6, "host": f"h{rank}", **claims}
+        await meeting._introduce(stream_channel(reader, writer), secret, facts)
+        return writer
+
+    async def all_come(self) -> list[str]:
+        for rank in range(6):
+            if rank not in self.meeting._links:
+                await self.come(rank)
+        links = await asyncio.wait_for(self.gathering, 5)
+        self.meeting.close()
+        for writer in self.writers:
+            writer.close()
         return [link.name for link in links]
 
-    assert asyncio.run(meet()) == ["h0", "h1", "h2", "h3", "h4", "h5"]
+
+EVERYBODY = [f"h{rank}" for rank in range(6)]
+
+
+def test_node_0_names_the_nodes_that_have_not_come(monkeypatch, capsys):
+    """A node that goes away before all have come is missing again."""
+    monkeypatch.setattr(meeting, "_NEWS", 0.2)
+
+    async def meet() -> list[str]:
+        lobby = Lobby()
+        await lobby.come(0)
+        leaving = await lobby.come(4)
+        await asyncio.sleep(0.3)
+        leaving.close()
+        await asyncio.sleep(0.2)
+        return await lobby.all_come()
+
+    assert asyncio.run(meet()) == EVERYBODY
     text = capsys.readouterr().err
-    assert f"node 0 waits at 10.0.0.1:{port} for 4 of 6 nodes: 1-3, 5" in text
+    assert "node 0 waits at 10.0.0.1:1 for 4 of 6 nodes: 1-3, 5" in text
     assert "node 4 on h4 has gone; it may come again" in text
     assert "for 5 of 6 nodes: 1-5" in text
+
+
+def test_a_stranger_neither_ends_a_launch_nor_takes_a_seat(monkeypatch, capsys, caplog):
+    """One line from anyone ended it; `"node": -3` took a seat, and `{"kind":"hello"}` left a traceback."""
+    monkeypatch.setattr(meeting, "_INTRODUCTION", 0.3)
+    claims = {"node": 1, "nodes": 6, "world": 6, "host": "h\x1b[31m", "nonce": "n", "proof": "0" * 64}
+    lines = [
+        b"",
+        b"\xff\x00\x1b]0;title\x07 GET / HTTP/1.1\n",
+        b'{"kind":"hello"}\n',
+        b'{"kind":"node"}\n',
+        b"[" * 60_000 + b"\n",
+        b"x" * 200_000,
+        *(
+            json.dumps({"kind": "node", **claims, **more}).encode() + b"\n"
+            for more in ({}, {"host": "h"}, {"node": -3}, {"node": True}, {"host": 5}, {"proof": "\ud800"})
+        ),
+    ]
+
+    async def meet() -> list[str]:
+        lobby = Lobby()
+        for line in lines:
+            _, writer = await lobby.connect()
+            writer.write(line)
+        with pytest.raises(LaunchError, match="must know the secret of node 0, but has another one"):
+            await lobby.come(2, secret=b"a secret of another launch")
+        await asyncio.sleep(0.5)
+        assert lobby.meeting._links == {}
+        assert lobby.meeting._problem is None
+        return await lobby.all_come()
+
+    assert asyncio.run(meet()) == EVERYBODY
+    text = capsys.readouterr().err
+    assert "8 connections without the launch's secret left out, the last from 127.0.0.1" in text
+    assert text.replace("\n", "").isprintable()
+    assert caplog.text == ""
+
+
+def test_a_node_does_not_obey_a_stranger_in_the_place_of_node_0():
+    """It hears a challenge, answers, and is not shown the proof that only node 0 can give."""
+
+    async def pretend(answer: dict) -> bool:
+        async def serve(reader, writer):
+            channel = stream_channel(reader, writer)
+            await channel.send("challenge", nonce="n")
+            proof = (await channel.receive())["proof"]
+            await channel.send(**{"kind": "welcome", "proof": proof, **answer})
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        facts = {"node": 1, "nodes": 6, "world": 6, "host": "h1"}
+        try:
+            return await meeting._introduce(stream_channel(reader, writer), SECRET, facts)
+        finally:
+            writer.close()
+            server.close()
+
+    for answer in ({}, {"kind": "bye", "status": 0, "again": False}, {"kind": "start"}):
+        assert not asyncio.run(pretend(answer))
+
+
+def test_node_0_listens_at_the_masters_address_alone(capsys):
+    """It listened on all of them."""
+    door, here = meeting.open_door(("127.0.0.2", 0))
+    with door:
+        assert (door.getsockname()[0], here) == ("127.0.0.2", "127.0.0.2")
+    door, here = meeting.open_door(("192.0.2.7", 0))  # a gateway's
+    with door:
+        assert here == "localhost"
+    assert "192.0.2.7 is no address of this machine" in capsys.readouterr().err
+
+
+def test_a_secret_is_made_once_for_its_owner_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert secret.known_secret({}) is None
+    made, is_new = secret.made_secret({})
+    file = secret.secret_file()
+    assert is_new
+    assert len(made) == 64
+    assert (file.stat().st_mode & 0o777, list(file.parent.iterdir())) == (0o600, [file])
+    assert secret.made_secret({}) == (made, False)
+    assert secret.known_secret({secret.SECRET: "another, of this launch"}) == b"another, of this launch"
+    with pytest.raises(ConfigError, match="at least 16 characters"):
+        secret.known_secret({secret.SECRET: "short"})
+    file.chmod(0o640)
+    with pytest.raises(ConfigError, match="its owner alone"):
+        secret.known_secret({})
+    file.rename(tmp_path / "moved")
+    file.symlink_to(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        secret.known_secret({})
 
 
 @pytest.mark.slow

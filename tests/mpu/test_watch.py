@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +48,42 @@ def test_a_log_is_read_from_outside_and_keeps_the_latest(tmp_path):
     assert log.records()[-1].state is CallState.DONE
     log.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_logs_of_killed_processes_do_not_stay(tmp_path):
+    """A job whose ranks were all killed left its files in the temporary folder for ever."""
+    living, killed, latest = (CallLog(str(tmp_path)) for _ in range(3))
+    for log in (killed, latest):
+        log._ring.close()  # as the system does with what a process has mapped
+    for log in (living, killed):
+        os.utime(log.path, (0, 0))
+    others = [tmp_path / "megazero-calls-text", tmp_path / "megazero-calls-link"]
+    others[0].write_text("not a log")
+    others[1].symlink_to(killed.path)
+    new = CallLog(str(tmp_path))
+    kept = {living.path, latest.path, new.path, *map(str, others)}
+    assert set(map(str, tmp_path.iterdir())) == kept
+
+
+def test_a_note_cannot_have_a_file_read_or_removed_that_is_no_log(tmp_path):
+    """Who reaches the store says where a rank's log is; any file of the right length was removed."""
+    size = Path(CallLog(str(tmp_path)).path).stat().st_size
+    weights = tmp_path / "weights.bin"
+    weights.write_bytes(bytes(size))
+    link = tmp_path / "megazero-calls-link"
+    link.symlink_to(weights)
+    job_notes = Notes()
+    for rank, note in enumerate(
+        [["here", str(weights)], ["here", str(link)], ["here", "/dev/zero"], ["here", 7], 5, {"a": "b"}]
+    ):
+        job_notes.post(f"log/{rank}", json.dumps(note))
+    job_notes.post("log/6", "\udcff[")
+    inquest = FailureDiagnosis(job_notes, 7, 8, 0.1)
+    inquest._host = "here"
+    inquest._speak_for(list(range(7)))
+    assert all(job_notes.read(f"report/{rank}") is None for rank in range(7))
+    assert weights.exists()
+    assert link.is_symlink()
 
 
 def test_a_call_is_placed_where_it_was_made_and_by_whom(tmp_path):

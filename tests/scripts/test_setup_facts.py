@@ -26,12 +26,13 @@ def installed(monkeypatch):
     [
         (None, ""),
         ("2.8.0", ""),
-        ("2.9.0", "2.9.0"),
+        ("2.9.1", ""),
+        ("2.10.0", "2.10.0"),
         ("2.11.0+cu130", "2.11.0+cu130"),
         ("2.13.0a0+git1", "2.13.0a0+git1"),
     ],
 )
-def test_a_torch_from_2_9_on_is_kept(installed, found, usable):
+def test_a_torch_from_2_10_on_is_kept(installed, found, usable):
     installed(torch=found)
     assert setup_facts.torch() == usable
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box, gaps_or_overlaps
 from megazero.checkpoint.disk import Disk
+from megazero.checkpoint.megatron.pickles import reason_of
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import SHARD_BYTES, deal
 from megazero.errors import CheckpointError, DamagedCheckpointError
@@ -245,7 +246,7 @@ def read_array(folder: Path, array: SavedArray, box: Box) -> Tensor:
         except Exception as error:  # a damaged pickle can fail in any way
             raise DamagedCheckpointError(
                 f"`{path}` must hold a tensor {list(saved.box.shape)} at byte {saved.start}, but does not: "
-                f"{type(error).__name__}: {error}; copy it again"
+                f"{reason_of(error)}; copy it again"
             ) from error
     return whole
 

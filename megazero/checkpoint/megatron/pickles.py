@@ -121,14 +121,21 @@ def load_pickle(
     except pickle.UnpicklingError as error:
         named = _NAMED.search(str(error))
         if named is None:
-            raise _damaged(path, _REASON.split(str(error))[-1].partition("\n")[0]) from error
+            raise _damaged(path, reason_of(error)) from error
         name = named[1] if "." in named[1] else f"builtins.{named[1]}"
         raise CheckpointError(
             f"`{path}` must hold only tensors and plain values, but names {name}, which was not called; "
             + remedy.format(name)
         ) from error
     except Exception as error:  # a damaged pickle can fail in any way
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
+        raise _damaged(path, reason_of(error)) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file could not be read, without torch's advice to read it without restrictions."""
+    if isinstance(error, pickle.UnpicklingError):
+        return _REASON.split(str(error))[-1].partition("\n")[0]
+    return f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -144,7 +151,7 @@ def parsed(path: Path, what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise DamagedCheckpointError(
-            f"`{path}` must hold {what}, but does not: {type(error).__name__}: {error}; copy it again"
+            f"`{path}` must hold {what}, but does not: {reason_of(error)}; copy it again"
         ) from error
 
 

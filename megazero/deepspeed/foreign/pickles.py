@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megazero.checkpoint.megatron.pickles import KEPT, SafeGlobal, load_pickle
-from megazero.errors import CheckpointError
+from megazero.checkpoint.megatron.pickles import KEPT, SafeGlobal, load_pickle, parsed, reason_of
+from megazero.errors import CheckpointError, DamagedCheckpointError
 
 TRUST = "MEGAZERO_TRUST_PICKLE"
 REMEDY = f"if you trust who wrote it, set {TRUST}=1 in the environment, which lets it run any code"
@@ -37,9 +37,10 @@ def load_states(path: Path) -> Any:
         CheckpointError: it names a class that is not known, which was not called.
         DamagedCheckpointError: it cannot be read.
     """
-    if trusts_pickle():
+    if not trusts_pickle():
+        return load_pickle(path, known=_known(), remedy=REMEDY)
+    with parsed(path, "what torch can load"):
         return torch.load(path, map_location="cpu", weights_only=False)
-    return load_pickle(path, known=_known(), remedy=REMEDY)
 
 
 def dump_object(value: Any, name: str) -> torch.Tensor:
@@ -66,17 +67,17 @@ def load_object(content: torch.Tensor, name: str) -> Any:
         CheckpointError: it is of a class that is not known, and the environment does not trust it.
     """
     file = io.BytesIO(content.numpy().tobytes())
-    if trusts_pickle():
-        return torch.load(file, map_location="cpu", weights_only=False)
     try:
         with torch.serialization.safe_globals(_known()):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=not trusts_pickle())
     except pickle.UnpicklingError as error:
         named = str(error).partition("GLOBAL ")[2].partition(" ")[0] or "unknown"
         raise CheckpointError(
             f"`{name}` must hold only plain values and tensors, but holds an object of another class "
             f"({named}), which was not made; {REMEDY}"
         ) from error
+    except Exception as error:  # a damaged pickle can fail in any way
+        raise DamagedCheckpointError(f"`{name}` must be what torch can load: {reason_of(error)}") from error
 
 
 def _known() -> list[SafeGlobal]:

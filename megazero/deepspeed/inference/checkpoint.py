@@ -8,13 +8,15 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from megazero.checkpoint.megatron.pickles import parsed
+from megazero.deepspeed.foreign.pickles import load_states
 from megazero.deepspeed.tensor_parallel.whole import fill
 from megazero.errors import CheckpointError
 from megazero.mpu.group import Group
+from megazero.regular_file import read_regular_text
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
@@ -43,9 +45,10 @@ def checkpoint_files(checkpoint: str | Mapping[str, Any], base_dir: str = "") ->
         if path.suffix != ".json":
             return [path]
         folder = folder if base_dir else path.parent
-        checkpoint = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(checkpoint, Mapping) and "weight_map" in checkpoint:
-            return sorted({path.parent / name for name in checkpoint["weight_map"].values()})
+        with parsed(path, "a list of files"):
+            checkpoint = json.loads(read_regular_text(path))
+            if isinstance(checkpoint, Mapping) and "weight_map" in checkpoint:
+                return sorted({path.parent / name for name in checkpoint["weight_map"].values()})
     if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get("checkpoints"), list):
         raise CheckpointError(
             "`checkpoint` must list the files of whole weights as `checkpoints`, but does not; give a "
@@ -64,8 +67,9 @@ def checkpoint_files(checkpoint: str | Mapping[str, Any], base_dir: str = "") ->
 def _in_folder(folder: Path) -> list[Path]:
     for name in _INDEXES:
         if (folder / name).is_file():
-            weights = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"]
-            return sorted({folder / file for file in weights.values()})
+            with parsed(folder / name, "an index of weights"):
+                weights = json.loads(read_regular_text(folder / name))["weight_map"]
+                return sorted({folder / file for file in weights.values()})
     for name in _WHOLE:
         if (folder / name).is_file():
             return [folder / name]
@@ -79,20 +83,20 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def _tensors(path: Path) -> Generator[tuple[str, Tensor], None, None]:
-    """Name and value of each tensor in a file; nothing is unpickled but tensors.
+    """Name and value of each tensor in a file, read as `load_states` does.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: the file names a class that is not known, or cannot be read.
     """
-    try:
+    with parsed(path, "weights"):
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118  # no dict
         else:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            yield from state.get("module", state).items()
-    except (OSError, RuntimeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"`{path}` cannot be read as weights: {error}") from error
+            state = load_states(path)
+            for name, value in state.get("module", state).items():
+                if isinstance(value, Tensor):
+                    yield name, value
 
 
 def load_weights(model: nn.Module, files: list[Path], group: Group) -> None:

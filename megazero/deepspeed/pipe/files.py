@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megazero.deepspeed.foreign.pickles import load_states
 from megazero.deepspeed.pipe.grid import PipelineParallelGrid
 from megazero.deepspeed.zero import GatheredParameters
 from megazero.errors import CheckpointError
@@ -86,16 +87,13 @@ class LayerFiles:
                 raise CheckpointError(
                     f"`{path}` must hold layer {self._local_start + place}, but is not there; check it"
                 )
-            try:
-                state = torch.load(path, map_location="cpu", weights_only=True)
-            except (RuntimeError, EOFError, OSError, ValueError) as error:
-                raise CheckpointError(f"`{path}` cannot be read: {error}") from error
+            state = load_states(path)
             params: Sequence[nn.Parameter] = list(layer.parameters())
             source = self._grid.context.replica.ranks[0]
             with GatheredParameters(params, modifier_rank=source):
                 try:
                     layer.load_state_dict(state, strict=strict)
-                except RuntimeError as error:
+                except (RuntimeError, TypeError) as error:
                     raise CheckpointError(f"`{path}` must fit its layer, but does not: {error}") from error
         self._copy_ties()
 

@@ -6,11 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from megazero.errors import CommunicationError
+from megazero.errors import CommunicationError, printable
 from megazero.mpu.tree import pause_of
 from megazero.mpu.watch.diagnose import diagnose, render, standing
 from megazero.mpu.watch.job_notes import JobNotes
@@ -20,6 +21,8 @@ from megazero.mpu.watch.report import Alarm, Report
 _LOOK = 0.1
 _MOST_LOOKS = 10_000  # of all ranks in a second
 _SECOND_CALL = 2.0
+_SENSELESS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+"""What reading a note raises that no rank has left."""
 _NOBODY: Mapping[int, str] = MappingProxyType({})
 
 
@@ -111,8 +114,9 @@ class FailureDiagnosis:
             self.job_notes.post(f"report/{self.rank}", report.to_json())
             if (summary := self.job_notes.read("summary")) is not None:
                 return self._end_with(summary)
-            known = json.loads(self.job_notes.read("still") or "{}")
-            still = {int(rank): text for rank, text in known.items() if int(rank) != self.rank}
+            with suppress(*_SENSELESS):
+                known = json.loads(self.job_notes.read("still") or "{}")
+                still = {int(rank): str(text) for rank, text in known.items() if int(rank) != self.rank}
             lower = any(rank not in still for rank in range(self.rank))
             return self._await(still) if lower else self._collect(self.grace, still)
         except CommunicationError as error:
@@ -138,7 +142,8 @@ class FailureDiagnosis:
                     return self._end_with(summary)
                 if not asked and (wanted := self.job_notes.read("wanted")) is not None:
                     asked = True
-                    self._speak_for(json.loads(wanted))
+                    with suppress(*_SENSELESS):
+                        self._speak_for(json.loads(wanted))
                 time.sleep(pause_of(_LOOK, self.world_size, _MOST_LOOKS))
             if all(self.job_notes.read(f"report/{rank}") is None for rank in range(self.rank)):
                 return self._collect(0.0, still)
@@ -178,7 +183,8 @@ class FailureDiagnosis:
         while True:
             for rank in range(self.world_size):
                 if rank not in reports and (text := self.job_notes.read(f"report/{rank}")) is not None:
-                    reports[rank] = Report.from_json(text)
+                    with suppress(*_SENSELESS):
+                        reports[rank] = Report.from_json(text)
             if all(rank in reports for rank in expected) or time.monotonic() >= deadline:
                 return
             time.sleep(_LOOK)
@@ -186,13 +192,12 @@ class FailureDiagnosis:
     def _speak_for(self, silent: list[int]) -> None:
         """Post reports for those of the `silent` ranks whose logs are on this host."""
         for rank in silent:
-            note = self.job_notes.read(f"log/{rank}")
-            host, path = json.loads(note) if note else ("", None)
-            if host != self._host or path is None:
-                continue
             try:
+                host, path = json.loads(self.job_notes.read(f"log/{rank}") or '["", null]')
+                if host != self._host or path is None:
+                    continue
                 calls = tuple(read_log(path))
-            except FileNotFoundError:  # another process has read it, or its owner ended cleanly
+            except (OSError, *_SENSELESS):  # another process has read it, or its owner ended cleanly
                 continue
             report = Report(rank, host, time.time(), Alarm.TOLD, "", {}, calls, (), alive=False)
             self.job_notes.post(f"report/{rank}", report.to_json())
@@ -201,5 +206,5 @@ class FailureDiagnosis:
 
 def _say(text: str) -> None:
     """Print `text` in one piece, so that processes sharing a terminal do not break up each other's lines."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(printable(text, "\n\t") + "\n")  # notes are what anyone says who reaches the store
     sys.stderr.flush()

@@ -107,7 +107,10 @@ class Heartbeat:
         silent = self._clock - heard.since
         if heard.text == _LEFT or silent < self.patience:
             return None
-        where = json.loads(heard.text)[1]
+        try:
+            where = json.loads(heard.text)[1]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            where = "which says nothing of itself"
         return (
             f"rank {rank} ({where}) has given no sign of life for {silent:.0f} s: it is stopped, dead or out "
             "of reach"

@@ -92,7 +92,7 @@ class StoreJobNotes(JobNotes):
         def read() -> list[str | None]:
             there = keys if store.check(keys) else [key for key in keys if keys[1:] and store.check([key])]
             texts = dict(zip(there, store.multi_get(there) if there else (), strict=True))
-            return [texts[key].decode() if key in texts else None for key in keys]
+            return [texts[key].decode(errors="replace") if key in texts else None for key in keys]
 
         return self._ask(read)
 

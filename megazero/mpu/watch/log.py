@@ -7,24 +7,30 @@ NCCL.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import mmap
 import os
+import stat
 import struct
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
 import torch
 
+from megazero.file_lock import try_lock
 from megazero.mpu.grid import Ranks
 from megazero.mpu.group import Work
 from megazero.mpu.watch.report import CallPlace, CallRecord, CallState, Operation
 
+_PREFIX = "megazero-calls-"
+_READ_WITHIN = 600.0  # seconds in which other ranks read the log of a dead one
 SLOTS = 256
 _SLOT_BYTES = 640
 _HEADER = struct.Struct("<qqdBH")  # serial number, sequence number, start, state, bytes of text
@@ -102,8 +108,10 @@ class CallLog:
         if folder is None:
             self._ring = mmap.mmap(-1, size)
             return
-        handle, path = tempfile.mkstemp(prefix="megazero-calls-", dir=folder)
+        remove_orphans(folder)
+        handle, path = tempfile.mkstemp(prefix=_PREFIX, dir=folder)
         try:
+            try_lock(handle)  # the mapping holds it, and the system lets go of it with this process
             # The file is written, not just sized: a full disk is an error here, but would be a SIGBUS later.
             os.write(handle, bytes(size))
             self._ring = mmap.mmap(handle, size)
@@ -185,8 +193,46 @@ class CallLog:
 
 
 def read_log(path: str) -> list[CallRecord]:
-    """The calls that another process, possibly dead, recorded in its file, oldest first."""
-    return sorted(_decode(Path(path).read_bytes()), key=lambda record: record.serial)
+    """The calls that another process, possibly dead, recorded in its file, oldest first.
+
+    Raises:
+        OSError: it is not there, or is no log of this user's: its path is what others say.
+        ValueError, LookupError: it is damaged.
+    """
+    handle = _open_own(path)
+    try:
+        return sorted(_decode(os.read(handle, SLOTS * _SLOT_BYTES)), key=lambda record: record.serial)
+    finally:
+        os.close(handle)
+
+
+def remove_orphans(folder: str) -> None:
+    """Remove the logs of this user's dead processes that nobody has read: all ranks of a job were killed."""
+    for path in Path(folder).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # somebody else's, or gone, or its process lives
+            handle = _open_own(str(path))
+            try:
+                old = os.fstat(handle).st_mtime < time.time() - _READ_WITHIN
+                if old and try_lock(handle):
+                    os.unlink(path)
+            finally:
+                os.close(handle)
+
+
+def _open_own(path: str) -> int:
+    """Open a log.
+
+    Raises:
+        OSError: it is not there, or it is no log of this user's.
+    """
+    if not Path(path).name.startswith(_PREFIX):
+        raise OSError(errno.EINVAL, "it is no log", path)
+    handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
+    facts = os.fstat(handle)
+    if stat.S_ISREG(facts.st_mode) and facts.st_size == SLOTS * _SLOT_BYTES and facts.st_uid == os.getuid():
+        return handle
+    os.close(handle)
+    raise OSError(errno.EINVAL, "it is no log", path)
 
 
 def callers(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:

@@ -142,6 +142,29 @@ def test_files_of_layers_load_on_other_stages(tmp_path, zero):
         on_stages(2, 1, load)
 
 
+def test_a_file_of_a_layer_that_names_code_is_refused_by_that_name(tmp_path):
+    """torch's own message advised to let it run."""
+
+    def load(context):
+        engine = engine_of(context, settings(0))
+        engine.module.save_state_dict(tmp_path)
+        path = tmp_path / "layer_01-model_states.pt"
+        torch.save({"weight": CallsPrint()}, path)
+        with pytest.raises(CheckpointError, match="names builtins.print, which was not called") as refusal:
+            engine.module.load_state_dir(tmp_path)
+        assert "weights_only" not in str(refusal.value)
+        torch.save(["weight"], path)
+        with pytest.raises(CheckpointError, match="must fit its layer"):
+            engine.module.load_state_dir(tmp_path)
+
+    solo(load)
+
+
+class CallsPrint:
+    def __reduce__(self):
+        return print, ("a file has run code",)
+
+
 def test_the_whole_model_is_saved_in_16_bits(tmp_path):
     def work(context):
         engine = engine_of(context, settings(1, bf16={"enabled": True}))
