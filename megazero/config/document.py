@@ -35,7 +35,7 @@ class Document:
     Attributes:
         settings: one for each field that any of them sets.
         problems: why they are refused.
-        broken: paths of the fields whose value could not be read; all of them where no part of a file could be.
+        broken: paths of the fields whose value could not be read: all of them, if no part of a file could be.
         unknown: how many keys of the file are unknown.
         repeated: how many are given again.
     """

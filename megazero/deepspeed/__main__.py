@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _report(error: Exception) -> int:
-    """Report an error of the script without the frames that led to it; returns Python's exit status for it."""
+    """Report a script's error without the frames that led to it; returns the status that Python gives."""
     trace = error.__traceback__
     while trace is not None and _leads_to_script(trace.tb_frame):
         trace = trace.tb_next
