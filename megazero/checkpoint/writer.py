@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.safetensors_header import DTYPES, NAME_OF_DTYPE
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.errors import CheckpointError
+from megazero.zero.store.host import available_memory
 
 Item = TypeVar("Item")
 
@@ -175,11 +177,13 @@ def write_checkpoint(
         shard_bytes: the size at which another file is begun.
 
     Raises:
-        CheckpointError: another job writes there, or the disk cannot be written.
+        CheckpointError: another job writes there, or the disk cannot be written, or there is no room for the
+            whole on the disk or for one tensor in memory.
     """
     disk, directory = disk or Disk(), Path(directory)
     shards = _shards(tensors, shard_bytes)
     try:
+        _check_room(directory, [size_of(item) for shard in shards.values() for item in shard])
         disk.make_parents(directory)
         lock = WriterLock(directory)
         try:
@@ -205,6 +209,20 @@ def write_checkpoint(
         raise CheckpointError(f"`{directory}` must be written, but cannot be: {error}") from error
 
 
+def _check_room(directory: Path, sizes: Sequence[int]) -> None:
+    """Raise CheckpointError if the tensors, of these sizes in bytes, have no room; nothing is touched."""
+    above = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    for where, what, needed, free in (
+        (f"the disk of `{directory}`", "the checkpoint", sum(sizes), shutil.disk_usage(above).free),
+        ("memory", "the largest tensor", max(sizes, default=0), available_memory()),
+    ):
+        if needed > free:
+            raise CheckpointError(
+                f"{where} must have {needed / 2**30:,.1f} GiB free for {what}, but has {free / 2**30:,.1f}; "
+                "make room, or write less"
+            )
+
+
 def _write_shard(disk: Disk, path: Path, shard: Sequence[tuple[Key, Later]]) -> Written:
     record = write_tensors(disk, path, ((str(key), later) for key, later in shard))
     entries = [
@@ -223,10 +241,6 @@ def _weight_map(written: Iterable[Written]) -> bytes:
 
 def _shards(tensors: Iterable[tuple[Key, Later]], shard_bytes: int) -> dict[str, list[tuple[Key, Later]]]:
     """File name -> the tensors in it, of one sort and at most `shard_bytes` in all, or one larger tensor."""
-
-    def size_of(item: tuple[Key, Later]) -> int:
-        return Box.whole(item[1].shape).numel * item[1].dtype.itemsize
-
     sorts: dict[str, list[tuple[Key, Later]]] = {"model": [], "optimizer": []}
     for item in tensors:
         sorts[sort_of(item[0])].append(item)
@@ -236,6 +250,11 @@ def _shards(tensors: Iterable[tuple[Key, Later]], shard_bytes: int) -> dict[str,
         for shards in [deal(mine, size_of, shard_bytes)]
         for number, shard in enumerate(shards)
     }
+
+
+def size_of(item: tuple[Key, Later]) -> int:
+    """The bytes of a tensor that is still to be made."""
+    return Box.whole(item[1].shape).numel * item[1].dtype.itemsize
 
 
 def later_weights(source: Source) -> Iterator[tuple[Key, Later]]:

@@ -32,7 +32,7 @@ def command(flags: argparse.Namespace) -> list[str]:
     """The command line that runs the script on so many ranks.
 
     Raises:
-        ConfigError: there would be no rank.
+        ConfigError: there would be no rank, or there is no script.
     """
     own = ["-m", "megazero.deepspeed"]
     if flags.num_gpus is not None and not flags.no_local_rank:
@@ -43,6 +43,10 @@ def command(flags: argparse.Namespace) -> list[str]:
         return [sys.executable, *own, *script]
     if count < 1:
         raise ConfigError(f"the number of ranks must be at least 1, but is {count}; correct it")
+    if not (flags.module or os.path.exists(flags.script)):  # or each rank would say so, and then the launcher
+        raise ConfigError(
+            f"the script must be a file, but there is no {os.path.abspath(flags.script)}; correct it"
+        )
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
     return [sys.executable, *launcher, *own, *script]
 

@@ -35,7 +35,7 @@ class Document:
     Attributes:
         settings: one for each field that any of them sets.
         problems: why they are refused.
-        broken: paths of the fields whose value could not be read.
+        broken: paths of the fields whose value could not be read: all of them, if no part of a file could be.
         unknown: how many keys of the file are unknown.
         repeated: how many are given again.
     """
@@ -80,10 +80,19 @@ def _read_file(path: str, what: str, above: tuple[Path, ...]) -> Document:
     try:
         text = bounded_text(path)
     except OSError as error:
-        return Document(problems=[f"{what} must name a readable file, but {path}: {why_unreadable(error)}."])
+        return _unread(f"{what} must name a readable file, but {path}: {why_unreadable(error)}.")
     except UnicodeDecodeError as error:
-        return Document(problems=[f"{what} must name a UTF-8 file, but {path} has {error.reason}."])
+        return _unread(
+            f"{what} must name a UTF-8 file, but {path} has {error.reason} at byte {error.start + 1}."
+        )
+    if not text.strip():
+        return _unread(f"{what} must name a file with settings, but {path} is empty.")
     return _read_text(text, path, (*above, Path(path).resolve()))
+
+
+def _unread(problem: str) -> Document:
+    """A file of which nothing is known: nothing that a field is, or is not, is then a reason to refuse it."""
+    return Document(problems=[problem], broken=set(FIELD_BY_PATH))
 
 
 def _read_text(text: str, name: str, above: tuple[Path, ...]) -> Document:
@@ -93,17 +102,17 @@ def _read_text(text: str, name: str, above: tuple[Path, ...]) -> Document:
         root = loader.get_single_node()
         fault = None if root is None else expansion_fault(root)
         if fault is not None:
-            document.problems.append(f"{name}: the document must {fault}.")
-        elif root is not None:
-            for entry in _entries(document, root, name, "the document"):
+            return _unread(f"{name}: the document must {fault}.")
+        if root is not None:
+            for entry in _entries(document, root, name):
                 if entry.key == BASE:
                     base = _base_of(document, entry, name)
                 else:
                     _read_section(document, loader, entry, name)
     except yaml.YAMLError as error:
-        document.problems.append(_syntax_problem(error, name))
+        return _unread(_syntax_problem(error, name))
     except RecursionError:
-        document.problems.append(f"{name}: the document must not be nested this deeply.")
+        return _unread(f"{name}: the document must not be nested this deeply.")
     rest = [*document.unknown.rest(), *document.repeated.rest()]
     document.problems += [f"{name}: {line}" for line in rest]
     if base is None:
@@ -130,18 +139,22 @@ def _base_of(document: Document, entry: _YamlKey, name: str) -> tuple[Path, str]
 
 def _syntax_problem(error: yaml.YAMLError, name: str) -> str:
     mark = getattr(error, "problem_mark", None)
-    where = f"{name}:{mark.line + 1}" if mark else name
+    where = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
     reason = getattr(error, "problem", None) or " ".join(str(error).split())
-    return f"{where}: the document must be valid YAML, but {reason}."
+    return f"{where}: the document must be valid YAML, but is not: {reason}."
 
 
-def _entries(document: Document, node: yaml.Node, name: str, what: str) -> Iterator[_YamlKey]:
-    """The entries of a mapping; repeated keys, and a node that is not a mapping, are problems."""
+def _entries(
+    document: Document, node: yaml.Node, name: str, section: str | None = None
+) -> Iterator[_YamlKey]:
+    """The entries of the document or a section; repeated keys, and what is no mapping, are problems."""
     if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null":
         return
     where = f"{name}:{node.start_mark.line + 1}"
     if not isinstance(node, yaml.MappingNode) or node.tag != "tag:yaml.org,2002:map":
+        what = "the document" if section is None else f"`{section}`"
         document.problems.append(f"{where}: {what} must be a mapping of names to values.")
+        document.broken |= {spec.path for spec in FIELDS if section in (None, spec.section)}
         return
     seen: dict[Any, int] = {}
     for key_node, value_node in node.value:
@@ -162,7 +175,7 @@ def _read_section(document: Document, loader: yaml.SafeLoader, entry: _YamlKey, 
     if entry.key not in SECTIONS:
         document.unknown.add(document.problems, partial(_unknown_key, entry, name))
         return
-    for item in _entries(document, entry.node, name, f"`{entry.key}`"):
+    for item in _entries(document, entry.node, name, entry.key):
         spec = FIELD_BY_PATH.get(f"{entry.key}.{item.key}")
         if spec is None:
             document.unknown.add(document.problems, partial(_unknown_key, item, name, entry.key))

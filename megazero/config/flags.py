@@ -248,6 +248,7 @@ def _read_command(result: Scan, name: str, inline: list[str], following: list[st
 def _read_file_name(result: Scan, name: str, values: list[str], earlier: str | None) -> str | None:
     if not values or not values[0]:
         result.problems.append(f"`{name}` must be followed by a file, but no value follows.")
+        result.broken |= FIELD_BY_PATH.keys()
         return earlier
     if earlier is not None:
         result.problems.append(f"`{name}` must be given once, but is given as {earlier} and {values[0]}.")

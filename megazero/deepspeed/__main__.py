@@ -1,7 +1,8 @@
 """``python -m megazero.deepspeed [--local_rank] [-m] SCRIPT ...``: a rank of a script, with our `deepspeed`.
 
 `--local_rank` gives the script that argument with the number in the environment's `LOCAL_RANK`, as
-DeepSpeed's launcher does. The process is as if ``python SCRIPT ...`` had started it.
+DeepSpeed's launcher does. The process is as if ``python SCRIPT ...`` had started it, to what it says and
+returns where the script cannot be run or raises.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import os
 import runpy
 import sys
+from types import FrameType
 
 from megazero.deepspeed.surface import install
 
@@ -25,11 +27,36 @@ def main() -> None:
     added = [f"--local_rank={os.environ.get('LOCAL_RANK', 0)}"] if flags.local_rank else []
     sys.argv[:] = [flags.script, *added, *flags.arguments]
     install()
-    if flags.module:
-        runpy.run_module(flags.script, run_name="__main__", alter_sys=True)
+    try:
+        if flags.module:
+            runpy.run_module(flags.script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[: sys.path[0] == os.getcwd()] = [os.path.dirname(os.path.abspath(flags.script))]
+            runpy.run_path(flags.script, run_name="__main__")
+    except Exception as error:
+        sys.exit(_report(error))
+
+
+def _report(error: Exception) -> int:
+    """Report a script's error without the frames that led to it; returns the status that Python gives."""
+    trace = error.__traceback__
+    while trace is not None and _leads_to_script(trace.tb_frame):
+        trace = trace.tb_next
+    if trace is None and isinstance(error, OSError):
+        why = f"a file that can be read, but {error.filename}: {error.strerror}"
+        print(f"error: the script must be {why}.", file=sys.stderr)
+        return 2
+    if trace is None and isinstance(error, ImportError):
+        print(f"error: the script must be one that can be run, but {error}.", file=sys.stderr)
     else:
-        sys.path[: sys.path[0] == os.getcwd()] = [os.path.dirname(os.path.abspath(flags.script))]
-        runpy.run_path(flags.script, run_name="__main__")
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    return 1
+
+
+def _leads_to_script(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("runpy", "importlib") or (
+        frame.f_globals is globals()
+    )
 
 
 if __name__ == "__main__":

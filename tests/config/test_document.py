@@ -74,7 +74,8 @@ logging:
         ),
         (
             "model: {a: [}",
-            "f.yaml:1: the document must be valid YAML, but expected the node content, but found '}'.",
+            "f.yaml:1:13: the document must be valid YAML, but is not: "
+            "expected the node content, but found '}'.",
         ),
         (
             "checkpoint:\n  save: 2026-99-99",

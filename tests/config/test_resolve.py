@@ -78,6 +78,33 @@ def test_every_kind_of_problem_in_one_report(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_that_cannot_be_read_is_the_only_reason(tmp_path: Path) -> None:
+    """Ten settings were said to be missing that the file would have given, had it been readable."""
+    contents = {
+        "broken.yaml": (b"model:\n  num_layers: [1\nfoo: bar", "broken.yaml:3:4: "),
+        "list.yaml": (b"- 1", "list.yaml:1: "),
+        "empty.yaml": (b" \n", "empty.yaml is empty."),
+        "binary.yaml": (b"\x80\x00", "binary.yaml has invalid start byte at byte 1."),
+        "base.yaml": (b"base: broken.yaml", "broken.yaml:3:4: "),
+    }
+    for name, (content, _) in contents.items():
+        (tmp_path / name).write_bytes(content)
+    wrong = {name: said for name, (_, said) in contents.items()}
+    for name, said in (wrong | {"absent.yaml": "No such file", ".": "Is a directory"}).items():
+        problems = violations(["--config", str(tmp_path / name)])
+        assert [said in problem for problem in problems] == [True], problems
+    assert len(violations(["--config"])) == 1
+    assert len(violations(["--config", str(tmp_path / "empty.yaml"), "--lr", "-1", "--nonsense"])) == 3
+
+
+def test_a_broken_json_says_nothing_of_what_it_would_set(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8 "fp16": {}}')
+    line = f"--deepspeed --deepspeed_config {tmp_path / 'ds.json'} --num-layers 2"
+    problems = violations(line.split())
+    assert "ds.json:1:24: " in problems[0]
+    assert not [line for line in problems if "--micro-batch-size" in line or "--lr" in line]
+
+
 def test_an_empty_command_line_is_told_all_that_is_required() -> None:
     found = violations([])
     for flag in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "micro-batch-size", "lr"):

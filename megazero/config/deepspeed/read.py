@@ -125,6 +125,8 @@ def read_deepspeed(
     else:
         result = DeepSpeedSettings(str(source))
         document, result.problems = load_json(source)
+        if result.problems and not document:  # nothing is known of what it would set
+            result.broken = {path for row in ROWS.values() for path in row.fields}
     if _nested_deeply(document):
         result.problems.append(f"{result.name}: the file must not be nested this deeply.")
         return result
