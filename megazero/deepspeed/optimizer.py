@@ -15,6 +15,7 @@ from megazero.deepspeed.loss_scale import ScaleAndRate
 from megazero.deepspeed.optimizer_calls import OptimizerCalls
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
+from megazero.deepspeed.zero.offload import DeepSpeedZeRoOffload
 from megazero.errors import ConfigError, MegazeroError
 from megazero.optim.elementwise import Adam
 from megazero.optim.loss_scaler import LossScaler, ScalerState
@@ -88,6 +89,7 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         shards: this rank's master weights and moments.
         scaler_state: the loss scale.
         report: the report of the last step; None before the first.
+        offload: what libraries take off the model and put back; None if weights are not sharded.
 
     Args:
         client: the optimizer that provides groups and options.
@@ -113,6 +115,10 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         self.optimizer = client
         self.parallel, self.shards = parallel, shards
         parallel.optimizer = self
+        sharded = parallel.stage == 3
+        self.offload = DeepSpeedZeRoOffload(parallel.module, parallel.free) if sharded else None
+        if sharded:
+            self.parameter_offload = self.offload
         self.scaler, self.scaler_state = scaler, scaler.initial()
         self.report: StepReport | None = None
         self._rule_of = rule_of
