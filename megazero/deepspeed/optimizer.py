@@ -162,12 +162,14 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
 
         Raises:
             MegazeroError: there has been no backward since the last step.
-            ConfigError: an option has different values in the groups.
+            ConfigError: an option has different values in the groups, or a parameter is trained that was
+                frozen when the engine was made.
         """
         if closure is not None:
             raise ConfigError("`closure` must not be given: gradients come from `engine.backward`")
         if not self._pending:
             raise MegazeroError("`step` must follow a backward, but there was none; call `engine.backward`")
+        self._check_frozen()
         self.parallel.finish()
         self._pending, self._overflow = False, None
         self.shards.rule = self._rule_of(self.param_groups)
@@ -179,6 +181,16 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         self.scaler_state = self.scaler.update(self.scaler_state, self.overflow)
         # A schedule that the caller made for its own optimizer would otherwise warn that this never steps.
         self.optimizer.__dict__["_opt_called"] = True
+
+    def _check_frozen(self) -> None:
+        """Refuse to leave out parameters that the script has begun to train."""
+        fixed = [p for b in self.parallel.store.buckets if not b.key.trainable for p in b.params]
+        if thawed := {id(param) for param in fixed if param.requires_grad}:
+            name = next(name for name, p in self.parallel.module.named_parameters() if id(p) in thawed)
+            raise ConfigError(
+                "`requires_grad` of a parameter that was frozen when the engine was made must stay False, but "
+                f"is True for {name}; freeze it after `initialize`, or call `initialize` again"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients so far; every rank calls this."""

@@ -137,7 +137,7 @@ class Update:
         """Whether the rule writes the weights while it moves the masters."""
         master, weights = loaded.flats[WEIGHT], loaded.weights
         fits = weights is not None and weights.device == master.device and master.dtype == torch.float32
-        return self.rule.needs.one_pass and fits
+        return self.rule.needs.one_pass and fits and not loaded.bucket.frozen()
 
     def _in_fp32(
         self, loaded_buckets: Sequence[LoadedBucket], phase: Phase, *, first: bool, last: bool
@@ -188,7 +188,13 @@ class Update:
                 partial(reduce_over_slices, loaded.bucket, self.context),
                 [_of_group(self.facts.lr, member.group) for member in loaded.bucket.layout.members],
             )
-            self.rule.reduce(grads, state_of(self.rule, loaded), replicas=replicas, step=self.facts.number)
+            state = state_of(self.rule, loaded)
+            spans = [slice(*loaded.bucket.layout.spans[number]) for number in loaded.bucket.frozen()]
+            held = [part for kind in self.rule.state_names for part in map(state[kind].__getitem__, spans)]
+            kept = [part.clone() for part in held]
+            self.rule.reduce(grads, state, replicas=replicas, step=self.facts.number)
+            for part, value in zip(held, kept, strict=True):
+                part.copy_(value)
 
     def _measure(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
         rule, norms = self.rule, self.norms
@@ -257,15 +263,16 @@ class Update:
         return not isinstance(decay, (int, float)) and decay[group] == 0.0
 
     def _pieces(self, loaded_buckets: Sequence[LoadedBucket]) -> Iterator[_RulePiece]:
-        """One piece per segment, or per member if the rule looks at individual parameters."""
+        """One piece per segment, or per member if the rule looks at individual ones or some are frozen."""
         scalars = () if self.norms is None else self.rule.needs.scalars
         whole = self.norms is not None or self.matrices is not None
         for loaded in loaded_buckets:
             layout, flats = loaded.bucket.layout, loaded.flats
-            ranges = layout.member_segments if whole else layout.segments
+            frozen = loaded.bucket.frozen()
+            ranges = layout.member_segments if whole or frozen else layout.segments
             for number, segment in enumerate(ranges):
                 where = layout.overlap(segment.start, segment.stop)
-                if where.start < where.stop:
+                if where.start < where.stop and number not in frozen:
                     yield _RulePiece(
                         {kind: flats[kind][where] for kind in self.rule.state_names}
                         | {kind: flats[kind][number : number + 1] for kind in scalars},
