@@ -24,6 +24,7 @@ from megazero.optim.rule import (
     is_norm_rule,
     is_reducing_rule,
 )
+from megazero.zero.bucket import whole_state
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket
@@ -226,12 +227,37 @@ class Update:
         )
 
     def _move(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
+        if self.rule.needs.whole:
+            for loaded in loaded_buckets:  # one bucket's parameters at a time are whole
+                self._move_whole(loaded)
+            return
         if self.matrices is None:
             self._step(list(self._pieces(loaded_buckets)), None)
             return
         for loaded in loaded_buckets:  # one bucket's matrices at a time are whole
             pieces = list(self._pieces([loaded]))
             self._step(pieces, self._updates(self.matrices, loaded, pieces))
+
+    def _move_whole(self, loaded: LoadedBucket) -> None:
+        """Let the rule update whole parameters; each rank does so for those of which it keeps a part."""
+        layout, frozen, context = loaded.bucket.layout, loaded.bucket.frozen(), self.context
+        kinds = (GRADIENT, WEIGHT, *self.rule.state_names)
+        views = [layout.views(whole_state(loaded.bucket, loaded.flats[kind])) for kind in kinds]
+        for number, segment in enumerate(layout.member_segments):
+            where, spec = layout.overlap(segment.start, segment.stop), layout.specs[number]
+            if where.start == where.stop or number in frozen:
+                continue
+            grad, weight, *states = (
+                spec.unshard(parts[number], context.groups).contiguous() for parts in views
+            )
+            state = dict(zip(self.rule.state_names, states, strict=True))
+            decay = _of_group(self.facts.weight_decay, segment.group) if segment.weight_decay else 0.0
+            pieces = Pieces([weight], [grad], [state], [decay], self.facts.number)
+            self.rule.step(pieces, _of_group(self.facts.lr, segment.group))
+            first = max(0, layout.state_range.start - segment.start)
+            for kind, whole in zip(kinds[1:], (weight, *states), strict=True):
+                mine = spec.shard(whole, context.place).reshape(-1)
+                loaded.flats[kind][where].copy_(mine[first : first + where.stop - where.start])
 
     def _updates(self, matrices: WholeMatrices, loaded: LoadedBucket, pieces: Sequence[_RulePiece]) -> Tensor:
         """The updates of a bucket by a rule for whole matrices, flat over its `state_range`."""
