@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 
 from megazero.deepspeed.fused import FusedLion, Params, RuleOptimizer
 from megazero.errors import ConfigError
+from megazero.optim.compressed.onebit_adam import LATE
 from megazero.optim.elementwise import Adagrad, Adam
 from megazero.optim.rule import Needs, Pieces, UpdateRule
-
-_LATE = 10**9
-"""A step at which ``1 - beta^t`` is 1 for every beta that is below 1 by more than rounding."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class UncorrectedAdam(Adam):
     """AdamW whose moments are used as they are, although they start from zero."""
 
     def step(self, pieces: Pieces, lr: float) -> None:
-        super().step(replace(pieces, step=_LATE), lr)
+        super().step(replace(pieces, step=LATE), lr)
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class CoupledAdam(Adam):
         pieces.check(self.state_names)
         of_each = zip(pieces.grads, pieces.params, pieces.weight_decays, strict=True)
         grads = [grad.add(param, alpha=decay) if decay else grad for grad, param, decay in of_each]
-        step = pieces.step if self.corrects else _LATE
+        step = pieces.step if self.corrects else LATE
         super().step(replace(pieces, grads=grads, weight_decays=[0.0] * len(grads), step=step), lr)
 
 

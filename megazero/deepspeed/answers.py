@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megazero.deepspeed.comm.world import is_initialized, process_group
+from megazero.deepspeed.grouped_rule import rate_of
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
 from megazero.deepspeed.settings import UserSettings
 from megazero.deepspeed.user_config import DeepSpeedConfig
@@ -113,7 +114,7 @@ class OptimizerAnswers:
 
     def get_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
-        return [float(group["lr"]) for group in self.states.param_groups]
+        return [rate_of(group) for group in self.states.param_groups]
 
     def get_mom(self) -> list[Any]:
         """Momentum of each parameter group: `momentum` if it has one, or else `betas`."""

@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -33,7 +32,7 @@ def readable(source: Any) -> JsonSource:
     Raises:
         ConfigError: it is something else.
     """
-    named = isinstance(source, (str, Path)) and os.path.exists(source)
+    named = isinstance(source, (str, os.PathLike)) and os.path.exists(source)
     return source if named else load_ds_config(source)
 
 

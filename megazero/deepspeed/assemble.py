@@ -96,8 +96,7 @@ def _optimize(
 ) -> DeepSpeedOptimizer:
     """Shard the model's parameters and put an optimizer over them."""
     extras = settings.extras
-    untested = extras.zero_allow_untested_optimizer
-    rule_of = choose_rule(client, allow_untested=untested) if client.param_groups else idle_rule
+    rule_of = choose_rule(client) if client.param_groups else idle_rule
     rule = rule_of(client.param_groups)
     policy = ZeroPolicy.of(settings.zero, settings.offload, rule.needs)
     groups, whole = group_numbers(model, client.param_groups), matrix_groups(client)

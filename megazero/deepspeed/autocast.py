@@ -1,20 +1,27 @@
-"""`torch_autocast`: a forward whose products are in 16 bits while the weights stay in fp32."""
+"""`torch_autocast`: a forward whose products are in 16 bits, whatever type the weights have."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megazero.deepspeed.settings import UserSettings
 from megazero.errors import ConfigError
+from megazero.train.parts.chunks import DTYPES
 
 SECTION = "torch_autocast"
 _KEYS = frozenset({"enabled", "dtype", "lower_precision_safe_modules"})
-_BF16 = frozenset({"bf16", "bfloat16", "torch.bfloat16"})
+_TYPES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
+        **dict.fromkeys(("fp16", "half", "float16", "torch.float16"), "fp16"),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -32,23 +39,22 @@ class Autocast:
         """The JSON's section. Gradients are summed over the ranks in the weights' own type.
 
         Raises:
-            ConfigError: it has unknown keys, a type other than bfloat16, or stands beside fp16 or bf16.
+            ConfigError: it has unknown keys, or a type that is not that of 16-bit weights, nor bf16 with fp32.
         """
         section: Mapping[str, Any] = settings.extras.sections.get(SECTION, {})
         problems = [f"unknown key `{SECTION}.{key}`; remove it" for key in section if key not in _KEYS]
         if not section.get("enabled", False):
             section = {}
-        elif settings.precision.dtype != "fp32":
-            dtype = settings.precision.dtype
-            problems.append(f"`{SECTION}.enabled` must be false with `{dtype}`, but is true; leave one out")
-        if section and section.get("dtype", "bf16") not in _BF16:
+        weights = settings.precision.dtype
+        dtype = "bf16" if weights == "fp32" else weights
+        if section and _TYPES.get(str(section.get("dtype") or dtype)) != dtype:
             problems.append(
-                f"`{SECTION}.dtype` must be bfloat16, but is {section['dtype']}; for fp16 use the section "
-                "`fp16`, which scales the loss"
+                f"`{SECTION}.dtype` must be {dtype} with weights in {weights}, but is {section['dtype']}; "
+                "leave it out, or enable the section of that type, which for fp16 scales the loss"
             )
         if problems:
             raise ConfigError(problems)
-        return cls(torch.bfloat16 if section else None)
+        return cls(DTYPES[dtype] if section else None)
 
     def around(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context of a forward: as in DeepSpeed, a script's own around it does not count on CUDA."""

@@ -39,7 +39,8 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
 
     Attributes:
         module: the model.
-        optimizer: see `DeepSpeedOptimizer`; None if the engine has none to train with.
+        optimizer: see `DeepSpeedOptimizer`; if the engine has none to train with, a `DeepSpeedZeRoOffload` at
+            stage 3, and None otherwise.
         states: the same, or one that only holds the weights.
         lr_scheduler: stepped after each update; may be None.
         random_ltd_scheduler: says how many tokens layers keep; None without random-LTD.
@@ -70,7 +71,7 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
         super().__init__()
         self.module = model
         self.states = states
-        self.optimizer = None if states.idle else states
+        self.optimizer = states.offload if states.idle else states
         self.lr_scheduler = lr_scheduler
         self.settings, self.context, self.given = settings, context, given
         self._reporter, self._autocast = reporter, Autocast.of(settings)

@@ -37,6 +37,7 @@ _MUON_OWN = ("momentum", "nesterov", "weight_decay")
 _MUON_REST = ("betas", "eps", "weight_decay")
 _ELSEWHERE = frozenset({"max_grad_norm", "fp32_optimizer_states", "cuda_aware", "comm_backend_name"})
 """Arguments that no class takes: the engine clips, moments are fp32, and bits travel over its groups."""
+_VARIANTS_OFF: Mapping[str, Any] = MappingProxyType({"eps_inside_sqrt": False, "amsgrad": False})
 
 
 def of_json(named: Named, params: Sequence[Any]) -> torch.optim.Optimizer:
@@ -83,6 +84,7 @@ def _class_of(name: str, given: dict[str, Any]) -> Any:
 
 
 def _one_bit(name: str, kind: Any, given: Mapping[str, Any], params: Sequence[Any]) -> torch.optim.Optimizer:
+    given = {key: value for key, value in given.items() if (key, value) not in _VARIANTS_OFF.items()}
     strange = [key for key in given if key != "lr" and key not in COMPRESSED[kind]]
     if strange:
         raise ConfigError(

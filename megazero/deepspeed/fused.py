@@ -217,8 +217,8 @@ _LAMB: Mapping[str, Any] = MappingProxyType(
 )
 COMPRESSED: Mapping[Kind, Mapping[str, Any]] = MappingProxyType(
     {
-        "onebit-adam": {**_MOMENTS, "freeze_step": 100_000},
-        "zero-one-adam": {**_MOMENTS, **_STEPS},
+        "onebit-adam": {**_MOMENTS, "freeze_step": 100_000, "bias_correction": True},
+        "zero-one-adam": {**_MOMENTS, **_STEPS, "bias_correction": True},
         "onebit-lamb": {**_MOMENTS, "freeze_step": 100_000, **_LAMB, **_FACTORS},
     }
 )
@@ -250,9 +250,10 @@ class CompressedOptimizer(RuleOptimizer):
 
     def rule_of(self, group: Mapping[str, Any]) -> UpdateRule:
         if self.name == "zero-one-adam":
-            return ZeroOneAdam(ZeroOneSteps(**{name: group[name] for name in _STEPS}), **_adam(group))
+            steps = ZeroOneSteps(**{name: group[name] for name in _STEPS})
+            return ZeroOneAdam(steps, **_adam(group), corrects=group["bias_correction"])
         if self.name == "onebit-adam":
-            return OnebitAdam(group["freeze_step"], **_adam(group))
+            return OnebitAdam(group["freeze_step"], **_adam(group), corrects=group["bias_correction"])
         factors = {name: group[name] for name in _FACTORS}
         return OnebitLamb(group["freeze_step"], _lamb_of(group), **factors)
 

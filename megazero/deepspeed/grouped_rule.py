@@ -65,7 +65,7 @@ def together(rules: Sequence[UpdateRule], groups: Groups, kind: str) -> UpdateRu
     first = rules[0]
     if all(rule == first for rule in rules):
         return first
-    alone = Needs(one_pass=first.needs.one_pass)
+    alone = Needs(one_pass=first.needs.one_pass, whole=first.needs.whole)
     if any(rule.needs != alone or rule.state_names != first.state_names for rule in rules):
         left = ("params", "lr", "weight_decay")
         differ = [k for k in groups[0] if k not in left and any(g.get(k) != groups[0][k] for g in groups)]
@@ -80,5 +80,10 @@ def together(rules: Sequence[UpdateRule], groups: Groups, kind: str) -> UpdateRu
 def rates(rule: UpdateRule, groups: Groups) -> list[float]:
     """The learning rates of the groups, as the rule takes them."""
     if isinstance(rule, GroupedRule):
-        return [GroupRate(float(group["lr"]), number) for number, group in enumerate(groups)]
-    return [float(group["lr"]) for group in groups]
+        return [GroupRate(rate_of(group), number) for number, group in enumerate(groups)]
+    return [rate_of(group) for group in groups]
+
+
+def rate_of(group: Mapping[str, Any]) -> float:
+    """A group's learning rate; 0 for an optimizer that chooses its own, and does not read it."""
+    return 0.0 if group["lr"] is None else float(group["lr"])

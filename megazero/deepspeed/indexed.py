@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,14 @@ from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import ConfigError
 
 
-def index_file_path(prefix_path: str) -> str:
+def index_file_path(prefix_path: str | os.PathLike[str]) -> str:
     """The file with a dataset's sizes."""
-    return f"{prefix_path}.idx"
+    return f"{os.fspath(prefix_path)}.idx"
 
 
-def data_file_path(prefix_path: str) -> str:
+def data_file_path(prefix_path: str | os.PathLike[str]) -> str:
     """The file with a dataset's tokens."""
-    return f"{prefix_path}.bin"
+    return f"{os.fspath(prefix_path)}.bin"
 
 
 class MMapIndexedDataset(IndexedDataset):
@@ -35,8 +36,8 @@ class MMapIndexedDataset(IndexedDataset):
 
     supports_prefetch = False
 
-    def __init__(self, path: str, skip_warmup: bool = False):
-        super().__init__(path)
+    def __init__(self, path: str | os.PathLike[str], skip_warmup: bool = False):
+        super().__init__(os.fspath(path))
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.prefix,)
@@ -65,7 +66,7 @@ class MMapIndexedDataset(IndexedDataset):
         return self.document_index
 
     @staticmethod
-    def exists(path: str) -> bool:
+    def exists(path: str | os.PathLike[str]) -> bool:
         """Whether both files are there."""
         return all(Path(name(path)).exists() for name in (index_file_path, data_file_path))
 
@@ -78,8 +79,8 @@ class MMapIndexedDatasetBuilder:
         dtype: the type of a token.
     """
 
-    def __init__(self, out_file: str, dtype: Any = np.int64):
-        self._writer = IndexedDatasetWriter(str(out_file).removesuffix(".bin"), dtype)
+    def __init__(self, out_file: str | os.PathLike[str], dtype: Any = np.int64):
+        self._writer = IndexedDatasetWriter(os.fspath(out_file).removesuffix(".bin"), dtype)
         self._document: list[np.ndarray] = []
 
     def add_item(self, tensor: Tensor) -> None:
@@ -100,7 +101,7 @@ class MMapIndexedDatasetBuilder:
         self._writer.add_document(self._document)
         self._document = []
 
-    def merge_file_(self, another_file: str) -> None:
+    def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
         """Add all documents of another dataset.
 
         Raises:
@@ -108,9 +109,9 @@ class MMapIndexedDatasetBuilder:
         """
         if self._document:
             raise ConfigError("`end_document` must be called before `merge_file_`, but was not; call it")
-        self._writer.append_dataset(another_file)
+        self._writer.append_dataset(os.fspath(another_file))
 
-    def finalize(self, index_file: str) -> None:
+    def finalize(self, index_file: str | os.PathLike[str]) -> None:
         """Write the sizes; a document that has been begun ends.
 
         Raises:
@@ -126,7 +127,9 @@ class MMapIndexedDatasetBuilder:
         self._writer.close()
 
 
-def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMapIndexedDatasetBuilder:
+def make_builder(
+    out_file: str | os.PathLike[str], impl: str, vocab_size: int | None = None
+) -> MMapIndexedDatasetBuilder:
     """A builder; its tokens have the smallest type that holds `vocab_size`.
 
     Raises:
@@ -138,7 +141,7 @@ def make_builder(out_file: str, impl: str, vocab_size: int | None = None) -> MMa
     )
 
 
-def make_dataset(path: str, impl: str, skip_warmup: bool = False) -> MMapIndexedDataset:
+def make_dataset(path: str | os.PathLike[str], impl: str, skip_warmup: bool = False) -> MMapIndexedDataset:
     """A dataset.
 
     Raises:
@@ -148,7 +151,7 @@ def make_dataset(path: str, impl: str, skip_warmup: bool = False) -> MMapIndexed
     return MMapIndexedDataset(path)
 
 
-def dataset_exists(path: str, impl: str) -> bool:
+def dataset_exists(path: str | os.PathLike[str], impl: str) -> bool:
     """Whether a dataset's files are there."""
     return MMapIndexedDataset.exists(path)
 

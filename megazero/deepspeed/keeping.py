@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ class KeepingEngine(SteppingEngine):
 
     def save_checkpoint(
         self,
-        save_dir: str | Path,
+        save_dir: str | os.PathLike[str],
         tag: str | None = None,
         client_state: Mapping[str, Any] | Namespace | None = None,
         save_latest: bool = True,
@@ -55,7 +55,7 @@ class KeepingEngine(SteppingEngine):
 
     def load_checkpoint(
         self,
-        load_dir: str | Path,
+        load_dir: str | os.PathLike[str],
         tag: str | None = None,
         load_module_strict: bool = True,
         load_optimizer_states: bool = True,
@@ -157,7 +157,7 @@ class KeepingEngine(SteppingEngine):
 
     def save_16bit_model(
         self,
-        save_dir: str | Path,
+        save_dir: str | os.PathLike[str],
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:

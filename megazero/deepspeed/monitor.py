@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
+from megazero.config.deepspeed.load import plain_paths
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
 from megazero.train.observe.monitors.csv_file import CsvSeries
@@ -26,6 +27,7 @@ class _Section(BaseModel):
     """A section of the JSON."""
 
     model_config = ConfigDict(extra="forbid")
+    _plain = model_validator(mode="before")(plain_paths)
     enabled: bool = False
 
 

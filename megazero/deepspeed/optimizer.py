@@ -15,6 +15,7 @@ from megazero.deepspeed.loss_scale import ScaleAndRate
 from megazero.deepspeed.optimizer_calls import OptimizerCalls
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.torch_rule import RuleOf
+from megazero.deepspeed.zero.offload import DeepSpeedZeRoOffload
 from megazero.errors import ConfigError, MegazeroError
 from megazero.optim.elementwise import Adam
 from megazero.optim.loss_scaler import LossScaler, ScalerState
@@ -88,6 +89,7 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         shards: this rank's master weights and moments.
         scaler_state: the loss scale.
         report: the report of the last step; None before the first.
+        offload: what libraries take off the model and put back; None if weights are not sharded.
 
     Args:
         client: the optimizer that provides groups and options.
@@ -113,6 +115,10 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         self.optimizer = client
         self.parallel, self.shards = parallel, shards
         parallel.optimizer = self
+        sharded = parallel.stage == 3
+        self.offload = DeepSpeedZeRoOffload(parallel.module, parallel.free) if sharded else None
+        if sharded:
+            self.parameter_offload = self.offload
         self.scaler, self.scaler_state = scaler, scaler.initial()
         self.report: StepReport | None = None
         self._rule_of = rule_of
@@ -156,12 +162,14 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
 
         Raises:
             MegazeroError: there has been no backward since the last step.
-            ConfigError: an option has different values in the groups.
+            ConfigError: an option has different values in the groups, or a parameter is trained that was
+                frozen when the engine was made.
         """
         if closure is not None:
             raise ConfigError("`closure` must not be given: gradients come from `engine.backward`")
         if not self._pending:
             raise MegazeroError("`step` must follow a backward, but there was none; call `engine.backward`")
+        self._check_frozen()
         self.parallel.finish()
         self._pending, self._overflow = False, None
         self.shards.rule = self._rule_of(self.param_groups)
@@ -173,6 +181,16 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         self.scaler_state = self.scaler.update(self.scaler_state, self.overflow)
         # A schedule that the caller made for its own optimizer would otherwise warn that this never steps.
         self.optimizer.__dict__["_opt_called"] = True
+
+    def _check_frozen(self) -> None:
+        """Refuse to leave out parameters that the script has begun to train."""
+        fixed = [p for b in self.parallel.store.buckets if not b.key.trainable for p in b.params]
+        if thawed := {id(param) for param in fixed if param.requires_grad}:
+            name = next(name for name, p in self.parallel.module.named_parameters() if id(p) in thawed)
+            raise ConfigError(
+                "`requires_grad` of a parameter that was frozen when the engine was made must stay False, but "
+                f"is True for {name}; freeze it after `initialize`, or call `initialize` again"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients so far; every rank calls this."""

@@ -17,73 +17,93 @@ from megazero.deepspeed.config_sections import value_at
 from megazero.errors import ConfigError
 
 SECTION = "data_efficiency.data_routing.random_ltd"
+_PROGRESS = ("consumed_layer_tokens", "current_steps", "current_value", "min_value", "max_value")
 _SWITCHES = ("data_efficiency", "data_efficiency.data_routing", SECTION)
 
 
 class RandomLTDScheduler:
     """How many tokens a converted layer keeps, by the optimizer steps so far.
 
+    Attributes:
+        state: the progress by DeepSpeed's names, and what the section says of the growth.
+
     Args:
         config: the section `random_ltd`, with `global_batch_size`.
     """
 
     def __init__(self, config: Mapping[str, Any]):
-        schedule, steps = config["random_ltd_schedule"], config["random_ltd_schedule"]["schedule_config"]
         self.model_layer_num = int(config["total_layer_num"])
         self.random_ltd_layer_num = int(config["random_ltd_layer_num"])
+        self.config_schedule = config["random_ltd_schedule"]
         self.global_batch_size = int(config["global_batch_size"])
-        self._least, self._most = int(schedule["min_value"]), int(schedule["max_value"])
+        steps = self.config_schedule["schedule_config"]
         self._steps, self._stride = int(steps["require_steps"]), int(steps["seq_per_step"])
-        self._current, self._consumed, self._step = self._least, 0, -1
+        self.reset_to_init()
 
     def get_value(self, global_steps: int) -> int:
         """The tokens to keep after so many optimizer steps."""
-        grown = int(global_steps / self._steps * (self._most - self._least) + self._least)
-        return min(grown - grown % self._stride, self._most)
+        least, most = self.state["min_value"], self.state["max_value"]
+        grown = int(global_steps / self._steps * (most - least) + least)
+        return min(grown - grown % self._stride, most)
 
     def get_current_seq(self) -> int:
         """The tokens to keep now."""
-        return self._current
+        kept: int = self.state["current_value"]
+        return kept
 
     def set_current_seq(self, seq_length: int) -> None:
         """Keep so many tokens until the next `update_seq`."""
-        self._current = seq_length
+        self.state["current_value"] = seq_length
+
+    def get_random_ltd_layer_num(self) -> int:
+        """The number of converted layers."""
+        return self.random_ltd_layer_num
+
+    def get_state(self) -> dict[str, Any]:
+        """`state`."""
+        return self.state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from another scheduler's `state`."""
+        self.state = state
 
     def update_seq(self, global_steps: int) -> None:
         """Go to a step, and count the tokens that all layers see in it."""
-        if self._current < self._most:
-            self._current = self.get_value(global_steps)
-        if global_steps != self._step:
+        if self.state["current_value"] < self.state["max_value"]:
+            self.state["current_value"] = self.get_value(global_steps)
+        if global_steps != self.state["current_steps"]:
             whole = self.model_layer_num - self.random_ltd_layer_num
-            seen = self._current * self.random_ltd_layer_num + self._most * whole
-            self._consumed += self.global_batch_size * seen
-            self._step = global_steps
+            seen = self.state["current_value"] * self.random_ltd_layer_num + self.state["max_value"] * whole
+            self.state["consumed_layer_tokens"] += self.global_batch_size * seen
+            self.state["current_steps"] = global_steps
 
     def get_total_layer_tokens(self, train_iters: int) -> int:
         """Go through so many steps; the tokens that all layers see in them."""
         for step in range(train_iters):
             self.update_seq(step)
-        return self._consumed
+        tokens: int = self.state["consumed_layer_tokens"]
+        return tokens
 
     def reset_to_init(self) -> None:
         """Go back to before the first step."""
-        self._current, self._consumed, self._step = self._least, 0, -1
+        least, most = (int(self.config_schedule[name]) for name in ("min_value", "max_value"))
+        self.state: dict[str, Any] = {
+            "consumed_layer_tokens": 0,
+            "current_steps": -1,
+            "current_value": least,
+            "min_value": least,
+            "max_value": most,
+            "schedule_config": self.config_schedule["schedule_config"],
+            "schedule_type": self.config_schedule.get("schedule_type"),
+        }
 
     def state_dict(self) -> dict[str, int]:
         """The progress."""
-        return {
-            "consumed_layer_tokens": self._consumed,
-            "current_steps": self._step,
-            "current_value": self._current,
-            "min_value": self._least,
-            "max_value": self._most,
-        }
+        return {name: self.state[name] for name in _PROGRESS}
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
         """Restore what `state_dict` returned."""
-        self._consumed, self._step = state_dict["consumed_layer_tokens"], state_dict["current_steps"]
-        self._current = state_dict["current_value"]
-        self._least, self._most = state_dict["min_value"], state_dict["max_value"]
+        self.state.update({name: state_dict[name] for name in _PROGRESS})
 
 
 def scheduler_of(config: Mapping[str, Any], batch: int) -> RandomLTDScheduler | None:

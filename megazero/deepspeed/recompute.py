@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import find_context
 from megazero.deepspeed.per_context import PerContext
 from megazero.deepspeed.random_states import get_cuda_rng_tracker, seed_streams
+from megazero.deepspeed.settings import JsonSource
 from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 from megazero.layers.recompute import InputKeeping
@@ -61,7 +61,7 @@ def chosen_settings() -> Settings:
 
 def configure(
     mpu_: Any,
-    deepspeed_config: str | Path | Mapping[str, Any] | None = None,
+    deepspeed_config: JsonSource | None = None,
     partition_activations: bool | None = None,
     contiguous_checkpointing: bool | None = None,
     num_checkpoints: int | None = None,
@@ -117,7 +117,7 @@ def configure(
     )
 
 
-def _section(config: str | Path | Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _section(config: JsonSource | None) -> Mapping[str, Any]:
     """A JSON's section on activation checkpointing."""
     if config is None:
         return {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -27,7 +27,7 @@ from megazero.deepspeed.layer_drop import LayerDropSchedule, layer_drop_of
 from megazero.deepspeed.sparse.section import sparse_faults
 from megazero.errors import ConfigError
 
-JsonSource = str | Path | Mapping[str, Any]
+JsonSource = str | os.PathLike[str] | Mapping[str, Any]
 
 CLIPPED = 1.0
 """The gradient norm to which DeepSpeed clips where `gradient_clipping` is absent, since 0.19.3."""

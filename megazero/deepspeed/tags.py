@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 from megazero.checkpoint.tensor_file import read_bytes
+from megazero.config.deepspeed.load import plain_paths
 from megazero.deepspeed.foreign.files import inventory
 from megazero.errors import CheckpointError, CommunicationError
 from megazero.mpu.context import ParallelContext
@@ -22,7 +24,7 @@ def folder_of(folder: Any, name: str) -> Path:
     Raises:
         CheckpointError: it is none.
     """
-    if not isinstance(folder, (str, Path)) or not str(folder):
+    if not isinstance(folder, (str, os.PathLike)) or not str(folder):
         shown = "empty" if folder == "" else f"of type {type(folder).__name__}"
         raise CheckpointError(
             f"`{name}` must be the path of a folder, but is {shown}; name the folder of the checkpoints"
@@ -44,7 +46,7 @@ def agree_on_tag(tag: Any, call: str, context: ParallelContext, differing: str =
         CommunicationError: not every rank came here.
     """
     try:
-        tags = gather_values(context.world, str(tag), context.device)
+        tags = gather_values(context.world, str(plain_paths(tag)), context.device)
     except CommunicationError as error:
         raise CommunicationError(
             f"`{call}` must be called by every rank, also by those that write nothing, but not all did: "

@@ -11,6 +11,7 @@ from torch import nn
 from megazero.deepspeed.moe.experts import expert_layers
 from megazero.deepspeed.parallel import UserParallel
 from megazero.deepspeed.script_backward import ScriptBackward
+from megazero.deepspeed.zero.offload import EXTERNAL
 from megazero.deepspeed.zero.partition import Partition, Shelf
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
@@ -94,6 +95,7 @@ class Tenancy:
                 del hooks[key]
         for module in self._model.modules():
             module._parameters = dict(module._parameters)
+            module.__dict__.pop(EXTERNAL, None)
         sharded = {id(p) for b in parallel.store.buckets if b.layout.row.shard_params for p in b.params}
         for param, trained, spec, before in self._params:
             for key in [key for key in _hooks_of(param) if key not in before]:

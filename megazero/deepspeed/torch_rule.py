@@ -1,7 +1,8 @@
 """Turns a torch optimizer into an update rule on flat shards.
 
-AdamW, Muon and each `RuleOptimizer` have rules of their own. Any other optimizer runs itself on flat pieces
-of the fp32 master weights, see `megazero.optim.TorchRule`.
+AdamW, Muon and each `RuleOptimizer` have rules of their own. Any other optimizer runs itself on the fp32
+master weights: on flat pieces if it moves each element by itself, see `megazero.optim.TorchRule`, and else on
+whole parameters, see `whole_rule.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from megazero.deepspeed.fused import RuleOptimizer
 from megazero.deepspeed.grouped_rule import Groups, together
 from megazero.deepspeed.muon import matrix_groups, muon_of
+from megazero.deepspeed.whole_rule import keeps_shape, on_whole
 from megazero.errors import ConfigError
 from megazero.optim.elementwise import Adam
 from megazero.optim.rule import UpdateRule
@@ -28,17 +30,15 @@ RuleOf = Callable[[Groups], UpdateRule]
 _PER_GROUP = ("lr", "weight_decay")
 
 
-def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> RuleOf:
+def choose_rule(optimizer: torch.optim.Optimizer) -> RuleOf:
     """The rule by which `optimizer` updates flat shards.
 
     Args:
         optimizer: its class and the options of its groups determine the rule.
-        allow_untested: also accept an optimizer whose update of an element depends on others; it then sees
-            flat pieces of tensors, so its results depend on the layout.
 
     Raises:
-        ConfigError: the groups differ in options that must be the same, or the optimizer cannot run on flat
-            pieces.
+        ConfigError: the groups differ in options that must be the same, or the optimizer can run neither on
+            flat pieces nor on whole parameters.
     """
     name = type(optimizer).__name__
     plain_adamw = type(optimizer) is torch.optim.AdamW and not any(
@@ -52,7 +52,7 @@ def choose_rule(optimizer: torch.optim.Optimizer, *, allow_untested: bool) -> Ru
     own = inspect.unwrap(type(optimizer).step) is inspect.unwrap(RuleOptimizer.step)
     if isinstance(optimizer, RuleOptimizer) and own:
         return lambda groups: together([*map(optimizer.rule_of, groups)], groups, optimizer.name)
-    return _on_pieces(optimizer, allow_untested)
+    return _of_itself(optimizer)
 
 
 def _adamw(options: Mapping[str, Any]) -> Adam:
@@ -68,23 +68,31 @@ def _muon(groups: Groups, whole: Set[int]) -> UpdateRule:
     return muon_of(own, _common(rest, ("betas", "eps"), "Muon's AdamW") if rest else {})
 
 
-def _on_pieces(optimizer: torch.optim.Optimizer, allow_untested: bool) -> RuleOf:
+def _of_itself(optimizer: torch.optim.Optimizer) -> RuleOf:
     """The rule of a class that runs itself; each group may have its own arguments."""
     kind, groups = type(optimizer), optimizer.param_groups
     accepted = inspect.signature(kind.__init__).parameters
     names = [name for name in groups[0] if name in accepted and name != "params"]
-    shared = [name for name in names if name not in _PER_GROUP]
-    takes = tuple(name for name in names if name in _PER_GROUP)
+    takes = tuple(n for n in names if n in _PER_GROUP and all(group[n] is not None for group in groups))
+    shared = [name for name in names if name not in takes]
+    shapes = {tuple(param.shape) for group in groups for param in group["params"]}
     tried: list[TorchRule] = []
-    for group in groups:
-        asked = TorchRule(kind, _options(group, shared), takes)
-        known = next((rule for rule in tried if rule.options == asked.options), None)
-        tried.append(known or on_pieces(asked, allow_untested=allow_untested))
+    asked = [TorchRule(kind, _options(group, shared), takes) for group in groups]
+    try:
+        for rule in asked:
+            known = next((other for other in tried if other.options == rule.options), None)
+            tried.append(known or on_pieces(rule))
+        by_elements = kind.__module__.startswith("torch.optim.") or all(
+            keeps_shape(rule, shapes) for rule in tried
+        )
+    except ConfigError:
+        by_elements = False
+    rules: Sequence[TorchRule] = tried if by_elements else on_whole(asked, shapes)
 
     def rule_of(groups: Groups) -> UpdateRule:
-        pairs = zip(tried, groups, strict=True)
-        rules = [replace(rule, options=_options(group, shared)) for rule, group in pairs]
-        return together(rules, groups, kind.__name__)
+        pairs = zip(rules, groups, strict=True)
+        now = [replace(rule, options=_options(group, shared)) for rule, group in pairs]
+        return together(now, groups, kind.__name__)
 
     return rule_of
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megazero.config.deepspeed.row import AUTO
 from megazero.deepspeed.config_sections import ConfigSection, sections_of
-from megazero.deepspeed.settings import UserSettings, read_settings
+from megazero.deepspeed.settings import JsonSource, UserSettings, read_settings
 from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 from megazero.mpu.torch_group import joined_world
@@ -104,7 +103,7 @@ class DeepSpeedConfig:
         ConfigError: names everything that is wrong with it.
     """
 
-    def __init__(self, config: str | Path | Mapping[str, Any], mpu: Any = None, mesh_device: Any = None):
+    def __init__(self, config: JsonSource, mpu: Any = None, mesh_device: Any = None):
         content = load_ds_config(config)
         ranks = _data_parallel(content, mpu, mesh_device)
         self._fill(content, read_settings(content, ranks), ranks)

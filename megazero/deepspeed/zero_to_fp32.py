@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class LazyState(Mapping[str, Tensor]):
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | Path,
+    checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
@@ -99,7 +100,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
     """Load a checkpoint's fp32 weights into a model that is whole, moved to the CPU; returns the model.
 
@@ -121,8 +122,8 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | Path,
-    output_dir: str | Path,
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
@@ -146,8 +147,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def convert_zero_checkpoint_to_state_dict(
-    checkpoint_dir: str | Path,
-    output_dir: str | Path,
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
     dtype: str | torch.dtype = torch.float32,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
@@ -195,7 +196,7 @@ def write_shards(
     (folder / f"{stem}{suffix}.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
     """The first file of the model in the folder of a tag that DeepSpeed wrote.
 
     Raises:
@@ -209,7 +210,7 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
     return str(result)
 
 
-def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
     """The optimizer's files in the folder of a tag that DeepSpeed wrote, by rank.
 
     Raises:
@@ -221,7 +222,7 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
     return [str(files.optimizer[key]) for key in sorted(files.optimizer, key=lambda key: (key[1], key[0]))]
 
 
-def _no_file(folder: str | Path, name: str) -> CheckpointError:
+def _no_file(folder: str | os.PathLike[str], name: str) -> CheckpointError:
     return CheckpointError(
         f"`{folder}` must hold {name}, which DeepSpeed writes, but has {inventory(Path(folder))}; megazero's "
         "own checkpoints are read with get_fp32_state_dict_from_zero_checkpoint"
@@ -292,7 +293,7 @@ def _run(arguments: argparse.Namespace, dtype: str) -> None:
         raise SystemExit(status)
 
 
-def _open(checkpoint_dir: str | Path, tag: Any) -> Saved:
+def _open(checkpoint_dir: str | os.PathLike[str], tag: Any) -> Saved:
     folder = Path(checkpoint_dir)
     chosen = newest_tag(folder) if tag is None else str(tag)
     if chosen is None:

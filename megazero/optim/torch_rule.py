@@ -71,12 +71,11 @@ class TorchRule(UpdateRule):
         return {"step": torch.tensor(float(done)) if self.counter is Tensor else done, **known}
 
 
-def on_pieces(rule: TorchRule, *, allow_untested: bool = False) -> TorchRule:
+def on_pieces(rule: TorchRule) -> TorchRule:
     """The rule with its state described, after trial updates of a small tensor in one piece and in two.
 
     Args:
         rule: its class and options.
-        allow_untested: whether an element's update may depend on others; results then depend on the layout.
 
     Raises:
         ConfigError: the two disagree, or the optimizer fails.
@@ -103,11 +102,10 @@ def on_pieces(rule: TorchRule, *, allow_untested: bool = False) -> TorchRule:
             f"`optimizer` must be one that can update flat pieces of tensors, but {name} fails there "
             f"({type(error).__name__}: {error}); choose another, such as torch.optim.AdamW"
         ) from error
-    if not allow_untested and not torch.allclose(torch.cat(pieces), whole.detach().view(-1)):
+    if not torch.allclose(torch.cat(pieces), whole.detach().view(-1)):
         raise ConfigError(
             f"`optimizer` must update each element by itself to run on shards, but {name} gives other values "
-            'for a tensor in pieces; choose another, or set "zero_allow_untested_optimizer" to true to take '
-            "values that depend on the layout"
+            "for a tensor in pieces; choose another"
         )
     return rule
 

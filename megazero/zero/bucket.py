@@ -172,6 +172,10 @@ class Bucket:
             self.store.close_weights(self, weights.copy_(master))
         self.comm_hook.group.all_gather(self.full, self.store.shard(self)).wait()
 
+    def frozen(self) -> tuple[int, ...]:
+        """Numbers of the parameters that require no gradient now: updates leave them as they are."""
+        return tuple(number for number, param in enumerate(self.params) if not param.requires_grad)
+
     def weights_in_use(self) -> Tensor:
         """The weights that forward reads, over `state_range`; they must not be offloaded."""
         self.wait()

@@ -24,6 +24,7 @@ from megazero.optim.rule import (
     is_norm_rule,
     is_reducing_rule,
 )
+from megazero.zero.bucket import whole_state
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket
@@ -137,7 +138,7 @@ class Update:
         """Whether the rule writes the weights while it moves the masters."""
         master, weights = loaded.flats[WEIGHT], loaded.weights
         fits = weights is not None and weights.device == master.device and master.dtype == torch.float32
-        return self.rule.needs.one_pass and fits
+        return self.rule.needs.one_pass and fits and not loaded.bucket.frozen()
 
     def _in_fp32(
         self, loaded_buckets: Sequence[LoadedBucket], phase: Phase, *, first: bool, last: bool
@@ -188,7 +189,13 @@ class Update:
                 partial(reduce_over_slices, loaded.bucket, self.context),
                 [_of_group(self.facts.lr, member.group) for member in loaded.bucket.layout.members],
             )
-            self.rule.reduce(grads, state_of(self.rule, loaded), replicas=replicas, step=self.facts.number)
+            state = state_of(self.rule, loaded)
+            spans = [slice(*loaded.bucket.layout.spans[number]) for number in loaded.bucket.frozen()]
+            held = [part for kind in self.rule.state_names for part in map(state[kind].__getitem__, spans)]
+            kept = [part.clone() for part in held]
+            self.rule.reduce(grads, state, replicas=replicas, step=self.facts.number)
+            for part, value in zip(held, kept, strict=True):
+                part.copy_(value)
 
     def _measure(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
         rule, norms = self.rule, self.norms
@@ -220,12 +227,37 @@ class Update:
         )
 
     def _move(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
+        if self.rule.needs.whole:
+            for loaded in loaded_buckets:  # one bucket's parameters at a time are whole
+                self._move_whole(loaded)
+            return
         if self.matrices is None:
             self._step(list(self._pieces(loaded_buckets)), None)
             return
         for loaded in loaded_buckets:  # one bucket's matrices at a time are whole
             pieces = list(self._pieces([loaded]))
             self._step(pieces, self._updates(self.matrices, loaded, pieces))
+
+    def _move_whole(self, loaded: LoadedBucket) -> None:
+        """Let the rule update whole parameters; each rank does so for those of which it keeps a part."""
+        layout, frozen, context = loaded.bucket.layout, loaded.bucket.frozen(), self.context
+        kinds = (GRADIENT, WEIGHT, *self.rule.state_names)
+        views = [layout.views(whole_state(loaded.bucket, loaded.flats[kind])) for kind in kinds]
+        for number, segment in enumerate(layout.member_segments):
+            where, spec = layout.overlap(segment.start, segment.stop), layout.specs[number]
+            if where.start == where.stop or number in frozen:
+                continue
+            grad, weight, *states = (
+                spec.unshard(parts[number], context.groups).contiguous() for parts in views
+            )
+            state = dict(zip(self.rule.state_names, states, strict=True))
+            decay = _of_group(self.facts.weight_decay, segment.group) if segment.weight_decay else 0.0
+            pieces = Pieces([weight], [grad], [state], [decay], self.facts.number)
+            self.rule.step(pieces, _of_group(self.facts.lr, segment.group))
+            first = max(0, layout.state_range.start - segment.start)
+            for kind, whole in zip(kinds[1:], (weight, *states), strict=True):
+                mine = spec.shard(whole, context.place).reshape(-1)
+                loaded.flats[kind][where].copy_(mine[first : first + where.stop - where.start])
 
     def _updates(self, matrices: WholeMatrices, loaded: LoadedBucket, pieces: Sequence[_RulePiece]) -> Tensor:
         """The updates of a bucket by a rule for whole matrices, flat over its `state_range`."""
@@ -257,15 +289,16 @@ class Update:
         return not isinstance(decay, (int, float)) and decay[group] == 0.0
 
     def _pieces(self, loaded_buckets: Sequence[LoadedBucket]) -> Iterator[_RulePiece]:
-        """One piece per segment, or per member if the rule looks at individual parameters."""
+        """One piece per segment, or per member if the rule looks at individual ones or some are frozen."""
         scalars = () if self.norms is None else self.rule.needs.scalars
         whole = self.norms is not None or self.matrices is not None
         for loaded in loaded_buckets:
             layout, flats = loaded.bucket.layout, loaded.flats
-            ranges = layout.member_segments if whole else layout.segments
+            frozen = loaded.bucket.frozen()
+            ranges = layout.member_segments if whole or frozen else layout.segments
             for number, segment in enumerate(ranges):
                 where = layout.overlap(segment.start, segment.stop)
-                if where.start < where.stop:
+                if where.start < where.stop and number not in frozen:
                     yield _RulePiece(
                         {kind: flats[kind][where] for kind in self.rule.state_names}
                         | {kind: flats[kind][number : number + 1] for kind in scalars},

@@ -103,7 +103,7 @@ def test_equal_rates_of_two_groups_are_kept_apart():
     assert GroupRate(0.1, 0) != GroupRate(0.1, 1)
     assert len({GroupRate(0.1, 0), GroupRate(0.1, 1), GroupRate(0.1, 0)}) == 2
     optimizer = groups(build(Tied), torch.optim.AdamW)
-    assert isinstance(choose_rule(optimizer, allow_untested=False)(optimizer.param_groups), GroupedRule)
+    assert isinstance(choose_rule(optimizer)(optimizer.param_groups), GroupedRule)
 
 
 def test_lamb_tells_the_trust_ratios_of_its_last_step():

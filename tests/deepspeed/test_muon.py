@@ -136,16 +136,16 @@ def test_groups_say_which_they_are():
 def test_torchs_muon_is_the_rule_with_its_options():
     weight = nn.Parameter(torch.ones(2, 3))
     plain = torch.optim.Muon([weight], lr=0.01)
-    assert choose_rule(plain, allow_untested=False)(plain.param_groups) == Muon(rest=Adam(0.9, 0.95, 1e-10))
+    assert choose_rule(plain)(plain.param_groups) == Muon(rest=Adam(0.9, 0.95, 1e-10))
     told = {"momentum": 0.9, "nesterov": False, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5)}
     other = torch.optim.Muon([weight], lr=0.01, adjust_lr_fn="match_rms_adamw", **told)
-    found = choose_rule(other, allow_untested=False)(other.param_groups)
+    found = choose_rule(other)(other.param_groups)
     assert found == Muon(
         0.9, False, NewtonSchulz(((2.0, -1.5, 0.5),), 3), "spectral", 0.2, rest=Adam(0.9, 0.95, 1e-10)
     )
     strange = torch.optim.Muon([weight], lr=0.01, eps=1e-3)
     with pytest.raises(ConfigError, match="`eps` of Muon must be 1e-07, but is 0.001"):
-        choose_rule(strange, allow_untested=False)(strange.param_groups)
+        choose_rule(strange)(strange.param_groups)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

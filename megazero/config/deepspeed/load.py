@@ -48,7 +48,7 @@ class _Constant(ValueError):
     pass
 
 
-def load_json(source: str | Path) -> tuple[Mapping[str, Any], list[str]]:
+def load_json(source: str | os.PathLike[str]) -> tuple[Mapping[str, Any], list[str]]:
     """The object that a file holds, and why the file is refused, as sentences; then it may be empty.
 
     `source` may also be the file's text itself in base64, as accelerate's launcher passes it.
@@ -65,7 +65,7 @@ def load_json(source: str | Path) -> tuple[Mapping[str, Any], list[str]]:
     return read_json(text, str(path))
 
 
-def _decoded(source: str | Path) -> str | None:
+def _decoded(source: str | os.PathLike[str]) -> str | None:
     """The text that base64 stands for; None if it is none, or the name of a file."""
     if not isinstance(source, str) or os.path.exists(source):
         return None
@@ -74,6 +74,15 @@ def _decoded(source: str | Path) -> str | None:
     except (binascii.Error, ValueError):
         return None
     return text if text.lstrip().startswith("{") else None
+
+
+def plain_paths(value: Any) -> Any:
+    """A JSON's content with paths, which may be of any class, as text."""
+    if isinstance(value, Mapping):
+        return {key: plain_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_paths(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def read_json(given: str, name: str) -> tuple[Mapping[str, Any], list[str]]:

@@ -7,19 +7,19 @@ file are collected, to be reported together with all others.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.config.deepspeed.beside import leave_batch_to_flags
 from megazero.config.deepspeed.extras import Extras, Named
-from megazero.config.deepspeed.load import load_json
+from megazero.config.deepspeed.load import load_json, plain_paths
 from megazero.config.deepspeed.row import AUTO, LARGEST, NOTHING, OR_NEVER, SECTION, KeyRow, say
-from megazero.config.deepspeed.rows.optimizer import optimizer_faults
+from megazero.config.deepspeed.rows.optimizer import optimizer_faults, uncorrected
 from megazero.config.deepspeed.rows.train import BATCH_ROWS
 from megazero.config.deepspeed.rows.zero import AT_STAGE_3
 from megazero.config.deepspeed.table import (
@@ -105,7 +105,7 @@ class DeepSpeedSettings:
 
 
 def read_deepspeed(
-    source: str | Path | Mapping[str, Any],
+    source: str | os.PathLike[str] | Mapping[str, Any],
     *,
     data_parallel: int | None = None,
     given: Mapping[str, Any] = _NOTHING_GIVEN,
@@ -121,9 +121,9 @@ def read_deepspeed(
         flags: path -> the flag that sets it; a batch size of the file gives way to one.
     """
     if isinstance(source, Mapping):
-        result, document = DeepSpeedSettings("the DeepSpeed configuration"), source
+        result, document = DeepSpeedSettings("the DeepSpeed configuration"), plain_paths(source)
     else:
-        result = DeepSpeedSettings(str(source))
+        result = DeepSpeedSettings(os.fspath(source))
         document, result.problems = load_json(source)
         if result.problems and not document:  # nothing is known of what it would set
             result.broken = {path for row in ROWS.values() for path in row.fields}
@@ -136,6 +136,7 @@ def read_deepspeed(
     for row in ROWS.values():
         _apply(result, row, values, resolved, extras)
     result.script_problems += [f"{result.name}: {line}" for line in optimizer_faults(values)]
+    result.script_ignored += [IgnoredKey(key, reason) for key, reason in uncorrected(values)]
     extras |= {kind: _named(document.get(kind), values, kind) for kind in ("optimizer", "scheduler")}
     result.extras = Extras.of(extras)
     result.overruled = leave_batch_to_flags(result.name, values, flags, data_parallel)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
@@ -17,8 +17,10 @@ from pydantic import (
     Field,
     PlainSerializer,
     ValidationError,
+    model_validator,
 )
 
+from megazero.config.deepspeed.load import plain_paths
 from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 
@@ -60,6 +62,7 @@ Dtype = Annotated[Any, BeforeValidator(_dtype), PlainSerializer(str)]
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
+    _plain = model_validator(mode="before")(plain_paths)
 
     def dict(self, **kwargs: Any) -> dict[str, Any]:
         """The values by key."""
@@ -216,7 +219,7 @@ def read_config(config: Any, given: Mapping[str, Any]) -> DeepSpeedInferenceConf
     Raises:
         ConfigError: a key is given twice with different values, is not known, or has a wrong value.
     """
-    if isinstance(config, (str, Path)):
+    if isinstance(config, (str, os.PathLike)):
         config = load_ds_config(config)
     if config is None:
         config = {}

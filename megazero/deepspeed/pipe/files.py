@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,25 +23,25 @@ class LayerFiles:
     _local_start: int
     _grid: PipelineParallelGrid
 
-    def ckpt_prefix(self, checkpoints_path: str | Path, tag: str) -> str:
+    def ckpt_prefix(self, checkpoints_path: str | os.PathLike[str], tag: str) -> str:
         """The path that this rank's further files begin with, such as ``PATH/TAG/module-pipe_00``."""
         topology = self._grid.topology()
         place = topology.get_rank_repr(self._grid.global_rank, omit_axes=("data",))
         return str(Path(checkpoints_path, str(tag), f"module-{place}"))
 
-    def ckpt_layer_path(self, ckpt_dir: str | Path, local_layer_idx: int) -> str:
+    def ckpt_layer_path(self, ckpt_dir: str | os.PathLike[str], local_layer_idx: int) -> str:
         """The file of one of this stage's layers, which has its number in the whole model."""
         name = f"layer_{self._local_start + local_layer_idx:02d}"
         slices = self._grid.topology().get_rank_repr(self._grid.global_rank)
         return str(Path(ckpt_dir, "-".join(part for part in (name, slices, "model_states.pt") if part)))
 
-    def ckpt_layer_path_list(self, ckpt_dir: str | Path, local_layer_idx: int) -> list[str]:
+    def ckpt_layer_path_list(self, ckpt_dir: str | os.PathLike[str], local_layer_idx: int) -> list[str]:
         """The files of this layer that are there, one for each of its slices."""
         name = f"layer_{self._local_start + local_layer_idx:02d}-*model_states.pt"
         return sorted(str(path) for path in Path(ckpt_dir).glob(name))
 
     def save_state_dict(
-        self, save_dir: str | Path, checkpoint_engine: Any = None, exclude_frozen_params: bool = False
+        self, save_dir: str | os.PathLike[str], checkpoint_engine: Any = None, exclude_frozen_params: bool = False
     ) -> None:
         """Write the weights and buffers of each layer to its file; every rank calls this.
 
@@ -69,7 +70,7 @@ class LayerFiles:
         self._grid.context.world.barrier()
 
     def load_state_dir(
-        self, load_dir: str | Path, checkpoint_engine: Any = None, strict: bool = True
+        self, load_dir: str | os.PathLike[str], checkpoint_engine: Any = None, strict: bool = True
     ) -> None:
         """Read the weights and buffers of each layer from its file; every rank calls this.
 

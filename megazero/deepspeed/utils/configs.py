@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from megazero.config.deepspeed.load import load_json
+from megazero.config.deepspeed.load import load_json, plain_paths
 from megazero.errors import ConfigError
 
 
@@ -18,8 +18,8 @@ def load_ds_config(config: Any) -> dict[str, Any]:
     """
     content = getattr(config, "_param_dict", config)
     if isinstance(content, Mapping):
-        return dict(content)
-    if not isinstance(content, (str, Path)):
+        return dict(plain_paths(content))
+    if not isinstance(content, (str, os.PathLike)):
         raise ConfigError(
             "`config` must be a path, a dictionary or a DeepSpeedConfig, but is a "
             f"{type(content).__name__}; pass one of these"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.nn.modules.module import (
 
 from megazero.config.deepspeed.read import read_deepspeed
 from megazero.deepspeed.adopt import find_context
+from megazero.deepspeed.settings import JsonSource
 from megazero.deepspeed.zero.partition import (
     Builder,
     Partition,
@@ -36,8 +36,6 @@ from megazero.mpu.torch_group import adopted_group
 
 _MOST_OPEN = 4  # parameters that a constructor may have made whole at a time
 _DTYPES: Mapping[str | None, torch.dtype] = MappingProxyType({"bf16": torch.bfloat16, "fp16": torch.float16})
-
-JsonSource = str | Path | Mapping[str, Any]
 
 
 class Init(Builder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -14,6 +14,9 @@ from megazero.optim.compressed.mean import compressed_mean
 from megazero.optim.elementwise import Adam
 from megazero.optim.rule import Needs, Pieces, ReducingRule, Replicas
 
+LATE = 10**9
+"""A step at which ``1 - beta^t`` is 1 for every beta that is below 1 by more than rounding."""
+
 
 @dataclass(frozen=True)
 class OnebitAdam(ReducingRule):
@@ -22,8 +25,7 @@ class OnebitAdam(ReducingRule):
     For `freeze_step` updates it is `Adam`, bit for bit. From then on v stays as it is, gradients are not
     summed, and ``m = C(b1 m + (1 - b1) g)``, where g is a replica's own gradient and C is
     `compressed_mean`; ``p = p (1 - lr wd) - lr m' / (sqrt(v') + eps)``. The moments are corrected for their
-    start as Adam's are, v for `freeze_step` updates. (DeepSpeed's `bias_correction` never has an effect;
-    after thousands of exact steps there is none to have.)
+    start as Adam's are, v for `freeze_step` updates, unless `corrects` is false.
 
     An element whose v is 0 then, because it never had a gradient (rows of an embedding that no sample
     reaches, and padding), does not move and is left out of C; with a v of 0, one bit would move it by
@@ -38,6 +40,7 @@ class OnebitAdam(ReducingRule):
         beta1, beta2, eps: as Adam's.
         freeze_step: number of exact updates.
         precondition: choose the scale of a message by its effect on the update.
+        corrects: whether the bias of the moments is corrected, which DeepSpeed never does here.
 
     Raises:
         ConfigError: `freeze_step` is below 1.
@@ -51,6 +54,7 @@ class OnebitAdam(ReducingRule):
     beta2: float = 0.999
     eps: float = 1e-8
     precondition: bool = True
+    corrects: bool = True
 
     def __post_init__(self) -> None:
         if self.freeze_step < 1:
@@ -74,14 +78,16 @@ class OnebitAdam(ReducingRule):
     @torch.no_grad()
     def step(self, pieces: Pieces, lr: float) -> None:
         if self.sums_exactly(pieces.step):
-            Adam(self.beta1, self.beta2, self.eps).step(pieces, lr)
+            at = pieces.step if self.corrects else LATE
+            Adam(self.beta1, self.beta2, self.eps).step(replace(pieces, step=at), lr)
             return
         pieces.check(self.state_names)
-        first = 1.0 - self.beta1**pieces.step
+        first = 1.0 - self.beta1**pieces.step if self.corrects else 1.0
         for param, state, decay in zip(pieces.params, pieces.states, pieces.weight_decays, strict=True):
             param.mul_(1.0 - lr * decay)
             param.addcdiv_(state["exp_avg"], self._roots(state["exp_avg_sq"]), value=-lr / first)
 
     def _roots(self, variance: Tensor) -> Tensor:
         """The divisor of updates after the freeze: ``sqrt(v') + eps``."""
-        return variance.sqrt().div_(math.sqrt(1.0 - self.beta2**self.freeze_step)).add_(self.eps)
+        second = 1.0 - self.beta2**self.freeze_step if self.corrects else 1.0
+        return variance.sqrt().div_(math.sqrt(second)).add_(self.eps)

@@ -81,7 +81,7 @@ class ZeroOneAdam(LocalRule):
     Attributes:
         steps: which updates do what.
         beta1, beta2, eps: as Adam's; m is divided by 1 - b1^t, and v by 1 - b2^k if it was updated k times.
-        precondition: choose the scale of a message by its effect on the update, as in `OnebitAdam`.
+        precondition, corrects: as in `OnebitAdam`.
     """
 
     needs: ClassVar[Needs] = Needs(
@@ -94,6 +94,7 @@ class ZeroOneAdam(LocalRule):
     beta2: float = 0.999
     eps: float = 1e-8
     precondition: bool = True
+    corrects: bool = True
 
     def sums_exactly(self, step: int) -> bool:
         return self.steps.updates_variance(step)
@@ -152,6 +153,8 @@ class ZeroOneAdam(LocalRule):
 
     def _corrections(self, step: int) -> tuple[float, float]:
         """The divisors of the two moments."""
+        if not self.corrects:
+            return 1.0, 1.0
         updates = self.steps.variance_updates(min(step, self.steps.var_freeze_step))
         return 1.0 - self.beta1**step, 1.0 - self.beta2**updates
 

@@ -53,7 +53,7 @@ def _optimizer(key: str, shape: Any, *fields: str, **rest: Any) -> KeyRow:
 _OWNERS: Mapping[str, tuple[tuple[str, ...], Any]] = MappingProxyType(
     {
         **dict.fromkeys(("max_coeff", "min_coeff", "use_nvlamb"), (("lamb", "onebit-lamb"), None)),
-        "bias_correction": (("lamb", "onebit-lamb"), True),
+        "bias_correction": (("lamb", "onebit-lamb", "onebit-adam", "zero-one-adam"), True),
         **dict.fromkeys(("muon_lr", "adam_lr", "ns_method"), (("muon",), None)),
         "nesterov": (("muon",), False),
         "rho": (("adadelta",), None),
@@ -99,6 +99,13 @@ def optimizer_of(values: Values) -> str | None:
 def is_lamb(values: Values) -> bool:
     """Whether a JSON's optimizer is LAMB, or 1-bit LAMB, which begins as LAMB."""
     return optimizer_of(values) in ("lamb", "onebit-lamb")
+
+
+def uncorrected(values: Values) -> Iterator[tuple[str, str]]:
+    """The key that asks a script of ours for moments as they are, where DeepSpeed's never are otherwise."""
+    key = "optimizer.params.bias_correction"
+    if optimizer_of(values) in ("onebit-adam", "zero-one-adam") and values.get(key) is False:
+        yield key, "the moments of 1-bit and 0/1 Adam are always corrected"
 
 
 def _of_lamb(read: Callable[[Any], Any]) -> Callable[[Any, Values], Any]:

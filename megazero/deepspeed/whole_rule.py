@@ -1,0 +1,199 @@
+"""A torch optimizer whose update of an element depends on its whole tensor, as a rule for whole parameters.
+
+Adafactor, Shampoo and others keep state of other shapes than the parameter. Packed one after the other, its
+numbers fill flat tensors of the parameter's size, which are sharded, offloaded and saved as moments are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from megazero.errors import ConfigError
+from megazero.optim.rule import Needs, Pieces
+from megazero.optim.torch_rule import TorchRule
+
+_EXACT = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int8, torch.int16, torch.bool)
+_TRIAL_STEPS, _TRIAL_SIZE = 3, 5
+_LARGE = 256  # a size from which on classes that treat large tensors differently do so
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One number or tensor of a parameter's state: its value after an update tells its type and shape."""
+
+    name: str
+    like: Any
+
+    @property
+    def size(self) -> int:
+        return self.like.numel() if isinstance(self.like, Tensor) else int(self.like is not None)
+
+    def flat(self, value: Any, out: Tensor) -> None:
+        """Write the numbers of a value."""
+        if self.like is not None:
+            out.copy_(value.detach().reshape(-1) if isinstance(value, Tensor) else torch.tensor([value]))
+
+    def value(self, flat: Tensor) -> Any:
+        """The value with these numbers."""
+        if isinstance(self.like, Tensor):
+            device = "cpu" if self.like.dim() == 0 and self.name == "step" else flat.device
+            return flat.view(self.like.shape).to(device, self.like.dtype, copy=True)
+        return None if self.like is None else type(self.like)(flat.item())
+
+
+@dataclass(frozen=True)
+class WholeRule(TorchRule):
+    """A torch optimizer class that updates whole parameters, each by itself.
+
+    Attributes:
+        forms: the entries of the state of a parameter of each shape that has been seen.
+    """
+
+    needs: ClassVar[Needs] = Needs(whole=True)
+
+    forms: dict[Shape, tuple[_Entry, ...]] = field(default_factory=dict, compare=False)
+
+    def step(self, pieces: Pieces, lr: float) -> None:
+        """Update whole parameters and their packed state in place.
+
+        Raises:
+            ConfigError: the state of one has grown beyond what its shape keeps after one update.
+        """
+        pieces.check(self.state_names)
+        lists = (pieces.params, pieces.grads, pieces.states, pieces.weight_decays)
+        for param, grad, state, decay in zip(*lists, strict=True):
+            leaf, form = nn.Parameter(param), self.form(tuple(param.shape))
+            leaf.grad = grad
+            optimizer = self.make([leaf], lr, decay)
+            packed = torch.stack([state[name] for name in self.state_names]).view(-1)
+            parts = packed.split([*(entry.size for entry in form), packed.numel() - _size(form)])
+            if packed.any():  # otherwise there has been no update of this parameter
+                named = zip(form, parts[:-1], strict=True)
+                optimizer.state[leaf] = {entry.name: entry.value(part) for entry, part in named}
+            optimizer.step()
+            _check_form(self.kind, form, optimizer.state[leaf])
+            for entry, part in zip(form, parts[:-1], strict=True):
+                entry.flat(optimizer.state[leaf][entry.name], part)
+            for name, part in zip(self.state_names, packed.split(param.numel()), strict=True):
+                state[name].copy_(part.view(param.shape))
+
+    def form(self, shape: Shape) -> tuple[_Entry, ...]:
+        """The state of a parameter of this shape after an update.
+
+        Raises:
+            ConfigError: it holds what is neither a number nor a tensor that fp32 can hold.
+        """
+        if shape not in self.forms:
+            try:
+                state = self._state(shape, "meta")
+            except Exception:  # a class that looks at values must have some
+                state = self._state(shape, "cpu")
+            entries = tuple(_Entry(name, value) for name, value in state.items())
+            for entry in entries:
+                like = entry.like
+                exact = like.dim() == 0 or like.dtype in _EXACT if isinstance(like, Tensor) else True
+                if not exact or not isinstance(like, Tensor | int | float | None):
+                    shown = like.dtype if isinstance(like, Tensor) else f"a {type(like).__name__}"
+                    raise ConfigError(
+                        "`optimizer` must keep numbers and tensors of at most 32 bits, but "
+                        f"{self.kind.__name__} keeps {shown} as {entry.name}; choose another"
+                    )
+            self.forms[shape] = entries
+        return self.forms[shape]
+
+    def _state(self, shape: Shape, device: str) -> Mapping[str, Any]:
+        """The state of a parameter of ones after an update."""
+        leaf = nn.Parameter(torch.ones(shape, device=device))
+        leaf.grad = torch.ones_like(leaf)
+        optimizer = self.make([leaf], 0.1, 0.0)
+        optimizer.step()
+        state: Mapping[str, Any] = optimizer.state[leaf]
+        return state
+
+
+def keeps_shape(rule: TorchRule, shapes: Iterable[Shape]) -> bool:
+    """Whether the state of parameters of these shapes, up to a size, is of their shape, a count or nothing."""
+    whole = _whole(rule)
+    capped = {tuple(min(size, _LARGE) for size in shape) for shape in shapes}
+    tensors = [(s, e.like) for s in capped for e in whole.form(s) if isinstance(e.like, Tensor)]
+    return all(like.dim() == 0 or tuple(like.shape) == shape for shape, like in tensors)
+
+
+def on_whole(rules: Sequence[TorchRule], shapes: Iterable[Shape]) -> list[WholeRule]:
+    """The rules of an optimizer's groups for whole parameters, after trial updates of small tensors.
+
+    Args:
+        rules: the class with the options of each group.
+        shapes: the shapes of all parameters.
+
+    Raises:
+        ConfigError: the class fails, does not update each parameter by itself, or keeps what cannot be packed.
+    """
+    kind, shapes = rules[0].kind, sorted(set(shapes))
+    wholes = [_whole(rule) for rule in rules]
+    try:
+        sizes = [(_size(rule.form(shape)), math.prod(shape)) for rule in wholes for shape in shapes]
+        count = max((math.ceil(size / numel) for size, numel in sizes if numel), default=0)
+        names = tuple(f"state_{number}" for number in range(max(count, 1)))
+        wholes = [replace(rule, state_names=names) for rule in wholes]
+        small = sorted({tuple(min(size, _TRIAL_SIZE) for size in shape) for shape in shapes})
+        alone = all(_alone(rule, small) for rule in wholes)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"`optimizer` must be one that can update tensors from their gradients alone, but {kind.__name__} "
+            f"fails there ({type(error).__name__}: {error}); choose another, such as torch.optim.AdamW"
+        ) from error
+    if not alone:
+        raise ConfigError(
+            f"`optimizer` must update each parameter by itself, but {kind.__name__} gives other values for "
+            "parameters together, or keeps state in its groups; choose another, such as torch.optim.AdamW"
+        )
+    return wholes
+
+
+def _whole(rule: TorchRule) -> WholeRule:
+    return WholeRule(rule.kind, rule.options, rule.takes)
+
+
+def _size(form: Iterable[_Entry]) -> int:
+    return sum(entry.size for entry in form)
+
+
+def _check_form(kind: type, form: Sequence[_Entry], state: Mapping[str, Any]) -> None:
+    """Refuse a state that has other entries than after the first update."""
+    shape_of = [getattr(entry.like, "shape", None) for entry in form]
+    if [(name, getattr(value, "shape", None)) for name, value in state.items()] != [
+        (entry.name, shape) for entry, shape in zip(form, shape_of, strict=True)
+    ]:
+        raise ConfigError(
+            f"`optimizer` must keep the same kinds of state from its first update on, but {kind.__name__} keeps "
+            f"{', '.join(entry.name for entry in form)} at first and {', '.join(state)} later; choose another"
+        )
+
+
+def _alone(rule: WholeRule, shapes: Sequence[Shape]) -> bool:
+    """Whether small parameters move alike in one optimizer that goes on, and by the rule, one at a time."""
+    generator = torch.Generator().manual_seed(0)
+    together = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    alone = [param.detach().clone() for param in together]
+    blobs = max([len(rule.state_names), *(-(-_size(rule.form(s)) // max(1, math.prod(s))) for s in shapes)])
+    rule = replace(rule, state_names=tuple(f"state_{number}" for number in range(blobs)))
+    states = [{name: torch.zeros_like(param) for name in rule.state_names} for param in alone]
+    optimizer = rule.make(together, 0.1, 0.01)
+    for number in range(1, _TRIAL_STEPS + 1):
+        grads = [torch.randn(shape, generator=generator) for shape in shapes]
+        for param, grad in zip(together, grads, strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        rule.step(Pieces(alone, grads, states, [0.01] * len(alone), number), 0.1)
+    return all(torch.allclose(one, other) for one, other in zip(alone, together, strict=True))
