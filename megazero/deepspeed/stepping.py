@@ -61,13 +61,21 @@ class SteppingEngine(BackwardEngine):
         self._must_train("step")
         if not self._sync:
             raise MegazeroError("`step` must be called outside of `no_sync`, but is within; leave it first")
-        if self._backwards == 0:
+        if self._backwards == 0 and not self._adopt_gradients():
             raise MegazeroError("`step` must follow a backward, but there was none; call `engine.backward`")
         self._backwards = 0
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._update(dict(lr_kwargs or {}))
         self.micro_steps += 1
+
+    def _adopt_gradients(self) -> bool:
+        """Take the gradients that the script has set itself, at stage 0; whether there are any."""
+        trained = [param for group in self.states.param_groups for param in group["params"]]
+        if self._shown is None or all(param.grad is None for param in trained):
+            return False
+        self.states.begin()
+        return self._shown.adopt(trained)
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         scale, rates = self.states.cur_scale, tuple(self.get_lr())
@@ -180,6 +188,7 @@ class SteppingEngine(BackwardEngine):
         if self.random_ltd_scheduler is not None:
             self.random_ltd_scheduler.reset_to_init()
             self.random_ltd_scheduler.get_total_layer_tokens(self.global_steps)
+        self.states.steps = self.global_steps
         self._reporter.restart(self.global_steps)
 
     def get_batch_info(self) -> tuple[int, int, int]:

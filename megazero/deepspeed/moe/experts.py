@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.moe.layer import MoE
+from megazero.deepspeed.moe.layer import EXPERTS, MoE
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 
@@ -91,4 +91,4 @@ def with_all_experts(
 
 def _path(layer: str) -> str:
     """The name of a layer's experts in the model."""
-    return f"{layer}.experts" if layer else "experts"
+    return f"{layer}.{EXPERTS}" if layer else EXPERTS
