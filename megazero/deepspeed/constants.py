@@ -1,4 +1,4 @@
-"""What scripts import from DeepSpeed's modules of constants; those that are a word are in the tables of names."""
+"""What scripts import from DeepSpeed's modules of constants; words are in the tables of names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ DIST = None
 """`deepspeed.dist` is None until an engine is made; scripts import `deepspeed.comm` instead."""
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 DEFAULT_PG_TIMEOUT = TIMEOUT
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 
 DEEPSPEED_OPTIMIZERS = (
     *("adagrad", "adam", "adamw", "lamb", "muadam"),

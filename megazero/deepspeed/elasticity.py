@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from megazero.errors import ConfigError
@@ -20,6 +20,7 @@ CHOSEN = "DEEPSPEED_ELASTICITY_CONFIG"
 """The variable in which a scheduler of jobs says the JSON that it has chosen the number of ranks by."""
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _OLDEST = (0, 3, 8)
+_PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 
 
 class ElasticityError(ConfigError):
@@ -66,17 +67,17 @@ class _Section:
                 raise ElasticityConfigError(
                     f"`elasticity.{key}` must hold whole numbers of at least 1, but has {value!r}; change it"
                 )
-        version, model = float(given.get("version", 0.2)), counts["model_parallel_size"]
-        if version not in (0.1, 0.2):
+        version, model = str(given.get("version", 0.2)), counts["model_parallel_size"]
+        if version not in ("0.1", "0.2"):
             raise ElasticityConfigError(f"`elasticity.version` must be 0.1 or 0.2, but is {version}")
-        if model > 1 and version == 0.1:
+        if model > 1 and version == "0.1":
             raise ElasticityConfigError(
-                f"`elasticity.version` must be 0.2 with a `model_parallel_size` of {model}, but is 0.1; raise it"
+                f"`elasticity.version` must be 0.2 for a `model_parallel_size` of {model}, but is 0.1"
             )
-        if counts["num_gpus_per_node"] % model and version == 0.2:
+        if counts["num_gpus_per_node"] % model and version == "0.2":
             raise ElasticityConfigError(
-                f"`elasticity.num_gpus_per_node` must be a multiple of `model_parallel_size` ({model}), but is "
-                f"{counts['num_gpus_per_node']}; change one of them"
+                f"`elasticity.num_gpus_per_node` must be a multiple of `model_parallel_size` ({model}), but "
+                f"is {counts['num_gpus_per_node']}; change one of them"
             )
         return cls(
             counts["max_train_batch_size"],
@@ -84,7 +85,7 @@ class _Section:
             counts["min_gpus"],
             counts["max_gpus"],
             bool(given.get("prefer_larger_batch", True)),
-            version == 0.2,
+            version == "0.2",
             counts["num_gpus_per_node"],
             model,
         )
@@ -102,16 +103,15 @@ class _Section:
         if here in replicas or not here:
             return batch, replicas
         sizes = [self.largest // (size * here) * size * here for size in self.micro_batches]
+        if not any(sizes):
+            raise self._too_small(self.largest // here)
         return (max if self.prefers_larger else min)(sizes), [here]
 
     def _best(self, largest: int, least: int, most: int) -> tuple[int, list[int]]:
-        """The size of at most `largest` that fits most numbers of ranks, of equals the largest or smallest."""
+        """The size of at most `largest` that fits the most numbers of ranks, and these."""
         bases = {size for size in {*self.micro_batches, math.lcm(*self.micro_batches)} if size <= largest}
         if not bases:
-            raise ElasticityConfigError(
-                f"`elasticity.max_train_batch_size` must hold a micro-batch on each rank, but {largest} is less "
-                f"than any of {list(self.micro_batches)}; raise it"
-            )
+            raise self._too_small(largest)
         sign = 1 if self.prefers_larger else -1
         sizes = {base * _most_divisible(largest // base) for base in bases}
         fitting = {size: self._fitting(size, least, most) for size in sizes}
@@ -124,6 +124,12 @@ class _Section:
         last = min(max(shares, default=0), most)
         return [n for n in range(max(least, 1), last + 1) if any(share % n == 0 for share in shares)]
 
+    def _too_small(self, share: int) -> ElasticityConfigError:
+        return ElasticityConfigError(
+            "`elasticity.max_train_batch_size` must hold a micro-batch of each rank, one of "
+            f"{list(self.micro_batches)}, but leaves it {share} samples; raise it"
+        )
+
     def micro_batch(self, batch: int, replicas: int) -> int | None:
         """The micro-batch of each of so many replicas; None if none divides its samples."""
         sizes = [size for size in self.micro_batches if batch // replicas % size == 0]
@@ -132,12 +138,18 @@ class _Section:
 
 def _most_divisible(limit: int) -> int:
     """The greatest number up to `limit` with more divisors than any smaller one."""
-    best, most = 1, 0
-    for number in range(1, limit + 1):
-        divisors = sum(2 - (d * d == number) for d in range(1, math.isqrt(number) + 1) if number % d == 0)
-        if divisors > most:
-            best, most = number, divisors
-    return best
+    best = (1, -1)
+    # A number, its divisors, the primes after its own, and the greatest exponent of the next of them.
+    begun = [(1, 1, _PRIMES, limit)]
+    while begun:
+        number, divisors, primes, most = begun.pop()
+        best = max(best, (divisors, -number))
+        for power in range(1, most + 1 if primes else 1):
+            number *= primes[0]
+            if number > limit:
+                break
+            begun.append((number, divisors * (power + 1), primes[1:], power))
+    return -best[1]
 
 
 def compute_elastic_config(
@@ -181,15 +193,14 @@ def compute_elastic_config(
     replicas = told // section.model_ranks
     if replicas not in fitting:
         raise ElasticityIncompatibleWorldSize(
-            f"`world_size` must give a number of replicas that fits a batch of {batch}, one of {fitting}, but "
-            f"gives {replicas}; start another number of ranks"
+            f"`world_size` must give a number of replicas that fits a batch of {batch}, one of {fitting}, "
+            f"but gives {replicas}; start another number of ranks"
         )
     return batch, fitting, section.micro_batch(batch, replicas)
 
 
 def _release(version: str) -> tuple[int, ...]:
-    parts = (part for part, _ in zip(version.split("."), count(1), strict=False))
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts)[:3]
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
@@ -199,16 +210,18 @@ def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
 
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
-    """Check a section against the one that the scheduler of the job saw, if `DEEPSPEED_ELASTICITY_CONFIG` says.
+    """Check a section against the one that the job's scheduler saw, if `DEEPSPEED_ELASTICITY_CONFIG` is set.
 
     Raises:
         ElasticityConfigError: they disagree on the batch size.
     """
-    seen = os.environ.get(CHOSEN)
-    if seen is None:
+    if CHOSEN not in os.environ:
         return
-    chosen = json.loads(seen)
-    chosen = chosen.get("elasticity", chosen)
+    try:
+        chosen = json.loads(os.environ[CHOSEN])
+        chosen = chosen.get("elasticity", chosen)
+    except (ValueError, AttributeError) as error:
+        raise ElasticityConfigError(f"{CHOSEN} must hold a JSON's section, but does not: {error}") from error
     for key in ("max_train_batch_size", "micro_batch_sizes", "version"):
         if runtime_elastic_config_dict.get(key) != chosen.get(key):
             raise ElasticityConfigError(
@@ -235,8 +248,8 @@ def with_elastic_batches(content: Mapping[str, Any], ranks: int, version: str) -
     own = [key for key in _BATCHES if key in content]
     if own and not section.get("ignore_non_elastic_batch_info", False):
         raise ElasticityConfigError(
-            f"`{own[0]}` must be left out with `elasticity`, which decides it, but is {content[own[0]]}; leave it "
-            "out, or set `elasticity.ignore_non_elastic_batch_info`"
+            f"`{own[0]}` must be left out with `elasticity`, which decides it, but is {content[own[0]]}; "
+            "leave it out, or set `elasticity.ignore_non_elastic_batch_info`"
         )
     world = ranks * int(section.get("model_parallel_size", 1))
     batch, _, micro = compute_elastic_config(content, version, world, return_microbatch=True)

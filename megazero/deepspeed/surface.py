@@ -38,8 +38,8 @@ class Name:
     Attributes:
         modules: where scripts import it from, below `deepspeed`; ``.`` is `deepspeed` itself.
         name: the name there; empty for a row that only makes the module exist.
-        home: ``module:attribute`` of what it is here, or ``module`` alone; ``=`` and a word for a constant that
-            is that word; empty if it is refused.
+        home: ``module:attribute`` of what it is here, or ``module`` alone; ``=`` and a word for a constant,
+            which is that word; empty if it is refused.
         state: same as documented there, differs, has no effect, or is refused when it is called.
         note: how it differs, why it has no effect, or what to do instead.
     """

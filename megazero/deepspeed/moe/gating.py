@@ -17,8 +17,8 @@ from megazero.deepspeed.comm.world import ReduceOp, get_world_size
 from megazero.errors import ConfigError
 
 Gated = tuple[Tensor, Tensor, Tensor, Tensor]
-"""The balance loss, the weights [s, e, c] of each token's places, where these are not zero, and int64 [e]: how
-often each expert was chosen."""
+"""The balance loss, the weights of each token's places [s, e, c], where they are not zero, and how often each
+expert was chosen, int64 [e]."""
 
 
 def top1gating(
@@ -50,8 +50,8 @@ def top1gating(
     """
     if len(logits) < min_capacity:
         raise ConfigError(
-            f"`min_capacity` must be at most the number of tokens ({len(logits)}), but is {min_capacity}; set "
-            "it to 0 or give larger batches"
+            f"`min_capacity` must be at most the number of tokens ({len(logits)}), but is {min_capacity}; "
+            "set it to 0 or give larger batches"
         )
     noisy = logits + gumbel_rsample(logits.shape, logits.device) if noisy_gate_policy == "RSample" else logits
     chosen = _marked(noisy.argmax(1, keepdim=True), logits)
