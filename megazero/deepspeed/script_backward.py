@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megazero.deepspeed.data import tensors_of
 from megazero.deepspeed.parallel import UserParallel
@@ -44,19 +44,6 @@ class ShownGradients:
                 sums if sums.dtype == param.dtype and share == 1.0 else (sums * share).to(param.dtype)
             )
             self._shown[key] = (param.grad, param.grad._version)
-
-    @torch.no_grad()
-    def adopt(self, params: Iterable[nn.Parameter]) -> bool:
-        """Take gradients that a script has set without a backward; whether there are any.
-
-        They are means over ranks already, times the loss scale, as those that a backward leaves.
-        """
-        given = {id(param): (param, param.grad) for param in params if param.grad is not None}
-        self._parallel.arrived.update({key: param for key, (param, _) in given.items()})
-        self.show()
-        for param, grad in given.values():
-            param.grad = grad
-        return bool(given)
 
     @torch.no_grad()
     def hide(self) -> None:

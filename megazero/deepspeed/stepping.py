@@ -70,12 +70,19 @@ class SteppingEngine(BackwardEngine):
         self.micro_steps += 1
 
     def _adopt_gradients(self) -> bool:
-        """Take the gradients that the script has set itself, at stage 0; whether there are any."""
-        trained = [param for group in self.states.param_groups for param in group["params"]]
-        if self._shown is None or all(param.grad is None for param in trained):
+        """Take gradients that the script has set without a backward, at stage 0; whether there are any.
+
+        Like those that a backward leaves, they are means over the accumulation, times the loss scale.
+        """
+        trained = (param for group in self.states.param_groups for param in group["params"])
+        given = [param for param in trained if param.grad is not None]
+        if self._shown is None or not given:
             return False
-        self.states.begin()
-        return self._shown.adopt(trained)
+        self._begin(self.states.loss_factor / self.states.cur_scale)
+        for param in given:
+            self.states.parallel.collect(param)
+        self._end()
+        return True
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         scale, rates = self.states.cur_scale, tuple(self.get_lr())

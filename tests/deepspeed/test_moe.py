@@ -37,6 +37,7 @@ from tests.deepspeed.user_models import (
 )
 
 E = 4
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
 
 def mlp() -> nn.Module:
@@ -487,7 +488,7 @@ def test_experts_are_gathered_from_their_own_replicas():
             if name in (f"first.{EXPERTS}.0.0.weight", f"first.{EXPERTS}.2.0.weight")
         }
 
-    expected = {"first.experts.0.0.weight": 0.0, "first.experts.2.0.weight": 1.0}
+    expected = {f"first.{EXPERTS}.0.0.weight": 0.0, f"first.{EXPERTS}.2.0.weight": 1.0}
     assert on_experts(4, 2, work) == [expected] * 4
 
 
@@ -500,7 +501,7 @@ def _noisy_rank(rank: int, world_size: int) -> list[tuple[list, list, list]]:
         engine = megazero.initialize(model=model, config=settings(3, 2, optimizer=ADAMW))[0]
         record = train_engine(engine, engine.context, range(2))
         assert len(model.first.experts.numbers) == E // ep
-        found.append((record.losses, record.norms, record.weights["first.experts.3.0.weight"].tolist()))
+        found.append((record.losses, record.norms, record.weights[f"first.{EXPERTS}.3.0.weight"].tolist()))
     return found
 
 
