@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from megazero.deepspeed.answers import (
     SettingsAnswers,
 )
 from megazero.deepspeed.autocast import Autocast
+from megazero.deepspeed.curriculum import ScriptLengths
 from megazero.deepspeed.data import to_half
 from megazero.deepspeed.getters import ATTRIBUTES, GETTERS
 from megazero.deepspeed.optimizer import DeepSpeedOptimizer
@@ -184,6 +186,32 @@ class BackwardEngine(SettingsAnswers, OptimizerAnswers, PlaceAnswers, LayoutAnsw
             yield
         finally:
             self._sync = before
+
+    def set_custom_curriculum_learning_schedule(
+        self, schedule_func_dict: Callable[[int], int] | Mapping[str, Callable[[int], int]]
+    ) -> None:
+        """Let a function of the step, counted from 1, decide the sequence length of a custom curriculum.
+
+        Args:
+            schedule_func_dict: the function, or a dictionary in which it is under ``seqlen``.
+
+        Raises:
+            ConfigError: the curriculum of the JSON is not custom, or the dictionary has other metrics.
+        """
+        functions = schedule_func_dict
+        if isinstance(functions, Mapping):
+            if [*functions] != ["seqlen"]:
+                raise ConfigError(
+                    f"`schedule_func_dict` must be for the metric seqlen alone, but is for {[*functions]}; "
+                    "others choose samples, which the script does here"
+                )
+            functions = functions["seqlen"]
+        if not isinstance(self.settings.seqlen, ScriptLengths):
+            raise ConfigError(
+                "`curriculum_learning.schedule_type` must be custom for a schedule of the script, but is "
+                "not; set it in the JSON"
+            )
+        self.settings = replace(self.settings, seqlen=ScriptLengths(functions))
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:

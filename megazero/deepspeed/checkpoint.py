@@ -20,6 +20,7 @@ from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.replica_rows import ReplicaRows
 from megazero.checkpoint.saver import Saver, together
 from megazero.checkpoint.shards import parts_to_read, parts_to_write
+from megazero.deepspeed.moe.experts import older_names
 from megazero.deepspeed.plain import encode
 from megazero.deepspeed.saved import STATE, Saved, open_saved
 from megazero.deepspeed.stepping import SteppingEngine
@@ -120,7 +121,7 @@ def load_checkpoint(engine: SteppingEngine, folder: Path, parts: LoadParts) -> d
         lambda: result.append(open_saved(folder, groups, optimizer=parts.optimizer)),
         f"open {folder}",
     )
-    (saved,) = result
+    saved = result[0].renamed(engine.module)
     clients: list[dict[str, Any]] = []
 
     def read() -> None:
@@ -195,7 +196,8 @@ def load_module_state(
     if custom is not None:
         _load_by(engine, state, custom)
     else:
-        source = StateSource(state)
+        names = older_names(engine.module, state)
+        source = StateSource({names.get(name, name): value for name, value in state.items()})
         if strict:
             _check_names(engine, source, {key.name for key in source.shapes}, "checkpoint")
         wanted = parts_to_read(engine.states.shards, engine.context, moments=False)

@@ -116,7 +116,7 @@ _FLAGS: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "lr_range_test_min_lr": (0.001, "first learning rate of LRRangeTest"),
         "lr_range_test_step_rate": (1.0, "growth of the learning rate in LRRangeTest"),
         "lr_range_test_step_size": (1000, "steps in which it grows by that"),
-        "lr_range_test_staircase": (False, "let it grow in stairs: true or false"),
+        "lr_range_test_staircase": (False, "let it grow in stairs"),
         "cycle_first_step_size": (1000, "steps of OneCycle's way up"),
         "cycle_first_stair_count": (-1, "its stairs"),
         "cycle_second_step_size": (-1, "steps of OneCycle's way down; -1 for as many as up"),
@@ -145,16 +145,11 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("Learning rate schedule", "DeepSpeed's schedules")
     group.add_argument("--lr_schedule", default=None, help=f"one of {', '.join(SCHEDULES)}")
     for name, (default, text) in _FLAGS.items():
-        if name == "cycle_momentum":
+        if isinstance(default, bool):
             group.add_argument(f"--{name}", action="store_true", help=text)
         else:
-            kind = _truth if isinstance(default, bool) else type(default)
-            group.add_argument(f"--{name}", type=kind, default=default, help=text)
+            group.add_argument(f"--{name}", type=type(default), default=default, help=text)
     return parser
-
-
-def _truth(text: str) -> bool:
-    return text.lower() in ("true", "1", "yes")
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -172,9 +167,35 @@ def get_config_from_args(args: Any) -> tuple[dict[str, Any] | None, str | None]:
         return None, "--lr_schedule not specified on command line"
     if name not in SCHEDULES:
         return None, f"{name} is not supported LR schedule"
-    taken = [key for key in inspect.signature(SCHEDULES[name]).parameters if key in _FLAGS]
-    values = {key: getattr(args, key, None) for key in taken if key != "cycle_momentum"}
-    return {"type": name, "params": {k: v for k, v in values.items() if v is not None and v != -1}}, None
+    params: dict[str, Any] = {}
+    _override(args, params, *inspect.signature(SCHEDULES[name]).parameters)
+    return {"type": name, "params": params}, None
+
+
+def override_lr_range_test_params(args: Any, params: dict[str, Any]) -> None:
+    """Put what flags say of LRRangeTest into the arguments of a schedule."""
+    _override(args, params, *inspect.signature(LRRangeTest).parameters)
+
+
+def override_1cycle_params(args: Any, params: dict[str, Any]) -> None:
+    """Put what flags say of OneCycle into the arguments of a schedule."""
+    _override(args, params, *inspect.signature(OneCycle).parameters)
+
+
+def override_warmupLR_params(args: Any, params: dict[str, Any]) -> None:
+    """Put what flags say of WarmupLR into the arguments of a schedule."""
+    _override(args, params, *inspect.signature(WarmupLR).parameters)
+
+
+def override_params(args: Any, params: dict[str, Any]) -> None:
+    """Put what flags say of these three into the arguments of a schedule."""
+    for override in (override_lr_range_test_params, override_1cycle_params, override_warmupLR_params):
+        override(args, params)
+
+
+def _override(args: Any, params: dict[str, Any], *names: str) -> None:
+    given = {name: getattr(args, name, None) for name in names if name in _FLAGS}
+    params.update({name: value for name, value in given.items() if value is not None and value != -1})
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[Any, str]:

@@ -64,20 +64,57 @@ def build_deepspeed_scaler(precision: PrecisionConfig, *, consecutive: bool) -> 
     return kind(**vars(scaler))
 
 
-@dataclass(frozen=True)
-class LossScalerFacts:
-    """The loss scale as DeepSpeed's `optimizer.loss_scaler` shows it."""
+class LossScaleView:
+    """The loss scale as DeepSpeed's `optimizer.loss_scaler` and `optimizer.loss_scale_config` show it.
 
-    cur_scale: float
-    dynamic: bool
-    scale_window: int | None
-    min_scale: float | None
-    cur_hysteresis: int
+    Attributes:
+        dynamic, dynamic_loss_scale: whether the scale is searched for.
+        scale_window: good steps until it doubles, `scale_factor`-fold, and `min_scale`, `min_loss_scale` its
+            floor; None where the scale is fixed.
+        cur_scale: the scale; it may be set.
+        cur_iter: the steps so far.
+        last_overflow_iter: the last of them that overflowed; -1 for none.
+        cur_hysteresis: overflows that are still tolerated.
+
+    Args:
+        optimizer: the optimizer whose scale it is.
+    """
+
+    def __init__(self, optimizer: ScaleAndRate):
+        self._optimizer = optimizer
+        scaler = optimizer.scaler
+        self.dynamic = self.dynamic_loss_scale = scaler.searches
+        self.use_grad_scaling = scaler.searches or optimizer.cur_scale != 1.0
+        self.scale_window: int | None = getattr(scaler, "window", None)
+        self.scale_factor: float | None = getattr(scaler, "growth", None)
+        self.min_scale: float | None = getattr(scaler, "min_scale", None)
+        self.min_loss_scale = self.min_scale
 
     @property
-    def loss_scale(self) -> float:
-        """The loss scale."""
-        return self.cur_scale
+    def cur_scale(self) -> float:
+        """See the class."""
+        return self._optimizer.cur_scale
+
+    @cur_scale.setter
+    def cur_scale(self, scale: float) -> None:
+        self._optimizer.cur_scale = scale
+
+    loss_scale = cur_scale
+
+    @property
+    def cur_hysteresis(self) -> int:
+        """See the class."""
+        return self._optimizer.scaler_state.hysteresis_left
+
+    @property
+    def cur_iter(self) -> int:
+        """See the class."""
+        return self._optimizer.steps
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """See the class."""
+        return max(-1, self.cur_iter - self._optimizer.scaler_state.growth_tracker - 1)
 
 
 class ScaleAndRate:
@@ -86,6 +123,7 @@ class ScaleAndRate:
     scaler: LossScaler
     scaler_state: ScalerState
     report: StepReport | None
+    steps: int
     param_groups: list[dict[str, Any]]
     custom_loss_scaler: ClassVar[bool] = False
     _overflow: bool | None = None
@@ -102,15 +140,11 @@ class ScaleAndRate:
     loss_scale = cur_scale
 
     @property
-    def loss_scaler(self) -> LossScalerFacts:
+    def loss_scaler(self) -> LossScaleView:
         """The state of the loss scale."""
-        return LossScalerFacts(
-            self.cur_scale,
-            self.scaler.searches,
-            getattr(self.scaler, "window", None),
-            getattr(self.scaler, "min_scale", None),
-            self.scaler_state.hysteresis_left,
-        )
+        return LossScaleView(self)
+
+    loss_scale_config = loss_scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:

@@ -50,11 +50,11 @@ class WandbConfig(_Section):
     project: str = "deepspeed"
 
 
-class CometConfig(BaseModel):
+class CometConfig(_Section):
     """Section ``comet``, which must not be enabled."""
 
     model_config = ConfigDict(extra="allow")
-    enabled: bool = False
+    samples_log_interval: int = 100
 
 
 class DeepSpeedMonitorConfig(BaseModel):
@@ -82,7 +82,7 @@ def _speaks() -> bool:
 
 
 class Monitor(ABC):
-    """Takes a script's values.
+    """Takes a script's values. Each key of its section is an attribute.
 
     Args:
         monitor_config: its section.
@@ -91,6 +91,12 @@ class Monitor(ABC):
     def __init__(self, monitor_config: Any):
         self.monitor_config = monitor_config
         self.enabled = bool(monitor_config.enabled)
+
+    def __getattr__(self, name: str) -> Any:
+        section = vars(self).get("monitor_config")
+        if name.startswith("_") or not hasattr(section, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(section, name)
 
     @abstractmethod
     def write_events(self, event_list: Sequence[Event]) -> None:
@@ -180,6 +186,22 @@ class WandbMonitor(Monitor):
                 self._run.log({tag: value, "step": x})
 
 
+class CometMonitor(Monitor):
+    """A place for Comet, which does nothing.
+
+    Raises:
+        ConfigError: it is enabled.
+    """
+
+    def __init__(self, comet_config: CometConfig):
+        super().__init__(comet_config)
+        if self.enabled:
+            raise ConfigError("`comet` must not be enabled, but is; use tensorboard, wandb or csv_monitor")
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Write nothing."""
+
+
 class MonitorMaster(Monitor):
     """All monitors that a JSON enables.
 
@@ -192,8 +214,7 @@ class MonitorMaster(Monitor):
 
     def __init__(self, monitor_config: DeepSpeedMonitorConfig):
         super().__init__(monitor_config)
-        if monitor_config.comet.enabled:
-            raise ConfigError("`comet` must not be enabled, but is; use tensorboard, wandb or csv_monitor")
+        self.comet_monitor = CometMonitor(monitor_config.comet)
         self.tb_monitor = TensorBoardMonitor(monitor_config.tensorboard)
         self.wandb_monitor = WandbMonitor(monitor_config.wandb)
         self.csv_monitor = csvMonitor(monitor_config.csv_monitor)

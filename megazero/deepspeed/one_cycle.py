@@ -84,6 +84,11 @@ class OneCycle(RateSchedule):
         """The steps of the whole cycle."""
         return self.first_step_size + self.second_step_size
 
+    @property
+    def step_ratio(self) -> float:
+        """The share of the way up in the cycle."""
+        return self.first_step_size / self.total_size
+
     def step(self, batch_iteration: int | None = None) -> None:
         super().step(batch_iteration)
         if self.cycle_momentum:

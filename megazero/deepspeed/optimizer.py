@@ -90,6 +90,7 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         scaler_state: the loss scale.
         report: the report of the last step; None before the first.
         offload: what libraries take off the model and put back; None if weights are not sharded.
+        steps: the steps so far, skipped ones included.
 
     Args:
         client: the optimizer that provides groups and options.
@@ -121,6 +122,7 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
             self.parameter_offload = self.offload
         self.scaler, self.scaler_state = scaler, scaler.initial()
         self.report: StepReport | None = None
+        self.steps = 0
         self._rule_of = rule_of
         self._divisor = divisor
         self._pending = False
@@ -179,6 +181,7 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
             self._divisor / (self.scaler_state.scale * self.parallel.group.size),
         )
         self.scaler_state = self.scaler.update(self.scaler_state, self.overflow)
+        self.steps += 1
         # A schedule that the caller made for its own optimizer would otherwise warn that this never steps.
         self.optimizer.__dict__["_opt_called"] = True
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from megazero.checkpoint.folder import candidates
 from megazero.checkpoint.megatron.zero_states import Scale
-from megazero.checkpoint.part import WEIGHT, Part
+from megazero.checkpoint.part import WEIGHT, Key, Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.deepspeed.counters import EngineCounters
 from megazero.deepspeed.foreign.files import Files, find_files, inventory
 from megazero.deepspeed.foreign.folder import ForeignFolder, Groups
+from megazero.deepspeed.moe.experts import older_names
 from megazero.deepspeed.plain import decode
 from megazero.errors import CheckpointError
 from megazero.optim.loss_scaler import LossScaler, ScalerState
@@ -23,7 +26,33 @@ STATE = "state"
 """Kind of tensors that belong to options, schedules and the script."""
 
 
-Tensors = CheckpointReader | ForeignFolder
+class Renamed:
+    """A source whose tensors have other names.
+
+    Args:
+        source: the source.
+        names: name there -> name here; others stay.
+
+    Attributes:
+        shapes: the shapes of everything that it holds.
+    """
+
+    def __init__(self, source: CheckpointReader | ForeignFolder, names: Mapping[str, str]):
+        self._source = source
+        here = {key: Key(names.get(key.name, key.name), key.kind) for key in source.shapes}
+        self._there = {own: key for key, own in here.items()}
+        self.shapes = {own: source.shapes[key] for key, own in here.items()}
+
+    def tensor(self, key: Key) -> Tensor:
+        """A whole tensor."""
+        return self._source.tensor(self._there[key])
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill the memory of parts; see `Source`."""
+        self._source.read([replace(part, key=self._there[part.key]) for part in parts])
+
+
+Tensors = CheckpointReader | ForeignFolder | Renamed
 """Sources that also give whole tensors."""
 
 
@@ -82,6 +111,13 @@ class Saved:
     beside: SavedBeside
     names: SavedNames
     sparse: bool = False
+
+    def renamed(self, model: nn.Module) -> Saved:
+        """The same, with the names that an older release gave to experts as the model has them."""
+        names = older_names(model, {key.name for key in self.source.shapes})
+        if not names or isinstance(self.source, Renamed):
+            return self
+        return replace(self, source=Renamed(self.source, names))
 
     def weight_names(self) -> set[str]:
         """The names of all parameters and buffers, but for other names of tied ones."""

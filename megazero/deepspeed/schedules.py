@@ -97,7 +97,27 @@ class RateSchedule(ABC):
         return list(value)
 
 
-class WarmupLR(RateSchedule):
+class WarmupSchedule(RateSchedule):
+    """A schedule that begins with a warmup.
+
+    Attributes:
+        warmup: its first steps.
+    """
+
+    warmup: Warmup
+
+    @property
+    def warmup_num_steps(self) -> int:
+        """The length of the warmup in steps."""
+        return self.warmup.steps
+
+    @property
+    def warmup_type(self) -> str:
+        """``log`` or ``linear``."""
+        return self.warmup.kind
+
+
+class WarmupLR(WarmupSchedule):
     """From the lowest to the highest rate along a logarithm or a line, then constant.
 
     Args:
@@ -126,11 +146,12 @@ class WarmupLR(RateSchedule):
         own = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.min_lrs = self._each(warmup_min_lr, "warmup_min_lr")
         self.max_lrs = self._each(own if warmup_max_lr is None else warmup_max_lr, "warmup_max_lr")
+        self.delta_lrs = [high - low for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         self._begin(self.get_lr())
 
     def get_lr(self) -> list[float]:
         share = 0.0 if self.last_batch_iteration < 0 else self._share()
-        return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [low + delta * share for low, delta in zip(self.min_lrs, self.delta_lrs, strict=True)]
 
     def _share(self) -> float:
         progress = self.warmup.progress(self.last_batch_iteration)
@@ -170,7 +191,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, left / max(1.0, self.total_num_steps - self.warmup.steps))
 
 
-class WarmupCosineLR(RateSchedule):
+class WarmupCosineLR(WarmupSchedule):
     """From a share of each group's rate up to it, then along a cosine down to another share.
 
     Args:
@@ -268,8 +289,8 @@ class Warmup:
 
     def __init__(self, steps: int, kind: str):
         self.steps = max(2, positive(steps, "warmup_num_steps"))
-        self.kind = kind
-        if kind not in ("log", "linear"):
+        self.kind = kind if kind in ("log", "linear") else "log"
+        if kind != self.kind:
             warnings.warn(f"`warmup_type` must be log or linear, but is {kind}: log is taken", stacklevel=3)
 
     def progress(self, count: int) -> float | None:

@@ -23,8 +23,12 @@ from megazero.config.tree.option import Section
 from megazero.config.tree.precision import PrecisionConfig
 from megazero.config.tree.profiling import ProfilingConfig
 from megazero.config.tree.zero import ZeroConfig
+from megazero.deepspeed.curriculum import ScriptLengths
+from megazero.deepspeed.elasticity import elasticity_enabled, with_elastic_batches
 from megazero.deepspeed.layer_drop import LayerDropSchedule, layer_drop_of
 from megazero.deepspeed.sparse.section import sparse_faults
+from megazero.deepspeed.surface import VERSION
+from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.errors import ConfigError
 
 JsonSource = str | os.PathLike[str] | Mapping[str, Any]
@@ -73,7 +77,7 @@ class UserSettings:
     batch: BatchTriangle
     clip_grad: float
     notes: tuple[str, ...]
-    seqlen: Pacing | None = None
+    seqlen: Pacing | ScriptLengths | None = None
     layer_drop: LayerDropSchedule | None = None
 
 
@@ -110,6 +114,8 @@ def read_settings(source: JsonSource, data_parallel: int, model: nn.Module | Non
     Raises:
         ConfigError: names everything that is wrong with it.
     """
+    if elasticity_enabled(content := load_ds_config(source)):
+        source = with_elastic_batches(content, data_parallel, VERSION)
     hidden = getattr(getattr(model, "config", None), "hidden_size", None)
     given = {"model.hidden_size": hidden} if isinstance(hidden, int) else {}
     read = read_deepspeed(source, data_parallel=data_parallel, given=given)
@@ -173,7 +179,7 @@ def _narrow_reduction(read: DeepSpeedSettings) -> tuple[str, ...]:
     )
 
 
-def _seqlen(section: CurriculumConfig) -> Pacing | None:
+def _seqlen(section: CurriculumConfig) -> Pacing | ScriptLengths | None:
     """The sequence lengths of a curriculum; None if there is none.
 
     Raises:
@@ -182,10 +188,7 @@ def _seqlen(section: CurriculumConfig) -> Pacing | None:
     if section.seqlen_schedule == "none":
         return None
     if section.seqlen_schedule == "custom":
-        raise ConfigError(
-            "`curriculum_learning.schedule_type` must be fixed_linear, fixed_root or fixed_discrete here, "
-            "but is custom; pass the lengths from your function to the model yourself"
-        )
+        return ScriptLengths()
     last = section.seqlen_max_difficulty or max(section.seqlen_difficulty, default=None)
     lengths = None if last is None else section.seqlen(last)
     if lengths is None:

@@ -61,13 +61,28 @@ class SteppingEngine(BackwardEngine):
         self._must_train("step")
         if not self._sync:
             raise MegazeroError("`step` must be called outside of `no_sync`, but is within; leave it first")
-        if self._backwards == 0:
+        if self._backwards == 0 and not self._adopt_gradients():
             raise MegazeroError("`step` must follow a backward, but there was none; call `engine.backward`")
         self._backwards = 0
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._update(dict(lr_kwargs or {}))
         self.micro_steps += 1
+
+    def _adopt_gradients(self) -> bool:
+        """Take gradients that the script has set without a backward, at stage 0; whether there are any.
+
+        Like those that a backward leaves, they are means over the accumulation, times the loss scale.
+        """
+        trained = (param for group in self.states.param_groups for param in group["params"])
+        given = [param for param in trained if param.grad is not None]
+        if self._shown is None or not given:
+            return False
+        self._begin(self.states.loss_factor / self.states.cur_scale)
+        for param in given:
+            self.states.parallel.collect(param)
+        self._end()
+        return True
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         scale, rates = self.states.cur_scale, tuple(self.get_lr())
@@ -180,6 +195,7 @@ class SteppingEngine(BackwardEngine):
         if self.random_ltd_scheduler is not None:
             self.random_ltd_scheduler.reset_to_init()
             self.random_ltd_scheduler.get_total_layer_tokens(self.global_steps)
+        self.states.steps = self.global_steps
         self._reporter.restart(self.global_steps)
 
     def get_batch_info(self) -> tuple[int, int, int]:

@@ -38,7 +38,8 @@ class Name:
     Attributes:
         modules: where scripts import it from, below `deepspeed`; ``.`` is `deepspeed` itself.
         name: the name there; empty for a row that only makes the module exist.
-        home: ``module:attribute`` of what it is here, or ``module`` alone; empty if it is refused.
+        home: ``module:attribute`` of what it is here, or ``module`` alone; ``=`` and a word for a constant,
+            which is that word; empty if it is refused.
         state: same as documented there, differs, has no effect, or is refused when it is called.
         note: how it differs, why it has no effect, or what to do instead.
     """
@@ -53,6 +54,8 @@ class Name:
         """The object of that name here; if it is refused, something that says so when it is called."""
         if self.state == "refused":
             return refused(f"{PACKAGE}.{self.modules[0]}.{self.name}".replace("..", "."), self.note)
+        if self.home.startswith("="):
+            return self.home[1:]
         module, _, attribute = self.home.partition(":")
         value: Any = import_module(module)
         for part in attribute.split(".") if attribute else ():
@@ -88,21 +91,30 @@ def refused(name: str, remedy: str) -> Refused:
 def read_names(folder: Path = TABLES) -> tuple[Name, ...]:
     """The rows of all tables of a folder.
 
+    A line is for all names in its cell: a home that ends in a colon has each under its own name, and
+    ``NAME=word`` is a constant.
+
     Raises:
         ValueError: a row has no such state, or lacks its home or its note.
     """
-    rows = []
+    rows: list[Name] = []
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
-                cells: dict[str, Any] = {**row, "modules": tuple(row["modules"].split())}
-                name = Name(**cells)
-                if name.state not in get_args(State) or (name.state != "same" and not name.note):
+                rows += [_row(word, row) for word in row["name"].split() or [""]]
+                last = rows[-1]
+                if last.state not in get_args(State) or (last.state != "same" and not last.note):
                     raise ValueError(f"{path.name}: {row}")
-                if name.name and not name.home and name.state != "refused":
+                if last.name and not last.home and last.state != "refused":
                     raise ValueError(f"{path.name}: {row}")
-                rows.append(name)
     return tuple(rows)
+
+
+def _row(word: str, cells: Mapping[str, Any]) -> Name:
+    name, _, constant = word.partition("=")
+    home = f"={constant}" if constant else cells["home"]
+    home += name if home.endswith(":") else ""
+    return Name(tuple(cells["modules"].split()), name, home, cells["state"], cells["note"])
 
 
 class Surface(MetaPathFinder, Loader):

@@ -36,7 +36,7 @@ def batch_by_seqlens(
 ) -> tuple[list[tuple[int, list[int]]], list[int], list[int]]:
     """Pack samples into micro-batches of at most `max_tokens`, each as large as it can be.
 
-    As in DeepSpeed, the last sample is never packed, and neither are those of a batch that is not full.
+    The samples of a last batch that is not full are left out.
 
     Args:
         seqlens: each sample's length.
@@ -92,7 +92,7 @@ def _end(
 ) -> int:
     """Where the largest group of micro-batches ends that begins at `start`; `start` if there is none."""
     sums, best = [0] * together, start
-    for end in range(start + together, len(samples), together):
+    for end in range(start + together, len(samples) + 1, together):
         for turn in range(together):
             sums[turn] += samples[end - together + turn][0]
         count = (end - start) // together

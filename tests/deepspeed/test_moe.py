@@ -37,6 +37,7 @@ from tests.deepspeed.user_models import (
 )
 
 E = 4
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
 
 
 def mlp() -> nn.Module:
@@ -62,7 +63,7 @@ def layer(wanted: list[list[float]], **options) -> tuple[MoE, Tensor]:
         moe = MoE(experts, Deaf(), experts, min_capacity=0, **options).eval()
     with torch.no_grad():
         moe.router.weight.copy_(torch.eye(experts))
-        for number, expert in enumerate(moe.experts.values()):
+        for number, expert in enumerate(moe.experts):
             expert.scale.fill_(10.0**number)
     return moe, torch.tensor(wanted)
 
@@ -138,7 +139,7 @@ def test_no_token_one_token_and_none_that_is_used():
         assert out.shape == x.shape
         assert int((out != 0).any(1).sum()) == tokens
         assert (l_aux.item() > 0) == (tokens > 0)
-        assert all(expert[0].weight.grad.isfinite().all() for expert in moe.experts.values())
+        assert all(expert[0].weight.grad.isfinite().all() for expert in moe.experts)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -215,7 +216,7 @@ def test_experts_differ_and_follow_from_the_seed_alone():
             given = mlp()
             moe = MoE(WIDTH, given, E, ep_size)
             after = torch.rand(())
-        return [*(expert[0].weight.detach() for expert in moe.experts.values()), given[0].weight, after]
+        return [*(expert[0].weight.detach() for expert in moe.experts), given[0].weight, after]
 
     first = weights(1, 0)
     for i, one in enumerate(first[:-1]):
@@ -263,7 +264,7 @@ def test_a_residual_layer_mixes_with_the_module_itself():
     assert moe.mlp is dense
     x = torch.randn(5, 3, 2)
     plain = MoE(2, mlp_of(2), 2, drop_tokens=False)
-    plain.load_state_dict({k: v for k, v in moe.state_dict().items() if k.startswith(("router", "experts"))})
+    plain.load_state_dict({k: v for k, v in moe.state_dict().items() if k.startswith("deepspeed_moe")})
     mix = moe.coefficient(x).softmax(-1)
     out, l_aux, _ = moe(x)
     torch.testing.assert_close(out, mix[..., :1] * plain(x)[0] + mix[..., 1:] * dense(x))
@@ -392,8 +393,10 @@ def test_each_rank_holds_its_experts_alone():
         before = sum(param.numel() for param in model.first.experts.parameters())
         engine = start(context, model, settings(0, optimizer=ADAMW))
         held = sum(param.numel() for param in model.first.experts.parameters())
-        full = {name for name in engine.module_state_dict() if name.startswith("first.experts.")}
-        return model.first.experts.numbers, before / held, sorted({name.split(".")[2] for name in full})
+        full = {
+            name for name in engine.module_state_dict() if name.startswith("first.deepspeed_moe.experts.")
+        }
+        return model.first.experts.numbers, before / held, sorted({name.split(".")[4] for name in full})
 
     every = ["0", "1", "2", "3"]
     assert on_experts(4, 2, work) == [((0, 1), 2, every), ((2, 3), 2, every)] * 2
@@ -482,10 +485,10 @@ def test_experts_are_gathered_from_their_own_replicas():
         return {
             name: float(value.flatten()[0])
             for name, value in engine.module_state_dict().items()
-            if name in ("first.experts.0.0.weight", "first.experts.2.0.weight")
+            if name in (f"first.{EXPERTS}.0.0.weight", f"first.{EXPERTS}.2.0.weight")
         }
 
-    expected = {"first.experts.0.0.weight": 0.0, "first.experts.2.0.weight": 1.0}
+    expected = {f"first.{EXPERTS}.0.0.weight": 0.0, f"first.{EXPERTS}.2.0.weight": 1.0}
     assert on_experts(4, 2, work) == [expected] * 4
 
 
@@ -498,7 +501,7 @@ def _noisy_rank(rank: int, world_size: int) -> list[tuple[list, list, list]]:
         engine = megazero.initialize(model=model, config=settings(3, 2, optimizer=ADAMW))[0]
         record = train_engine(engine, engine.context, range(2))
         assert len(model.first.experts.numbers) == E // ep
-        found.append((record.losses, record.norms, record.weights["first.experts.3.0.weight"].tolist()))
+        found.append((record.losses, record.norms, record.weights[f"first.{EXPERTS}.3.0.weight"].tolist()))
     return found
 
 

@@ -86,13 +86,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "flops_profiler": {"enabled": False, "detailed": True},
         "tensor_parallel": {"autotp_size": 1},
         "hybrid_engine": {"enabled": True, "max_out_tokens": 64},
+        "autotuning": {"enabled": True, "fast": True},
     },
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt": ({"zero_optimization": {"stage3_param_persitance_threshold": 1}}, "did you mean"),
     "zenflow": ({"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}}, "every gradient takes"),
     "compiler": ({"compile": {"deepcompile": True}}, "the compiler is not offered"),
-    "tuning": ({"autotuning": {"enabled": True}}, "a training does not tune itself"),
     "experts": ({"expert_parallel": {"enabled": True}}, "not replaced by experts"),
     "sparse": ({"sparse_attention": {"mode": "strided"}}, "choose dense, fixed, variable, bigbird or"),
 }

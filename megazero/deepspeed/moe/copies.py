@@ -16,7 +16,7 @@ from megazero.mpu.param_spec import InitialValues, ParamSpec
 from megazero.mpu.rng import derive_key
 
 
-class ExpertCopies(nn.ModuleDict):
+class ExpertCopies(nn.Module):
     """Experts by number, each of them a copy of one module.
 
     Every copy draws its initial values anew: `reset_parameters` of its submodules is called under a seed that
@@ -41,7 +41,7 @@ class ExpertCopies(nn.ModuleDict):
             twin = copy.deepcopy(expert)
             with _seeded(derive_key(base, "expert", number), expert):
                 twin.apply(_reset)
-            self[str(number)] = twin
+            self.add_module(str(number), twin)
         if total > 1 and any(True for _ in expert.parameters()) and not _can_reset(expert):
             warnings.warn(
                 f"all {total} experts start with the same values, because no submodule of "
@@ -52,7 +52,17 @@ class ExpertCopies(nn.ModuleDict):
     @property
     def numbers(self) -> tuple[int, ...]:
         """The experts that are on this rank, in order."""
-        return tuple(int(name) for name in self)
+        return tuple(map(int, self._modules))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return self.children()
+
+    def __getitem__(self, which: int | str) -> nn.Module:
+        """An expert by its number in the whole layer, as a word, or by its place on this rank."""
+        return self.get_submodule(which) if isinstance(which, str) else [*self][which]
 
     def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """Compute rows [R, h] -> [R, h].
@@ -62,14 +72,14 @@ class ExpertCopies(nn.ModuleDict):
             sizes: how many rows each has.
         """
         parts = rows.split(list(sizes))
-        return torch.cat([_apply(expert, part) for expert, part in zip(self.values(), parts, strict=True)])
+        return torch.cat([_apply(expert, part) for expert, part in zip(self, parts, strict=True)])
 
     def keep(self, first: int, count: int) -> list[nn.Parameter]:
         """Remove all experts but `count` from `first` on; return the parameters of those removed."""
         gone = [number for number in self.numbers if not first <= number < first + count]
         params = [param for number in gone for param in self[str(number)].parameters()]
         for number in gone:
-            del self[str(number)]
+            del self._modules[str(number)]
         return params
 
     def name_parameters(self, path: str) -> None:

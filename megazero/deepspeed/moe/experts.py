@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megazero.deepspeed.moe.layer import MoE
+from megazero.deepspeed.moe.layer import EXPERTS, OLD_NAMES, MoE
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 
@@ -89,6 +89,17 @@ def with_all_experts(
     return whole
 
 
+def older_names(model: nn.Module, held: Iterable[str]) -> dict[str, str]:
+    """Name in a checkpoint of an older release -> its present one, for what MoE layers have."""
+    return {
+        name: f"{start}{new}{name.removeprefix(start + old)}"
+        for start in (f"{layer}." if layer else "" for layer in expert_layers(model))
+        for old, new in OLD_NAMES.items()
+        for name in held
+        if name.startswith(start + old)
+    }
+
+
 def _path(layer: str) -> str:
     """The name of a layer's experts in the model."""
-    return f"{layer}.experts" if layer else "experts"
+    return f"{layer}.{EXPERTS}" if layer else EXPERTS

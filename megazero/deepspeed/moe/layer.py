@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,23 @@ _TINY = torch.finfo(torch.float32).eps
 _NOISE = (None, "None", "Jitter", "RSample")
 
 
+EXPERTS = "deepspeed_moe.experts.deepspeed_experts"
+"""Where a layer has its experts."""
+OLD_NAMES: Mapping[str, str] = MappingProxyType(
+    {"router.": "deepspeed_moe.gate.wg.", "experts.": f"{EXPERTS}."}
+)
+"""The names' beginnings in checkpoints of older releases."""
+
+
+class _Parts(nn.Module):
+    """Modules under names, which it does not call."""
+
+    def __init__(self, **parts: nn.Module):
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
 class MoE(nn.Module):
     """Experts of any kind, k for each token, as DeepSpeed's layer has them (Rajbhandari et al. 2022).
 
@@ -40,7 +58,8 @@ class MoE(nn.Module):
 
     Each expert is a copy of `expert` that draws initial values of its own (see `ExpertCopies`), where
     DeepSpeed's all start equal. To give experts other values, write them before `initialize`, to
-    ``layer.experts["3"]``.
+    ``layer.experts["3"]``. Parameters have DeepSpeed's names: ``deepspeed_moe.gate.wg.weight`` and
+    ``deepspeed_moe.experts.deepspeed_experts.3....``, with the expert's number in the whole layer.
 
     The router's logits are in fp32. The weight of an expert is its softmax probability, for k > 1 divided by
     the sum over a token's experts that have room. An expert has room for ceil(T k / E factor) tokens, at
@@ -122,8 +141,10 @@ class MoE(nn.Module):
             moe_capacity_scope="micro_batch",
         )
         gate = nn.Linear(hidden_size, num_experts, bias=False)
-        self.router = Router(0, gate.get_parameter("weight"), self.config)
-        self.experts = ExpertCopies(expert, num_experts)
+        router = Router(0, gate.get_parameter("weight"), self.config)
+        experts = ExpertCopies(expert, num_experts)
+        self.deepspeed_moe = _Parts(gate=_Parts(wg=router), experts=_Parts(deepspeed_experts=experts))
+        self.register_load_state_dict_pre_hook(_rename)
         self.mlp: nn.Module | None = None
         self.coefficient: nn.Linear | None = None
         if use_residual:
@@ -134,6 +155,16 @@ class MoE(nn.Module):
         for param in self.experts.parameters():
             # DeepSpeed's tools recognize an expert's parameters by these.
             param.__dict__.update(allreduce=False, group_name=f"ep_size_{ep_size}")
+
+    @property
+    def router(self) -> Router:
+        """Scores the experts."""
+        return cast(Router, self.get_submodule("deepspeed_moe.gate.wg"))
+
+    @property
+    def experts(self) -> ExpertCopies:
+        """The experts on this rank."""
+        return cast(ExpertCopies, self.get_submodule(EXPERTS))
 
     def join(self, context: ParallelContext) -> list[nn.Parameter]:
         """Share the experts with the other ranks; return the parameters of those that left this rank."""
@@ -202,6 +233,13 @@ class MoE(nn.Module):
             return torch.zeros(1, dtype=torch.int64, device=device)
         drawn = torch.randint(2**62, (1,), dtype=torch.int64, device="cpu")
         return derive(drawn, torch.tensor([self.data_rank])).to(device)
+
+
+def _rename(layer: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give the entries of an older release in a state their present names."""
+    for old, new in OLD_NAMES.items():
+        for name in [name for name in state if name.startswith(prefix + old)]:
+            state[f"{prefix}{new}{name.removeprefix(prefix + old)}"] = state.pop(name)
 
 
 def _tokens_of(rows: Tensor, used: Tensor | None) -> Tokens:

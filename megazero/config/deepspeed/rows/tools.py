@@ -147,18 +147,20 @@ FEATURE_ROWS: tuple[KeyRow, ...] = (
         None,
         "weight_quantization",
     ),
-    *refuses(
-        "batch sizes do not adapt to the number of ranks; leave the section out",
-        SECTION,
-        DISABLED,
+    KeyRow(
         "elasticity",
-    ),
-    *refuses(
-        "a training does not tune itself; `megazero tune` and `megazero launch --autotuning run` read the "
-        "section, so leave it out here",
         SECTION,
-        DISABLED,
+        convert=if_enabled,
+        accepted="`initialize` takes the batch sizes from it",
+        script_refused="batch sizes do not adapt to the number of ranks; leave the section out",
+    ),
+    KeyRow(
         "autotuning",
+        SECTION,
+        convert=if_enabled,
+        accepted="`megazero tune` and `megazero launch --autotuning run` read it",
+        script_refused="a training does not tune itself; `megazero tune` and `megazero launch --autotuning "
+        "run` read the section, so leave it out here",
     ),
     *refuses(
         "automatic mixed precision is not offered; use `fp16` or `bf16`",
