@@ -71,7 +71,7 @@ def over_table(
                 with ExitStack() as stack:
                     test(**_own(fixtures, parameters, folders, stack), **arguments)
 
-            _check(list(_beside(table, *tables)), once)
+            check_all([(row.name, row.arguments) for row in _beside(table, *tables)], lambda row: once(**row))
 
         kept = [value for name, value in parameters.items() if name not in taken]
         run.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
@@ -79,6 +79,29 @@ def over_table(
         return run
 
     return decorate
+
+
+def check_all(rows: Iterable[tuple[str, Any]], check: Callable[[Any], None]) -> None:
+    """Check every one of these named rows; raises one `AssertionError` that says of each what was wrong."""
+    __tracebackhide__ = True
+    count = 0
+    failed: list[tuple[str, BaseException]] = []
+    skipped: list[BaseException] = []
+    for name, row in rows:
+        count += 1
+        try:
+            check(row)
+        except pytest.skip.Exception as error:
+            skipped.append(error)
+        except (Exception, pytest.fail.Exception) as error:
+            failed.append((name, error))
+    assert count, "a table without rows checks nothing"
+    if failed:
+        lines = [_report(name, error, place < WHOLE) for place, (name, error) in enumerate(failed)]
+        head = f"{len(failed)} of {count} rows fail (all of the first is above):\n"
+        raise AssertionError(head + "\n".join(lines)) from failed[0][1]
+    if len(skipped) == count:
+        raise skipped[0]
 
 
 def _own(
@@ -127,27 +150,7 @@ def _name(value: Any, ids: Callable[[Any], Any] | None) -> str:
     return written if len(written) <= 80 else f"{written[:77]}..."
 
 
-def _check(rows: Sequence[Row], check: Callable[..., None]) -> None:
-    __tracebackhide__ = True
-    assert rows, "a table without rows checks nothing"
-    failed: list[tuple[Row, BaseException]] = []
-    skipped: list[BaseException] = []
-    for row in rows:
-        try:
-            check(**row.arguments)
-        except pytest.skip.Exception as error:
-            skipped.append(error)
-        except (Exception, pytest.fail.Exception) as error:
-            failed.append((row, error))
-    if failed:
-        lines = [_report(row, error, index < WHOLE) for index, (row, error) in enumerate(failed)]
-        head = f"{len(failed)} of {len(rows)} rows fail (all of the first is above):\n"
-        raise AssertionError(head + "\n".join(lines)) from failed[0][1]
-    if len(skipped) == len(rows):
-        raise skipped[0]
-
-
-def _report(row: Row, error: BaseException, whole: bool) -> str:
+def _report(name: str, error: BaseException, whole: bool) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     tests = [
         frame for frame in frames if frame.filename != __file__ and "tests" in Path(frame.filename).parts
@@ -156,4 +159,4 @@ def _report(row: Row, error: BaseException, whole: bool) -> str:
     kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
     lines = f"{kind}{error}".splitlines() or ["assert"]
     shown = "\n      ".join(lines if whole else lines[:1])
-    return f"  [{row.name}] {' '.join(dict.fromkeys(places))}: {shown}"
+    return f"  [{name}] {' '.join(dict.fromkeys(places))}: {shown}"
