@@ -14,6 +14,7 @@ import pytest
 
 from tests.class_tree import ClassTree
 from tests.source_tree import Source, sources
+from tests.tables import over_table
 
 pytestmark = pytest.mark.fast
 
@@ -228,7 +229,7 @@ def unheld(check: Callable[[Source], Iterable[str]], *folders: str) -> list[str]
     return [violation for source in sources(*folders) for violation in check(source)]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("check", "text", "offends"),
     [
         (glossary_violations, "class Bucket: pass", True),
@@ -275,7 +276,7 @@ MANY = ", ".join(f"x{number}" for number in range(8))
 FIELDS = "\n".join(f"    x{number}: int" for number in range(8))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "size"),
     [
         (f"class C:\n    def __init__(self, {MANY}): pass", 8),
@@ -291,7 +292,7 @@ def test_the_parameters_of_a_constructor_are_counted(text, size):
     assert constructor_sizes(tree)["megazero.train.x.C"] == size
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("size", "listed", "says"),
     [
         (7, None, ""),
@@ -312,7 +313,7 @@ PROTOCOL = "class Reader(Protocol):\n    size: int\n    def read(self): ...\n"
 BODY = "    def __init__(self):\n        self.size = 1\n    def read(self): pass\n"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "offends"),
     [
         (f"class C:\n{BODY}", True),

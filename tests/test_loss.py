@@ -6,6 +6,7 @@ import pytest
 
 from megazero.errors import ConfigError
 from megazero.loss import LossTerm
+from tests.tables import over_table
 
 
 @pytest.mark.parametrize(
@@ -26,7 +27,7 @@ def test_a_term_is_a_value():
         LossTerm("lm").coefficient = 2.0
 
 
-@pytest.mark.parametrize("name", ["total", "", "two words", "a/b", "1st"])
+@over_table("name", ["total", "", "two words", "a/b", "1st"])
 def test_names_that_metrics_could_not_hold_are_refused(name):
     with pytest.raises(ConfigError, match="`name` of a loss term must be an identifier other than total"):
         LossTerm(name)

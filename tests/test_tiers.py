@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.durations import ROOT, DurationsWriter, all_test_files, read_cases, read_durations, write_durations
+from tests.tables import over_table
 from tests.tiers import LEAST_CASES, MARKED, SECONDS, FastTier, left_for_slow
 
 # Where the one layout of each kind is that a commit waits for.
@@ -46,7 +47,7 @@ def test_the_table_names_files_that_there_are():
     assert {name.partition("::")[0] for name in read_cases()} <= seconds.keys()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("kind", KINDS)
 def test_one_of_each_kind_is_fast(kind):
     assert MARKED.search((ROOT / "tests" / KINDS[kind]).read_text(encoding="utf-8"))
 
@@ -62,7 +63,7 @@ def test_what_is_fast_takes_a_minute_of_a_core():
     assert sum(seconds for seconds in read_durations().values() if seconds <= SECONDS) < 60
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("file", "marks", "fast"),
     [
         ("tests/quick.py", (), True),

@@ -25,6 +25,7 @@ from megazero.ablate.table import duration, markdown, si
 from megazero.ablate.trial import trials_of
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from tests.ablate.samples import quick_trainer, write_study
+from tests.tables import over_table
 
 SIZE = ModelSize(23_100_000, 12_340_000, 6.2e7)
 
@@ -64,7 +65,7 @@ def test_sizes_are_those_of_the_layers(tmp_path):
     assert wide.flops_per_token - plain.flops_per_token == 3 * 2 * 2 * 8 * (100 - 32)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("shape", "cuts", "active"),
     [
         ((8, 32, 16), (Cut(0, "ep"), Cut(1, "etp")), 2 * 32 * 16),
@@ -94,7 +95,7 @@ def test_runs_are_grouped_by_member():
     assert two[0].band() == [(3.0, 5.0)]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("losses", "flops"),
     [
         ([8.0, 6.0, 4.0], 4e11),  # on an evaluation
@@ -146,7 +147,7 @@ def test_a_table_of_one_seed_without_its_baseline():
     )
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("number", "text"),
     [
         (0, "0"),

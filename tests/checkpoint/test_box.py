@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.checkpoint.box import Box, boxes_of_span, gaps_or_overlaps
+from tests.tables import over_table
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4).map(tuple)
 
@@ -101,7 +102,7 @@ def test_ranges_one_after_the_other_are_a_whole(shape, data):
     assert gaps_or_overlaps(shape, data.draw(st.permutations(boxes))) is None
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("shape", "boxes", "why"),
     [
         ((2, 2), [Box((0, 0), (2, 3))], "[2, 3] at [0, 0] is not within the shape [2, 2]"),

@@ -11,6 +11,7 @@ import pytest
 
 from megazero.checkpoint import disk as disk_module
 from megazero.checkpoint.disk import Disk, File, appear
+from tests.tables import over_table
 
 
 class Stop(BaseException):
@@ -124,7 +125,7 @@ def test_create_respects_the_umask(tmp_path):
     assert stat.S_IMODE((tmp_path / "f").stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize("there", ["file", "folder", "link to a file", "link to nothing"])
+@over_table("there", ["file", "folder", "link to a file", "link to nothing"])
 def test_create_refuses_a_name_that_is_taken(tmp_path, there):
     path, other = tmp_path / "f", tmp_path / "other"
     if there == "file":
@@ -206,7 +207,7 @@ def test_a_renamed_file_replaces(tmp_path):
     assert (tmp_path / "b").read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("there", ["an empty folder", "a full folder", "a file", "a link to nothing"])
+@over_table("there", ["an empty folder", "a full folder", "a file", "a link to nothing"])
 def test_a_renamed_folder_replaces_nothing(tmp_path, there):
     """The system itself would replace an empty folder."""
     old, new = tmp_path / "old", tmp_path / "new"
@@ -289,7 +290,7 @@ def test_text_is_written_aside_and_renamed_when_it_is_on_the_medium(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("step", ["create", "write", "sync", "rename", "sync_folder"])
+@over_table("step", ["create", "write", "sync", "rename", "sync_folder"])
 def test_text_that_cannot_be_written_leaves_nothing_else(tmp_path, step):
     (tmp_path / "t").write_text("old")
     failure = OSError(errno.EIO, "broken")
@@ -345,8 +346,8 @@ def test_a_folder_appears_when_it_is_on_the_medium(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), Stop()])
-@pytest.mark.parametrize("step", ["create", "write", "sync", "rename"])
+@over_table("error", [OSError(errno.EIO, "broken"), Stop()])
+@over_table("step", ["create", "write", "sync", "rename"])
 def test_a_folder_that_cannot_be_filled_leaves_nothing(tmp_path, step, error):
     disk = ScriptedDisk(step, error)
     with pytest.raises(type(error)) as caught:

@@ -35,6 +35,7 @@ from megazero.checkpoint.manifest import (
 from megazero.checkpoint.part import Key
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.forged import sealed
+from tests.tables import over_table
 
 SHARD = "model-00001-of-00002.safetensors"
 OTHER = "model-00002-of-00002.safetensors"
@@ -72,7 +73,7 @@ def test_a_manifest_in_full(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("size", "hashes"), [(0, 0), (1, 1), (BLOCK, 1), (BLOCK + 1, 2), (3 * BLOCK, 3)])
+@over_table(("size", "hashes"), [(0, 0), (1, 1), (BLOCK, 1), (BLOCK + 1, 2), (3 * BLOCK, 3)])
 def test_a_file_has_a_hash_for_each_block(tmp_path, size, hashes):
     def write(count):
         files = {"a": {"size": size, "blocks": [HASH] * count}}
@@ -87,7 +88,7 @@ def test_a_file_has_a_hash_for_each_block(tmp_path, size, hashes):
             read_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("found", [0, 1, 4, "2", None, [2]])
+@over_table("found", [0, 1, 4, "2", None, [2]])
 def test_another_format_is_not_taken_for_damage(tmp_path, found):
     (tmp_path / "manifest.json").write_bytes(sealed(json.dumps({"format": found})))
     with pytest.raises(
@@ -160,7 +161,7 @@ TROUBLES = {
 }
 
 
-@pytest.mark.parametrize("case", TROUBLES)
+@over_table("case", TROUBLES)
 def test_what_is_wrong_with_an_index(case):
     tensors, trouble = TROUBLES[case]
     assert Index(tensors=tuple(tensors)).trouble({SHARD: 48, OTHER: 48, "index.json": 99}) == trouble
@@ -187,7 +188,7 @@ def test_the_names_of_folders(tmp_path):
     assert saved_iterations(tmp_path / "missing") == []
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("content", "iteration"),
     [(b"100\n", 100), (b"100", 100), (b" 7\r\n", 7), (b"0000007", 7), (b"9" * 18, int("9" * 18))],
 )
@@ -212,7 +213,7 @@ BAD_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("content", [*BAD_NAMES, b"100\x0b", "٣".encode(), b"1" * 2000])
+@over_table("content", [*BAD_NAMES, b"100\x0b", "٣".encode(), b"1" * 2000])
 def test_a_name_that_is_no_number_is_damage(tmp_path, content):
     (tmp_path / LATEST).write_bytes(content)
     with pytest.raises(DamagedCheckpointError, match=LATEST):
@@ -227,7 +228,7 @@ def folders(tmp_path, *iterations: int, latest: str | None = None) -> None:
         (tmp_path / LATEST).write_text(latest)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("saved", "latest", "order", "remark"),
     [
         ([], None, [], None),
@@ -259,7 +260,7 @@ def test_one_iteration_alone(tmp_path):
         candidates(tmp_path, 15)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("retention", "iterations", "latest", "expected"),
     [
         (Retention(), [1, 2, 3], 3, []),

@@ -13,6 +13,7 @@ from megazero.checkpoint.naming import Link, Table, TensorRule, cut, groups_of
 from megazero.checkpoint.part import Key
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MODELS, VOCAB, parameter_specs
 from tests.models.hf_weights import decoder_model
+from tests.tables import over_table
 
 
 def table_of(name: str) -> Table:
@@ -20,7 +21,7 @@ def table_of(name: str) -> Table:
     return Table.of(architecture_of(model).rules, model, VOCAB)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "groups"),
     [
         ("h", (("h",),)),
@@ -60,7 +61,7 @@ def test_parts_of_a_fused_weight_are_several_of_theirs():
     ]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_ours_are_the_parameters_of_our_model_each_element_once(name):
     table = table_of(name)
     assert {key.name: shape for key, shape in table.shapes.items()} == parameter_specs(MODELS[name])
@@ -68,7 +69,7 @@ def test_ours_are_the_parameters_of_our_model_each_element_once(name):
         assert gaps_or_overlaps(table.shapes[key], [link.box for link in links]) is None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_theirs_are_the_parameters_of_transformers_model_each_once(name):
     pytest.importorskip("transformers")
     with torch.device("meta"):
@@ -89,7 +90,7 @@ def test_tensors_come_layer_by_layer():
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("take", "their_dims"),
     [(None, "h (s g d)"), (None, "(g s d) h"), (("s", slice(0, -2)), "(g s d) h"), (None, "(d g) (h s)")],
 )
@@ -117,7 +118,7 @@ def test_few_rows_are_read_for_one_head():
     assert covered == Box((1, 3, 4, 0), (1, 1, 2, 36))
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8, 30, 100])
+@over_table("limit", [1, 2, 3, 5, 8, 30, 100])
 def test_a_cut_box_is_covered_by_small_parts(limit):
     whole = Box((1, 0, 2), (3, 4, 5))
     parts = list(cut(whole, (1, 0, 2), limit))

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from megazero.checkpoint.safetensors_header import encode_header
 from megazero.checkpoint.tensor_file import TensorFile
 from megazero.errors import DamagedCheckpointError
+from tests.tables import over_table
 
 
 def read_all(path: Path) -> dict[str, torch.Tensor]:
@@ -102,7 +103,7 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("header", HOSTILE.values(), ids=HOSTILE)
+@over_table("header", HOSTILE.values(), ids=HOSTILE)
 def test_a_header_that_lies_is_refused(tmp_path, header):
     header_file(tmp_path / "f", GOOD, b"data")
     assert set(read_all(tmp_path / "f")) == {"x"}
@@ -110,9 +111,7 @@ def test_a_header_that_lies_is_refused(tmp_path, header):
     assert f"`{tmp_path / 'f'}` must be as it was written, but its header is no" in refusal(tmp_path / "f")
 
 
-@pytest.mark.parametrize(
-    "length", [0, 1, len(GOOD) - 1, len(GOOD) + 1, len(GOOD) + 5, 2**31, 2**63, 2**64 - 1]
-)
+@over_table("length", [0, 1, len(GOOD) - 1, len(GOOD) + 1, len(GOOD) + 5, 2**31, 2**63, 2**64 - 1])
 def test_a_header_length_that_lies_is_refused(tmp_path, length):
     header_file(tmp_path / "f", GOOD, b"data", length)
     assert str(tmp_path / "f") in refusal(tmp_path / "f")

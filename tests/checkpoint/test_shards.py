@@ -23,6 +23,7 @@ from megazero.optim.elementwise import Adam
 from megazero.zero.build import build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.unit import Unit
+from tests.tables import over_table
 from tests.zero.policies import make_policy
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -116,7 +117,7 @@ def title(layout: SimpleNamespace) -> str:
     return f"T{grid.tp}E{grid.ep}D{grid.edp}Z{layout.stage}b{layout.bucket_size}"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=title)
+@over_table("layout", LAYOUTS, ids=title)
 def test_what_is_read_is_held_and_what_is_written_is_whole(layout):
     grid = layout.grid
     shapes = expected_shapes(grid.tp)
@@ -140,7 +141,7 @@ def test_what_is_read_is_held_and_what_is_written_is_whole(layout):
     assert len(written[Key("nothing")]) == 1, "the name of an empty tensor is kept, once"
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (1, 4), (2, 4), (4, 2)])
+@over_table(("tp", "dp"), [(1, 2), (1, 4), (2, 4), (4, 2)])
 def test_replicas_write_about_as_much_each(tp, dp):
     grid = ProcessGrid(tp=tp, dp=dp)
     loads = defaultdict(list)

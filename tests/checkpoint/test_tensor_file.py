@@ -19,6 +19,7 @@ from megazero.checkpoint.tensor_file import (
     write_tensors,
 )
 from tests.checkpoint.small_files import UnsyncedDisk, address, noise, read_all
+from tests.tables import over_table
 
 ONE = torch.ones(1)
 SHAPES = [(), (1,), (0,), (7,), (3, 5), (2, 0, 3), (33, 17), (2, 1, 3, 2)]
@@ -80,7 +81,7 @@ def test_no_tensors_are_a_file_too(tmp_path):
     assert load_file(tmp_path / "f") == read_all(tmp_path / "f", record) == {}
 
 
-@pytest.mark.parametrize(
+@over_table(
     "tensor",
     [
         torch.arange(12.0).view(3, 4).t(),
@@ -104,7 +105,7 @@ def test_memory_of_an_accelerator(tmp_path):
     assert all(torch.equal(loaded[name], tensors[name].cpu()) for name in tensors)
 
 
-@pytest.mark.parametrize("block_size", [BLOCK, 1000, 1 << 20, 3 << 20])
+@over_table("block_size", [BLOCK, 1000, 1 << 20, 3 << 20])
 def test_blocks_are_hashed_as_they_lie_in_the_file(tmp_path, block_size):
     sizes = [5, 3 << 20, 70_000, 0, 9, 1 << 20, 63 << 10, 65 << 10, 4_200_000, 1]
     tensors = {f"{i}": noise(torch.uint8, (size,), i) for i, size in enumerate(sizes)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 
 from megazero.checkpoint.box import Box
@@ -13,6 +12,7 @@ from megazero.checkpoint.upcycling import Upcycled, dense_model, router_names
 from megazero.config.derive import EXPERT_FIELDS, experts_of
 from megazero.config.tree.model import ModelConfig
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MemorySource, random_weights
+from tests.tables import over_table
 
 FOUR = {"num_layers": 4}
 MODELS = {
@@ -50,7 +50,7 @@ def test_shapes_are_those_of_the_experts_and_the_routers_are_missing():
     assert shapes["layers.1.attention.qkv.weight"] == (6, 3, 7, 42)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_every_part_is_that_of_the_dense_mlp_for_each_expert(name):
     """Random boxes of all tensors, in memory of odd strides."""
     model, draw = MODELS[name], random.Random(4)

@@ -25,6 +25,7 @@ from megazero.checkpoint.safetensors_header import DTYPES
 from megazero.checkpoint.tensor_file import Later, memory_of
 from megazero.checkpoint.writer import Written, write_checkpoint, write_description, write_parts
 from megazero.errors import CheckpointError
+from tests.tables import over_table
 
 
 def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -48,7 +49,7 @@ def part(tensor: Tensor, name: str = "w", kind: str = "weight", shape=None, offs
     return Part(Key(name, kind), shape, box, tensor)
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4, 2)], ids=str)
+@over_table("shape", [(), (0, 3), (5,), (3, 4, 2)], ids=str)
 def test_tensors_of_all_dtypes_come_back(tmp_path, shape):
     tensors = {Key(name): sample(dtype, shape) for name, dtype in DTYPES.items()}
     tensors[Key("F32", "exp_avg")] = sample(torch.float32, shape)
@@ -159,7 +160,7 @@ def test_a_rank_with_nothing_to_write_writes_no_file(tmp_path):
     assert os.listdir(tmp_path) == ["optimizer-00001-of-00001.safetensors"]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("parts", "why"),
     [
         ([part(torch.ones(2), shape=(4,))], "2 of 4 elements are there"),

@@ -16,6 +16,7 @@ from megazero.commands.moe_report import main
 from megazero.commands.moe_report.balance import bars, spans, verdict
 from megazero.commands.moe_report.loads import LayerLoad, LoadRecord, read_loads, together
 from megazero.commands.moe_report.picture import figure_of, idlest_layer
+from tests.tables import over_table
 
 EVEN, TILTED = (5.0, 5.0, 5.0, 5.0), (14.0, 0.4, 4.6, 1.0)
 
@@ -132,7 +133,7 @@ def test_the_picture_is_written(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: `--output` must be a file that can be written, but: ")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "message"),
     [
         ("", "must have a step with `tokens_per_expert`, but has none"),

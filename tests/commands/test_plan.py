@@ -8,6 +8,7 @@ import pytest
 
 from megazero.commands.memory_report import main as memory_report
 from megazero.commands.plan import main
+from tests.tables import over_table
 
 
 def plan(*flags: str) -> int:
@@ -68,7 +69,7 @@ def test_writes_picture_and_trace(tmp_path, capsys):
     assert sum(event["ph"] == "X" for event in events) == 8
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "message"),
     [
         (("--kind", "1f1c"), "The schedule must be one of gpipe, 1f1b,"),

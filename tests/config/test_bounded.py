@@ -13,6 +13,7 @@ from megazero.config.lists import Unreadable
 from megazero.config.metric_text import read_metrics
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 SMALL = ["--num-layers", "2", "--hidden-size", "8", "--num-attention-heads", "2", "--seq-length", "8"]
 SMALL += ["--max-position-embeddings", "8", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1"]
@@ -36,7 +37,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@over_table("name", HOSTILE)
 def test_a_document_that_expands_is_refused_at_once(name):
     begin, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     document = read_text(HOSTILE[name], "c.yaml")

@@ -8,9 +8,10 @@ from megazero.config.coerce import coerce
 from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.lists import Unreadable
 from megazero.config.words import nearest
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("path", "written", "read"),
     [
         ("model.num_layers", "24", 24),
@@ -54,7 +55,7 @@ def test_reads(path: str, written: object, read: object) -> None:
     assert type(value) is type(read)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("path", "written", "message"),
     [
         ("model.num_layers", "2.5", "must be an integer"),
@@ -92,7 +93,7 @@ def test_refuses(path: str, written: object, message: str) -> None:
         coerce(FIELD_BY_PATH[path], written)
 
 
-@pytest.mark.parametrize(
+@over_table(
     "written",
     [
         "[0",

@@ -13,6 +13,7 @@ from megazero.config.pacing import pieces
 from megazero.config.resolve import parse_config
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --vocab-size 64 --mock-data "
@@ -46,7 +47,7 @@ def test_it_stays_at_the_end(tmp_path):
     assert pieces(config.curriculum.seqlen(64)) == ((0, 8), (1, 16), (3, 20))
 
 
-@pytest.mark.parametrize(
+@over_table(
     "function",
     [
         lambda count: 8 + count // 7,
@@ -65,7 +66,7 @@ def test_pieces_are_those_of_a_walk(function):
     assert pieces(pacing) == tuple(walked)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "said"),
     [
         ("def grow(count):\n    return max(8, 40 - count)\n", "must never fall, but"),
@@ -93,7 +94,7 @@ def test_what_is_no_schedule_is_refused_by_a_rule(tmp_path, text, said):
         parse_config(flags(name), world_size=1)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "said"),
     [
         ("no_colon", "must be module:function or path.py:function, but is 'no_colon'"),

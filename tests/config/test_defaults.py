@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, Kind
 from megazero.config.resolve import parse_config
 from megazero.config.tables import rows
+from tests.tables import over_table
 
 
 def _read(text: str) -> Any:
@@ -46,14 +45,14 @@ def test_each_setting_has_its_facts() -> None:
     assert list(FACTS) == [spec.path for spec in FIELDS]
 
 
-@pytest.mark.parametrize("path", [path for path in FACTS if FACTS[path] and path not in DECIDED])
+@over_table("path", [path for path in FACTS if FACTS[path] and path not in DECIDED])
 def test_where_both_agree_it_is_the_default(path: str) -> None:
     """So it is where only one of them has the setting."""
     spec = FIELD_BY_PATH[path]
     assert all(default == (REQUIRED if spec.required else spec.default) for default in FACTS[path])
 
 
-@pytest.mark.parametrize("path", DECIDED)
+@over_table("path", DECIDED)
 def test_what_was_decided_differs_from_one_of_them(path: str) -> None:
     spec = FIELD_BY_PATH[path]
     assert not spec.required
@@ -61,7 +60,7 @@ def test_what_was_decided_differs_from_one_of_them(path: str) -> None:
     assert len(DECIDED[path]["why"]) > 20
 
 
-@pytest.mark.parametrize("path", DECIDED)
+@over_table("path", DECIDED)
 def test_the_documented_default_is_the_trees(path: str) -> None:
     spec, words = FIELD_BY_PATH[path], DECIDED[path]["here"]
     if spec.default is None or spec.path == "tokenizer.tokenizer_type":
@@ -76,7 +75,7 @@ LAUNCH = shlex.split(
 )
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "kind"),
     [
         ("--vocab-file v --merge-file m", "GPT2BPETokenizer"),

@@ -13,9 +13,10 @@ from megazero.config.derive import (
 )
 from megazero.errors import ConfigError
 from tests.config.samples import make_config
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("vocab", "divisible", "tensor", "padded"),
     [
         (50257, 128, 1, 50304),
@@ -38,7 +39,7 @@ def test_data_parallel_size() -> None:
             data_parallel_size(config, world)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("stages", "changes", "per_stage", "kind"),
     [
         (1, {}, 1, "1f1b"),

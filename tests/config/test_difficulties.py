@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-import pytest
-
 from megazero.config.difficulties import Difficulties
 from megazero.config.pacing import Discrete, Root, pieces, reached
 from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Steps
 from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingConfig
+from tests.tables import over_table
 
 RAMP = CurriculumMetric(
     name="ramp",
@@ -36,9 +35,9 @@ def test_the_first_step_has_the_difficulty_at_one():
         assert difficulties().at(Progress(iteration=step - 1)) == expected
 
 
-@pytest.mark.parametrize("unit", ["iters", "tokens"])
-@pytest.mark.parametrize("ramp", [BatchRamp.constant(4), BatchRamp(2, 2, 12, 6)])
-@pytest.mark.parametrize("start", [0, 3, 5])
+@over_table("unit", ["iters", "tokens"])
+@over_table("ramp", [BatchRamp.constant(4), BatchRamp(2, 2, 12, 6)])
+@over_table("start", [0, 3, 5])
 def test_the_samples_before_a_piece_are_those_of_whole_steps(unit, ramp, start):
     scale = 1 if unit == "iters" else 7
     ramped = RAMP.model_copy(update={"total_curriculum_step": 6 * scale})
@@ -59,7 +58,7 @@ def test_without_metrics_there_are_none():
     assert Difficulties.of(DataSamplingConfig()) is None
 
 
-@pytest.mark.parametrize(
+@over_table(
     "pacing",
     [
         Root(8, 30, 10, 8),

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -15,6 +14,7 @@ from megazero.config.document import read_file, read_text, to_yaml
 from megazero.config.fields import FIELD_BY_PATH, FIELDS, SECTIONS, FieldSpec, Kind
 from megazero.config.tree.config import Config
 from tests.config.samples import make_config
+from tests.tables import over_table
 
 
 def test_values_by_section() -> None:
@@ -46,7 +46,7 @@ logging:
     assert document.settings[0].source == "<text>:3"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "problem"),
     [
         (
@@ -203,7 +203,7 @@ def _random_config(seed: int) -> Config:
                 tree[section][name] = _value(FIELD_BY_PATH[f"{section}.{name}"], rng)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@over_table("seed", range(60))
 def test_what_is_written_reads_back_equal(seed: int) -> None:
     config = _random_config(seed)
     document = read_text(to_yaml(config))
@@ -264,7 +264,7 @@ def test_a_value_of_the_base_that_cannot_be_read_may_be_overridden_but_is_report
     assert document.broken == {"model.hidden_size"}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("files", "problem"),
     [
         (

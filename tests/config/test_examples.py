@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megazero.config.resolve import parse_config
+from tests.tables import over_table
 
 EXAMPLES = Path(__file__).parents[2] / "examples_3d"
 MOE = ("dense", "fine-grained-shared", "moe-top1", "moe-top2", "pr-moe", "pyramid", "residual")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "world_size", "extra"),
     [
         ("gpt_tiny_cpu", 1, []),

@@ -23,13 +23,14 @@ from megazero.config.shown import shown_config
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS, make_config
+from tests.tables import over_table
 
 
 def model(layers: int = 6, **settings: Any) -> ModelConfig:
     return ModelConfig(num_layers=layers, hidden_size=64, num_attention_heads=4, seq_length=32, **settings)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("settings", "experts"),
     [
         ({}, (0, 0, 0, 0, 0, 0)),
@@ -66,7 +67,7 @@ def test_an_interval_that_does_not_divide_leaves_the_last_layers_dense() -> None
     assert experts_of(student, 17) == 128
 
 
-@pytest.mark.parametrize(
+@over_table(
     "settings",
     [
         {"num_experts": 0},
@@ -108,7 +109,7 @@ def test_sizes_that_follow() -> None:
     assert expert_tensor_size(make_config({**parallel, "parallel.expert_tensor_parallel_size": 1})) == 1
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("ours", "theirs", "differences"),
     [
         ({"num_experts": 8}, {"num_experts": (8,) * 6}, []),
@@ -149,7 +150,7 @@ def launched(flags: str, world_size: int = 4) -> tuple[str, ...]:
     return parse_config([*BASE_FLAGS, *flags.split()], world_size=world_size).warnings
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "note"),
     [
         (
@@ -208,7 +209,7 @@ def test_what_has_no_effect_is_said(flags: str, note: str) -> None:
     assert launched(flags) == (note,)
 
 
-@pytest.mark.parametrize(
+@over_table(
     "flags",
     [
         "--num-experts 8",
@@ -255,7 +256,7 @@ NO_DROPS = {
 TWO = {"moe_router_topk": 2, "moe_router_pre_softmax": False, "moe_token_drop_policy": "position"}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "differs"),
     [
         ("--num-experts 4 --moe-expert-parallel-size 2", {}),
@@ -340,7 +341,7 @@ def test_bad_settings_of_experts_are_refused_together() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changes", "says"),
     [
         (

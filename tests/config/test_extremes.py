@@ -21,6 +21,7 @@ from megazero.config.resolve import parse_config
 from megazero.config.shown import shown_config
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS
+from tests.tables import over_table
 
 ROOT = Path(__file__).parents[2]
 INTEGERS = [spec for spec in FIELDS if spec.kind in (Kind.INT, Kind.INTS)]
@@ -36,8 +37,8 @@ def violations(argv: list[str]) -> list[str]:
     return caught.value.violations
 
 
-@pytest.mark.parametrize("spec", BOUNDED, ids=lambda spec: spec.path)
-@pytest.mark.parametrize("written", ["1e23", "9223372036854775808", "-9223372036854775808", "1.0e+19"])
+@over_table("spec", BOUNDED, ids=lambda spec: spec.path)
+@over_table("written", ["1e23", "9223372036854775808", "-9223372036854775808", "1.0e+19"])
 def test_integers_beyond_64_bits(spec: FieldSpec, written: str) -> None:
     values = [written] * (spec.length or 1)
     assert any(
@@ -49,8 +50,8 @@ def test_integers_beyond_64_bits(spec: FieldSpec, written: str) -> None:
     assert problem.startswith(f"<text>:2: `{spec.path}` {BITS}, but is ")
 
 
-@pytest.mark.parametrize("spec", ENDLESS, ids=lambda spec: spec.path)
-@pytest.mark.parametrize("written", ["1e23", "9223372036854775808", "1.0e+19", "1e99"])
+@over_table("spec", ENDLESS, ids=lambda spec: spec.path)
+@over_table("written", ["1e23", "9223372036854775808", "1.0e+19", "1e99"])
 def test_lengths_and_intervals_beyond_64_bits_are_never_reached(spec: FieldSpec, written: str) -> None:
     (setting,) = scan([spec.flag, written]).settings
     (same,) = read_text(f"{spec.section}:\n  {spec.name}: {written}").settings
@@ -66,7 +67,7 @@ def test_the_settings_without_a_largest_value() -> None:
     assert not names & {"seq_length", "fp8_amax_history_len", "spike_window", "log_stability"}
 
 
-@pytest.mark.parametrize("spec", INTEGERS, ids=lambda spec: spec.path)
+@over_table("spec", INTEGERS, ids=lambda spec: spec.path)
 def test_the_largest_integer_is_accepted_or_refused_by_a_rule(spec: FieldSpec) -> None:
     argv = [*BASE_FLAGS, spec.flag, *(["9223372036854775807"] * (spec.length or 1))]
     refused = []
@@ -78,7 +79,7 @@ def test_the_largest_integer_is_accepted_or_refused_by_a_rule(spec: FieldSpec) -
     assert refused or "9223372036854775807" in text
 
 
-@pytest.mark.parametrize("spec", NUMBERS, ids=lambda spec: spec.path)
+@over_table("spec", NUMBERS, ids=lambda spec: spec.path)
 def test_numbers_beyond_a_float(spec: FieldSpec) -> None:
     assert any(
         line.startswith(f"`{spec.flag}` must be ") and line.endswith("but is `inf`.")
@@ -89,7 +90,7 @@ def test_numbers_beyond_a_float(spec: FieldSpec) -> None:
     assert len(problem) < 200
 
 
-@pytest.mark.parametrize(
+@over_table(
     "text",
     [
         "model: {num_layers: 0x" + "f" * 5000 + "}",
@@ -111,7 +112,7 @@ def test_documents_that_are_too_much(text: str) -> None:
     assert len(problems[0]) < 250
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.key)
+@over_table("row", ROWS.values(), ids=lambda row: row.key)
 def test_each_key_of_a_json_takes_any_number_or_says_why_not(row: KeyRow) -> None:
     for value in (10**400, -(10**400), float("inf"), 10**5000):
         document: Any = value

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shlex
 
-import pytest
-
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.flags import FLAGS, scan
+from tests.tables import over_table
 
 
 def values(*argv: str) -> dict[str, object]:
@@ -16,7 +15,7 @@ def values(*argv: str) -> dict[str, object]:
     return {setting.spec.path: setting.value for setting in result.settings}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "expected"),
     [
         ("--num-layers 24", {"model.num_layers": 24}),
@@ -66,7 +65,7 @@ def test_one_flag(argv: str, expected: dict[str, object]) -> None:
     assert values(*argv.split()) == expected
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "field", "value"),
     [
         # What Megatron scripts write for Llama: rotary positions, no learned ones.
@@ -97,7 +96,7 @@ def test_flags_that_go_together(argv: str, field: str, value: str) -> None:
     assert values(*argv.split()) == {field: value}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "problem"),
     [
         (

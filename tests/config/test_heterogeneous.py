@@ -12,6 +12,7 @@ from megazero.config.heterogeneous.shapes import LayerShape, text_of
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError, ConfigError
+from tests.tables import over_table
 
 PATH, TEXT = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
 SHAPE = {"hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
@@ -84,7 +85,7 @@ FIRST = "(`block_configs` [0]"
 NO_OBJECT = "must be a JSON object with `block_configs`"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "says"),
     [
         ("[1", f"`{TEXT}` {NO_OBJECT} (Expecting ',' delimiter: line 1 column 3 (char 2)), but is `[1`."),
@@ -136,7 +137,7 @@ def test_what_is_no_description_of_layers_is_refused(text, says):
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "says"),
     [
         ((TEXT, text_of(SIZES), "--num-layers", "4"), "but are 5 entries for 4 layers; change one"),
@@ -161,7 +162,7 @@ def test_what_does_not_fit_the_model_is_refused(flags, says):
     assert says in str(error.value)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("word", "flags"),
     [
         ("silu", "--swiglu"),

@@ -9,6 +9,7 @@ from megazero.config.derive import filled_model, model_differences
 from megazero.config.resolve import parse_config
 from megazero.config.tree.model import ModelConfig
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 SHAPE = {"hidden_size": 1024, "num_attention_heads": 16, "seq_length": 4096}
 ARGV = [
@@ -26,7 +27,7 @@ def resolved(*argv: str):
     return parse_config([*ARGV, *argv], world_size=1)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("layers", "attention", "mlps", "letters"),
     [
         # The 56 layers of Waleffe et al. 2024, and the 48 of Megatron-LM's example.
@@ -61,7 +62,7 @@ def test_a_transformer_has_no_pattern():
     assert filled_model(shape).hybrid_layer_pattern is None
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("pattern", "says"),
     [
         ("", "must be made of M"),
@@ -94,7 +95,7 @@ def test_how_a_pattern_is_said_makes_no_difference():
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "kinds"),
     [
         ("--hybrid-layer-pattern MM*-", "MM*-"),

@@ -19,6 +19,7 @@ from megazero.errors import ConfigError
 from megazero.optim.loss_scaler import StaticLossScaler, build_loss_scaler
 from megazero.optim.schedule import build_learning_rate
 from tests.config.samples import BASE_FLAGS, make_config
+from tests.tables import over_table
 
 
 def launch(flags: str, world_size: int = 1) -> Resolved:
@@ -31,7 +32,7 @@ def refusals(flags: str) -> list[str]:
     return caught.value.violations
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "activation"),
     [
         ("", "gelu"),
@@ -72,7 +73,7 @@ def test_megatron_2_recomputes_whole_layers_where_it_is_told_how(flags: str, exp
     assert (found.granularity, found.method, found.num_layers) == expected
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "heads"),
     [
         ("--num-query-groups 2 --group-query-attention", 2),
@@ -143,7 +144,7 @@ class _MegatronDeepSpeedRates:
         return self.floor + (1 - share) * (self.peak - self.floor)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "warmup_samples"),
     [
         ("--train-iters 100 --lr-warmup-iters 10", 10 * 8),
@@ -194,7 +195,7 @@ def test_warmup_in_tokens_alone_is_refused_with_both_meanings() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "note"),
     [
         ("--save-interval 10", "`save_interval` has no effect without `save`: nothing is saved."),
@@ -230,7 +231,7 @@ def test_what_has_its_effect_is_not_remarked_on() -> None:
     assert launch(flags + "--log-timers-to-tensorboard --wandb-exp-name e --ckpt-step 0").warnings == ()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "last"),
     [
         ("", None),
@@ -256,7 +257,7 @@ def test_bf16_takes_a_static_loss_scale() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("written", "shares"),
     [
         ("98,2", (0.98, 0.02, 0)),
@@ -273,7 +274,7 @@ def test_splits(written: str, shares: tuple[float, float, float]) -> None:
     assert parse_split(config.data.split) == pytest.approx(shares)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "reason"),
     [
         ("TikTokenizer", "is not offered: save the vocabulary as a tokenizer.json and take HFTokenizer"),

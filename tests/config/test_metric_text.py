@@ -12,6 +12,7 @@ from megazero.config.flags import scan
 from megazero.config.lists import Unreadable
 from megazero.config.metric_text import as_mapping, read_metrics
 from tests.config.deepspeed.data_efficiency_keys import BY_RARITY, RARITY
+from tests.tables import over_table
 
 READ = BY_RARITY[0].model_copy(update={"name": "rarity"})
 LEVELS = {
@@ -40,7 +41,7 @@ def test_json_and_files(tmp_path):
         )
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("given", "says"),
     [
         ([RARITY], "must be a mapping of metrics' names to their settings, JSON, or a file that has it"),
@@ -101,7 +102,7 @@ def test_a_key_twice_in_a_document_is_a_problem(tmp_path):
         read_metrics(str(tmp_path / "m.yaml"))
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"a: [", b"a: !!int ''", b"2026-99-99", b""])
+@over_table("content", [b"\xff\xfe", b"a: [", b"a: !!int ''", b"2026-99-99", b""])
 def test_files_that_are_no_metrics(tmp_path, content):
     path = tmp_path / "m.yaml"
     path.write_bytes(content)

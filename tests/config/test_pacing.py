@@ -6,9 +6,10 @@ import pytest
 
 from megazero.config.pacing import Discrete, Pacing, Root, pieces
 from megazero.config.steps import BatchRamp, Progress, SequenceLengths, Steps
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("pacing", "values"),
     [
         (
@@ -27,7 +28,7 @@ def test_values_by_hand(pacing: Pacing, values: dict[int, int]) -> None:
     assert {count: pacing.at(count) for count in values} == values
 
 
-@pytest.mark.parametrize(
+@over_table(
     "pacing",
     [
         Root(64, 1024, 4500, 8),

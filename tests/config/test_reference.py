@@ -9,8 +9,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.deepspeed.table import ROWS as DEEPSPEED_ROWS
 from megazero.config.fields import FIELDS
@@ -24,6 +22,7 @@ from megazero.config.reference import (
     write_pages,
 )
 from megazero.config.rules.table import RULES
+from tests.tables import over_table
 
 ROOT = Path(__file__).parents[2]
 SNAPSHOTS = {
@@ -35,7 +34,7 @@ SNAPSHOTS = {
 }
 
 
-@pytest.mark.parametrize("path", SNAPSHOTS, ids=lambda path: path.name)
+@over_table("path", SNAPSHOTS, ids=lambda path: path.name)
 def test_snapshot_is_current(path: Path) -> None:
     text = SNAPSHOTS[path]()
     if os.environ.get("MEGAZERO_UPDATE_SNAPSHOTS"):
@@ -65,7 +64,7 @@ def test_help_fits_its_width_and_names_every_flag() -> None:
     assert all(name in format_help() for name in FLAGS)
 
 
-@pytest.mark.parametrize("spec", FIELDS, ids=lambda spec: spec.path)
+@over_table("spec", FIELDS, ids=lambda spec: spec.path)
 def test_every_field_is_documented(spec) -> None:
     assert spec.help
     assert not spec.help.endswith(".")

@@ -17,6 +17,7 @@ from megazero.config.flags import FLAGS
 from megazero.config.resolve import parse_config, resolve_or_exit
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS, make_config
+from tests.tables import over_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +113,7 @@ def test_an_empty_command_line_is_told_all_that_is_required() -> None:
     assert len(found) == 10  # and both files of the vocabulary, training length, data
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "problem"),
     [
         (["--lr", "nan"], "`--lr` must be a finite number, but is `nan`."),

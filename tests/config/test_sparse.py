@@ -14,6 +14,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS, make_config
+from tests.tables import over_table
 
 MODES = ("fixed", "variable", "bigbird", "bslongformer", "local_sliding_window")
 # key -> a value, and the modes in which it acts (tests/layers/test_patterns.py); it is refused in all others
@@ -45,8 +46,8 @@ def beside(key: str, mode: str) -> dict[str, Any]:
     return BESIDE.get(key, {})
 
 
-@pytest.mark.parametrize("mode", ["dense", *MODES])
-@pytest.mark.parametrize("key", TAKEN)
+@over_table("mode", ["dense", *MODES])
+@over_table("key", TAKEN)
 def test_a_key_is_taken_where_it_acts_and_refused_elsewhere(key: str, mode: str) -> None:
     value, modes = TAKEN[key]
     family = {"model.family": "bert", "tokenizer.tokenizer_type": "BertWordPieceLowerCase"}
@@ -99,7 +100,7 @@ def test_a_section_without_a_mode_is_fixed(tmp_path) -> None:
     assert resolve(tmp_path, None).sparse_attention == "dense"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("section", "says"),
     [
         ({"attention": "bidirectional"}, "`sparse_direction` must be unidirectional for GPT"),
@@ -127,7 +128,7 @@ def test_all_faults_are_named_at_once(tmp_path) -> None:
         assert f"[rule {rule}]" in str(error.value)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "block", "allowed"),
     [((32, 48), 16, True), ((32, 40), 16, False), ((40, 48), 16, False), ((32, None), 32, True)],
 )

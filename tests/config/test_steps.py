@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from megazero.config.stairs import BatchStairs
 from megazero.config.steps import BatchRamp, BatchSizes, Progress, SequenceLengths, Step, Steps
 from tests.config.samples import make_config
+from tests.tables import over_table
 
 # 4 -> 12 in steps of 4 over 30 samples: each size is held for 15 samples
 RAMP = BatchRamp(start=4, increment=4, ramp_samples=30, final=12)
@@ -168,9 +169,7 @@ def test_a_step_keeps_the_size_with_which_it_begins() -> None:
     assert [sizes.steps_held(count) for count in (0, 8, 12, 39, 40)] == [3, 1, 5, 1, None]
 
 
-@pytest.mark.parametrize(
-    "text", ["768", "0:8 x:16", "0:0", "-1:8", "0:8:9", "0:", "0:8.9", "0.5:8", "1.0005K:8"]
-)
+@over_table("text", ["768", "0:8 x:16", "0:0", "-1:8", "0:8:9", "0:", "0:8.9", "0.5:8", "1.0005K:8"])
 def test_a_schedule_that_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ValidationError, match="must be THRESHOLD:SIZE pairs such as 0:768 250B:1536"):
         stairs(text)

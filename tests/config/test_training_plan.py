@@ -18,12 +18,13 @@ from megazero.config.training_plan import (
 )
 from megazero.errors import ConfigError
 from tests.config.samples import make_config
+from tests.tables import over_table
 
 LIMITS = ("train_iters", "train_samples", "train_tokens")
 RAMP = {"batch.global_batch_size": 12, "batch.rampup_batch_size": (4, 4, 30)}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changes", "expected"),
     [
         ({"training.train_iters": 10}, Progress(10, 40, 1280)),
@@ -58,7 +59,7 @@ def test_steps_of_a_configuration() -> None:
     assert training_plan_of(make_config(), 2).at(Progress(0, 1000, 0)).micro_batches == 1
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changes", "expected"),
     [
         ({}, LrLengths("iters", 0, 100, None)),
@@ -158,7 +159,7 @@ def varying(limits: Limits, start: Progress = BEGINNING) -> TrainingPlan:
     return TrainingPlan(steps, limits, LrLengths("tokens", 0, 1, None), Evaluations(10, 1, 6, 3, same=False))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("limits", "expected"),
     [
         (Limits(iterations=7), Progress(7, 42, 3 * 60 + 2 * 120 + 2 * 300)),
@@ -195,8 +196,8 @@ def test_resuming_anywhere_gives_the_same_rest(iterations: int | None) -> None:
             assert resumed.before(training_plan.end.iteration) == training_plan.end
 
 
-@pytest.mark.parametrize("unit", ["iters", "samples", "tokens"])
-@pytest.mark.parametrize(
+@over_table("unit", ["iters", "samples", "tokens"])
+@over_table(
     "limits",
     [
         {"train_iters": 17},
@@ -219,7 +220,7 @@ def test_resuming_anywhere_gives_the_same_horizon(limits: dict[str, int], unit: 
             )
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("limit", "now", "here", "end"),
     [
         # Each after 4 steps of 8 samples or of 4, of 32 tokens, with another batch size for the rest
@@ -244,7 +245,7 @@ def test_limits_hold_for_both_parts_when_the_batch_size_changes(
     assert training_plan_of(config, 2, here).end == end
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("unit", "length", "into", "expected"),
     [
         # 6 samples a step, of 10 tokens for 3 steps, 20 for 2, and 50 from then on

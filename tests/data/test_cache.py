@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megazero.data.cache import cache_key, cached_arrays
+from tests.tables import over_table
 
 DESCRIPTION = {"dataset": "abc", "seed": 1}
 
@@ -126,7 +127,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@over_table("damage", DAMAGES)
 def test_damaged_entries_are_rebuilt_with_a_warning(tmp_path, damage, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = tmp_path / "cache"

@@ -12,6 +12,7 @@ from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 from tests.data.corpora import write_golden, write_lengths
+from tests.tables import over_table
 
 # The golden lengths 5,3,7,2,1 with ids counting up: sequence s begins with id 0, 5, 8, 15, 17.
 LENGTHS = [5, 3, 7, 2, 1]
@@ -55,8 +56,8 @@ def test_batch_stacks_items(indexed):
         assert array.flags.writeable
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "int32", "int64"])
-@pytest.mark.parametrize("extra", [True, False])
+@over_table("dtype", ["uint8", "int8", "uint16", "int16", "int32", "int64"])
+@over_table("extra", [True, False])
 def test_compiled_gather_equals_its_reference(tmp_path, monkeypatch, dtype, extra):
     rng = np.random.default_rng(4)
     with IndexedDatasetWriter(tmp_path / "r", dtype) as writer:

@@ -18,6 +18,7 @@ from megazero.data.gpt_dataset import GPTDataset, GPTSettings, MockGPTDataset
 from megazero.data.indexed.reader import open_indexed
 from tests.data.bert.golden import WORDS, golden_corpus
 from tests.data.corpora import write_lengths
+from tests.tables import over_table
 
 Change = Callable[[dict[str, np.ndarray]], None]
 
@@ -170,8 +171,8 @@ BLEND_PLANTS = {
 }
 
 
-@pytest.mark.parametrize(("weights", "size"), [([0.2, 0.3, 0.5], 70), (None, None), (None, 60)])
-@pytest.mark.parametrize("plant_name", BLEND_PLANTS)
+@over_table(("weights", "size"), [([0.2, 0.3, 0.5], 70), (None, None), (None, 60)])
+@over_table("plant_name", BLEND_PLANTS)
 def test_blend(tmp_path, plant_name, weights, size):
     check(blend(weights, size), tmp_path, *BLEND_PLANTS[plant_name])
 
@@ -189,7 +190,7 @@ def test_blend_of_other_proportions(tmp_path, weights, size, reason):
     check(blend(weights, size), tmp_path, only_the_first, reason)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@over_table("seed", range(20))
 def test_every_blend_that_is_built_is_sound(tmp_path, seed, monkeypatch):
     """No weights take the rule further from its shares than is looked for."""
     monkeypatch.setattr("megazero.data.index_check._BLOCK", 97)
@@ -228,8 +229,8 @@ BERT_PLANTS = {
 }
 
 
-@pytest.mark.parametrize(("head", "samples"), [(True, None), (False, None), (True, 100), (False, 250)])
-@pytest.mark.parametrize("plant_name", BERT_PLANTS)
+@over_table(("head", "samples"), [(True, None), (False, None), (True, 100), (False, 250)])
+@over_table("plant_name", BERT_PLANTS)
 def test_bert_map(tmp_path, plant_name, head, samples):
     check(bert(tmp_path, head=head, samples=samples), tmp_path / "cache", *BERT_PLANTS[plant_name])
 

@@ -12,6 +12,7 @@ from megazero.config.steps import BEGINNING, BatchRamp, SequenceLengths, Steps
 from megazero.data.sampler import BatchSampler, SamplerKind, SamplerSpec, batch_indices, part_permutation
 from megazero.data.shuffle import cyclic_sample
 from megazero.errors import DataError
+from tests.tables import over_table
 
 SINGLE, CYCLIC = SamplerKind.SINGLE, SamplerKind.CYCLIC
 DATA = 29  # a prime, so that nothing fills an epoch exactly
@@ -47,8 +48,8 @@ def test_single_past_the_end_is_an_error_and_no_quiet_stop():
         sampler.at(18)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("micro", [1, 2, 3, 6])
+@over_table("size", [1, 2, 3, 4])
+@over_table("micro", [1, 2, 3, 6])
 def test_the_cyclic_order_does_not_depend_on_ranks_and_micro_batches(size, micro):
     """It did: micro-batches took strides of a permutation, and what filled no step of an epoch was lost."""
     assert taken(cyclic(size, micro), 0, 144) == [cyclic_sample(p, DATA, 5) for p in range(144)]
@@ -65,7 +66,7 @@ def test_there_may_be_less_data_than_one_step_takes():
     assert Counter(taken(cyclic(4, 2, samples=3), 0, 24)) == {0: 8, 1: 8, 2: 8}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@over_table("seed", range(20))
 def test_a_run_that_changes_its_ranks_and_batches_gives_each_sample_once_an_epoch(seed):
     rng, consumed, found = random.Random(seed), 0, []
     while consumed < 4 * DATA:
@@ -77,7 +78,7 @@ def test_a_run_that_changes_its_ranks_and_batches_gives_each_sample_once_an_epoc
         assert sorted(found[epoch * DATA : (epoch + 1) * DATA]) == list(range(DATA))
 
 
-@pytest.mark.parametrize(("size", "micro"), list(product([1, 2, 4], [1, 2])))
+@over_table(("size", "micro"), list(product([1, 2, 4], [1, 2])))
 def test_a_batch_ramp_only_cuts_the_order_otherwise(size, micro):
     steps = Steps(BatchRamp(8, 8, 40, 24), micro * size, SequenceLengths.constant(4))
     progress, found, batches = BEGINNING, [], []
@@ -92,9 +93,7 @@ def test_a_batch_ramp_only_cuts_the_order_otherwise(size, micro):
     assert found == [cyclic_sample(p, DATA, 5) for p in range(sum(batches))]
 
 
-@pytest.mark.parametrize(
-    ("samples", "micro", "size"), [(24, 2, 3), (7, 1, 4), (31, 3, 2), (10, 5, 1), (64, 4, 4)]
-)
+@over_table(("samples", "micro", "size"), [(24, 2, 3), (7, 1, 4), (31, 3, 2), (10, 5, 1), (64, 4, 4)])
 def test_a_rank_s_own_epoch_gives_no_sample_twice(samples, micro, size):
     spec = SamplerSpec(samples, micro, 0, size, CYCLIC, seed=3, data_sharding=True)
     epochs = []
@@ -144,7 +143,7 @@ def test_kind_may_be_its_name():
     assert SamplerSpec(8, 1, kind="cyclic").kind is CYCLIC
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("change", "words"),
     [
         ({"micro_batch_size": 0}, "`micro_batch_size`"),

@@ -10,6 +10,7 @@ import pytest
 
 from megazero.data import shuffle
 from megazero.data.shuffle import cyclic_sample
+from tests.tables import over_table
 
 
 def epoch(number: int, size: int, seed: int = 7) -> list[int]:
@@ -24,7 +25,7 @@ def test_the_order_is_the_same_for_ever():
     assert late == [113562046, 18213536, 145550539, 74950496]
 
 
-@pytest.mark.parametrize("size", [*range(1, 20), 31, 32, 33, 63, 64, 65, 1000])
+@over_table("size", [*range(1, 20), 31, 32, 33, 63, 64, 65, 1000])
 def test_an_epoch_holds_each_sample_once(size):
     for number in (0, 1, 2, 10**9):
         for seed in (0, 1234):

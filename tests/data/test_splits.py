@@ -4,6 +4,7 @@ import pytest
 
 from megazero.data.splits import SplitReading, parse_split, split_ranges
 from megazero.errors import DataError
+from tests.tables import over_table
 
 CORE, MDS = SplitReading.MEGATRON_CORE, SplitReading.MEGATRON_DEEPSPEED
 
@@ -14,7 +15,7 @@ def bounds(split: str, count: int, reading: SplitReading) -> list[int]:
     return [ranges[0].start, *(r.stop for r in ranges)]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("split", "count", "core", "mds"),
     [
         ("1,1,1", 2, [0, 1, 1, 2], [0, 0, 1, 2]),
@@ -45,9 +46,7 @@ def test_weights_are_normalized():
     assert parse_split("3,1") == (0.75, 0.25, 0.0)
 
 
-@pytest.mark.parametrize(
-    "split", ["", " , ", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan", "inf,1", "90%", "1;2"]
-)
+@over_table("split", ["", " , ", "a,b", "1,2,3,4", "0,0,0", "-1,2", "nan", "inf,1", "90%", "1;2"])
 def test_what_is_no_split(split):
     with pytest.raises(DataError, match="`split` must"):
         parse_split(split)

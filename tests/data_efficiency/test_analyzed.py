@@ -20,6 +20,7 @@ from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data_efficiency.analyzed import AnalyzedDataset, dataset_of, facts_path
 from megazero.errors import DataError
 from tests.data.corpora import write_lengths
+from tests.tables import over_table
 
 
 def gpt(prefix, seed=1, length=8, epochs=1, paths=None, split="100,0,0"):
@@ -110,7 +111,7 @@ def test_facts_lie_beside_any_file_of_the_metric(tmp_path, prefix, name):
     assert dataset_of(tmp_path / name) == facts
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", json.dumps({"format": "other"}), "\xff"])
+@over_table("text", ["", "[]", "{}", json.dumps({"format": "other"}), "\xff"])
 def test_damaged_facts_are_refused(tmp_path, text):
     (tmp_path / "m_dataset.json").write_text(text)
     with pytest.raises(DataError, match=r"m_dataset.json` must say in format"):

@@ -8,6 +8,7 @@ from megazero.config.tree.data_sampling import CurriculumMetric, DataSamplingCon
 from megazero.data_efficiency.eligibility import EligibilityOrder, eligible
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import DataError
+from tests.tables import over_table
 
 
 def index_of(values: np.ndarray) -> MetricIndex:
@@ -33,12 +34,12 @@ def curriculum(*metrics: CurriculumMetric) -> Difficulties:
 VALUES = np.array([5, 3, 9, 3, 7])
 
 
-@pytest.mark.parametrize(("level", "count"), [(2, 0), (3, 2), (4, 2), (5, 3), (8, 4), (9, 5), (10**9, 5)])
+@over_table(("level", "count"), [(2, 0), (3, 2), (4, 2), (5, 3), (8, 4), (9, 5), (10**9, 5)])
 def test_by_value(level, count):
     assert eligible(index_of(VALUES), levels("m", (1,)), level) == count
 
 
-@pytest.mark.parametrize(("level", "count"), [(1, 0), (19, 0), (20, 1), (50, 2), (99, 4), (100, 5)])
+@over_table(("level", "count"), [(1, 0), (19, 0), (20, 1), (50, 2), (99, 4), (100, 5)])
 def test_by_percentile(level, count):
     assert eligible(index_of(VALUES), levels("m", (1,), "percentile"), level) == count
 
@@ -59,7 +60,7 @@ def test_one_metric_s_own_order_is_taken():
     assert order.ends == (2, 3, 4)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@over_table("seed", range(20))
 def test_several_metrics_leave_what_is_within_all_of_them(seed):
     """As in DeepSpeed: an intersection of everything up to the difficulties of the step."""
     rng = np.random.default_rng(seed)

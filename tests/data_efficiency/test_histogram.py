@@ -6,6 +6,7 @@ import pytest
 from megazero.data_efficiency.histogram import bars, check_drawing, draw_sum, draw_values, percentiles
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 
 def index_of(values: list[int]) -> MetricIndex:
@@ -28,7 +29,7 @@ def test_bars_are_no_narrower_than_a_value():
     assert samples.tolist() == [2, 0, 1]
 
 
-@pytest.mark.parametrize("high", [1, 59, 60, 61, 12345, 1 << 40, (1 << 63) - 1])
+@over_table("high", [1, 59, 60, 61, 12345, 1 << 40, (1 << 63) - 1])
 def test_every_sample_is_in_a_bar(high):
     values = [-high, 0, 0, high // 2, high]
     edges, samples = bars(index_of(values))

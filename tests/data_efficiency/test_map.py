@@ -10,9 +10,10 @@ from megazero.data_efficiency.map import ChunkGrid, Share, part_of, run_map
 from megazero.data_efficiency.reduce import reduce_metric
 from megazero.errors import DataError
 from tests.data_efficiency.made_up import Valued, analyzed, job_of, rows_of
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("samples", "size", "chunks"),
     [(1, 1024, 1), (1024, 1024, 1), (1025, 1024, 2), (10**6, 3907, 256), (10**8, 65536, 1526)],
 )
@@ -30,7 +31,7 @@ def test_no_samples_are_refused():
         ChunkGrid.of(0)
 
 
-@pytest.mark.parametrize(("length", "parts"), [(0, 3), (1, 4), (7, 3), (8, 8), (5, 9), (100, 7)])
+@over_table(("length", "parts"), [(0, 3), (1, 4), (7, 3), (8, 8), (5, 9), (100, 7)])
 def test_parts_are_all_of_it_in_order(length, parts):
     """An uneven split once lost or repeated samples in DeepSpeed's distributed analyzer."""
     found = [part_of(range(length), i, parts) for i in range(parts)]
@@ -38,7 +39,7 @@ def test_parts_are_all_of_it_in_order(length, parts):
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
-@pytest.mark.parametrize(("workers", "processes"), [(1, 1), (1, 3), (4, 1), (3, 2), (30, 1)])
+@over_table(("workers", "processes"), [(1, 1), (1, 3), (4, 1), (3, 2), (30, 1)])
 def test_shares_are_all_of_it(workers, processes):
     grid = ChunkGrid(100, 7)
     chunks = [i for w in range(workers) for i in Share(workers, w, processes).chunks(grid)]
@@ -98,8 +99,8 @@ def test_chunks_of_other_settings_are_left_alone(tmp_path):
     assert len(list(home.home.glob("map-*"))) == 1
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-@pytest.mark.parametrize("size", [1, 6, 7, 8, 50])
+@over_table("processes", [1, 3])
+@over_table("size", [1, 6, 7, 8, 50])
 def test_any_number_of_processes_gives_the_same(tmp_path, size, processes):
     share = Share(processes=processes)
     prefix = analyzed(tmp_path, Valued(lambda index: index % 3), size, share=share, processes=processes)
@@ -151,7 +152,7 @@ def test_a_killed_worker_is_an_error_and_what_it_finished_stays(tmp_path):
     assert 2 in home.missing(range(5))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("spoil", "message"),
     [
         (lambda path: np.save(path, np.arange(9)), r"must hold 10 of int64, but holds \[9\]"),

@@ -8,6 +8,7 @@ import pytest
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.errors import DataError
 from tests.data_efficiency.row_files import write_rows
+from tests.tables import over_table
 
 ROWS, VALUES = [[4, 0], [2], [5, 1, 3]], [[-3], [7], [900]]
 
@@ -41,7 +42,7 @@ def test_samples_stay_on_disk(tmp_path):
     assert not MetricIndex.open(*pair(tmp_path)).samples.flags.writeable
 
 
-@pytest.mark.parametrize("dtype", ["u1", "<u2", "<u4", "<u8", "i1", "<i2", "<i4", "<i8"])
+@over_table("dtype", ["u1", "<u2", "<u4", "<u8", "i1", "<i2", "<i4", "<i8"])
 def test_every_type_of_deepspeeds_table(tmp_path, dtype):
     """Codes 6 to 8 mean other types to Megatron's reader, which gives floats or half ids without an error."""
     index = MetricIndex.open(*pair(tmp_path, values=[[1], [5], [90]], dtype=dtype, sample_dtype=dtype))
@@ -94,7 +95,7 @@ def test_an_empty_index_is_refused(tmp_path, rows):
         MetricIndex.open(*pair(tmp_path, rows=rows, values=VALUES[: len(rows)]))
 
 
-@pytest.mark.parametrize("file", range(4))
+@over_table("file", range(4))
 def test_a_missing_file_is_named(tmp_path, file):
     prefixes = pair(tmp_path)
     path = Path(prefixes[file % 2] + (".bin", ".idx")[file // 2])
@@ -103,9 +104,9 @@ def test_a_missing_file_is_named(tmp_path, file):
         MetricIndex.open(*prefixes)
 
 
-@pytest.mark.parametrize("suffix", [".bin", ".idx"])
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("by", [1, 8, 10_000])
+@over_table("suffix", [".bin", ".idx"])
+@over_table("which", [0, 1])
+@over_table("by", [1, 8, 10_000])
 def test_a_file_that_is_cut_short_is_named(tmp_path, suffix, which, by):
     prefixes = pair(tmp_path)
     cut(prefixes[which] + suffix, by)
@@ -113,7 +114,7 @@ def test_a_file_that_is_cut_short_is_named(tmp_path, suffix, which, by):
         MetricIndex.open(*prefixes)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("at", "byte", "message"),
     [
         (0, 0x58, "must start with"),

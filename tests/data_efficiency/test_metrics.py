@@ -18,6 +18,7 @@ from megazero.data_efficiency.metrics import (
 from megazero.data_efficiency.samples import Samples
 from megazero.errors import DataError
 from tests.data_efficiency.row_files import write_rows
+from tests.tables import over_table
 
 FULL = Samples.of(
     np.array([4, 9]),
@@ -97,12 +98,12 @@ def test_values_depend_on_the_table():
     assert copy.identity == VocabularyRarity(table).identity
 
 
-@pytest.mark.parametrize("dtype", ["u1", "<u2", "<u4", "<u8", "<i8"])
+@over_table("dtype", ["u1", "<u2", "<u4", "<u8", "<i8"])
 def test_counts_of_any_type_are_read(tmp_path, dtype):
     assert read_counts(write_rows(tmp_path / "c", [[3, 4, 3, 0]], dtype)).tolist() == [3, 4, 3, 0]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("rows", "message"),
     [
         ([[1], [2]], "one row of counts, but holds 2"),

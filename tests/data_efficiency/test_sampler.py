@@ -18,6 +18,7 @@ from megazero.data_efficiency.eligibility import EligibilityOrder
 from megazero.data_efficiency.metric_index import MetricIndex
 from megazero.data_efficiency.sampler import CurriculumSampler
 from megazero.errors import DataError
+from tests.tables import over_table
 
 SAMPLES, BATCH = 600, 12
 ROOT = CurriculumMetric(
@@ -94,7 +95,7 @@ def test_samples_are_not_repeated_needlessly():
     assert len({s for step in later for s in step}) == SAMPLES
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("ranks", "micro"),
     [(size, micro) for size, micro in product((1, 2, 3, 4, 6, 12), repeat=2) if BATCH % (size * micro) == 0],
 )

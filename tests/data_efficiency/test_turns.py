@@ -3,9 +3,9 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 
 from megazero.data_efficiency.turns import owners, shares
+from tests.tables import over_table
 
 
 def test_turns_by_hand():
@@ -15,7 +15,7 @@ def test_turns_by_hand():
     assert turns.tolist() == [0, 1, 0, 2, 3, 1]
 
 
-@pytest.mark.parametrize("seed", range(100))
+@over_table("seed", range(100))
 def test_turns_are_counted_without_a_gap(seed):
     rng = random.Random(seed)
     bounds = np.cumsum([0, *(rng.randrange(1, 9) for _ in range(rng.randrange(1, 14)))])

@@ -8,6 +8,7 @@ import pytest
 from megazero.data_efficiency.samples import Samples
 from megazero.data_efficiency.user_metric import UserMetric, measured
 from megazero.errors import DataError
+from tests.tables import over_table
 
 SAMPLES = Samples.of(
     np.array([5, 6]), {"tokens": np.array([[1, 2], [3, 4]]), "labels": np.array([[2, 9], [4, 7]])}
@@ -38,13 +39,13 @@ def test_a_function_that_was_edited_is_another_metric(tmp_path):
     assert measured(after, SAMPLES).tolist() == [10, 12]
 
 
-@pytest.mark.parametrize("returned", ["np.uint8([1, 2])", "[1, 2]", "np.int32([1, 2])", "np.uint64([1, 2])"])
+@over_table("returned", ["np.uint8([1, 2])", "[1, 2]", "np.int32([1, 2])", "np.uint64([1, 2])"])
 def test_integers_of_any_type_will_do(tmp_path, returned):
     found = measured(metric(tmp_path, f"return {returned}"), SAMPLES)
     assert (found.tolist(), found.dtype) == ([1, 2], np.int64)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("body", "message"),
     [
         ("return np.array([0.5, 1.0])", "must return integers, but returned float64; round them"),
@@ -73,7 +74,7 @@ def test_what_is_no_vector_is_refused(tmp_path, body):
         measured(metric(tmp_path, body, accumulates=True), SAMPLES)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("spec", "message"),
     [
         ("f", "module:function or path.py:function, but is 'f'"),

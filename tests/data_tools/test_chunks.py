@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from data_tools.preprocessing import chunks
 from data_tools.preprocessing.chunks import Chunk, cut, parse, parse_carefully, split_lines
 from megazero.errors import DataError
+from tests.tables import over_table
 
 
 def _lines(paths, size):
@@ -150,7 +151,7 @@ def reader(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize(("line", "reason"), BAD)
+@over_table(("line", "reason"), BAD)
 def test_bad_line_is_found_with_its_reason_between_good_ones(line, reason):
     parsed = parse([b'{"text": "x"}', b"", line, b'{"text": "y"}'], ["text"])
     assert [(problem.line, problem.reason) for problem in parsed.problems] == [(2, reason)]
@@ -159,7 +160,7 @@ def test_bad_line_is_found_with_its_reason_between_good_ones(line, reason):
 
 
 @pytest.mark.usefixtures("reader")
-@pytest.mark.parametrize(("line", "texts"), GOOD)
+@over_table(("line", "texts"), GOOD)
 def test_unusual_good_line_gives_its_texts(line, texts):
     parsed = parse([line, b'{"text": "y"}'], ["text"])
     assert (parsed.columns[0].texts, parsed.problems) == ([*texts, "y"], [])

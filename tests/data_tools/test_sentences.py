@@ -10,6 +10,7 @@ import pytest
 
 from data_tools.preprocessing.sentences import LANGUAGES, SentenceRules, SentenceSplitter
 from megazero.errors import DataError
+from tests.tables import over_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +19,7 @@ def _split(text: str, language: str = "english", keep_newlines: bool = False) ->
     return SentenceSplitter(SentenceRules(language, keep_newlines))(text)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("language", "sentences"),
     [
         ("english", ["Dr. Smith paid 3.50 at 5 p.m.", "He left."]),

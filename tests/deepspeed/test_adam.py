@@ -22,6 +22,7 @@ from tests.deepspeed.user_models import (
     train_engine,
     train_plain,
 )
+from tests.tables import over_table
 
 PAIRS = {
     "AdamW": (
@@ -50,7 +51,7 @@ def moved(make, steps=4):
     return weights
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@over_table("name", PAIRS)
 def test_by_themselves_they_are_torchs_formulas(name):
     ours, theirs = PAIRS[name]
     torch.testing.assert_close(moved(ours), moved(theirs))
@@ -85,8 +86,8 @@ def groups(model, kind):
     return kind([{"params": [first], "betas": (0.5, 0.9), "eps": 1e-3}, {"params": rest}], lr=1e-2, eps=1e-4)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam, torch.optim.Adam])
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (2, 1), (2, 3)])
+@over_table("kind", [torch.optim.AdamW, FusedAdam, torch.optim.Adam])
+@over_table(("ranks", "stage"), [(1, 0), (2, 1), (2, 3)])
 def test_groups_with_betas_of_their_own_train_as_one_process_would(kind, ranks, stage):
     def work(context: ParallelContext):
         model = build(Tied)

@@ -22,6 +22,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.torch_group import TorchGroup, joined_world
 from tests.forks import run_ranks
+from tests.tables import over_table
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +228,7 @@ def test_the_longest_wait_is_a_variable(monkeypatch, text, minutes):
     assert adopt.default_timeout() == timedelta(minutes=minutes)
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
+@over_table("text", ["soon", "0", "-1", "nan"])
 def test_a_wait_that_is_no_time_is_refused(monkeypatch, text):
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", text)
     with pytest.raises(ConfigError, match="`DEEPSPEED_TIMEOUT` must be a number of minutes above 0"):

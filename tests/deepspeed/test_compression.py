@@ -16,6 +16,7 @@ from megazero.deepspeed.compression.quantize import ActivationQuantizer, bits_at
 from megazero.deepspeed.compression.teacher import student_initialization
 from megazero.deepspeed.initialize import initialize
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 ROWS = torch.tensor(
     [
@@ -81,8 +82,8 @@ def test_rounding_by_hand():
     assert quantized(ROWS, 3, symmetric=False)[3].tolist() == pytest.approx([0, 1, 2, 3, 4, 7])
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [1, 2, 3, 8])
+@over_table("symmetric", [True, False])
+@over_table("bits", [1, 2, 3, 8])
 def test_a_row_of_zeros_stays_one_and_rows_have_few_values(bits, symmetric):
     rounded = quantized(ROWS, bits, symmetric=symmetric)
     assert rounded.isfinite().all()
@@ -130,7 +131,7 @@ def test_tokens_are_rounded_one_by_one():
     assert quantizer(x)[0, 1].tolist() == pytest.approx([100 * v for v in quantizer(x)[0, 0].tolist()])
 
 
-@pytest.mark.parametrize(("ratio", "kept"), [(0.5, 4), (0.51, 5), (0.01, 1), (1.0, 8)])
+@over_table(("ratio", "kept"), [(0.5, 4), (0.51, 5), (0.01, 1), (1.0, 8)])
 def test_the_share_that_stays_is_rounded_up(ratio, kept):
     mask = largest(torch.arange(8.0), ratio)
     assert mask.tolist() == [0.0] * (8 - kept) + [1.0] * kept
@@ -179,7 +180,7 @@ CLEANED = [
 ]
 
 
-@pytest.mark.parametrize("sections", CLEANED)
+@over_table("sections", CLEANED)
 def test_the_cleaned_model_computes_what_the_masked_one_did(sections):
     compressed = init_compression(model(), config(*sections)).eval()
     x = inputs()
@@ -252,7 +253,7 @@ def test_a_student_begins_with_its_teachers_layers():
         student_initialization(stack(2, 2), teacher, config(reduction))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("sections", "says"),
     [
         ({}, "must be a section of the configuration"),
@@ -345,8 +346,8 @@ BLOCKS = (["layer....conv1"], [["layer....conv2", "layer....bn1"]])
 ONE_BY_ONE = (["1.0.conv1", "2.0.conv1"], [["1.0.conv2", "1.0.bn1"], ["2.0.conv2", "2.0.bn1"]])
 
 
-@pytest.mark.parametrize("method", ["l1", "topk"])
-@pytest.mark.parametrize(("modules", "related"), [BLOCKS, ONE_BY_ONE])
+@over_table("method", ["l1", "topk"])
+@over_table(("modules", "related"), [BLOCKS, ONE_BY_ONE])
 def test_batch_norms_shrink_with_the_channels_before_them(modules, related, method):
     """They kept their sizes, and the cleaned model could not run; their shifts must not count either."""
     torch.manual_seed(2)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext
 from tests.deepspeed.user_models import ADAMW, LENGTH, Tied, batch, build, on_ranks, settings, start
+from tests.tables import over_table
 
 GROWS = {
     "enabled": True,
@@ -106,7 +107,7 @@ def test_levels_need_no_minimum():
     assert on_ranks(1, work)[0] == [2, 2, 5, 5]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("change", "said"),
     [
         ({"schedule_type": "custom"}, "must be fixed_linear, fixed_root or fixed_discrete here"),

@@ -28,6 +28,7 @@ from tests.deepspeed.user_models import (
     train_plain,
 )
 from tests.source_tree import ROOT
+from tests.tables import over_table
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -50,8 +51,8 @@ class Own:
         loss.backward()
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@over_table("accumulation", [1, 3])
+@over_table("stage", [0, 1, 2, 3])
 def test_a_backward_of_the_scripts_own_trains_as_the_engines(stage, accumulation):
     def work(context: ParallelContext):
         engine = start(context, build(Tied), settings(stage, accumulation, optimizer=ADAMW))
@@ -130,8 +131,8 @@ def test_a_loss_of_two_engines():
         torch.testing.assert_close(mine.module_state_dict(), dict(theirs.state_dict()))
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("drop", ["module", "None", "zeros"])
+@over_table("bf16", [False, True])
+@over_table("drop", ["module", "None", "zeros"])
 def test_gradients_that_a_script_drops_do_not_count(drop, bf16):
     """A GAN drops what the generator's loss has left in the discriminator; it was added to the next one."""
 
@@ -190,8 +191,8 @@ def test_fp16_takes_a_scaled_loss_alone(stage):
         trained(lambda engine, loss: loss.backward())
 
 
-@pytest.mark.parametrize("second", [0, 2, 3])
-@pytest.mark.parametrize("first", [0, 2, 3])
+@over_table("second", [0, 2, 3])
+@over_table("first", [0, 2, 3])
 def test_a_second_engine_takes_the_model_over(first, second):
     def work(context: ParallelContext):
         model = build(Tied)
@@ -275,7 +276,7 @@ def test_each_getter_answers():
         getattr(engine, name)()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("config", "value"),
     [
         ({}, 5),

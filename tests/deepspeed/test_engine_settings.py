@@ -13,6 +13,7 @@ from megazero.deepspeed.settings import read_settings
 from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.user_models import ADAMW, MICRO, on_ranks, settings, start
+from tests.tables import over_table
 
 
 class Dropping(nn.Linear):
@@ -86,7 +87,7 @@ def test_the_section_of_a_compressed_model_is_left_to_it():
     assert read_settings(settings(1, compression_training=section), 1).notes == ()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("sizes", "mesh"),
     [
         ({}, None),

@@ -16,6 +16,7 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from tests.deepspeed.user_models import ADAMW, Tied, batch, build, settings, start
+from tests.tables import over_table
 
 
 class Middle(torch.optim.Optimizer):
@@ -49,7 +50,7 @@ BATCH = {"train_batch_size": 4}
 TRAINED = {**BATCH, "optimizer": ADAMW}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("config", "words"),
     [
         ({**TRAINED, "fp16": {"enable": True}}, "unknown key `fp16.enable`; did you mean `fp16.enabled`"),
@@ -107,7 +108,7 @@ def test_every_problem_is_reported_at_once():
     assert len(caught.value.violations) == 3
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("arguments", "words"),
     [
         ({"optimizer": two_betas}, "`betas` must be the same in every parameter group of FusedLamb"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from torch import nn
 
@@ -22,6 +21,7 @@ from megazero.zero.store.host import HostTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
 from megazero.zero.store.store import WEIGHT, offloaded_bytes
 from megazero.zero.unit import module_units
+from tests.tables import over_table
 from tests.zero.harness import in_threads
 from tests.zero.policies import make_policy
 
@@ -65,8 +65,8 @@ def held(stage: int, ranks: int, *, state: bool, parameters: bool) -> tuple[int,
     return sum(host for host, _ in found), found[0][1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("offload", [False, True])
+@over_table("ranks", [1, 2, 3])
+@over_table("offload", [False, True])
 def test_stage_2_holds_what_is_said(ranks, offload):
     total, _ = count_parameters(model())
     assert total == 6 * 12 + 12 * 30
@@ -74,8 +74,8 @@ def test_stage_2_holds_what_is_said(ranks, offload):
     assert held(2, ranks, state=offload, parameters=False) == said
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize(("state", "parameters"), [(False, False), (True, False), (True, True)])
+@over_table("ranks", [1, 2, 3])
+@over_table(("state", "parameters"), [(False, False), (True, False), (True, True)])
 def test_stage_3_holds_what_is_said(ranks, state, parameters):
     total, largest = count_parameters(model())
     assert largest == 12 * 30

@@ -22,6 +22,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from tests.deepspeed.tiny_models import inputs, prompts, tiny
 from tests.inference.samples import LLAMA, PROMPTS, build
+from tests.tables import over_table
 
 
 def memory(module: nn.Module) -> int:
@@ -81,8 +82,8 @@ def test_what_replaces_is_ours():
     )
 
 
-@pytest.mark.parametrize("safe", [True, False])
-@pytest.mark.parametrize("tp", [1, 2])
+@over_table("safe", [True, False])
+@over_table("tp", [1, 2])
 def test_a_model_without_memory_takes_the_weights_of_a_sharded_folder(tmp_path, safe, tp):
     source = tiny("llama", 6, 3)
     if safe:
@@ -149,7 +150,7 @@ def test_slices_generate_the_tokens_of_the_whole(kind, beams):
     assert all(torch.equal(found, wanted) for found in world.run(work))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("keys", "says"),
     [
         ({"tp_size": 2}, "`tp_size` must be a key of init_inference"),

@@ -7,9 +7,8 @@ from argparse import Namespace
 from datetime import timedelta
 from typing import Any
 
-import pytest
-
 from megazero.deepspeed.surface import Surface, read_names
+from tests.tables import over_table
 
 deepspeed = Surface(read_names()).as_module("deepspeed")
 TIMEOUT = timedelta(minutes=30)
@@ -67,7 +66,7 @@ CALLS: dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@over_table("name", CALLS)
 def test_a_call_of_lightning_fits(name: str):
     found = deepspeed
     for part in name.split("."):

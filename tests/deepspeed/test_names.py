@@ -16,6 +16,7 @@ from megazero.deepspeed.names_page import names_page
 from megazero.deepspeed.surface import PATH, VERSION, Name, Surface, read_names
 from megazero.errors import ConfigError
 from tests.forks import run
+from tests.tables import over_table
 
 ROOT = Path(__file__).parents[2]
 ROWS = read_names()
@@ -41,12 +42,12 @@ def python(code: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("row", RESOLVED, ids=lambda row: f"{row.modules[0]}.{row.name}")
+@over_table("row", RESOLVED, ids=lambda row: f"{row.modules[0]}.{row.name}")
 def test_a_name_is_where_its_row_says(row: Name):
     assert row.value() is not None or row.note
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=lambda row: f"{row.modules[0]}.{row.name}")
+@over_table("row", REFUSED, ids=lambda row: f"{row.modules[0]}.{row.name}")
 def test_a_refused_name_says_what_to_do_instead(row: Name):
     value = row.value()
     for call in (value, value.method, type("Derived", (value,), {})):

@@ -14,6 +14,7 @@ from megazero.errors import ConfigError
 from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from tests.tables import over_table
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +43,8 @@ def gradients(call, x: torch.Tensor, module: nn.Module) -> list[torch.Tensor]:
     return [out.detach(), x.grad.clone(), *(param.grad.clone() for param in module.parameters())]
 
 
-@pytest.mark.parametrize("more", [{}, {"checkpoint_in_cpu": True}, {"profile": True, "synchronize": True}])
-@pytest.mark.parametrize("call", [recompute.checkpoint, recompute.non_reentrant_checkpoint])
+@over_table("more", [{}, {"checkpoint_in_cpu": True}, {"profile": True, "synchronize": True}])
+@over_table("call", [recompute.checkpoint, recompute.non_reentrant_checkpoint])
 def test_gradients_and_random_numbers_are_those_without_it(call, more, capsys):
     recompute.configure(None, **more)
     module, x = block(), torch.randn(3, 4, requires_grad=True)

@@ -12,6 +12,7 @@ from megazero.mpu.group import Group
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import CountingGroup, TrafficLog
 from tests.deepspeed.checks.comm import attention
+from tests.tables import over_table
 
 LAYOUTS = [(8, 2, 4), (8, 1, 4), (12, 3, 6), (7, 7, 4), (12, 6, 4), (4, 4, 2), (6, 2, 3)]
 
@@ -61,10 +62,8 @@ def wanted(whole: list[Tensor]) -> list[Tensor]:
     return [result.detach(), *(x.grad for x in whole)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("batch", "batch_dim", "flat"), [(1, 1, False), (2, 0, False), (3, 1, True), (3, 0, True)]
-)
+@over_table("layout", LAYOUTS)
+@over_table(("batch", "batch_dim", "flat"), [(1, 1, False), (2, 0, False), (3, 1, True), (3, 0, True)])
 def test_pieces_are_those_of_the_whole(layout, batch, batch_dim, flat):
     whole, size = drawn(layout, batch), layout[2]
     world = ThreadWorld(size)

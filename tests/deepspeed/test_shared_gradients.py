@@ -21,6 +21,7 @@ from megazero.errors import ConfigError
 from megazero.mpu.context import ParallelContext, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
+from tests.tables import over_table
 
 ROWS = torch.arange(32.0).view(8, 4) / 16
 
@@ -100,7 +101,7 @@ def contexts(ranks: int) -> list[ParallelContext]:
     return threads.run(lambda rank: thread_context(threads, ProcessGrid(cp=ranks), rank))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("ranks", "stage", "given", "sent", "noted"),
     [
         (2, 1, "bf16", "bf16", True),

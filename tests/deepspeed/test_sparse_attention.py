@@ -23,6 +23,7 @@ from megazero.deepspeed.sparse.utils import SparseAttentionUtils as Utils
 from megazero.deepspeed.user_config import DeepSpeedConfig
 from megazero.errors import ConfigError
 from megazero.ops.attention import attention
+from tests.tables import over_table
 
 CONFIGS = {
     "dense": DenseSparsityConfig(2, 4),
@@ -121,7 +122,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("says", REFUSED)
+@over_table("says", REFUSED)
 def test_what_does_not_fit_is_refused(says):
     with pytest.raises(ValueError, match=says):
         REFUSED[says]()
@@ -139,8 +140,8 @@ def expected(config, q, k, v, rpe=None, key_padding=None, attn=None):
     return scores.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num() @ v
 
 
-@pytest.mark.parametrize("length", [48, 36])
-@pytest.mark.parametrize("name", CONFIGS)
+@over_table("length", [48, 36])
+@over_table("name", CONFIGS)
 def test_attention_is_the_formula_with_both_kinds_of_masks(name, length):
     torch.manual_seed(0)
     config = CONFIGS[name]
@@ -171,7 +172,7 @@ def test_attention_is_the_formula_with_both_kinds_of_masks(name, length):
             torch.testing.assert_close(ours, theirs.nan_to_num())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@over_table("name", CONFIGS)
 def test_products_are_attention(name):
     """As DeepSpeed's module composes them: sdd with a transposed key, softmax, dsd."""
     torch.manual_seed(0)
@@ -196,9 +197,9 @@ def test_products_are_attention(name):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("trans_b", [False, True])
-@pytest.mark.parametrize("trans_a", [False, True])
-@pytest.mark.parametrize("mode", ["sdd", "dsd", "dds"])
+@over_table("trans_b", [False, True])
+@over_table("trans_a", [False, True])
+@over_table("mode", ["sdd", "dsd", "dds"])
 def test_products_with_transposed_matrices(mode, trans_a, trans_b):
     torch.manual_seed(0)
     layout = VariableSparsityConfig(2, 4, True, 1, [1, 2], [3]).make_layout(24)
@@ -267,8 +268,8 @@ def test_positions_are_repeated_to_the_last_one(kind):
         Utils.extend_position_embedding(model, 40)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+@over_table("attention", ["eager", "sdpa"])
+@over_table("kind", ["Bert", "Roberta"])
 def test_a_model_of_transformers_becomes_sparse(kind, attention):
     """With a dense layout it computes what it did, padding included; with another one it trains."""
     ids = torch.arange(4, 36).view(1, 32).repeat(2, 1)

@@ -23,6 +23,7 @@ from megazero.mpu.context import ParallelContext, solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from tests.deepspeed.tiny_models import inputs, prompts, tiny
+from tests.tables import over_table
 
 PLAIN = SlicingPolicy()
 TYPES = [kind for family in read_families() for kind in family.types]
@@ -60,7 +61,7 @@ def test_slices_compute_what_the_whole_does(kind, heads):
     assert far(tiny(kind, *heads), 2) < 1e-5
 
 
-@pytest.mark.parametrize(
+@over_table(
     "keys",
     [
         {"multi_query": False, "alibi": True},
@@ -84,7 +85,7 @@ def test_four_ranks_share_one_key_value_head_or_two(trained):
     assert far(tiny("llama", 8, 2), 4, trained=trained) < 1e-5
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("heads", "local"),
     [  # (query, key-value, ranks) -> (shared, local query, local key-value)
         ((8, 4, 2), (False, 4, 2)),
@@ -103,7 +104,7 @@ def test_heads_of_a_rank(heads, local):
     assert [Heads(8, 2, 8, 4, rank).used for rank in range(4)] == [(0, 8), (0, 8), (8, 8), (8, 8)]
 
 
-@pytest.mark.parametrize(
+@over_table(
     "pieces",
     [
         (Piece(12, 12),),
@@ -114,7 +115,7 @@ def test_heads_of_a_rank(heads, local):
         (Piece(5, 5, align=8), Piece(5, 5, align=8)),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@over_table("ranks", [1, 2, 3, 4])
 def test_the_slices_of_all_ranks_are_the_whole(pieces, ranks):
     width = sum(piece.width for piece in pieces)
     whole = torch.arange(3.0 * width).view(width, 3) + 1
@@ -167,7 +168,7 @@ TRAINED = [("llama", (4, 2), 0), ("qwen3", (6, 3), 1), ("mixtral", (4, 1), 2), (
 TRAINED += [("gpt2", (4, 4), 3)]
 
 
-@pytest.mark.parametrize(("kind", "heads", "stage"), TRAINED, ids=lambda value: str(value))
+@over_table(("kind", "heads", "stage"), TRAINED, ids=lambda value: str(value))
 def test_training_slices_is_training_the_whole(kind, heads, stage):
     model = tiny(kind, *heads)
     copies = [copy.deepcopy(model) for _ in range(4)]
@@ -306,7 +307,7 @@ def test_batches_that_differ_are_refused_once():
     assert on_ranks(2, work) == ["refused"] * 2
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("section", "says"),
     [
         ({"autotp_size": 2, "size": 2}, "but has size"),

@@ -18,6 +18,7 @@ from megazero.deepspeed.tiled import (
 )
 from megazero.deepspeed.zero.gathered import GatheredParameters
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 B, S, H, V = 2, 10, 6, 13
 
@@ -66,8 +67,8 @@ def same(ours, others) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dims", [2, 3])
-@pytest.mark.parametrize("shards", [1, 2, 3, 10])
+@over_table("dims", [2, 3])
+@over_table("shards", [1, 2, 3, 10])
 def test_an_mlp_in_tiles(shards: int, dims: int) -> None:
     """Without a list of parameters, which DeepSpeed answers with a TypeError."""
     module, x = Mlp(), hidden(dims)
@@ -199,10 +200,10 @@ def test_an_engine_trains_in_tiles(pool, stage: int, cast: bool) -> None:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25])
-@pytest.mark.parametrize("shards", [1, 3, 4])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("masked", [False, True])
+@over_table("scale", [1.0, 0.25])
+@over_table("shards", [1, 3, 4])
+@over_table("reduction", ["mean", "sum"])
+@over_table("masked", [False, True])
 def test_a_fused_loss(scale: float, shards: int, reduction: str, masked: bool) -> None:
     """Also of tiles with few labels that count, or none: the mean is that of all, and scales everywhere."""
     head, x, y = Head(reduction), hidden(), labels()
@@ -236,8 +237,8 @@ def of_two(a: Tensor, b: Tensor, factor: Tensor, weight: Tensor) -> Tensor:
     return F.linear(a * b, weight) * factor
 
 
-@pytest.mark.parametrize("reduction", [None, "mean", "sum"])
-@pytest.mark.parametrize("by_function", [True, False])
+@over_table("reduction", [None, "mean", "sum"])
+@over_table("by_function", [True, False])
 def test_any_function_in_tiles(reduction, by_function: bool) -> None:
     """Both sharded tensors learn, and a weight that is reached through `kwargs_to_pass`."""
     a, b, weight = hidden(), hidden().detach().requires_grad_(), nn.Parameter(torch.randn(4, H).double())
@@ -268,7 +269,7 @@ def test_without_gradients() -> None:
         same([TiledMLP.apply(Mlp.plain, module, x, 3)], [module.plain(x)])
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("call", "said"),
     [
         (

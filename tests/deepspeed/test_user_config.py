@@ -15,11 +15,12 @@ from megazero.deepspeed.choose_schedule import of_json as schedule_of_json
 from megazero.deepspeed.settings import read_settings
 from megazero.deepspeed.user_config import DeepSpeedConfig
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 PAGE = Path(__file__).parents[2] / "docs/deepspeed/json.md"
 
 
-@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+@over_table("code", re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
 def test_the_examples_of_the_page_run(code: str):
     exec(compile(code, str(PAGE), "exec"), {})
 
@@ -98,7 +99,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", ACCEPTED)
+@over_table("name", ACCEPTED)
 def test_configurations_that_scripts_carry(name: str):
     settings = read_settings({"train_batch_size": 8, **ACCEPTED[name]}, 1)
     if settings.extras.optimizer is not None:
@@ -107,7 +108,7 @@ def test_configurations_that_scripts_carry(name: str):
             schedule_of_json(settings.extras.scheduler, optimizer).step()
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@over_table("name", REFUSED)
 def test_refusals_say_why(name: str):
     config, why = REFUSED[name]
     with pytest.raises(ConfigError, match=why):
@@ -139,7 +140,7 @@ CASTS = {
 }
 
 
-@pytest.mark.parametrize("name", CASTS)
+@over_table("name", CASTS)
 def test_casts_that_cannot_be_made_are_refused(name: str):
     config, why = CASTS[name]
     settings = read_settings({"train_batch_size": 8, **config}, 1)

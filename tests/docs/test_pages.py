@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.docs.commands import command_violations, commands, prose_violations, words_of
 from tests.docs.links import link_violations
 from tests.docs.pages import ROOT, Document, anchor_of, documents
 from tests.docs.signatures import Index, import_violations, project, signature_violations
 from tests.source_tree import Source
+from tests.tables import over_table
 
 DOCUMENTS = documents()
-EVERY_PAGE = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.path)
+EVERY_PAGE = over_table("document", DOCUMENTS, ids=lambda document: document.path)
 CODE = """
 from dataclasses import KW_ONLY, dataclass, field
 
@@ -71,7 +70,7 @@ def test_there_are_many_of_each() -> None:
     assert sum(block.language == "python" for document in DOCUMENTS for block in document.blocks()) > 20
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("heading", "anchor"),
     [
         ("On the host and on disk", "on-the-host-and-on-disk"),
@@ -104,7 +103,7 @@ def test_links(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("line", "right"),
     [
         ("Shape(name, size=3, parts={}, *, notes=())", None),
@@ -150,7 +149,7 @@ def test_imports() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("line", "problem"),
     [
         ("python pretrain_gpt.py --config mine.yaml --lr 1e-3 --switch-off ...", "--switch-off"),

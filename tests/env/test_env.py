@@ -25,6 +25,7 @@ from megazero.env.problems import troubles
 from megazero.env.report import document, report
 from megazero.kernels.build import BuildError
 from megazero.ops.dispatch import Implementation, Operator, where
+from tests.tables import over_table
 
 GIB = 1 << 30
 H100 = AcceleratorFacts("H100", (9, 0), 80 * GIB)
@@ -141,13 +142,13 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@over_table("name", PROBLEMS)
 def test_a_problem_is_named_alone_with_its_remedy(name):
     env, text = PROBLEMS[name]
     assert [str(each) for each in troubles(env)] == [text]
 
 
-@pytest.mark.parametrize(
+@over_table(
     "env",
     [
         SOUND,
@@ -339,7 +340,7 @@ def test_only_a_check_fails_for_a_problem(monkeypatch, capsys, flags, status):
     assert "foreign_apex" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "status"),
     [("gpu_unseen", 1), ("more_ranks_than_gpus", 1), ("torch_newer_than_driver", 1), ("no_bytecode", 0)],
 )

@@ -22,6 +22,7 @@ from megazero.env.hosts import (
 from megazero.env.report import document
 from megazero.errors import ConfigError
 from tests.env.test_env import SOUND
+from tests.tables import over_table
 
 SSH = f"{sys.executable} {Path(__file__).with_name('fake_ssh.py')}"
 DOCUMENT = json.loads(json.dumps(document(SOUND)))
@@ -62,7 +63,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", [row.name for row in COMPARED])
+@over_table("name", [row.name for row in COMPARED])
 def test_each_fact_that_differs_is_named_alone(name: str) -> None:
     (trouble,) = differences({"a": DOCUMENT, "b": DOCUMENT, "odd": CHANGES[name]})
     assert trouble.message.startswith(f"{name} must be the same on all hosts, but is ")

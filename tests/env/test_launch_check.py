@@ -6,6 +6,7 @@ import pytest
 
 from megazero.env.launch_check import NodeLaunch, check_launch, main, node_problems
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
@@ -18,7 +19,7 @@ def launch(nodes: int = 1, rank: int = 0, address: str = "localhost") -> NodeLau
     return NodeLaunch("job.sh", 8, nodes, rank, address, 6000)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("node", "device", "gpus", "words"),
     [
         (launch(), "auto", 8, []),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from megazero.env.nccl import BAD_VARIABLES
 from megazero.env.node import (
     UNLIMITED,
@@ -24,6 +22,7 @@ from megazero.env.node import (
 from megazero.env.problems import troubles
 from megazero.env.report import report
 from tests.env.test_env import ON_CPU, SOUND
+from tests.tables import over_table
 
 QUERY = """\
 index, driver_version, pcie.link.gen.max, pcie.link.width.current, pcie.link.width.max, clocks.max.sm [MHz], \
@@ -223,14 +222,14 @@ SENTENCES = [
 ]
 
 
-@pytest.mark.parametrize(("env", "stops", "text"), SENTENCES)
+@over_table(("env", "stops", "text"), SENTENCES)
 def test_a_problem_of_a_node_is_named_alone_with_its_remedy(env, stops: bool, text: str) -> None:
     (trouble,) = troubles(env)
     assert str(trouble) == text
     assert trouble.stops is stops
 
 
-@pytest.mark.parametrize(
+@over_table(
     "env",
     [
         node(limits=Limits(UNLIMITED, UNLIMITED, 64 << 10)),  # without RDMA, locked memory is of no use
@@ -252,7 +251,7 @@ def variables(env=SOUND, **values: str):
     return replace(env, variables=values, interfaces={"lo": "up", "eth0": "up", "ib0": "up"})
 
 
-@pytest.mark.parametrize("row", BAD_VARIABLES, ids=lambda row: row.name)
+@over_table("row", BAD_VARIABLES, ids=lambda row: row.name)
 def test_each_known_bad_setting_is_named_alone(row) -> None:
     bad = next(value for value in ("1", "0", "LL128", "TRACE", "DETAIL") if row.bad(value.lower()))
     env = replace(SOUND, node=NodeFacts(ports=(UP,), kernel=PEERMEM))
@@ -266,7 +265,7 @@ def test_each_known_bad_setting_is_named_alone(row) -> None:
     assert troubles(variables(env, **{row.name: fine})) == ()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "value", "problem"),
     [
         ("NCCL_SOCKET_IFNAME", "eth", None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import product
+from itertools import islice, product
 
 import pytest
 
@@ -124,13 +124,9 @@ def _everything(of: Callable[[], Iterable[Layout]]) -> list[Layout]:
 
 
 @cache
-def _chosen(sweep: Sweep) -> list[Layout]:
-    return covering(sweep.everything(), sweep.many, few_ranks=sweep.few_ranks, allowed=allowed)
-
-
-@cache
 def _selection(sweep: Sweep, count: int) -> list[Layout]:
-    chosen = _chosen(sweep)[:count]
+    choice = covering(sweep.everything(), sweep.many, few_ranks=sweep.few_ranks, allowed=allowed)
+    chosen = list(islice(choice, count))
     return in_order(with_stores(with_methods(chosen, every=sweep.every) if sweep.every else chosen))
 
 

@@ -23,6 +23,7 @@ from megazero.verify.run import run_in_threads
 from tests.layouts.layout import VOCABULARY, Layout
 from tests.models.bert_samples import samples, taken
 from tests.models.plain_bert import PlainBert
+from tests.tables import over_table
 
 WIDTH = 32
 
@@ -97,8 +98,8 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("masked", [(1, 20), (20, 1), (7, 0), (0, 0)], ids=str)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@over_table("masked", [(1, 20), (20, 1), (7, 0), (0, 0)], ids=str)
+@over_table("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_uneven_counts_weigh_every_masked_token_the_same(layout, masked):
     """A mean of the micro-batches' means would make one token of the first count as twenty of the second."""
     arrays = samples([9, 30], masked, WIDTH)
@@ -151,7 +152,7 @@ def test_a_step_with_nothing_to_learn_from_changes_nothing():
         assert weight.double().equal(weights[name].detach()), name
 
 
-@pytest.mark.parametrize("partition", ["parameters", "cost", "measured", "1,2", "type:Transformer"])
+@over_table("partition", ["parameters", "cost", "measured", "1,2", "type:Transformer"])
 def test_layers_may_be_dealt_in_any_way(partition):
     layout = Layout(shape="bert", pp=2, layers=3, micro_batch=2)
     config = layout.config()

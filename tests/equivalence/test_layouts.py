@@ -40,7 +40,7 @@ def test_the_selections_hold_every_pair_of_settings():
 
 def test_covering_takes_the_few_that_hold_all_pairs():
     grid = [Layout(tp=tp, dp=dp, zero=zero) for tp in (1, 2) for dp in (1, 2) for zero in (0, 1)]
-    chosen = covering(grid, 0)
+    chosen = list(covering(grid, 0))
     assert len(chosen) < len(grid)
     for a, b in (("tp", "dp"), ("tp", "zero"), ("dp", "zero")):
         assert len({(getattr(x, a), getattr(x, b)) for x in chosen}) == 4

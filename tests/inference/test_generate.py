@@ -20,6 +20,7 @@ from megazero.mpu.context import ParallelContext, make_context
 from megazero.mpu.grid import ProcessGrid
 from tests.inference.samples import GPT2, LLAMA, LLAMA_FOUR_GROUPS, PROMPTS, VOCAB, build, on_threads
 from tests.layouts.variants import VARIANTS as LAYERS
+from tests.tables import over_table
 
 GREEDY = Sampling(greedy=True)
 DRAWN = Sampling(temperature=1.3, top_k=20, top_p=0.95, seed=5)
@@ -31,10 +32,10 @@ SPARSE = LLAMA.model_copy(
         "sparse_different_layout_per_head": True,
     }
 )
-SHAPES = pytest.mark.parametrize(
+SHAPES = over_table(
     "config", [GPT2, LLAMA, LLAMA_FOUR_GROUPS, SPARSE], ids=["gpt2", "llama", "mha", "sparse"]
 )
-RULES = pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+RULES = over_table("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 NEW = 8
 
 
@@ -69,7 +70,7 @@ def test_a_batch_equals_its_prompts_alone(config, sampling):
 
 @SHAPES
 @RULES
-@pytest.mark.parametrize("chunk", [1, 2, 3, 64])
+@over_table("chunk", [1, 2, 3, 64])
 def test_prompts_in_chunks_give_the_same_tokens(config, sampling, chunk):
     model = build(config)
     whole = generate(model, PROMPTS, max_new_tokens=NEW, sampling=sampling)
@@ -125,7 +126,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@over_table("name", VARIANTS)
 def test_variants_of_attention_equal_whole_forwards(name):
     """Keys that no later token sees are dropped; nothing comes out otherwise."""
     model = build(VARIANTS[name])
@@ -285,7 +286,7 @@ def test_rotary_positions_go_on_beyond_the_trained_length():
     assert len(generate(build(LLAMA), [[1, 2]], max_new_tokens=30, sampling=GREEDY)[0]) == 30
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("prompts", "fields", "error", "message"),
     [
         ([[1], []], {}, DataError, "prompt 1 is empty"),

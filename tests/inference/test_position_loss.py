@@ -25,6 +25,7 @@ from megazero.train.parts.families import family_of
 from megazero.train.parts.vocabulary import build_vocabulary
 from megazero.train.pretraining import pretrain
 from megazero.train.resume.trained import load_chunks
+from tests.tables import over_table
 
 SHAPE = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 64 --lr 1e-2 "
@@ -144,7 +145,7 @@ def test_bad_input(trained, tmp_path, capsys, flags, words):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@over_table(
     "text", ["[]", "{", '{"name": "a", "sums": [1], "counted": [1, 2]}', '{"sums": [], "counted": []}']
 )
 def test_a_file_that_is_no_measurement(tmp_path, text):

@@ -17,6 +17,7 @@ from megazero.inference.sampling import (
     probabilities,
     token_uniforms,
 )
+from tests.tables import over_table
 
 NO = -math.inf
 
@@ -25,7 +26,7 @@ def logs(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows).log()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("k", "expected"),
     [(1, [NO, 3.0, NO, NO]), (2, [2.0, 3.0, NO, NO]), (3, [2.0, 3.0, 2.0, NO]), (4, [2.0, 3.0, 2.0, -1.0])],
 )
@@ -33,7 +34,7 @@ def test_top_k_keeps_exactly_k_and_the_smaller_id_of_equals(k, expected):
     assert keep_top_k(torch.tensor([[2.0, 3.0, 2.0, -1.0]]), k).tolist() == [expected]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("p", "kept"),
     [(1e-9, [2]), (0.45, [2]), (0.55, [0, 2]), (0.79, [0, 2]), (0.81, [0, 2, 3]), (0.96, [0, 1, 2, 3])],
 )
@@ -56,7 +57,7 @@ def test_rows_are_filtered_each_by_themselves():
     assert left.isfinite().tolist() == [[True, False, False], [False, True, True]]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("sampling", "expected"),
     [
         (Sampling(), [0.4, 0.1, 0.3, 0.2]),
@@ -132,7 +133,7 @@ def test_logits_that_are_not_finite_are_refused(bad):
         choose_tokens(logits, Sampling(), [5, 6], 8)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("fields", "message"),
     [
         ({"temperature": 0.0}, "`temperature` must be positive and finite, but is 0.0; set `greedy`"),

@@ -1,18 +1,18 @@
 """The kernels of bias + dropout + residual: masks bit for bit, and residuals of other types."""
 
-import pytest
 import torch
 
 from megazero.ops.bias_dropout_add import bias_dropout_add_reference
 from megazero.ops.dropout import Dropout, dropout_mask_hidden
 from tests.kernels.harness import DTYPES, Bound
 from tests.kernels.sweep import BIAS_DROPOUT_ADD, Trial, bias_dropout_add, by_kernels, check
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("p", [None, 0.0, 0.9])
+@over_table("dtype", DTYPES, ids=str)
+@over_table("wide", [False, True])
+@over_table("biased", [False, True])
+@over_table("p", [None, 0.0, 0.9])
 def test_residuals_in_fp32_and_without_dropout_or_bias(dtype, wide, biased, p):
     """Without dropout, bias and a change of dtype, backward has nothing to launch, but forward has."""
     trial = bias_dropout_add((3, 2), 24, dtype, p, biased, wide, torch.arange(6).view(3, 2) * 3)
@@ -20,7 +20,7 @@ def test_residuals_in_fp32_and_without_dropout_or_bias(dtype, wide, biased, p):
     assert (out.dtype, grad_x.dtype) == (trial.inputs[-1].dtype, dtype)
 
 
-@pytest.mark.parametrize("shape", [(23, 2, 8), (9, 1, 8193), (2, 0, 8), (0, 1, 8193)])
+@over_table("shape", [(23, 2, 8), (9, 1, 8193), (2, 0, 8), (0, 1, 8193)])
 def test_rows_that_groups_take_in_turns(shape):
     check(bias_dropout_add(shape[:2], shape[2], torch.float32, p=0.5))
 
@@ -31,8 +31,8 @@ def plain(x, residual, dropout) -> Trial:
     return Trial(BIAS_DROPOUT_ADD, call, (x, residual), lambda *_: ())
 
 
-@pytest.mark.parametrize("p", [0.0, 2.0**-32, 0.1, 0.5, 1 - 2.0**-32])
-@pytest.mark.parametrize("width", [37, 72])
+@over_table("p", [0.0, 2.0**-32, 0.1, 0.5, 1 - 2.0**-32])
+@over_table("width", [37, 72])
 def test_masks_are_those_of_the_reference(p, width):
     """Bit for bit, forward and backward, at the ends of the range of p and for any keys."""
     shape = (4, 3, width)
@@ -44,9 +44,9 @@ def test_masks_are_those_of_the_reference(p, width):
     assert torch.equal(grad_x != 0, kept)
 
 
-@pytest.mark.parametrize("site", [None, 0, -1, 2**62 + 1])
-@pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize(
+@over_table("site", [None, 0, -1, 2**62 + 1])
+@over_table("by_row", [False, True])
+@over_table(
     "positions",
     [
         range(7, 12),

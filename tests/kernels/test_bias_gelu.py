@@ -5,18 +5,19 @@ import torch
 
 from tests.kernels.harness import DTYPES, same_bits
 from tests.kernels.sweep import bias_gelu, by_kernels, check, gradients_for, with_inputs
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("exact", [False, True])
+@over_table("dtype", DTYPES, ids=str)
 def test_without_a_bias_rows_do_not_matter(dtype, exact):
     """An array may end within a pack, whatever its rows are."""
     for rows, width in ((1, 1), (3, 5), (7, 33), (1, 513), (5, 1031)):
         check(bias_gelu(rows, width, dtype, exact, biased=False, scale=20.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(41, 24), (19, 333), (0, 8)])
+@over_table("dtype", DTYPES, ids=str)
+@over_table(("rows", "width"), [(41, 24), (19, 333), (0, 8)])
 def test_rows_that_groups_take_in_turns(rows, width, dtype):
     check(bias_gelu(rows, width, dtype))
 
@@ -29,8 +30,8 @@ def test_a_bias_gradient_is_summed_in_fp32(dtype, total):
     assert by_kernels(trial, [grad.to(dtype)])[2].tolist() == [total]
 
 
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("exact", [False, True])
+@over_table("dtype", DTYPES, ids=str)
 def test_extreme_numbers(dtype, exact):
     tiny = torch.finfo(dtype).smallest_normal / 4
     numbers = [torch.inf, torch.nan, 65504.0, -65504.0, tiny, -tiny, 0.0, 1e4, -1e4, 12.0]

@@ -26,6 +26,7 @@ from megazero.kernels.build import (
 from megazero.kernels.library import KernelLibrary
 from megazero.ops import cuda
 from tests.kernels.harness import library_path, watched
+from tests.tables import over_table
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -151,7 +152,7 @@ ALL, BEFORE_12_8 = ("sm_80", "sm_90", "sm_100"), ("sm_80", "sm_90")
 
 
 # Machine code runs on devices of its own major version only.
-@pytest.mark.parametrize(
+@over_table(
     ("capability", "known", "code"),
     [
         ((8, 0), ALL, "sm_80"),

@@ -1,23 +1,23 @@
 """The choice of rows: copies, so each result is the reference's, bit for bit."""
 
-import pytest
 import torch
 
 from megazero.ops.chosen_rows import chosen_rows_cuda
 from tests.kernels.harness import DTYPES, in_every_order
 from tests.kernels.sweep import check, chosen_rows, with_inputs
+from tests.tables import over_table
 
 SPECIAL = (torch.inf, -torch.inf, torch.nan, 65504.0, -0.0, 2.0**-149)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [(0, 3, 0), (3, 0, 0), (70, 90, 60), (9, 9, 9), (1, 300, 1)])
+@over_table("dtype", DTYPES, ids=str)
+@over_table("rows", [(0, 3, 0), (3, 0, 0), (70, 90, 60), (9, 9, 9), (1, 300, 1)])
 def test_numbers_of_rows(rows, dtype):
     check(chosen_rows(rows, 8, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("value", SPECIAL)
+@over_table("dtype", DTYPES, ids=str)
+@over_table("value", SPECIAL)
 def test_all_kinds_of_numbers(dtype, value):
     trial = chosen_rows((5, 7, 3), 9, dtype)
     source, otherwise = (each.clone() for each in trial.inputs)
@@ -25,13 +25,13 @@ def test_all_kinds_of_numbers(dtype, value):
     check(with_inputs(trial, source, otherwise))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_every_second_channel(dtype):
     trial = chosen_rows((5, 6, 4), 32, dtype)
     check(with_inputs(trial, *(each[:, ::2] for each in trial.inputs)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_a_number_that_no_row_has_gives_nan_and_reads_nothing(dtype):
     source, numbers = torch.ones(3, 5, dtype=dtype), torch.tensor([2, 3, -1, 2**62])
     (out,) = in_every_order(

@@ -7,6 +7,7 @@ from megazero.ops.cross_entropy import OneRank, VocabularySlice, vocab_parallel_
 from tests.kernels.harness import DTYPES, Bound, in_every_order, same_bits, watched
 from tests.kernels.sweep import check, cross_entropy
 from tests.ops.ranks import on_ranks
+from tests.tables import over_table
 
 
 def inputs(rows, width, dtype, columns=None, seed=0):
@@ -31,8 +32,8 @@ def by_kernels(logits, target, grad, columns, overwrite=False):
     return in_every_order(run)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width", "columns"), [(2, 40, 33), (3, 40, 1), (1, 9000, 8999)])
+@over_table("dtype", DTYPES, ids=str)
+@over_table(("rows", "width", "columns"), [(2, 40, 33), (3, 40, 1), (1, 9000, 8999)])
 def test_padding_and_rows_of_several_tiles(dtype, rows, width, columns):
     *_, grad_logits = check(cross_entropy(rows, width, dtype, columns))
     assert not grad_logits[:, columns:].any()
@@ -55,8 +56,8 @@ def test_a_vocabulary_of_131072():
     check(cross_entropy(1, 131072, torch.bfloat16))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [8, 37])
+@over_table("dtype", DTYPES, ids=str)
+@over_table("width", [8, 37])
 def test_the_gradient_over_the_logits_is_the_same(dtype, width):
     given = inputs(3, width, dtype)
     apart, over = (by_kernels(*given, width - 1, overwrite) for overwrite in (False, True))
@@ -88,8 +89,8 @@ def test_a_base_that_is_no_multiple_of_16_bytes():
     assert Bound(4).holds(shifted, plain.double())
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("vocab", [16, 5, 1])
+@over_table("tp", [2, 4])
+@over_table("vocab", [16, 5, 1])
 def test_slices_equal_the_whole(tp, vocab):
     """Also where padding fills whole slices."""
     logits, target, grad = inputs(3, 16, torch.float32, vocab)

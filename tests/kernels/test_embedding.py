@@ -1,25 +1,25 @@
 """The embedding's kernels: forward copies, backward sums in the tokens' order."""
 
-import pytest
 import torch
 
 from megazero.ops.embedding import SEGMENT, embedding_cuda
 from tests.kernels.harness import DTYPES, in_every_order
 from tests.kernels.sweep import check, embedding
+from tests.tables import over_table
 
 
 def tokens_of(count, vocab_size):
     return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("first", "rows", "vocab_size"), [(0, 8, 16), (8, 8, 16), (16, 8, 19), (24, 8, 19)])
+@over_table("dtype", DTYPES, ids=str)
+@over_table(("first", "rows", "vocab_size"), [(0, 8, 16), (8, 8, 16), (16, 8, 19), (24, 8, 19)])
 def test_slices_of_a_table_and_their_padding(first, rows, vocab_size, dtype):
     check(embedding(rows, 8, dtype, tokens_of(40, vocab_size).view(8, 5).t(), first, vocab_size))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [0, 1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 3 * SEGMENT + 5])
+@over_table("dtype", DTYPES, ids=str)
+@over_table("count", [0, 1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 3 * SEGMENT + 5])
 def test_frequent_tokens_are_added_up_in_segments(count, dtype):
     """Of one row, from both sides of a segment's ends; the rows around it have few tokens."""
     frequent = torch.full((count,), 2)
@@ -27,7 +27,7 @@ def test_frequent_tokens_are_added_up_in_segments(count, dtype):
     check(embedding(5, 8, dtype, torch.cat([tokens_of(7, 5), frequent, frequent])))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_wide_rows_and_no_tokens(dtype):
     check(embedding(2, 8200, dtype, torch.tensor([1, 1, 0])))
     check(embedding(3, 4, dtype, torch.zeros(0, dtype=torch.int64)))

@@ -1,11 +1,11 @@
 """The gate's kernels against the formulas in fp64."""
 
-import pytest
 import torch
 
 from megazero.ops.gate import Gating, gate_cuda, gate_reference
 from megazero.ops.top_k import top_k_reference
 from tests.kernels.harness import Bound, in_every_order, same_bits, watched
+from tests.tables import over_table
 
 EXPERTS = (1, 2, 3, 7, 8, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 256, 511, 1024)
 
@@ -37,14 +37,14 @@ def check(logits, k, gating, with_weights=True, with_probabilities=True):
     )
 
 
-@pytest.mark.parametrize("gating", Gating, ids=lambda each: each.value)
+@over_table("gating", Gating, ids=lambda each: each.value)
 def test_every_number_of_experts(gating):
     for experts in EXPERTS:
         g = torch.Generator().manual_seed(experts)
         check(torch.randn(3, experts, generator=g), min(experts, 1 + experts % 8), gating)
 
 
-@pytest.mark.parametrize("gating", Gating, ids=lambda each: each.value)
+@over_table("gating", Gating, ids=lambda each: each.value)
 def test_saturated_logits_many_choices_and_missing_gradients(gating):
     g = torch.Generator().manual_seed(1)
     check(20 * torch.randn(9, 40, generator=g), 32, gating)
@@ -52,7 +52,7 @@ def test_saturated_logits_many_choices_and_missing_gradients(gating):
     check(torch.randn(361, generator=g)[1:].view(9, 40), 1, gating, with_probabilities=False)
 
 
-@pytest.mark.parametrize("gating", Gating, ids=lambda each: each.value)
+@over_table("gating", Gating, ids=lambda each: each.value)
 def test_infinities_nan_and_no_tokens(gating):
     logits = torch.tensor(
         [[torch.inf, 0, 1], [-torch.inf, 0, 1], [torch.nan, 0, 1], [-torch.inf] * 3, [3e38] * 3]

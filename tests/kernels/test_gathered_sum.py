@@ -1,21 +1,21 @@
 """The gathered sum's kernels: numbers of rows, wide ones, and rows that are missing."""
 
-import pytest
 import torch
 
 from megazero.ops.gathered_sum import gathered_sum_cuda
 from tests.kernels.harness import DTYPES, in_every_order
 from tests.kernels.sweep import check, gathered_sum
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(0, 2, 3, 0), (3, 1, 0, 0), (3, 2, 5, 0), (90, 2, 64, 64)])
+@over_table("dtype", DTYPES, ids=str)
+@over_table("shape", [(0, 2, 3, 0), (3, 1, 0, 0), (3, 2, 5, 0), (90, 2, 64, 64)])
 def test_numbers_of_tokens_and_rows(shape, dtype):
     check(gathered_sum(shape, 8, dtype))
     check(gathered_sum(shape, 3, dtype, weighted=False))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_wide_rows(dtype):
     check(gathered_sum((1, 2, 2, 2), 8200, dtype))
 

@@ -1,11 +1,11 @@
 """The kernel that adds gradients to their sums: torch's bits, for lists of any sizes and addresses."""
 
-import pytest
 import torch
 
 from megazero.ops.gradient_sum import Summand, adds_together, gradient_sum_cuda, gradient_sum_reference
 from tests.kernels.harness import DTYPES, in_every_order, same_bits, watched
 from tests.kernels.updates import EXTREMES, SIZES, shifted
+from tests.tables import over_table
 
 PAIRS = [(dtype, dtype) for dtype in DTYPES] + [(dtype, torch.float32) for dtype in DTYPES[1:]]
 
@@ -32,8 +32,8 @@ def moved(tensor):
     return shifted(tensor, tensor.data_ptr() % 16 // tensor.element_size())
 
 
-@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
-@pytest.mark.parametrize("apart", [False, True])
+@over_table("dtypes", PAIRS, ids=str)
+@over_table("apart", [False, True])
 def test_sums_are_those_of_torch(dtypes, apart):
     """Of every remainder, more than fit a launch, begun and gone on with by turns, at places apart or not."""
     g = torch.Generator().manual_seed(3)
@@ -46,7 +46,7 @@ def test_sums_are_those_of_torch(dtypes, apart):
     check(summands)
 
 
-@pytest.mark.parametrize("dtypes", PAIRS, ids=str)
+@over_table("dtypes", PAIRS, ids=str)
 def test_extremes(dtypes):
     values = torch.tensor(EXTREMES)
     gradient, total = values.repeat(len(values)).to(dtypes[0]), values.repeat_interleave(len(values))

@@ -5,6 +5,7 @@ import torch
 
 from megazero.ops.kept_columns import kept_columns_cuda, kept_columns_reference
 from tests.kernels.harness import in_every_order, watched
+from tests.tables import over_table
 
 
 def check(keys, length, kept):
@@ -22,7 +23,7 @@ def test_every_length():
         check(keys_of(2, length), length, 1 + length * 5 // 8 % length)
 
 
-@pytest.mark.parametrize(("length", "kept"), [(1000, 1), (1024, 999), (1025, 512), (2200, 1300)])
+@over_table(("length", "kept"), [(1000, 1), (1024, 999), (1025, 512), (2200, 1300)])
 def test_several_warps_and_several_tiles(length, kept):
     check(keys_of(1, length), length, kept)
 

@@ -22,6 +22,7 @@ from megazero.optim.lamb import Lamb
 from megazero.optim.rule import PassEnds, Pieces
 from tests.kernels.harness import DTYPES, in_every_order, same_bits, watched
 from tests.kernels.updates import SIZES, check_cuts, check_extremes, check_signals, check_step, pieces
+from tests.tables import over_table
 
 MOMENTS = LambMoments(0.9, 0.95)
 TERMS = LambTerms(0.7, 1e-6, 0.1)
@@ -56,7 +57,7 @@ def formula(own):
     move_reference(own.params, *own.moments, rates(own), [None] * len(own.params), TERMS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_every_size(dtype):
     check_step(step, formula, pieces(SIZES[:-1], 2, dtype, torch.bfloat16), units=6)
 
@@ -117,7 +118,7 @@ def launches(library):
     return {name: counts.launches for name, counts in library.report().kernels.items()}
 
 
-@pytest.mark.parametrize(("count", "batches"), [(1, 1), (2, 1), (63, 1), (64, 1), (65, 2), (129, 3)])
+@over_table(("count", "batches"), [(1, 1), (2, 1), (63, 1), (64, 1), (65, 2), (129, 3)])
 def test_launches_are_as_many_for_64_pieces_as_for_one(count, batches):
     library = watched()
     step(pieces([3, 5, 1] * (count // 3) + [9] * (count % 3), 2, torch.bfloat16, None), kernels=library)

@@ -1,23 +1,21 @@
 """The rows that experts get of tokens: copies, bit for bit, and sums in the choices' order for backward."""
 
-import pytest
 import torch
 
 from megazero.ops.permute import permute_cuda
 from tests.kernels.harness import DTYPES, in_every_order
 from tests.kernels.sweep import check, permute
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 3, 0), (3, 1, 0, 0), (3, 2, 5, 0), (90, 2, 64, 64), (70, 3, 210, 210)]
-)
+@over_table("dtype", DTYPES, ids=str)
+@over_table("shape", [(0, 2, 3, 0), (3, 1, 0, 0), (3, 2, 5, 0), (90, 2, 64, 64), (70, 3, 210, 210)])
 def test_numbers_of_tokens_and_rows(shape, dtype):
     check(permute(shape, 8, dtype))
     check(permute(shape, 3, dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_every_bit_pattern_is_copied(dtype):
     """Infinities, denormal numbers and every kind of NaN: nothing is computed with."""
     numbers = torch.int16 if dtype.itemsize == 2 else torch.int32

@@ -18,9 +18,10 @@ from megazero.ops.quantize import (
 )
 from tests.kernels.harness import DTYPES, in_every_order, same_bits, watched
 from tests.kernels.updates import shifted
+from tests.tables import over_table
 
-KEYS = pytest.mark.parametrize("key", [None, 12345], ids=["nearest", "stochastic"])
-KINDS = pytest.mark.parametrize("kind", CODE_FORMATS)
+KEYS = over_table("key", [None, 12345], ids=["nearest", "stochastic"])
+KINDS = over_table("kind", CODE_FORMATS)
 
 
 def random(rows, numel, dtype, seed=0):
@@ -52,7 +53,7 @@ def check(x, how, key=None, first=0):
 
 @KINDS
 @KEYS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_every_remainder(kind, key, dtype):
     for numel in range(1, 35):
         check(random(1 + numel % 3, numel, dtype), Quantization(kind, 8), key)
@@ -69,7 +70,7 @@ def test_every_way_to_share_a_block(kind, key):
 
 @KINDS
 @KEYS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_extremes(kind, key, dtype):
     """Blocks that are not finite, of denormals, of zeros, of the largest, and at halves of codes."""
     info = torch.finfo(dtype)
@@ -118,7 +119,7 @@ def test_numbers_of_a_stream(kind):
 
 
 @KINDS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_memory_of_any_alignment(kind, dtype):
     how, x = Quantization(kind, 16), random(3, 40, dtype)
     check(shifted(x.view(-1), 1).view(3, 40), how)

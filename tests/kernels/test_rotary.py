@@ -1,10 +1,10 @@
 """Rotary's kernel against the formula in fp64: any heads, halves, strides and tables."""
 
-import pytest
 import torch
 
 from megazero.ops.rotary import apply_rotary_cuda, apply_rotary_reference, rotary_table
 from tests.kernels.harness import DTYPES, Bound, in_every_order, watched
+from tests.tables import over_table
 
 
 def tables(s, b, half, by_sample=False):
@@ -41,7 +41,7 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_every_width(dtype):
     """With all channels turned, with some, and with one pair."""
     for dim in (*range(2, 35), 63, 64, 65, 80, 96, 128, 129, 256, 257):
@@ -49,14 +49,14 @@ def test_every_width(dtype):
             check(random(2, 1, 1 + dim % 3, dim, dtype=dtype), *tables(2, 1, half))
 
 
-@pytest.mark.parametrize("by_sample", [False, True])
-@pytest.mark.parametrize(("s", "b", "n", "d"), [(3, 2, 5, 16), (2, 3, 40, 64), (9, 1, 1, 8)])
+@over_table("by_sample", [False, True])
+@over_table(("s", "b", "n", "d"), [(3, 2, 5, 16), (2, 3, 40, 64), (9, 1, 1, 8)])
 def test_positions_samples_and_heads(by_sample, s, b, n, d):
     check(random(s, b, n, d, dtype=torch.bfloat16), *tables(s, b, d // 2, by_sample))
 
 
-@pytest.mark.parametrize("width", [16, 7])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("width", [16, 7])
+@over_table("dtype", DTYPES, ids=str)
 def test_queries_and_keys_lie_between_others(width, dtype):
     """As attention splits them from one projection: neither is copied, and neither is touched beyond."""
     qkv = random(3, 2, 4, 5, width, dtype=dtype)
@@ -70,8 +70,8 @@ def test_channels_that_are_strided_and_a_shifted_base():
     check(random(1 + 2 * 2 * 8)[1:].view(2, 1, 2, 8), *tables(2, 1, 4))
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8)])
-@pytest.mark.parametrize("by_sample", [False, True])
+@over_table("shape", [(0, 2, 3, 8), (2, 0, 3, 8), (2, 2, 0, 8)])
+@over_table("by_sample", [False, True])
 def test_nothing_to_turn(shape, by_sample):
     """A table of no positions once could not be made."""
     library = watched()

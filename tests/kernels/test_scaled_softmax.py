@@ -10,6 +10,7 @@ from megazero.ops.scaled_softmax import (
     scaled_softmax_reference,
 )
 from tests.kernels.harness import DTYPES, WIDTHS, Bound, in_every_order, same_bits, watched
+from tests.tables import over_table
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -49,21 +50,21 @@ def check(scores, scale=0.7, causal=False, mask=None, document_ids=None):
     assert Bound(1, 4 * tiny * floor).holds(grad_scores, true)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_every_width(dtype):
     for width in WIDTHS:
         check(random(1, 1, 1 + width % 3 if width < 70 else 1, width, dtype=dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("q", "k"), [(1, 1), (5, 5), (16, 16), (33, 33), (3, 40), (40, 3)])
+@over_table("dtype", DTYPES, ids=str)
+@over_table(("q", "k"), [(1, 1), (5, 5), (16, 16), (33, 33), (3, 40), (40, 3)])
 def test_causal(dtype, q, k):
     """Also with fewer queries than keys, and with more: then the first see nothing."""
     check(random(2, 1, q, k, dtype=dtype), causal=True)
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 2, 0), (2, 1, 0, 4), (0, 1, 2, 4)])
-@pytest.mark.parametrize("masked", [False, True])
+@over_table("shape", [(2, 1, 2, 0), (2, 1, 0, 4), (0, 1, 2, 4)])
+@over_table("masked", [False, True])
 def test_nothing_to_sum(shape, masked):
     library = watched()
     scores = torch.zeros(shape, requires_grad=True)
@@ -74,17 +75,17 @@ def test_nothing_to_sum(shape, masked):
     assert not library.report().kernels
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("k", [16, 37])
-@pytest.mark.parametrize("shape", ["bnqk", "b1qk", "11qk", "1nqk", "b11k", "qk", "1k", "bnq1", "nqk", "b1q1"])
+@over_table("causal", [False, True])
+@over_table("k", [16, 37])
+@over_table("shape", ["bnqk", "b1qk", "11qk", "1nqk", "b11k", "qk", "1k", "bnq1", "nqk", "b1q1"])
 def test_masks_of_every_shape(shape, k, causal):
     sizes = {"b": 2, "n": 3, "q": 4, "k": k, "1": 1}
     mask = mask_of(*(sizes[each] for each in shape))
     check(random(2, 3, 4, k, dtype=torch.bfloat16), 0.3, causal, mask)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [8193, 8200])
+@over_table("dtype", DTYPES, ids=str)
+@over_table("width", [8193, 8200])
 def test_rows_of_several_tiles(dtype, width):
     check(random(1, 1, 2, width, dtype=dtype), 0.5, False, mask_of(2, width))
     check(random(1, 1, 1, width, dtype=dtype), 0.5, True)
@@ -144,7 +145,7 @@ def documents(b, k, *, ones=True, seed=0):
     return torch.stack(rows).to(torch.int32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_documents_of_every_width(dtype):
     """With documents of length 1 and without, causal or not by turns; at times fewer queries than keys."""
     for number, width in enumerate(each for each in WIDTHS if each not in (1023, 2048, 4093, 4098)):
@@ -154,9 +155,9 @@ def test_documents_of_every_width(dtype):
         check(scores, causal=(number // 2 + DTYPES.index(dtype)) % 2 == 0, document_ids=ids)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [8, 16, 33])
+@over_table("causal", [False, True])
+@over_table("dtype", DTYPES, ids=str)
+@over_table("width", [8, 16, 33])
 def test_every_query_of_ragged_documents(dtype, width, causal):
     check(random(2, 2, width, width, dtype=dtype), causal=causal, document_ids=documents(2, width))
 
@@ -229,7 +230,7 @@ def test_one_document_is_none():
         assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("sizes", "ids"),
     [((2, 1, 4, 4), (1, 4)), ((2, 1, 4, 4), (2, 5)), ((1, 1, 5, 4), (1, 4)), ((4, 4), (1, 4))],
 )

@@ -5,6 +5,7 @@ import torch
 
 from megazero.ops.sort_by_expert import BLOCK, MOST_EXPERTS, sort_by_expert_cuda, sort_by_expert_reference
 from tests.kernels.harness import in_every_order, watched
+from tests.tables import over_table
 
 
 def choices(n, k, experts, share=None):
@@ -21,15 +22,15 @@ def check(chosen, kept, experts, room):
         assert torch.equal(ours, true), (chosen.shape, experts, room)
 
 
-@pytest.mark.parametrize("room", [None, 0, 5])
-@pytest.mark.parametrize("share", [None, 0.6, 0.0], ids=["all", "some", "none"])
+@over_table("room", [None, 0, 5])
+@over_table("share", [None, 0.6, 0.0], ids=["all", "some", "none"])
 def test_numbers_of_choices_and_experts(share, room):
     """Both sides of a warp and of a warp's share, and numbers of cells on both sides of a power of two."""
     for n, k, experts in ((0, 2, 3), (1, 1, 1), (31, 1, 2), (33, 1, 7), (16, 8, 8), (43, 3, 31), (70, 2, 33)):
         check(*choices(n, k, experts, share), experts, room)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("count", "experts", "room"),
     [(BLOCK - 1, 4, None), (BLOCK, 4, 400), (BLOCK + 1, 5, None), (3 * BLOCK + 7, 3, 900)],
 )

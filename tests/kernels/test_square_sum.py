@@ -11,6 +11,7 @@ from megazero.ops.update import StepFacts, UpdateCall, update_cuda
 from megazero.optim.elementwise import Sgd
 from tests.kernels.harness import DTYPES, WIDTHS, in_every_order
 from tests.kernels.updates import shifted
+from tests.tables import over_table
 
 
 def drawn(sizes, dtype):
@@ -31,13 +32,13 @@ def check(tensors):
     assert overflow.tolist() == [0.0 if math.isfinite(wanted) else 1.0]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_every_size(dtype):
     check(drawn((0, *WIDTHS[:60]), dtype))
     check(drawn((*WIDTHS[60:], 0), dtype))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_several_chunks_and_launches(dtype):
     check(drawn((33_001, *[3] * 130, 16_384), dtype))
 
@@ -49,15 +50,15 @@ def test_nothing_sums_to_zero(sizes):
     assert total == 0.0
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("value", [math.inf, -math.inf, math.nan])
+@over_table("dtype", DTYPES, ids=str)
 def test_what_is_not_finite_shows(dtype, value):
     tensors = drawn((5, 1000), dtype)
     tensors[1][777] = value
     check(tensors)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_neither_large_nor_small_squares_are_lost(dtype):
     """fp16's largest squares beyond it, fp32's beyond itself; those of denormals are below it."""
     check([torch.full((100,), torch.finfo(dtype).max, dtype=dtype)])

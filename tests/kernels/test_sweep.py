@@ -7,12 +7,13 @@ import torch
 
 from tests.kernels.harness import DTYPES
 from tests.kernels.sweep import TRIALS, check, check_nothing, gradients_for, twisted, with_inputs
+from tests.tables import over_table
 
-OPERATORS = pytest.mark.parametrize("name", TRIALS)
+OPERATORS = over_table("name", TRIALS)
 
 
 @OPERATORS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_every_width(name, dtype):
     make, widths = TRIALS[name]
     for width in widths:
@@ -20,7 +21,7 @@ def test_every_width(name, dtype):
 
 
 @OPERATORS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_any_strides_and_addresses(name, dtype):
     trial = TRIALS[name][0](5 if name not in ("gathered_sum", "permute", "chosen_rows") else 1, 48, dtype)
     grads = gradients_for(trial)
@@ -32,7 +33,7 @@ def test_any_strides_and_addresses(name, dtype):
 
 
 @OPERATORS
-@pytest.mark.parametrize(("rows", "width"), [(0, 8), (3, 0)])
+@over_table(("rows", "width"), [(0, 8), (3, 0)])
 def test_nothing_gives_nothing(name, rows, width):
     if (name, width) == ("cross_entropy", 0):
         pytest.skip("a softmax of no columns is not defined")

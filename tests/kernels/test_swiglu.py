@@ -1,19 +1,19 @@
 """SwiGLU's kernels: large and extreme gates."""
 
-import pytest
 import torch
 
 from tests.kernels.harness import DTYPES
 from tests.kernels.sweep import by_kernels, check, swiglu, with_inputs
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(41, 24), (5, 333)])
+@over_table("dtype", DTYPES, ids=str)
+@over_table(("rows", "width"), [(41, 24), (5, 333)])
 def test_large_gates(rows, width, dtype):
     check(swiglu(rows, width, dtype, scale=60.0))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_extreme_numbers(dtype):
     gate = torch.tensor([torch.inf, torch.nan, 65504.0, -65504.0, 0.0, 2.0, 2.0], dtype=dtype)
     up = torch.tensor([2, 1, 0.5, 3, torch.inf, torch.inf, torch.nan], dtype=dtype)

@@ -17,11 +17,12 @@ from tests.kernels.updates import (
     check_step,
     pieces,
 )
+from tests.tables import over_table
 
 AT = StepFacts(3, 0.01, 0.1)
 ADAM = Adam(0.9, 0.95)
 RULES = (ADAM, *(kind() for name, kind in ELEMENTWISE.items() if name != "adam"), Sgd(0.0))
-EVERY_RULE = pytest.mark.parametrize("rule", RULES, ids=repr)
+EVERY_RULE = over_table("rule", RULES, ids=repr)
 
 
 def call(function, rule, own, scale=1.0, signals=NO_SIGNALS, **others):
@@ -51,7 +52,7 @@ def check(rule, sizes, dtype, weights):
 
 
 @EVERY_RULE
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_table("dtype", DTYPES, ids=str)
 def test_every_size(rule, dtype):
     check(rule, SIZES[:-2], dtype, torch.bfloat16)
 

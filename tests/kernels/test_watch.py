@@ -10,6 +10,7 @@ import torch
 from megazero.kernels.build import build, on_cpu_recipe
 from megazero.kernels.on_cpu import ThreadOrder, WatchedLibrary
 from tests.kernels.harness import Mirrored
+from tests.tables import over_table
 
 
 @cache
@@ -33,7 +34,7 @@ def run(kernel, *leading, size=512, order=ThreadOrder.FORWARD):
     return y, report.kernels[kernel], report.faults
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("kernel", "count", "words"),
     [
         ("reverse_without_barrier", "races", "a race on shared memory"),
@@ -49,7 +50,7 @@ def run(kernel, *leading, size=512, order=ThreadOrder.FORWARD):
         ("arrival_without_barrier", "races", "a race on global memory"),
     ],
 )
-@pytest.mark.parametrize("order", ThreadOrder, ids=str)
+@over_table("order", ThreadOrder, ids=str)
 def test_a_fault_is_found(kernel, count, words, order):
     _, counts, faults = run(kernel, order=order)
     assert getattr(counts.mistakes, count) > 0
@@ -76,7 +77,7 @@ def test_an_access_out_of_bounds_is_found_and_not_carried_out(kernel, size, word
     assert words in report.faults[0]
 
 
-@pytest.mark.parametrize("order", ThreadOrder, ids=str)
+@over_table("order", ThreadOrder, ids=str)
 def test_a_kernel_without_faults_has_none(order):
     y, counts, faults = run("reverse_right", order=order)
     assert y[:64].tolist() == list(range(63, -1, -1))
@@ -84,7 +85,7 @@ def test_a_kernel_without_faults_has_none(order):
     assert (counts.launches, counts.threads_per_block, counts.shared_bytes) == (1, 64, 256)
 
 
-@pytest.mark.parametrize("order", ThreadOrder, ids=str)
+@over_table("order", ThreadOrder, ids=str)
 def test_blocks_arrive_in_any_order(order):
     """The last one sees what all have written: three blocks wrote 0 to 63."""
     y, counts, faults = run("arrival_right", order=order)
@@ -119,14 +120,14 @@ def test_bytes_and_sectors():
     )
 
 
-@pytest.mark.parametrize(("stride", "conflicts"), [(1, 0), (2, 1), (8, 7), (32, 31), (33, 0)])
+@over_table(("stride", "conflicts"), [(1, 0), (2, 1), (8, 7), (32, 31), (33, 0)])
 def test_bank_conflicts(stride, conflicts):
     y, counts, _ = run("banks", stride)
     assert y[:32].tolist() == list(range(32))
     assert (counts.memory.shared_accesses, counts.memory.bank_conflicts) == (2, 2 * conflicts)
 
 
-@pytest.mark.parametrize("order", ThreadOrder, ids=str)
+@over_table("order", ThreadOrder, ids=str)
 def test_what_lanes_receive(order):
     y, counts, _ = run("warp_operations", order=order)
     lanes = range(32)

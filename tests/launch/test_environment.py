@@ -16,6 +16,7 @@ from megazero.launch.environment import (
     visible_devices,
     without_secrets,
 )
+from tests.tables import over_table
 
 SENT = (
     "CUDA_LAUNCH_BLOCKING HF_HOME LD_LIBRARY_PATH MLFLOW_URI MV2_X NCCL_DEBUG OMP_NUM_THREADS PYTHONPATH "
@@ -54,7 +55,7 @@ def test_an_environment_file_as_people_write_it():
     }
 
 
-@pytest.mark.parametrize("line", ["NCCL_DEBUG", "=x", "1A=x", "A B=x", "A='x", "A='x' y"])
+@over_table("line", ["NCCL_DEBUG", "=x", "1A=x", "A B=x", "A='x", "A='x' y"])
 def test_a_line_that_is_none_is_named(line):
     with pytest.raises(ConfigError, match=r"file, line 2: a line must be NAME=VALUE"):
         parse_environment(f"A=1\n{line}\n", "file")
@@ -78,7 +79,7 @@ def test_variables_by_flag():
             assigned([word], {})
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("present", "slots", "value"),
     [
         (None, (0, 1), "0,1"),

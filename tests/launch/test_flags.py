@@ -10,9 +10,10 @@ from megazero.commands import launch
 from megazero.errors import ConfigError
 from megazero.launch import assemble
 from megazero.launch.flags import cores_of, parse
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("words", "reason"),
     [
         ([], "a script must follow the flags"),
@@ -128,7 +129,7 @@ def test_devices_that_are_visible_here_are_the_slots(folder, capsys, monkeypatch
     assert "  localhost: ranks 0-2 on slots 0,1,2\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "needs"),
     [
         ("import deepspeed\n", True),

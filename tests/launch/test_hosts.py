@@ -6,6 +6,7 @@ import pytest
 
 from megazero.errors import ConfigError
 from megazero.launch.hosts import Host, exclude, first, include, parse_hostfile, read_hostfile
+from tests.tables import over_table
 
 HOSTS = parse_hostfile("w-0 slots=4\nw-1 slots=4\nfe80::1 slots=2\nfe80::1:2 slots=2\nme@w-9 slots=1\n")
 
@@ -14,7 +15,7 @@ def shape(hosts) -> dict[str, list[int]]:
     return {host.name: list(host.slots) for host in hosts}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("line", "name", "slots"),
     [
         ("w-0 slots=4", "w-0", 4),
@@ -39,7 +40,7 @@ def test_comments_blank_lines_a_mark_of_byte_order_and_any_end_of_line(tmp_path)
     assert shape(read_hostfile(str(path))) == {"w-1": [0, 1], "w-0": [0], "w-2": [0]}
 
 
-@pytest.mark.parametrize(
+@over_table(
     "line",
     [
         *("w-0", "w-0 slots=", "w-0 slots=four", "w-0 slots=4x", "w-0 slots=-1", "w-0 slots=0", "slots=4"),
@@ -95,7 +96,7 @@ def test_a_file_without_hosts_or_without_a_file_is_refused(tmp_path):
         read_hostfile(str(tmp_path / "missing"))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "chosen"),
     [
         ("w-0", {"w-0": [0, 1, 2, 3]}),  # DeepSpeed has selected nothing since 2024
@@ -117,7 +118,7 @@ def test_what_exclude_leaves():
         exclude(HOSTS[:2], "w-0@w-1")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "reason"),
     [
         ("w-7", "must name hosts of w-0, w-1, .* but has `w-7`"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from megazero.config.tree.model import ModelConfig
@@ -25,6 +24,7 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.attention import Documents, Pattern, Slopes, attention
 from megazero.ops.attention.softmax_offset import with_softmax_offset
 from tests.ops.lse import attention_with_lse
+from tests.tables import over_table
 
 SHAPE = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "seq_length": 7}
 CORE = LocalCore(SoloGroup())
@@ -102,7 +102,7 @@ def test_slopes_by_hand():
     assert len(alibi_slopes(112)) == 112  # BLOOM's
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 6])
+@over_table("tp", [1, 2, 3, 6])
 def test_slopes_are_a_slice_of_the_models(tp):
     config = ModelConfig(**SHAPE, position_embedding_type="alibi")
     world = ThreadWorld(tp)
@@ -148,8 +148,8 @@ def tensors(*shapes):
     ]
 
 
-@pytest.mark.parametrize("columns", [None, "two of each"])
-@pytest.mark.parametrize("causal", [True, False])
+@over_table("columns", [None, "two of each"])
+@over_table("causal", [True, False])
 def test_tokens_that_a_layer_was_left_with_keep_their_distances(causal, columns):
     """random-LTD gives a layer some tokens of each sequence, and BERT's last layer has few queries."""
     rows = Rows(range(12)).select(torch.tensor([[0, 1], [2, 4], [3, 5], [7, 6], [8, 9], [11, 10]]))

@@ -18,6 +18,7 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import TrafficLog, recording_context
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
+from tests.tables import over_table
 
 # function, each rank's input shape, whether inputs (outputs) are equal on all ranks
 CASES = {
@@ -27,7 +28,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@over_table("name", CASES)
 def test_backward_is_the_transpose(name):
     """<f(x), y> over all ranks equals <x, f'(y)>: a value held by all ranks counts once."""
     shape, same_in, same_out = CASES[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megazero.config.tree.model import ModelConfig
@@ -15,6 +14,7 @@ from megazero.models.chunk import Slice
 from megazero.models.layer import layer_of
 from megazero.mpu.context import solo_context
 from tests.layers.live_bytes import LiveBytes
+from tests.tables import over_table
 
 S, B, H, F = 12, 2, 16, 40
 WHOLE = 4 * S * B * H  # bytes of hidden states
@@ -60,8 +60,8 @@ def saved(config: ModelConfig, *modules: Module) -> int:
     return before - after
 
 
-@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-@pytest.mark.parametrize("position", ["input", "both"])
+@over_table("normalization", ["LayerNorm", "RMSNorm"])
+@over_table("position", ["input", "both"])
 def test_norms_are_forgotten_once_they_are_used(normalization, position):
     config = DENSE.model_copy(update={"normalization": normalization, "norm_position": position})
     assert saved(config, "layernorm") == 2 * WHOLE

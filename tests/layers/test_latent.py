@@ -20,6 +20,7 @@ from megazero.mpu.context import ParallelContext, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.thread_group import ThreadWorld
+from tests.tables import over_table
 
 S, B, H = 11, 2, 24
 YARN = {
@@ -152,8 +153,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (4, True)])
-@pytest.mark.parametrize("name", CASES)
+@over_table(("tp", "sp"), [(1, False), (2, False), (4, True)])
+@over_table("name", CASES)
 def test_it_equals_transformers(name, tp, sp):
     """Results, and the gradients of inputs and of all weights, on any number of tensor-parallel ranks."""
     pytest.importorskip("transformers")
@@ -203,7 +204,7 @@ def test_yarn_sharpens_the_scores():
     assert latent_scale(yarn) == pytest.approx(10**-0.5 * 1.2608042**2)
 
 
-@pytest.mark.parametrize(("first", "rank"), [(1, 10), (4, 10), (8, 40), (8, 4)])
+@over_table(("first", "rank"), [(1, 10), (4, 10), (8, 40), (8, 4)])
 def test_generation_keeps_the_small_vectors_alone(first, rank):
     """r + c numbers of a token and layer, of however many heads; the results are those of the whole text.
 

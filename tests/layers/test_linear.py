@@ -27,6 +27,7 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.wrapping_group import WrappingGroup
 from tests.layers.live_bytes import LiveBytes
 from tests.layers.samples import causal_layer
+from tests.tables import over_table
 
 S, B, H, V = 8, 2, 16, 12
 CONFIG = ModelConfig(num_layers=2, hidden_size=H, num_attention_heads=4, seq_length=S, activation="swiglu")
@@ -86,7 +87,7 @@ CASES = [Case(*layout, r) for layout, r in itertools.product(LAYOUTS, ("none", "
 CASES += [Case(*layout, dtype=torch.bfloat16) for layout in LAYOUTS]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@over_table("case", CASES, ids=str)
 def test_two_halves_are_the_whole(case):
     """Each linear weight once per use, in the order of backward; everything else in the input half."""
     whole = on_ranks(case.tp, lambda context: step(context, case, split=False))
@@ -127,7 +128,7 @@ def test_an_input_without_gradient_has_no_halves():
     assert torch.allclose(layer.weight.grad, x.sum((0, 1)).expand(V, H), atol=1e-5)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("kind", "sequence_parallel", "elements"),
     [
         # The input whole or this rank's part of it, and the slice of the output's gradient.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -18,6 +17,7 @@ from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from tests.layers.samples import causal_layer
+from tests.tables import over_table
 
 CONFIG = ModelConfig(num_layers=3, hidden_size=16, num_attention_heads=4, seq_length=8)
 
@@ -68,9 +68,9 @@ def gradients(context, recompute: RecomputeConfig, sequence_parallel: bool, spli
     return [parameter.grad for parameter in model.parameters()], len(weights)
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize(
+@over_table("split", [False, True])
+@over_table("sequence_parallel", [False, True])
+@over_table(
     "recompute",
     [
         RecomputeConfig(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-import pytest
 import torch
 
 from megazero.config.tree.model import ModelConfig
@@ -15,6 +14,7 @@ from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.attention import attention
 from tests.inference.samples import build
+from tests.tables import over_table
 
 # Of 12 blocks of 2 tokens; every key that a mode has acts in one of these.
 MODES = {
@@ -56,8 +56,8 @@ def shares(config: ModelConfig, layer: int, ranks: int) -> list[torch.Tensor]:
     return [layout.blocks for layout in found if layout is not None]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("mode", MODES)
+@over_table("ranks", [1, 2, 4])
+@over_table("mode", MODES)
 def test_a_rank_has_its_heads_of_the_whole_list(mode, ranks):
     """Patterns rotate over all heads, and random blocks are drawn by a head's number among all."""
     whole = layout_of(model(mode), 1, True).expand(4, -1, -1)
@@ -92,7 +92,7 @@ def test_models_of_other_layouts_live_beside_each_other():
     assert not torch.equal(*alone)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@over_table("mode", MODES)
 @torch.no_grad()
 def test_no_token_sees_a_later_one(mode):
     """The layouts themselves leak: a block has its own later tokens, and two global ones see each other."""
@@ -106,7 +106,7 @@ def test_no_token_sees_a_later_one(mode):
         assert not torch.equal(after[place], before[place])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@over_table("mode", MODES)
 def test_a_shorter_sequence_is_the_beginning_of_a_longer_one(mode):
     gpt, tokens = build(model(mode)), torch.arange(24).unsqueeze(0)
     with torch.no_grad():
@@ -153,7 +153,7 @@ ACTS = {
 }
 
 
-@pytest.mark.parametrize("mode", ACTS)
+@over_table("mode", ACTS)
 def test_a_key_acts_where_it_is_taken(mode):
     """Elsewhere the rules refuse it: tests/config/test_sparse.py."""
     for key, value in KEYS.items():
@@ -174,8 +174,8 @@ def expected(config: ModelConfig, layer: int, q, k, v):
     return torch.einsum("bnst,tbnd->sbnd", weights, v).flatten(2)
 
 
-@pytest.mark.parametrize("length", [24, 21])
-@pytest.mark.parametrize("mode", MODES)
+@over_table("length", [24, 21])
+@over_table("mode", MODES)
 def test_results_and_gradients_are_those_of_the_formula(mode, length):
     """Also where the sequence ends within a block."""
     torch.manual_seed(0)
@@ -207,8 +207,8 @@ def test_packed_documents_are_seen_by_blocks_of_their_row():
     torch.testing.assert_close(found, right)
 
 
-@pytest.mark.parametrize("block", [16, 64, 128])
-@pytest.mark.parametrize("mode", MODES)
+@over_table("block", [16, 64, 128])
+@over_table("mode", MODES)
 def test_blocks_of_any_size_with_padding(mode, block):
     """Both ways, in fp32, where the sequence ends within a block and samples before it."""
     torch.manual_seed(0)

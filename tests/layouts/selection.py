@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
-from functools import cache
-from itertools import combinations, cycle, islice, product
+from functools import cache, reduce
+from heapq import heapify, heappop, heapreplace
+from itertools import cycle, islice, product
+from operator import or_
 
 from megazero.config.tree.optimizer import OptimizerName
 from tests.layouts.layout import (
@@ -37,7 +39,6 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "full", "selective")
 _OPTIMIZERS: tuple[OptimizerName, ...] = ("adam", "lamb")
-_Pair = tuple[tuple[str, object], tuple[str, object]]
 _COMMS = ("p2p", "p2p", "a2a", "all_gather", "a2a+p2p", "mixed")
 _DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "alltoall", "allgather")
 
@@ -379,42 +380,63 @@ def covering(
     seed: int = 1,
     few_ranks: int = 4,
     allowed: Callable[[Layout], bool] = lambda layout: True,
-) -> list[Layout]:
+) -> Iterator[Layout]:
     """`count` of the `layouts` that cover every pair of values of two settings that occurs in `layouts`.
 
     They are chosen greedily from a shuffled order (pairwise testing, Cohen et al. 1997), by the new pairs
     for the time that they take, then filled up in that order, starting with layouts of `few_ranks`, as four
     take a quarter of the time of eight. A layout is `allowed` or not when it is about to be chosen: to judge
-    all of them would take longer than to choose.
+    all of them would take longer than to choose. Who needs the first few takes no more of them.
     """
     shuffled = list(layouts)
     random.Random(seed).shuffle(shuffled)
-    names = [f.name for f in fields(Layout) if len({getattr(x, f.name) for x in shuffled}) > 1]
-    columns = [[(name, getattr(x, name)) for x in shuffled] for name in names]
-    # A set of pairs is a number with a bit for each: a round of the choice takes a millisecond, not 30.
-    bits: dict[_Pair, int] = {}
-    for pair in combinations(columns, 2):
-        for met in dict.fromkeys(zip(*pair, strict=True)):
-            bits[met] = 1 << len(bits)
-
-    def pairs(layout: Layout) -> int:
-        return sum(bits[pair] for pair in combinations([(name, getattr(layout, name)) for name in names], 2))
-
-    pool = {layout: pairs(layout) for layout in shuffled[:2400]}
-    wanted = (1 << len(bits)) - 1
-    chosen: list[Layout] = []
+    pairs_of = _pairs_as_bits(shuffled)
+    pairs = [pairs_of(layout) for layout in shuffled]
+    wanted, chosen = reduce(or_, pairs, 0), list[Layout]()
+    # Gains only shrink: a layout whose gain of before is the largest, and stands, is the best of all.
+    gains = [
+        (-pairs[place].bit_count() / work(layout), place) for place, layout in enumerate(shuffled[:2400])
+    ]
+    heapify(gains)
     while wanted:
-        best = max(pool, key=lambda x: (pool[x] & wanted).bit_count() / work(x), default=None)
-        if best is None or not pool[best] & wanted:
+        while gains:
+            _, place = gains[0]
+            gain = (-(pairs[place] & wanted).bit_count() / work(shuffled[place]), place)
+            if gain == gains[0]:
+                break
+            heapreplace(gains, gain)
+        if not gains or not gains[0][0]:
             # Only rare pairs are left: take any layout that has one.
-            best = next((x for x in shuffled if pairs(x) & wanted and allowed(x)), None)
-            if best is None:
+            rare = (place for place, has in enumerate(pairs) if has & wanted and allowed(shuffled[place]))
+            place = next(rare, -1)
+            if place < 0:
                 break  # what is left is in no layout that is allowed
-        elif not allowed(best):
-            del pool[best]
+        elif not allowed(shuffled[place]):
+            heappop(gains)
             continue
-        chosen.append(best)
-        wanted &= ~pairs(best)
+        yield shuffled[place]
+        chosen.append(shuffled[place])
+        wanted &= ~pairs[place]
     taken = set(chosen)
     rest = sorted((x for x in shuffled if x not in taken), key=lambda x: x.world_size > few_ranks)
-    return [*chosen, *islice(filter(allowed, rest), max(0, count - len(chosen)))]
+    yield from islice(filter(allowed, rest), max(0, count - len(chosen)))
+
+
+def _pairs_as_bits(layouts: Sequence[Layout]) -> Callable[[Layout], int]:
+    """A function from one of these to its pairs of values, as a number with a bit for each pair.
+
+    Each value has as many bits as there are values, for those of earlier settings that it meets.
+    """
+    columns = {f.name: {getattr(layout, f.name) for layout in layouts} for f in fields(Layout)}
+    names = [name for name, values in columns.items() if len(values) > 1]
+    places = {value: n for n, value in enumerate((name, value) for name in names for value in columns[name])}
+
+    def pairs(layout: Layout) -> int:
+        mine = [places[name, getattr(layout, name)] for name in names]
+        met = pairs = 0
+        for place in mine:
+            pairs |= met << place * len(places)
+            met |= 1 << place
+        return pairs
+
+    return pairs

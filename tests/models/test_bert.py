@@ -27,6 +27,7 @@ from megazero.ops.native import available
 from tests.models.bert_samples import VOCABULARY, samples, widened
 from tests.models.hf_weights import global_gradients, global_weights
 from tests.models.plain_bert import PlainBert
+from tests.tables import over_table
 
 CPU = torch.device("cpu")
 WIDTH = 24
@@ -87,9 +88,9 @@ def batch_of(arrays, **settings) -> BertBatch:
 UNEVEN = samples([WIDTH, 3, 11, 8, 17], [7, 1, 0, 3, 5], WIDTH)
 
 
-@pytest.mark.parametrize(("tp", "sp"), [(1, False), (2, False), (4, True)])
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("packed", [False, True])
+@over_table(("tp", "sp"), [(1, False), (2, False), (4, True)])
+@over_table("variant", VARIANTS)
+@over_table("packed", [False, True])
 def test_logits_losses_and_gradients_are_those_of_the_formulas(variant, tp, sp, packed):
     """In float64, with the vocabulary padded and sliced; the formulas see each sample alone."""
     config = SHAPE.model_copy(update=VARIANTS[variant])

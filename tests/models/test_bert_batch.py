@@ -14,6 +14,7 @@ from megazero.mpu.context import solo_context
 from megazero.mpu.rng import sample_keys
 from tests.config.samples import make_config
 from tests.models.bert_samples import VOCABULARY, samples, widened
+from tests.tables import over_table
 
 CPU = torch.device("cpu")
 
@@ -116,7 +117,7 @@ def test_columns_that_only_pad_are_left_out_and_change_nothing(packed):
         }
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("longest", "capacity", "multiple", "width"),
     [(3, 32, 8, 8), (8, 32, 8, 8), (9, 32, 8, 16), (9, 32, 12, 12), (30, 31, 8, 31), (31, 31, 8, 31)],
 )
@@ -125,10 +126,8 @@ def test_widths_are_multiples_and_no_more_than_the_sequence(longest, capacity, m
     assert batch.tokens.shape == (2, width)
 
 
-@pytest.mark.parametrize(
-    ("tp", "sp", "multiple"), [(1, False, 8), (3, False, 8), (3, True, 24), (16, True, 16)]
-)
-@pytest.mark.parametrize("packed", [False, True])
+@over_table(("tp", "sp", "multiple"), [(1, False, 8), (3, False, 8), (3, True, 24), (16, True, 16)])
+@over_table("packed", [False, True])
 def test_it_follows_the_configuration(tp, sp, multiple, packed):
     changes = {"parallel.tensor_model_parallel_size": tp, "parallel.sequence_parallel": sp}
     config = make_config({**changes, "data.bert_pack": packed})
@@ -149,7 +148,7 @@ def test_two_samples_that_fill_a_row_are_kept_apart():
     assert batch.places.documents.ids.tolist() == [[0] * 8 + [1] * 8]
 
 
-@pytest.mark.parametrize(("name", "bad"), [("tokens", 61), ("tokens", -1), ("labels", 61), ("labels", -1)])
+@over_table(("name", "bad"), [("tokens", 61), ("tokens", -1), ("labels", 61), ("labels", -1)])
 def test_foreign_ids_are_refused_where_a_batch_is_made(name, bad):
     arrays = samples([5, 14], [2, 3], 16)
     row, column = np.argwhere(arrays["loss_mask"])[3]
@@ -158,7 +157,7 @@ def test_foreign_ids_are_refused_where_a_batch_is_made(name, bad):
         BertCollate(VOCABULARY, CPU)(arrays, (0, 1))
 
 
-@pytest.mark.parametrize("outside", [-1, -100, 61, 10**6])
+@over_table("outside", [-1, -100, 61, 10**6])
 def test_labels_of_tokens_that_are_not_masked_are_never_looked_at(outside):
     arrays = samples([5, 14], [2, 3], 16)
     expected = told(BertCollate(VOCABULARY, CPU)(arrays, (0, 1)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 
 from megazero.config.tree.model import ModelConfig
@@ -16,6 +15,7 @@ from megazero.models.bert import BERT
 from megazero.models.bert_batch import BertBatch, BertCollate, random_samples
 from megazero.models.chunk import Slice
 from megazero.mpu.context import solo_context
+from tests.tables import over_table
 
 CPU = torch.device("cpu")
 VOCAB = 29
@@ -68,9 +68,9 @@ def sums_and_gradients(model: BERT, batch: BertBatch) -> list[torch.Tensor]:
     return [*(each.detach() for each in sums.values()), *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
+@over_table("dropout", [0.0, 0.2])
+@over_table("packed", [False, True])
+@over_table(
     ("settings", "recompute"),
     [
         ({}, PLAIN),

@@ -12,6 +12,7 @@ from megazero.models.flops import attended_keys, attention_flops, layer_mlp_flop
 from megazero.models.gpt import gpt_blocks
 from megazero.mpu.solo_group import SoloGroup
 from tests.config.samples import make_config
+from tests.tables import over_table
 
 
 def model(**fields):
@@ -80,7 +81,7 @@ def test_llama_2_70b_is_close_to_six_per_parameter():
     assert trained(shape, 32000) == 6 * parameters_in_products + 3 * 80 * 4 * 2048 * 8192
 
 
-@pytest.mark.parametrize(
+@over_table(
     "fields",
     [
         {},
@@ -156,7 +157,7 @@ def test_a_further_token_has_a_layer_a_join_and_the_head():
     assert more.flops - head.flops == 3 * (layer.flops + 2 * 2 * 512 * 512 + head.flops)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("settings", "channels", "gates"),
     [
         ({}, 2 * 384, 4),
@@ -173,8 +174,8 @@ def test_a_layer_with_experts_by_hand(settings, channels, gates):
     assert layer_mlp_flops(shape, 0) == 2 * 2 * 512 * channels + 2 * 512 * gates
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(
+@over_table("causal", [True, False])
+@over_table(
     ("window", "sinks"),
     [((7, 0), 0), ((511, -1), 0), ((20, 9), 0), ((-1, 5), 0), ((16, 3), 8), ((400, 0), 200)],
 )

@@ -17,6 +17,7 @@ from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.param_spec import spec_of
 from megazero.mpu.thread_group import ThreadWorld
+from tests.tables import over_table
 from tests.zero.models import make_gpt
 
 CPU = torch.device("cpu")
@@ -28,8 +29,8 @@ def arrays(**more):
     return {"tokens": text[:, :-1].copy(), "labels": text[:, 1:].copy(), **more}
 
 
-@pytest.mark.parametrize("name", ["tokens", "labels"])
-@pytest.mark.parametrize("bad", [13, -1, -100])
+@over_table("name", ["tokens", "labels"])
+@over_table("bad", [13, -1, -100])
 def test_ids_outside_the_vocabulary_are_refused_where_a_batch_is_made(name, bad):
     given = arrays()
     given[name][1, 3] = bad
@@ -41,8 +42,8 @@ def test_ids_outside_the_vocabulary_are_refused_where_a_batch_is_made(name, bad)
     assert {"tokens": batch.tokens, "labels": batch.learnt.labels}[name][1, 3] == 12
 
 
-@pytest.mark.parametrize(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
-@pytest.mark.parametrize("bad", [13, 15, 16, -1])
+@over_table(("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@over_table("bad", [13, 15, 16, -1])
 def test_foreign_tokens_of_a_batch_made_by_hand_are_refused(tp, sequence_parallel, bad):
     """Also ids of the padding, up to 16, and those that no slice of the vocabulary holds."""
     tokens = torch.ones(2, 8, dtype=torch.long)

@@ -31,6 +31,7 @@ from tests.models.hf_weights import (
     qwen2_model,
     to_theirs,
 )
+from tests.tables import over_table
 
 pytest.importorskip("transformers")
 
@@ -146,7 +147,7 @@ def run_ours(config: ModelConfig, tp: int) -> tuple:
     return world.run(work)[-1]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("shape", "tp"),
     [(shape, 1) for shape in SHAPES]
     + [("gpt2", 2), ("llama", 2), ("llama-tied", 2), ("qwen2", 2), ("mistral", 2), ("bloom", 2)],

@@ -11,6 +11,7 @@ from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.ops.cross_entropy import VocabularySlice
+from tests.tables import over_table
 
 PADDED = 16
 
@@ -26,9 +27,9 @@ def on_ranks(tp: int, work):
     return world.run(run)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [1, 3, 13, 16])  # with 3, the later ranks hold nothing but padding
+@over_table("tp", [1, 2, 4])
+@over_table("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@over_table("vocab_size", [1, 3, 13, 16])  # with 3, the later ranks hold nothing but padding
 def test_the_first_of_the_highest_wins_on_every_layout(tp, dtype, vocab_size):
     rng = np.random.default_rng(vocab_size)
     logits = rng.integers(-3, 0, (40, 1, PADDED))  # few values: most rows have ties, within ranks and across

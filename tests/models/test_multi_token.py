@@ -24,6 +24,7 @@ from megazero.models.gpt import GPT
 from megazero.mpu.context import solo_context
 from megazero.mpu.param_spec import spec_of
 from megazero.ops.attention import Documents
+from tests.tables import over_table
 
 VOCAB = (29, 32)
 CPU = torch.device("cpu")
@@ -91,8 +92,8 @@ def plainly(model: GPT, arrays: dict[str, np.ndarray], depths: int) -> dict[str,
     return means
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("recompute", [{}, {"granularity": "full"}, {"logits": True}])
+@over_table("documents", [False, True])
+@over_table("recompute", [{}, {"granularity": "full"}, {"logits": True}])
 def test_terms_equal_a_plain_reference(documents, recompute):
     arrays = {name: each for name, each in ARRAYS.items() if documents or name != "document_ids"}
     model = gpt(SHAPE, **recompute)

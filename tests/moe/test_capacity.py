@@ -12,6 +12,7 @@ import torch
 from megazero.moe.capacity import capacities, capacity, factor_of, kept_choices
 from megazero.moe.router import Routing
 from tests.moe.samples import choice, config, inputs, laid_out, on_ranks, randn, tokens
+from tests.tables import over_table
 
 TWO = {"num_experts": (2,), "moe_router_topk": 1}
 
@@ -29,7 +30,7 @@ def kept(experts, lengths, weights=None, *, columns=None, samples=(1, 2, 3), tot
 T, F = True, False
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("policy", "weights", "expected"),
     [
         # Five tokens of which four chose expert 0, which has room for ceil(5 / 2) = 3.
@@ -201,9 +202,9 @@ def test_which_factor_counts():
     assert sum(kept([0] * 4, [4], samples=(), **evaluated)) == 3
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("scope", ["sequence", "micro_batch"])
-@pytest.mark.parametrize("policy", ["position", "probs", "random"])
+@over_table("ranks", [2, 4])
+@over_table("scope", ["sequence", "micro_batch"])
+@over_table("policy", ["position", "probs", "random"])
 def test_ranks_that_share_the_tokens_agree(policy, scope, ranks):
     lengths, columns = [8, 5, 3], 8
     chosen = torch.stack([randn(i, 4).argsort()[:2] for i in range(24)]) // 2 * 2 % 4

@@ -11,6 +11,7 @@ from torch import Tensor
 from megazero.moe.dispatch import ExpertPlacement, Rows, all_gather_dispatch, all_to_all_dispatch
 from megazero.mpu.thread_group import ThreadWorld
 from tests.moe.samples import joined, randn
+from tests.tables import over_table
 
 E, H, K = 4, 3, 2
 DISPATCHES = {"exchange": all_to_all_dispatch, "share": all_gather_dispatch}
@@ -106,9 +107,9 @@ def dispatched(
     return world.run(work)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("ranks", "slices"), GROUPS)
-@pytest.mark.parametrize("name", DISPATCHES)
+@over_table("kind", KINDS)
+@over_table(("ranks", "slices"), GROUPS)
+@over_table("name", DISPATCHES)
 def test_equals_a_loop_over_tokens(name, ranks, slices, kind):
     given = loads(kind, ranks)
     found = dispatched(DISPATCHES[name], ranks, slices, given)
@@ -127,8 +128,8 @@ def test_equals_a_loop_over_tokens(name, ranks, slices, kind):
         assert joined(sizes[first::slices]) == counts.tolist(), "each expert gets its rows and no others"
 
 
-@pytest.mark.parametrize(("ranks", "slices"), GROUPS)
-@pytest.mark.parametrize("kind", ["dropped", "a rank without any", "none"])
+@over_table(("ranks", "slices"), GROUPS)
+@over_table("kind", ["dropped", "a rank without any", "none"])
 def test_blank_rows_change_nothing(kind, ranks, slices):
     """With `room`, every expert gets so many rows of every rank, whatever was chosen."""
     given, room = loads(kind, ranks), 6
@@ -139,8 +140,8 @@ def test_blank_rows_change_nothing(kind, ranks, slices):
             assert torch.allclose(got, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", DISPATCHES)
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("name", DISPATCHES)
+@over_table("kind", KINDS)
 def test_sizes_that_stay_on_the_device_change_no_bit(kind, name):
     """Choices that are not kept are then blank rows of the last expert."""
     given = loads(kind, 1)

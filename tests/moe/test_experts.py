@@ -15,6 +15,7 @@ from megazero.moe.experts import Experts
 from megazero.mpu.context import solo_context
 from megazero.ops.grouped_linear import Groups
 from tests.moe.samples import built, config, on_ranks, randn
+from tests.tables import over_table
 
 SIZES = [3, 0, 1, 4]
 CPU = torch.device("cpu")
@@ -64,8 +65,8 @@ def gradients(run, x: Tensor, leaves: dict[str, Tensor], to: Tensor) -> dict[str
     return {"out": out.detach(), "x": found[0], **dict(zip(leaves, found[1:], strict=True))}
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+@over_table("bias", [True, False], ids=["bias", "no-bias"])
+@over_table("activation", ACTIVATIONS)
 def test_each_expert_is_its_formula(activation, bias):
     own = experts_of(solo_context(), activation, bias=bias)
     leaves = dict(own.named_parameters())
@@ -106,8 +107,8 @@ def test_no_two_experts_start_equal():
         assert abs(correlation) < 0.5
 
 
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@over_table("activation", ["gelu", "swiglu"])
+@over_table("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_two_halves_of_a_backward_are_the_whole(activation, dtype):
     x, to = randn(1, 8, 8).to(dtype), randn(2, 8, 8).to(dtype)
 
@@ -131,9 +132,9 @@ def test_two_halves_of_a_backward_are_the_whole(activation, dtype):
     assert all(each.abs().max() > 0 for each in whole.values())
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "halves"])
-@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (1, 2), (2, 2), (4, 1)])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@over_table("split", [False, True], ids=["whole", "halves"])
+@over_table(("tp", "ep"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+@over_table("activation", ["gelu", "swiglu"])
 def test_slices_of_the_width_add_up_and_biases_count_once(activation, tp, ep, split):
     """Experts over `ep`, their width over `etp`: each slice gets the same rows, and the whole gradient."""
     x, to = randn(1, sum(SIZES), 8), randn(2, sum(SIZES), 8)

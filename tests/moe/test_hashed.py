@@ -17,6 +17,7 @@ from megazero.moe.loads import RouterLoads
 from megazero.moe.router import router_weight
 from megazero.mpu.context import solo_context
 from tests.moe.samples import config, tokens
+from tests.tables import over_table
 
 CPU = torch.device("cpu")
 ARGV = [
@@ -26,7 +27,7 @@ ARGV = [
 ]
 
 
-@pytest.mark.parametrize(("experts", "choices", "ids"), [(4, 1, 12), (8, 3, 64), (6, 6, 60), (5, 2, 1000)])
+@over_table(("experts", "choices", "ids"), [(4, 1, 12), (8, 3, 64), (6, 6, 60), (5, 2, 1000)])
 def test_each_run_of_ids_has_each_expert_equally_often(experts, choices, ids):
     table = expert_table(0, experts, choices, ids, CPU)
     assert table.shape == (ids, choices)
@@ -83,7 +84,7 @@ def test_which_layers_have_a_table():
     assert (router.bias, router.config.balance_losses) == (None, {})
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "says"),
     [
         ("--moe-layer-freq ([0]*2+[1]*2)", "the first `moe_n_hash_layers` layers must have experts"),

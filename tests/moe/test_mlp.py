@@ -17,6 +17,7 @@ from megazero.mpu.context import solo_context
 from megazero.mpu.rng import sample_keys
 from megazero.ops.attention import Documents
 from tests.moe.samples import SEED, built, config, on_ranks, randn
+from tests.tables import over_table
 
 S, B, H = 8, 2, 8
 SHAPE = {"moe_ffn_hidden_size": 12, "init_method_std": 0.4, "activation": "squared_relu"}
@@ -98,7 +99,7 @@ def formula(mlp: MoEMLP, x: Tensor, dropped=()) -> Tensor:
     return torch.stack(out).view_as(x)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "capacity" not in kind])
+@over_table("kind", [kind for kind in KINDS if "capacity" not in kind])
 def test_formula(kind):
     mlp, x = mixture(**KINDS[kind]), x_of()
     out, bias, sums = mlp(x, inputs())
@@ -132,7 +133,7 @@ def test_formula_with_capacity(kind):
     assert sums.terms["dropped_tokens"].item() == share
 
 
-@pytest.mark.parametrize("kind", ["biases", "gate", "residual", "capacity", "padded to capacity"])
+@over_table("kind", ["biases", "gate", "residual", "capacity", "padded to capacity"])
 def test_padding_is_neither_routed_nor_counted(kind):
     """More columns of padding, with large numbers in them: tokens, terms and gradients stay as they are."""
     x, to = x_of(), randn(3, S, B, H).float()
@@ -206,8 +207,8 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("of", ["terms alone", "all"])
+@over_table("layout", LAYOUTS, ids=str)
+@over_table("of", ["terms alone", "all"])
 def test_gradients_do_not_depend_on_the_layout(layout, of):
     """With the loss zeroed, the router's gradient is that of its own terms, whichever ranks share tokens.
 
@@ -247,9 +248,9 @@ def test_the_terms_reach_the_router_when_the_experts_cannot():
         assert grad.abs().max() > 0.01, kind
 
 
-@pytest.mark.parametrize("factor", [None, 1.0])
-@pytest.mark.parametrize("b", [1, 3])
-@pytest.mark.parametrize("s", [1, 5])
+@over_table("factor", [None, 1.0])
+@over_table("b", [1, 3])
+@over_table("s", [1, 5])
 def test_all_ties_and_one_token(s, b, factor):
     """A router of zeros, with which some models start: all tokens to the first experts, the others idle."""
     mlp = mixture(moe_expert_capacity_factor=factor, moe_token_drop_policy="position", **BALANCED)

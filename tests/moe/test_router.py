@@ -15,6 +15,7 @@ from megazero.moe.tokens import Tokens
 from megazero.mpu.context import solo_context
 from megazero.mpu.solo_group import SoloGroup
 from tests.moe.samples import config, inputs, randn, route, tokens
+from tests.tables import over_table
 
 EIGHTH = [[0.0, math.log(2), math.log(4), math.log(8)]]  # probabilities 1, 2, 4 and 8 of 15
 
@@ -49,7 +50,7 @@ def test_softmax_after_and_before_the_choice():
         assert close(found.logits, EIGHTH[0])
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("k", "bias", "experts", "weights"),
     [
         (2, None, [2, 1], [0.8 / 1.3, 0.5 / 1.3]),
@@ -72,7 +73,7 @@ def test_sigmoid_scores(k, bias, experts, weights):
 GROUPED = logit(0.9, 0.1, 0.6, 0.5, 0.55, 0.56, 0.8, 0.05)  # pairs of 1.0, 1.1, 1.11 and 0.85
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("k", "groups", "bias", "experts"),
     [
         (4, 2, None, [2, 5, 4, 3]),  # of the groups {4, 5} and {2, 3}
@@ -127,7 +128,7 @@ def test_a_bias_that_is_negative_everywhere_chooses_inside_the_groups_all_the_sa
     assert found.experts.tolist() == [[2, 5, 4, 3]]
 
 
-@pytest.mark.parametrize(
+@over_table(
     "settings",
     [
         {},
@@ -179,7 +180,7 @@ NOISY = {
 }
 
 
-@pytest.mark.parametrize("kind", NOISY)
+@over_table("kind", NOISY)
 def test_noise_is_a_function_of_seed_layer_sample_and_position(kind):
     """The same for any share of the tokens, in any order; and off in evaluation."""
     table, whole = randn(5, 32, 4).float() * 0.1, tokens([16, 16])

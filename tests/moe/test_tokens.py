@@ -15,6 +15,7 @@ from megazero.layers.rows import Rows
 from megazero.moe.tokens import give_back, take_share
 from megazero.ops.attention import Documents
 from tests.moe.samples import joined, on_ranks, randn
+from tests.tables import over_table
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def test_positions_are_those_of_the_batch(positions, expected):
     assert joined(each.position for each in shares(3, 2, 2, positions=positions)) == expected
 
 
-@pytest.mark.parametrize(("tp", "split"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
+@over_table(("tp", "split"), [(1, False), (2, False), (2, True), (4, False), (4, True)])
 def test_padding_is_no_token_and_other_documents_are(tp, split):
     """[b, s]: the second sequence holds two documents, and padding is -1."""
     ids = torch.tensor([[0, 0, -1, -1], [0, 0, 1, -1], [-1, -1, -1, -1]], dtype=torch.int32)
@@ -109,7 +110,7 @@ def test_padding_is_no_token_and_other_documents_are(tp, split):
     assert {tuple(each.lengths) for each in found} == {(2, 3, 0)}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("s", "b", "tp", "split"),
     [
         (5, 1, 1, False),

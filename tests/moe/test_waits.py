@@ -22,6 +22,7 @@ from megazero.ops import grouped_linear
 from megazero.ops.attention import Documents
 from megazero.ops.dispatch import everything
 from tests.moe.samples import SEED, built, config, randn
+from tests.tables import over_table
 
 S, B, H = 8, 2, 16
 DROPPING = {"moe_expert_capacity_factor": 0.6, "moe_token_drop_policy": "position"}
@@ -115,7 +116,7 @@ def test_sizes_that_are_read_are_found():
     assert (where.partition(",")[0], what, count) == ("moe/dispatch.py:_on_host", "reads numbers", 1)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("setting", "device", "ranks", "reads", "padded"),
     [
         (True, "cpu", 1, True, True),

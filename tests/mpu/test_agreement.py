@@ -14,6 +14,7 @@ from megazero.mpu.agreement import agree, agree_by_notes, disagreements
 from megazero.mpu.messages import name_ranks
 from megazero.mpu.thread_group import ThreadWorld
 from tests.mpu.test_watch import Notes
+from tests.tables import over_table
 
 FACTS = {"lr": "0.1", "seed": "1"}
 
@@ -63,8 +64,8 @@ def test_ranks_that_agree_go_on(way):
     assert way([FACTS, dict(reversed(FACTS.items())), FACTS]) == [None] * 3
 
 
-@pytest.mark.parametrize("odd", [0, 1, 2])
-@pytest.mark.parametrize("way", [over_a_group, by_notes])
+@over_table("odd", [0, 1, 2])
+@over_table("way", [over_a_group, by_notes])
 def test_every_rank_hears_who_differs_in_what(way, odd):
     facts = [dict(FACTS) for _ in range(3)]
     facts[odd] = {"lr": "0.5", "seed": "2"}
@@ -125,7 +126,7 @@ def test_a_rank_that_says_nothing_is_named():
         agree_by_notes(Notes(), 1, 2, FACTS, 0.05)
 
 
-@pytest.mark.parametrize("odd", [None, 0, 1, 9])
+@over_table("odd", [None, 0, 1, 9])
 def test_digests_go_up_a_tree(monkeypatch, odd):
     """Of ten ranks each hears from two; what differs is said as if the first had heard from all."""
     monkeypatch.setattr(tree, "FAN", 2)

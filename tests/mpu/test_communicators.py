@@ -25,6 +25,7 @@ from megazero.mpu.traffic import TrafficLog, recording_context
 from megazero.mpu.warm_up import warm_up
 from megazero.mpu.wrapping_group import GroupCall, WrappingGroup
 from megazero.train.pretraining import pretrain_on
+from tests.tables import over_table
 
 GRIDS = (
     ProcessGrid(dp=4),
@@ -34,7 +35,7 @@ GRIDS = (
 )
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("pp", "stage", "seconds"),
     [
         (1, 0, ()),
@@ -48,8 +49,8 @@ def test_second_communicators_are_for_what_overlaps(pp, stage, seconds):
     assert second_communicators(ProcessGrid(pp=pp, dp=2), stage) == seconds
 
 
-@pytest.mark.parametrize("node_size", [1, 2])
-@pytest.mark.parametrize("grid", GRIDS)
+@over_table("node_size", [1, 2])
+@over_table("grid", GRIDS)
 def test_members_share_a_communicator_s_names_and_have_opened_as_many_before(grid, node_size):
     """Torch names a group after that number, and members with two names for it wait for each other."""
     seconds, before = second_communicators(grid, 1), {}
@@ -174,7 +175,7 @@ def test_every_member_of_each_communicator_takes_part_in_its_first_call():
     assert world.run(work) == [[("pp", "all_reduce"), ("pp_odd", "all_reduce")]] * stages
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@over_table("grid", GRIDS)
 def test_each_communicator_is_warmed_once(grid):
     opened: list[str] = []
     calls: list[tuple] = []

@@ -8,6 +8,7 @@ from megazero.config.tree.parallel import ParallelConfig
 from megazero.errors import ConfigError
 from megazero.mpu.grid import AXES, COMMUNICATORS, ProcessGrid, as_ranks, slice_axes
 from megazero.mpu.launch import grid_of
+from tests.tables import over_table
 
 #           tp 0  tp 1
 DRAWN = [  # pp 0
@@ -102,7 +103,7 @@ def test_who_reads_one_batch_and_who_holds_one_model():
     assert grid.members(5, COMMUNICATORS["model"]) == (4, 5, 12, 13)
 
 
-@pytest.mark.parametrize(
+@over_table(
     "sizes",
     [
         (1, 1, 1, 1, 1, 1),
@@ -167,7 +168,7 @@ def test_ranks_that_are_equally_far_apart_take_no_memory_each():
     )
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("ranks", "form"),
     [
         ((3,), range(3, 4)),

@@ -9,6 +9,7 @@ import pytest
 from megazero.mpu.messages import broadcast_value, first_value, fold_values, name_ranks, same_on_all
 from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
+from tests.tables import over_table
 
 
 def on_ranks(size: int, work) -> list:
@@ -45,7 +46,7 @@ def test_digests_of_extreme_numbers(digest):
     )
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 20, 70])
+@over_table("size", [1, 2, 7, 8, 9, 20, 70])
 def test_values_are_folded_in_group_order(size):
     folded = on_ranks(size, lambda group: fold_values(group, [group.rank], lambda a, b: a + b))
     assert folded == [list(range(size)), *[None] * (size - 1)]

@@ -13,6 +13,7 @@ from megazero.mpu.grid import COMMUNICATORS, Place, ProcessGrid
 from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.mpu.rng import derive_key, sample_keys, site_key
 from megazero.mpu.thread_group import ThreadWorld
+from tests.tables import over_table
 
 ZEROS = InitialValues("zeros")
 
@@ -47,7 +48,7 @@ def test_the_elements_of_a_slice_that_are_not_padding():
     assert spec((3, 0, 2)).present_elements(grid.place(1)) == []
 
 
-@pytest.mark.parametrize(
+@over_table(
     "each",
     [
         spec((3, 5, 4), Cut(0, "ep", padded_size=4), Cut(1, "etp", padded_size=6)),
@@ -65,7 +66,7 @@ def test_padding_is_what_a_slice_of_ones_lacks(each):
         assert present == ones.nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("cuts", "local", "offsets"),
     [  # of the ranks (ep 0, tp 0), (ep 0, tp 1), (ep 1, tp 0), (ep 1, tp 1)
         ((), (4, 6, 3), [(0, 0, 0)] * 4),
@@ -93,7 +94,7 @@ def test_a_slice_cut_twice_by_hand():
     assert slices == [[[1, 2]], [[3, 4]], [[5, 6]], [[7, 8]]]
 
 
-@pytest.mark.parametrize(
+@over_table(
     "cuts",
     [
         (),
@@ -132,7 +133,7 @@ def test_of_equal_copies_in_one_model_the_first_counts():
     assert not any(spec((4,), tied_with="v").counts_on(grid.place(r)) for r in range(8))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("shape", "cuts", "told"),
     [
         ((4, 4), (Cut(2, "tp"),), "not those dims"),
@@ -182,7 +183,7 @@ def some_spec(draw: random.Random, grid: ProcessGrid) -> ParamSpec:
     return spec(tuple(shape), *draw.sample(cuts, len(cuts)), partial_grad=draw.random() < 0.5)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@over_table("seed", range(60))
 def test_laws_of_any_cut_on_any_grid(seed):
     """Elements count once per replica; slices lie where offsets say; replicas hold one and the same slice."""
     draw = random.Random(seed)

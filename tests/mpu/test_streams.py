@@ -13,6 +13,7 @@ from megazero.mpu import streams as module
 from megazero.mpu.context import solo_context
 from megazero.mpu.slab import Slab
 from megazero.mpu.streams import INLINE, CudaStreams, InlineStreams, Point, streams_of
+from tests.tables import over_table
 
 PAGE = mmap.PAGESIZE
 
@@ -34,9 +35,7 @@ class Locked(InlineStreams):
         del self.locked[start]
 
 
-@pytest.mark.parametrize(
-    ("size", "pages"), [(0, 1), (1, 1), (PAGE, 1), (PAGE + 1, 2), (5 * PAGE, 5), (1025 * PAGE, 1025)]
-)
+@over_table(("size", "pages"), [(0, 1), (1, 1), (PAGE, 1), (PAGE + 1, 2), (5 * PAGE, 5), (1025 * PAGE, 1025)])
 def test_memory_is_whole_pages_and_no_power_of_two(size, pages):
     streams = Locked()
     memory = Slab(streams).take(size)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megazero.mpu.tree import FAN, children, parent, pause_of, tiers
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, FAN, FAN + 1, FAN + 2, 1000, 16384])
+@over_table("size", [1, 2, 3, FAN, FAN + 1, FAN + 2, 1000, 16384])
 def test_every_rank_but_the_first_has_one_parent(size):
     below = {rank: children(rank, size) for rank in range(size)}
     assert sorted(child for ranks in below.values() for child in ranks) == list(range(1, size))
@@ -33,7 +32,7 @@ def test_pauses_grow_once_all_ranks_together_would_ask_too_often():
     assert pause_of(0.1, 16384, 10_000) == 1.6384
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("size", "members"),
     [
         (1, []),

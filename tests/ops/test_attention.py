@@ -11,6 +11,7 @@ from torch import Tensor
 from megazero.ops.attention import attention
 from megazero.ops.dropout import AttentionDropout
 from tests.ops.lse import attention_with_lse
+from tests.tables import over_table
 
 
 def _qkv(s: int = 9, b: int = 2, n: int = 4, g: int = 2, d: int = 8) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,8 +118,8 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, allowed: Tens
     return torch.einsum("bnst,tbne->sbne", scores.softmax(-1), v).flatten(2), scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
+@over_table("dtype", [torch.float32, torch.bfloat16], ids=str)
+@over_table(
     ("e", "bias_shape", "causal"),
     [
         (8, (2, 4, 9, 9), True),

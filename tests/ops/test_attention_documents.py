@@ -11,6 +11,7 @@ from megazero.ops.attention.documents import Documents
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout
 from megazero.ops.scaled_softmax import scaled_softmax
+from tests.tables import over_table
 
 S = 420
 
@@ -20,7 +21,7 @@ def test_runs_are_counted_row_by_row():
     assert Documents(ids).lengths == [[300, 120], [420], [180, 120, 120]]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("ids", "why"),
     [
         (torch.tensor([[1] * 180 + [2] * 60 + [1] * 180]), "a document comes back"),
@@ -33,14 +34,14 @@ def test_other_ids_need_a_mask(ids, why):
     assert Documents(ids).lengths is None, why
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dropped", [False, True])
-@pytest.mark.parametrize(
+@over_table("causal", [False, True])
+@over_table("dropped", [False, True])
+@over_table(
     "positions",
     [range(3, 3 + S), torch.arange(S).flip(0), (torch.arange(3 * S) * 7 % 999).view(S, 3)],
     ids=["range", "of all rows", "of each row"],
 )
-@pytest.mark.parametrize(
+@over_table(
     "ids",
     [
         [[4] * 300 + [0] * 120, [7] * 420, [1] * 180 + [2] * 120 + [-1] * 120],
@@ -75,8 +76,8 @@ def test_dropout_of_another_batch_is_refused_before_rows_are_taken_apart():
         attention(x, x, x, causal=False, document_ids=torch.zeros(1, S), dropout=dropout)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("s", "masked"), [(24, False), (24, True), (5, False)])
+@over_table("causal", [False, True])
+@over_table(("s", "masked"), [(24, False), (24, True), (5, False)])
 def test_the_composition_has_the_softmax_compare_ids(s, masked, causal, monkeypatch):
     """In fp16 on a CPU, dropout takes it, as on a GPU; the bits are those with a mask of all pairs."""
     given = []

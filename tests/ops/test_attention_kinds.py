@@ -26,6 +26,7 @@ from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout
 from tests.ops.lse import attention_with_lse
+from tests.tables import over_table
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 
@@ -86,7 +87,7 @@ def agree(inputs: list[Tensor], call: AttentionCall, bound: float = 1e-5) -> lis
     return ours
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@over_table("name", PATTERNS)
 def test_patterns(name):
     """At every size, with all that a call may have besides: slopes, dropout, documents, a mask."""
     slopes = Slopes(torch.tensor([0.5, -0.25, 0.0, 1.0]))
@@ -105,7 +106,7 @@ def test_patterns(name):
             agree(inputs, replace(plain, documents=Documents(ids), bias=slopes))
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@over_table("name", PATTERNS)
 def test_patterns_of_parts(name):
     """Queries and keys anywhere in their sequence, keys before or behind queries, with documents of both."""
     whole = Documents(torch.stack((torch.arange(400) // 77, torch.arange(400) // 150)))
@@ -118,7 +119,7 @@ def test_patterns_of_parts(name):
         agree(inputs, replace(call, part=part, documents=Documents(whole.ids[:, keys])))
 
 
-@pytest.mark.parametrize("name", PATTERNS)
+@over_table("name", PATTERNS)
 def test_patterns_in_bf16(name):
     pattern = PATTERNS[name](200)
     agree([x.bfloat16() for x in inputs_of(200, 200)], AttentionCall(0.3, pattern=pattern), 2e-2)
@@ -137,7 +138,7 @@ def test_what_makes_no_difference_is_left_out():
     assert kept.simplified(9, 9) == kept
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("pattern", "hidden"),
     [
         (Pattern((3, 0)), lambda q, k: k < q - 3 or k > q),

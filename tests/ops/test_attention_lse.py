@@ -12,10 +12,11 @@ from megazero.ops.attention import ATTENTION, AttentionFacts, MaskKind, attentio
 from megazero.ops.attention.call import AttentionCall
 from megazero.ops.dropout import AttentionDropout
 from tests.ops.lse import attention_with_lse
+from tests.tables import over_table
 
 S, B, HEADS, GROUPS, D = 48, 2, 4, 2, 16
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+each_dtype = over_table("dtype", TOLERANCE, ids=str)
 
 
 def qkv(dtype: torch.dtype) -> list[Tensor]:
@@ -33,7 +34,7 @@ def merged(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 @each_dtype
-@pytest.mark.parametrize("dropout", [False, True])
+@over_table("dropout", [False, True])
 def test_two_halves_of_the_keys_merge_to_all(dtype: torch.dtype, dropout: bool) -> None:
     """Forward and backward, as ring attention goes round: the second half of the queries sees all of the
     first half's keys and its own in causal order; dropout is of the positions."""

@@ -44,6 +44,7 @@ from megazero.ops.dispatch import FLOATS, everything
 from megazero.ops.dropout import AttentionDropout
 from tests.kernels.harness import watched
 from tests.ops.lse import attention_with_lse
+from tests.tables import over_table
 
 CPU = torch.device("cpu")
 IDS = np.array([[4, 4, 4, 0, 0, 7], [7, 7, -1, -1, -1, -1]], dtype=np.int32)
@@ -62,7 +63,7 @@ def chosen(monkeypatch, built: bool, **facts) -> str:
     return ATTENTION.choose(AttentionFacts("cuda", **whole)).name
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("facts", "name"),
     [
         ({}, "sdpa"),
@@ -85,8 +86,8 @@ def test_each_kind_of_call_has_its_kernel(facts, name, monkeypatch):
     assert chosen(monkeypatch, built=True, **facts) == name
 
 
-@pytest.mark.parametrize("built", [False, True])
-@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+@over_table("built", [False, True])
+@over_table("device", ["cpu", "cuda", "meta"])
 def test_whatever_gives_a_log_sum_exp_is_a_kernel(device, built, monkeypatch):
     """Merging parts of the keys needs both passes, of every kind of call."""
     set_built(monkeypatch, built)
@@ -176,12 +177,10 @@ def by_run(causal_name: str):
     return attend
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("size", [8, 12])
-@pytest.mark.parametrize("scale", [8**-0.5, 0.3])
-@pytest.mark.parametrize(
-    ("names", "groups"), [(TORCH_2_10, 2), (TORCH_2_11, 2), (TORCH_2_12, 2), (TORCH_2_12, 1)]
-)
+@over_table("causal", [False, True])
+@over_table("size", [8, 12])
+@over_table("scale", [8**-0.5, 0.3])
+@over_table(("names", "groups"), [(TORCH_2_10, 2), (TORCH_2_11, 2), (TORCH_2_12, 2), (TORCH_2_12, 1)])
 def test_torchs_function_of_each_version_gets_what_the_mask_says(names, groups, scale, size, causal):
     torch.manual_seed(1)
     shapes = [(6, 2, n, size) for n in (2, groups, groups)]
@@ -279,7 +278,7 @@ def test_layers_share_the_bounds_of_their_documents(monkeypatch):
     assert [name for name, _ in made.tensors].count("sort") == 2  # its two results
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "facts", "warned"),
     [
         ("composed", {"dropout": True}, True),

@@ -18,6 +18,7 @@ from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dispatch import Implementation
 from megazero.ops.dropout import AttentionDropout
 from tests.kernels.harness import watched
+from tests.tables import over_table
 
 S, B, N, G, D = 44, 2, 4, 2, 12
 built = pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
@@ -170,7 +171,7 @@ def test_the_log_sum_exp_has_a_gradient_too(kernel_of):
     agree([*ours], [*grads], 1e-5)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("first", "second", "merged"),
     [
         ((0.0, 1.0), (100.0, 3.0), 3.0),

@@ -12,6 +12,7 @@ from megazero.ops.block_layouts import (
     random_blocks,
     variable,
 )
+from tests.tables import over_table
 
 BAND = "11111111 11100000 11110000 10111000 10011100 10001110 10000111 10000011"
 LOWER = "10000000 11000000 11100000 10110000 10011000 10001100 10000110 10000011"
@@ -64,7 +65,7 @@ def picture(layout):
     return " ".join("".join(str(int(cell)) for cell in row) for row in layout[0])
 
 
-@pytest.mark.parametrize("name", LITERALS)
+@over_table("name", LITERALS)
 def test_literal_layouts(name):
     layout, expected = LITERALS[name]
     assert layout.dtype == torch.bool
@@ -89,7 +90,7 @@ def test_a_crop_differs_from_a_layout_of_that_length_in_a_short_window(blocks, d
     assert torch.equal(fixed(128, causal=True)[:, :blocks, :blocks], fixed(blocks, causal=True))
 
 
-@pytest.mark.parametrize(
+@over_table(
     "make",
     [
         lambda n: variable(n, windows=(1, 2, 3), starts=(0, 5)),

@@ -23,6 +23,7 @@ from tests.ops.scalar_random import (
     splitmix_64_stream,
     uniform_reference,
 )
+from tests.tables import over_table
 
 KEYS = (0, 1, 2**31, 2**63 - 1, -1, -(2**63))
 
@@ -34,7 +35,7 @@ def test_splitmix_gives_the_published_numbers() -> None:
     assert [splitmix_64(1234567, index) for index in range(4)] == published
 
 
-@pytest.mark.parametrize("key", KEYS)
+@over_table("key", KEYS)
 def test_tensors_equal_python_integers(key: int) -> None:
     index = torch.tensor([0, 1, 2, 1000, 2**40, 2**62])
     assert [each % 2**64 for each in derive(key, index).tolist()] == [
@@ -51,7 +52,7 @@ def test_keys_of_a_tensor_equal_keys_one_by_one() -> None:
     assert torch.equal(whole, torch.stack([hash_uniform(key, index) for key in KEYS]))
 
 
-@pytest.mark.parametrize("full", [(7,), (5, 6), (3, 4, 5), (300, 1), (1, 140_001)])
+@over_table("full", [(7,), (5, 6), (3, 4, 5), (300, 1), (1, 140_001)])
 def test_a_block_is_the_slice_of_the_whole(full: tuple[int, ...]) -> None:
     whole = normal(9, full, 0.02)
     offset = tuple(size // 3 for size in full)
@@ -61,7 +62,7 @@ def test_a_block_is_the_slice_of_the_whole(full: tuple[int, ...]) -> None:
     assert torch.equal(block, whole[slices])
 
 
-@pytest.mark.parametrize("full", [(7,), (300, 7), (3, 4, 5), (2, 1001)])
+@over_table("full", [(7,), (300, 7), (3, 4, 5), (2, 1001)])
 def test_numbers_do_not_depend_on_how_many_are_drawn_at_once(full, monkeypatch) -> None:
     whole, sizes, normal_at = normal(9, full, 0.02), [], counter_random._normal_at
     monkeypatch.setattr(
@@ -123,7 +124,7 @@ def _keep(p: float, rows: int = 2048, columns: int = 1024) -> torch.Tensor:
     return keep_mask(torch.arange(rows).unsqueeze(1), p, torch.arange(columns)).double()
 
 
-@pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9])
+@over_table("p", [0.0, 0.01, 0.1, 0.5, 0.9])
 def test_keep_frequency_overall_and_by_row_and_column(p: float) -> None:
     keep, variance = _keep(p), max(p * (1 - p), 1e-12)
     assert abs(keep.mean().item() - (1 - p)) < 4 * (variance / keep.numel()) ** 0.5 + 1e-9

@@ -12,6 +12,7 @@ from megazero.ops import operators
 from megazero.ops.cross_entropy import CROSS_ENTROPY, VocabularySlice
 from megazero.ops.dispatch import CallFacts
 from tests.ops.ranks import Rank, on_ranks
+from tests.tables import over_table
 
 
 def _sliced_loss(
@@ -33,10 +34,10 @@ def _sliced_loss(
     return results[0][0], torch.cat([grad for _, grad in results], -1)
 
 
-@pytest.mark.parametrize("implementation", CROSS_ENTROPY.implementations, ids=lambda each: each.name)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("vocab", [16, 13, 5, 1])
-@pytest.mark.parametrize("scale", [1.0, 1e3])
+@over_table("implementation", CROSS_ENTROPY.implementations, ids=lambda each: each.name)
+@over_table("tp", [1, 2, 4])
+@over_table("vocab", [16, 13, 5, 1])
+@over_table("scale", [1.0, 1e3])
 def test_slices_equal_the_whole(implementation, tp: int, vocab: int, scale: float) -> None:
     """Also where padding fills whole slices: a vocabulary of 5 or 1 over four slices of 4."""
     if not implementation.serves(CallFacts("cpu", torch.float32)):
@@ -74,9 +75,9 @@ def test_bf16_logits_give_an_fp32_loss_and_a_bf16_gradient() -> None:
     assert (loss.dtype, grad.dtype) == (torch.float32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("implementation", CROSS_ENTROPY.implementations, ids=lambda each: each.name)
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("bad", [13, 15, 16, -1, -100])
+@over_table("implementation", CROSS_ENTROPY.implementations, ids=lambda each: each.name)
+@over_table("tp", [1, 2])
+@over_table("bad", [13, 15, 16, -1, -100])
 def test_a_foreign_target_is_nan_and_spoils_no_other_row(implementation, tp: int, bad: int) -> None:
     """Also the ids of padding: nothing may train on them unnoticed, and nothing waits for a look."""
     if not implementation.serves(CallFacts("cpu", torch.float32)):
@@ -100,8 +101,8 @@ def test_a_foreign_target_is_nan_and_spoils_no_other_row(implementation, tp: int
         assert found_grad.view(6, -1)[:5].isfinite().all()
 
 
-@pytest.mark.parametrize("implementation", CROSS_ENTROPY.implementations[:-1], ids=lambda each: each.name)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@over_table("implementation", CROSS_ENTROPY.implementations[:-1], ids=lambda each: each.name)
+@over_table("dtype", [torch.float32, torch.bfloat16])
 def test_a_gradient_over_the_logits_is_the_same(implementation, dtype) -> None:
     """In their memory, bit for bit; whoever else reads them in backward is told so."""
     if not implementation.serves(CallFacts("cpu", dtype)):

@@ -58,6 +58,7 @@ from megazero.ops.top_k import top_k
 from megazero.ops.update import StepFacts, UpdateCall, update_step
 from megazero.optim.elementwise import Adam, Sgd
 from tests.ops.lse import attention_with_lse
+from tests.tables import over_table
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def test_the_faster_ones_are_passed_over_for_a_reason() -> None:
     assert plain.unmet(single) is None
 
 
-@pytest.mark.parametrize("operator", operators(), ids=lambda each: each.name)
+@over_table("operator", operators(), ids=lambda each: each.name)
 def test_who_serves_has_no_reason_and_who_does_not_has_one(operator: Operator) -> None:
     for call in operator.calls:
         for each in operator.implementations:
@@ -375,7 +376,7 @@ def own_code(fn: object) -> set:
     return {inspect.unwrap(fn).__code__}
 
 
-@pytest.mark.parametrize("operator", operators(), ids=lambda each: each.name)
+@over_table("operator", operators(), ids=lambda each: each.name)
 def test_what_is_said_to_run_is_what_runs(operator: Operator) -> None:
     """Forward and backward of every kind of call on CPU enter one implementation, the one that was named.
 

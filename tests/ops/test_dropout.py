@@ -11,6 +11,7 @@ from megazero.ops import native
 from megazero.ops.bias_dropout_add import BIAS_DROPOUT_ADD, bias_dropout_add
 from megazero.ops.counter_random import derive
 from megazero.ops.dropout import AttentionDropout, Dropout, dropout_mask_attention, dropout_mask_hidden
+from tests.tables import over_table
 
 WHOLE = Dropout(0.3, torch.tensor([5, 6, -7]), range(12))
 # Another choice of rows for each sequence.
@@ -23,7 +24,7 @@ ROWS = {
     "a zigzag half": torch.tensor([0, 1, 2, 9, 10, 11]),
     "a choice per sequence": BY_SAMPLE,
 }
-each_rows = pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
+each_rows = over_table("rows", ROWS.values(), ids=ROWS.keys())
 
 
 def pick(x: torch.Tensor, rows: range | torch.Tensor) -> torch.Tensor:
@@ -122,8 +123,8 @@ def test_share_must_be_below_one(make) -> None:
         make()
 
 
-@pytest.mark.parametrize("name", ["chunked", "native_cpu", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@over_table("name", ["chunked", "native_cpu", "reference"])
+@over_table("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_implementation_drops_the_same_elements(name: str, dtype: torch.dtype) -> None:
     """At any width and any number of rows, none among them; backward drops what forward does."""
     if name == "native_cpu" and not native.available():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from megazero.ops.grouped_linear import (
     reads_sizes,
     sums_by_group,
 )
+from tests.tables import over_table
 
 CPU = torch.device("cpu")
 TABLES = (GROUPED_LINEAR, GROUPED_OUTER)
@@ -31,7 +31,7 @@ def randn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@over_table("sizes", SIZES, ids=str)
 def test_gradients_of_the_product_are_grouped_products(sizes):
     """Of y = x w_e^T: dx = dy w_e, and dw_e = dy_e^T x_e, by autograd through one product for each row."""
     rows, n, k = sum(sizes), 5, 3
@@ -50,7 +50,7 @@ def test_gradients_of_the_product_are_grouped_products(sizes):
 
 BY_TORCH = [next(row.fn for row in table.implementations if row.name == "torch") for table in TABLES]
 BATCHED = [next(row.fn for row in table.implementations if row.name == "batched") for table in TABLES]
-FLOATS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+FLOATS = over_table("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
 def check(ours, groups, dtype):
@@ -73,14 +73,14 @@ def check(ours, groups, dtype):
 
 
 @FLOATS
-@pytest.mark.parametrize("sizes", [*SIZES, (0,), (0, 0, 0)], ids=str)
+@over_table("sizes", [*SIZES, (0,), (0, 0, 0)], ids=str)
 def test_torchs_grouped_product_is_the_loop(sizes, dtype):
     """Which CUDA devices use for bf16; on a CPU it can be called as well. No rows at all are no error."""
     check(BY_TORCH, Groups.of(sizes, CPU), dtype)
 
 
 @FLOATS
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (5,), (0, 0)], ids=str)
+@over_table("sizes", [(2, 2, 2), (5,), (0, 0)], ids=str)
 def test_even_groups_are_one_batch(sizes, dtype):
     groups = Groups.even(len(sizes), sizes[0], CPU)
     assert groups.read() == list(sizes)
@@ -88,8 +88,8 @@ def test_even_groups_are_one_batch(sizes, dtype):
     check(BATCHED, groups, dtype)
 
 
-@pytest.mark.parametrize("left", [0, 3])
-@pytest.mark.parametrize("counts", [(3, 0, 5, 1), (0, 4), (0, 0), (6, 0, 0), (0,)], ids=str)
+@over_table("left", [0, 3])
+@over_table("counts", [(3, 0, 5, 1), (0, 4), (0, 0), (6, 0, 0), (0,)], ids=str)
 def test_what_only_the_device_knows(counts, left):
     """Its last group takes what is left: the product of a row without a group would be left unwritten."""
     rows = sum(counts) + left
@@ -102,8 +102,8 @@ def test_what_only_the_device_knows(counts, left):
     check(BY_TORCH, groups, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sizes", [*SIZES, (0, 0), (2, 2, 2)], ids=str)
+@over_table("dtype", [torch.float64, torch.bfloat16], ids=str)
+@over_table("sizes", [*SIZES, (0, 0), (2, 2, 2)], ids=str)
 def test_biases_of_groups(sizes, dtype):
     """By a loop, by number, and in even blocks: the same bits forward, and sums that agree backward."""
     rows, n = sum(sizes), 5

@@ -11,12 +11,13 @@ from megazero.mpu.solo_group import SoloGroup
 from megazero.ops.cross_entropy import VocabularySlice
 from megazero.ops.kl_divergence import KL_DIVERGENCE, vocab_parallel_kl_divergence
 from tests.ops.ranks import on_ranks
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize("implementation", KL_DIVERGENCE.implementations, ids=lambda each: each.name)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("vocab", [16, 13, 5, 1])
-@pytest.mark.parametrize(("scale", "temperature"), [(1.0, 1.0), (1.0, 4.0), (300.0, 2.0)])
+@over_table("implementation", KL_DIVERGENCE.implementations, ids=lambda each: each.name)
+@over_table("tp", [1, 2, 4])
+@over_table("vocab", [16, 13, 5, 1])
+@over_table(("scale", "temperature"), [(1.0, 1.0), (1.0, 4.0), (300.0, 2.0)])
 def test_slices_equal_the_whole(implementation, tp, vocab, scale, temperature):
     """Also where padding fills whole slices: a vocabulary of 5 or 1 over four slices of 4."""
     torch.manual_seed(0)

@@ -9,6 +9,7 @@ from torch import Tensor
 from megazero.ops.lamb import LAMB_MOVE, LAMB_NORMS, LambMoments, LambTerms, lamb_move, lamb_norms
 from megazero.ops.native import available
 from tests.ops.test_updates import BF16, F16, NATIVE, same
+from tests.tables import over_table
 
 MOMENTS = LambMoments(0.9, 0.99)
 PAIRS = [
@@ -44,10 +45,10 @@ def step(norms, move, own, terms, *, out=None, scale=1.0) -> Tensor:
     return measured
 
 
-@pytest.mark.parametrize(("norms", "move"), PAIRS)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("scale", [1.0, 1e-15, 1e18])
-@pytest.mark.parametrize("size", [0, 1, 7, 1031, 40_009])
+@over_table(("norms", "move"), PAIRS)
+@over_table("decay", [0.0, 0.1])
+@over_table("scale", [1.0, 1e-15, 1e18])
+@over_table("size", [0, 1, 7, 1031, 40_009])
 def test_equals_the_reference(norms, move, size, scale, decay) -> None:
     """Ragged sizes; small squares; weights whose sum of squares is beyond fp32, in which a GPU sums."""
     scale = min(scale, 1e15) if norms.name == "blocks" else scale

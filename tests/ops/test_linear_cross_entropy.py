@@ -21,6 +21,7 @@ from megazero.ops.linear_cross_entropy import (
 )
 from tests.kernels.harness import Bound, in_every_order, watched
 from tests.ops.ranks import on_ranks
+from tests.tables import over_table
 
 
 def whole(vocab: int) -> VocabularySlice:
@@ -59,9 +60,9 @@ def on_slices(fn, given, vocab: int, tp: int, block: int) -> tuple[Tensor, Tenso
     return results[0][0], sum(each[1] for each in results), torch.cat([each[2] for each in results])
 
 
-@pytest.mark.parametrize("implementation", LINEAR_CROSS_ENTROPY.implementations, ids=lambda each: each.name)
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize(("vocab", "block"), [(16, 3), (13, 2), (5, 4), (1, 1), (13, 100)])
+@over_table("implementation", LINEAR_CROSS_ENTROPY.implementations, ids=lambda each: each.name)
+@over_table("tp", [1, 2, 4])
+@over_table(("vocab", "block"), [(16, 3), (13, 2), (5, 4), (1, 1), (13, 100)])
 def test_slices_and_blocks_equal_the_whole(implementation, tp: int, vocab: int, block: int) -> None:
     """Also where padding fills whole slices and blocks."""
     if not implementation.serves(CallFacts("cpu", torch.float32)):
@@ -75,7 +76,7 @@ def test_slices_and_blocks_equal_the_whole(implementation, tp: int, vocab: int, 
     assert not found[2][vocab:].any(), "padding gets no gradient"
 
 
-@pytest.mark.parametrize("bad", [13, 16, -1, -100])
+@over_table("bad", [13, 16, -1, -100])
 def test_a_foreign_target_is_nan_and_spoils_no_other_loss(bad: int) -> None:
     x, weight, target, _ = inputs(13)
     target[1, 2] = bad
@@ -110,8 +111,8 @@ def chosen(dtype=torch.float64):
     return LINEAR_CROSS_ENTROPY.choose(CallFacts("cpu", dtype)).fn
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 4, 7, 15, 99])
-@pytest.mark.parametrize("tp", [1, 2])
+@over_table("tiles", [1, 2, 4, 7, 15, 99])
+@over_table("tp", [1, 2])
 def test_tiles_equal_the_whole(tiles: int, tp: int) -> None:
     """15 tokens: also where the last tile is smaller than the others, and with more tiles than tokens."""
     given = inputs(13)
@@ -127,8 +128,8 @@ def test_gradcheck(tiles: int) -> None:
     assert torch.autograd.gradcheck(lambda *w: chosen()(*w, target, whole(13), 5, tiles), leaves)
 
 
-@pytest.mark.parametrize("tiles", [1, 4])
-@pytest.mark.parametrize("scale", [0.25, torch.rand(5, 3, dtype=torch.float64)], ids=["number", "by-token"])
+@over_table("tiles", [1, 4])
+@over_table("scale", [0.25, torch.rand(5, 3, dtype=torch.float64)], ids=["number", "by-token"])
 def test_the_gradient_of_a_scaled_loss(tiles: int, scale) -> None:
     """Head and input alike: DeepSpeed 0.19.8 scales the input's gradient alone."""
     x, weight, target, weights = inputs(13)
@@ -184,8 +185,8 @@ def test_without_a_number_tiles_stay_below_a_gibibyte() -> None:
     assert len(how.tokens(32_768, 128_256)) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("block", [16, 5])
+@over_table("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@over_table("block", [16, 5])
 def test_by_the_kernels_for_gpus(dtype, block: int) -> None:
     given = inputs(29, 32, dtype)
     x, weight, target, weights = given

@@ -15,6 +15,7 @@ from megazero.ops.attention.native_cpu import attention_native_cpu
 from megazero.ops.attention.pattern import ALL, CAUSAL
 from megazero.ops.attention.reference import attention_reference
 from megazero.ops.dropout import AttentionDropout, dropout_mask_attention
+from tests.tables import over_table
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled kernels are not built")
 
@@ -47,8 +48,8 @@ def _agree(inputs: list[Tensor], causal: bool, dropout=None, bound: float = 1e-5
         assert torch.allclose(found, expected, atol=bound * max(1.0, expected.abs().amax().item()), rtol=0)
 
 
-@pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("lse", [False, True])
+@over_table("name", SETS)
+@over_table("lse", [False, True])
 def test_every_instruction_set_that_there_is(name: str, lse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the processor lacks falls back to the best that it has."""
     most = getattr(native.NATIVE.InstructionSet, name)
@@ -69,7 +70,7 @@ def test_ragged_sizes() -> None:
         _agree(_inputs(keys, 3, 1, 1, 1, 5), causal=False)
 
 
-@pytest.mark.parametrize(
+@over_table(
     "sizes", [(0, 5, 1, 2, 1, 4), (5, 0, 1, 2, 1, 4), (5, 5, 0, 2, 1, 4), (4, 4, 1, 2, 2, 0)], ids=str
 )
 def test_nothing_gives_zeros(sizes: tuple[int, ...]) -> None:
@@ -117,8 +118,8 @@ def test_slices_of_one_projection_need_no_copy() -> None:
     _agree([turned, *parts[1:], grad], causal=True)
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-@pytest.mark.parametrize("which", [0, 1, 2])
+@over_table("bad", [torch.inf, -torch.inf, torch.nan])
+@over_table("which", [0, 1, 2])
 def test_what_is_not_finite_stays_visible(bad: float, which: int) -> None:
     """Where the reference's result is NaN or infinite, so is ours, and nowhere else."""
     for s, t in ((1, 1), (70, 70)):

@@ -10,6 +10,7 @@ from megazero.ops.layer_norm import add_layer_norm, layer_norm
 from megazero.ops.rms_norm import add_rms_norm, rms_norm
 from megazero.ops.rotary import ROTARY, apply_rotary, rotary_table
 from megazero.ops.scaled_softmax import scaled_softmax
+from tests.tables import over_table
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -40,7 +41,7 @@ def test_a_norm_of_a_sum_by_hand() -> None:
     assert (y[0].tolist(), total.tolist()) == (pytest.approx([2, -2, 2, -2]), [[3, -3, 3, -3]])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@over_table("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_a_norm_of_a_sum_is_an_add_and_a_norm_bit_for_bit(dtype: torch.dtype) -> None:
     """Where a layer takes one for the other, no number changes on CPU."""
     torch.manual_seed(0)

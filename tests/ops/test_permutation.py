@@ -6,6 +6,7 @@ import torch
 from megazero.ops.gathered_sum import gathered_sum, gathered_sum_reference
 from megazero.ops.permute import permute
 from megazero.ops.sort_by_expert import SORT_BY_EXPERT, sort_by_expert, sort_by_expert_reference
+from tests.tables import over_table
 
 CHOSEN = torch.tensor([[2, 0], [0, 2], [2, 1], [0, 5]])
 KEPT = torch.tensor([[True, True], [True, False], [True, True], [False, True]])
@@ -25,8 +26,8 @@ def test_a_choice_that_finds_no_room_has_no_row():
     assert counts.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("room", [None, 0, 9])
-@pytest.mark.parametrize(("n", "k", "experts"), [(0, 2, 3), (1, 1, 1), (50, 2, 7), (37, 3, 2000), (5, 2, 0)])
+@over_table("room", [None, 0, 9])
+@over_table(("n", "k", "experts"), [(0, 2, 3), (1, 1, 1), (50, 2, 7), (37, 3, 2000), (5, 2, 0)])
 def test_every_sort_is_the_stable_one(n, k, experts, room):
     g = torch.Generator().manual_seed(n)
     chosen = torch.randint(-1, experts + 2, (k, n), generator=g).t()

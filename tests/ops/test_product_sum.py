@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megazero.ops.product_sum import Blas, Product, working_blas
+from tests.tables import over_table
 
 TYPES = {0: torch.float32, 2: torch.float16, 14: torch.bfloat16}
 
@@ -43,10 +44,8 @@ def integers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(-4, 5, shape, generator=g).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("rows", "shape", "h"), [(5, (3,), 7), (1, (1,), 1), (4, (2, 3, 2), 8), (33, (16,), 5)]
-)
+@over_table("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@over_table(("rows", "shape", "h"), [(5, (3,), 7), (1, (1,), 1), (4, (2, 3, 2), 8), (33, (16,), 5)])
 def test_a_product_begins_a_sum_and_is_added_to_it(dtype, rows, shape, h):
     n = torch.Size(shape).numel()
     left, right = integers(rows, n, dtype=dtype), integers(rows, h, dtype=dtype)

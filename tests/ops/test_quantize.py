@@ -10,10 +10,11 @@ from torch import Tensor
 
 from megazero.ops.native import available
 from megazero.ops.quantize import CODE_FORMATS, DEQUANTIZE, QUANTIZE, Quantization, dequantize, quantize
+from tests.tables import over_table
 
 KINDS = tuple(CODE_FORMATS)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KEYS = pytest.mark.parametrize("key", [None, 12345], ids=["nearest", "stochastic"])
+KEYS = over_table("key", [None, 12345], ids=["nearest", "stochastic"])
 NATIVE = pytest.mark.skipif(not available(), reason="the compiled kernels are not built")
 
 
@@ -67,8 +68,8 @@ def test_bytes_are_those_of_the_formula():
 
 
 @KEYS
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("dtype", DTYPES, ids=str)
+@over_table("kind", KINDS)
 def test_a_round_trip_is_within_the_bound(kind, dtype, key):
     for rows, numel, block in ((1, 1, 8), (3, 67, 8), (2, 1031, 256), (5, 64, 64)):
         how, x = Quantization(kind, block), random(rows, numel, dtype)
@@ -78,8 +79,8 @@ def test_a_round_trip_is_within_the_bound(kind, dtype, key):
         assert (error <= allowed + slack).all(), (rows, numel, block)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("dtype", DTYPES, ids=str)
+@over_table("kind", KINDS)
 @KEYS
 def test_nothing_is_clipped_and_zeros_stay(kind, dtype, key):
     """DeepSpeed's codes end below the positive maximum, by an eighth of it at 4 bits."""
@@ -91,7 +92,7 @@ def test_nothing_is_clipped_and_zeros_stay(kind, dtype, key):
     assert found[x == 0].count_nonzero() == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("kind", KINDS)
 @KEYS
 def test_denormal_blocks_lose_less_than_the_smallest_step(kind, key):
     x = torch.tensor([[1e-45, -3e-39, 1e-38, 0.0, 5e-42]])
@@ -99,9 +100,9 @@ def test_denormal_blocks_lose_less_than_the_smallest_step(kind, key):
     assert (error <= 2.0**-126).all()
 
 
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("bad", [math.inf, -math.inf, math.nan])
+@over_table("dtype", DTYPES, ids=str)
+@over_table("kind", KINDS)
 @KEYS
 def test_what_is_not_finite_stays_so_in_its_block_alone(kind, dtype, bad, key):
     x = torch.ones(2, 40, dtype=dtype)
@@ -145,7 +146,7 @@ def sweep() -> list[tuple[Tensor, int]]:
 
 @NATIVE
 @KEYS
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("kind", KINDS)
 def test_the_kernel_is_bit_for_bit_the_reference(kind, key):
     (packs, *_), (unpacks, *_) = QUANTIZE.implementations, DEQUANTIZE.implementations
     for x, block in sweep():
@@ -185,7 +186,7 @@ def test_all_fp8_codes_come_back():
     assert torch.equal(dequantize(packed, len(codes), how, torch.float32)[0], values)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("kind", KINDS)
 def test_chance_has_no_bias_and_depends_on_key_and_element_alone(kind):
     how, x = Quantization(kind, 64), random(1, 640, seed=3)
     tries = torch.stack([back(x, how, key) for key in range(400)])

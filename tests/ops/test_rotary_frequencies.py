@@ -18,6 +18,7 @@ from megazero.ops.rotary_frequencies import (
     yarn_magnitude,
 )
 from tests.models.hf_weights import rope_scaling
+from tests.tables import over_table
 
 CPU = torch.device("cpu")
 SCALED = {
@@ -81,7 +82,7 @@ def test_yarn_sharpens_attention():
     torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, 1.25**2))
 
 
-@pytest.mark.parametrize("kind", SCALED)
+@over_table("kind", SCALED)
 def test_transformers_has_the_same_frequencies(kind):
     pytest.importorskip("transformers", minversion="5")
     from transformers import LlamaConfig

@@ -1,10 +1,10 @@
 """The sum of squares: every implementation for the CPU by hand and in fp64."""
 
-import pytest
 import torch
 
 from megazero.ops.dispatch import CallFacts
 from megazero.ops.square_sum import SQUARE_SUM, square_sum
+from tests.tables import over_table
 
 
 def test_tensors_of_several_dtypes_have_one_sum():
@@ -13,8 +13,8 @@ def test_tensors_of_several_dtypes_have_one_sum():
     assert square_sum(tensors).dtype == torch.float64
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("implementation", SQUARE_SUM.implementations, ids=lambda each: each.name)
+@over_table("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@over_table("implementation", SQUARE_SUM.implementations, ids=lambda each: each.name)
 def test_equals_the_formula(implementation, dtype):
     if implementation.name != "norms" and not implementation.serves(CallFacts("cpu", dtype)):
         return

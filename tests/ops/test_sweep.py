@@ -11,6 +11,7 @@ from torch import Tensor
 from megazero.ops import operators
 from megazero.ops.dispatch import Implementation
 from tests.ops.cases import Case, all_cases
+from tests.tables import check_all, over_table
 
 CASES = all_cases()
 TABLES = {operator.name: operator for operator in operators()}
@@ -47,26 +48,33 @@ def _forward_backward(
     return [each.cpu() for each in (out.detach(), *grads)]
 
 
-@pytest.mark.parametrize("operator", sorted(TABLES))
+@over_table("operator", sorted(TABLES))
 def test_every_operator_is_swept(operator: str) -> None:
-    swept = {case.operator.name for case in CASES}
-    assert operator in swept | UPDATES | CODES | SUMS, (
+    assert operator in BY_OPERATOR.keys() | UPDATES | CODES | SUMS, (
         "updates are in place, codes are integers, sums are fp64: they have tests of their own"
     )
 
 
-FIRST = {case.operator.name: case for case in reversed(CASES)}
+BY_OPERATOR: dict[str, list[Case]] = {}
+for _case in CASES:
+    BY_OPERATOR.setdefault(_case.operator.name, []).append(_case)
+EVERY_OPERATOR = pytest.mark.parametrize("operator", BY_OPERATOR)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[pytest.mark.fast] * (case is FIRST[case.operator.name]), id=str(case))
-        for case in CASES
-    ],
-)
-def test_equals_reference(case: Case, device: str) -> None:
+@pytest.mark.fast
+@over_table("operator", BY_OPERATOR)
+def test_equals_reference_in_its_first_case(operator: str, device: str) -> None:
+    _check_equal(BY_OPERATOR[operator][0], device)
+
+
+@EVERY_OPERATOR
+def test_equals_reference(operator: str, device: str) -> None:
     """In each dtype against the reference in fp64 on a CPU, on the inputs as that dtype holds them."""
+    first, *others = BY_OPERATOR[operator]
+    check_all(((str(case), case) for case in others or [first]), lambda case: _check_equal(case, device))
+
+
+def _check_equal(case: Case, device: str) -> None:
     for implementation, dtype in _members(case, device):
         inputs = tuple(each.to(dtype).double() for each in case.inputs)
         truth = _forward_backward(case, case.operator.reference, torch.float64, inputs)
@@ -77,14 +85,18 @@ def test_equals_reference(case: Case, device: str) -> None:
             assert bool(ours.isfinite().all()), where
             if true.numel():
                 error = (ours.double() - true).abs().max().item()
-                assert error <= case.example.slack * TOLERANCE[dtype] * max(0.1, true.abs().max().item()), (
-                    where
-                )
+                bound = case.example.slack * TOLERANCE[dtype] * max(0.1, true.abs().max().item())
+                assert error <= bound, where
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.gradcheck], ids=str)
-def test_gradcheck(case: Case) -> None:
+@pytest.mark.parametrize("operator", sorted({case.operator.name for case in CASES if case.gradcheck}))
+def test_gradcheck(operator: str) -> None:
     """The gradient is the derivative of the result, in fp64 by finite differences."""
+    cases = ((str(case), case) for case in BY_OPERATOR[operator] if case.gradcheck)
+    check_all(cases, _check_gradients)
+
+
+def _check_gradients(case: Case) -> None:
     for implementation, dtype in _members(case, "cpu"):
         if dtype == torch.float64:
             leaves = [each.clone().requires_grad_() for each in case.inputs]
@@ -92,9 +104,13 @@ def test_gradcheck(case: Case) -> None:
             assert torch.autograd.gradcheck(bound, leaves, fast_mode=True), implementation.name
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_results_keep_the_input_dtype(case: Case) -> None:
+@EVERY_OPERATOR
+def test_results_keep_the_input_dtype(operator: str) -> None:
     """Losses are fp32; all else, and every gradient, has the dtype of what went in."""
+    check_all(((str(case), case) for case in BY_OPERATOR[operator]), _check_dtypes)
+
+
+def _check_dtypes(case: Case) -> None:
     for implementation, dtype in _members(case, "cpu"):
         if dtype == torch.bfloat16:
             result, *grads = _forward_backward(case, implementation.fn, dtype, case.inputs)
@@ -105,11 +121,11 @@ def test_results_keep_the_input_dtype(case: Case) -> None:
             )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", sorted(set(TABLES) - UPDATES - CODES - SUMS))
+@over_table("dtype", [torch.float32, torch.bfloat16], ids=str)
+@over_table("name", sorted(set(TABLES) - UPDATES - CODES - SUMS))
 def test_every_operator_traces_on_the_meta_device(name: str, dtype: torch.dtype) -> None:
     """Law 7: shapes and dtypes of forward and backward without any numbers."""
-    case = FIRST[name]
+    case = BY_OPERATOR[name][0]
     given = [each.to(dtype) for each in case.inputs]
     leaves = [each.to("meta").requires_grad_(case.operator.differentiable) for each in given]
     out = case.call(TABLES[name].choose(case.facts(dtype, "meta")).fn, *leaves)

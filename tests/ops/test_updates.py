@@ -14,6 +14,7 @@ from megazero.ops.native import NATIVE as KERNELS
 from megazero.ops.native import address, available, update_pass
 from megazero.ops.update import UPDATE, StepFacts, UpdateCall, UpdateFacts, update_step
 from megazero.optim.elementwise import Adagrad, Adam, Elementwise, Lion, Sgd
+from tests.tables import over_table
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 SIZES = (*range(1, 71), 127, 128, 129, 1023, 4097)
@@ -21,7 +22,7 @@ NATIVE = pytest.mark.skipif(not available(), reason="the compiled kernels are no
 
 
 RULES = (Adam(0.9, 0.99), Lion(0.9, 0.99), Adagrad(), Sgd(0.0), Sgd(0.9))
-EVERY_RULE = pytest.mark.parametrize("rule", RULES, ids=repr)
+EVERY_RULE = over_table("rule", RULES, ids=repr)
 
 
 def run(
@@ -112,7 +113,7 @@ def test_an_element_moves_the_same_way_wherever_it_lies(rule):
 
 @NATIVE
 @EVERY_RULE
-@pytest.mark.parametrize("width", [BF16, F16])
+@over_table("width", [BF16, F16])
 def test_narrow_gradients_are_widened_exactly_and_scaled_as_by_themselves(rule, width):
     """One pass gives the bits of three: widen and scale, move, round."""
     param, grad, states = state(rule, 1031)
@@ -242,7 +243,7 @@ def test_the_first_step_by_hand() -> None:
     assert v.item() == pytest.approx(0.0125)
 
 
-@pytest.mark.parametrize("implementation", members(ADAM), ids=lambda each: each.name)
+@over_table("implementation", members(ADAM), ids=lambda each: each.name)
 def test_five_steps_equal_torch_optim(implementation) -> None:
     """Gradients grow and shrink by orders of magnitude; empty and ragged tensors included."""
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from megazero.optim.rule import Pieces, UpdateRule
 from megazero.optim.torch_rule import TorchRule
 from tests.optim.rules import Lars, SelfSumming, SelfSummingLars
 from tests.optim.sharded import LR, SPECS, sharded, values
+from tests.tables import over_table
 
 STEPS = 20
 
@@ -132,7 +133,7 @@ def name(row: RuleRow) -> str:
     return f"{rule.kind.__name__}({dict(rule.options)})" if isinstance(rule, TorchRule) else repr(rule)
 
 
-EVERY_ROW = pytest.mark.parametrize("row", ROWS, ids=name)
+EVERY_ROW = over_table("row", ROWS, ids=name)
 
 
 def expected(row: RuleRow, param: Tensor, grads: list[Tensor], decay: float) -> Tensor:
@@ -306,9 +307,7 @@ def whole(row: RuleRow) -> dict[str, Tensor]:
 
 
 @EVERY_ROW
-@pytest.mark.parametrize(
-    "grid", [{"dp": 2}, {"dp": 3}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "ep": 2}], ids=str
-)
+@over_table("grid", [{"dp": 2}, {"dp": 3}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "ep": 2}], ids=str)
 def test_shards_and_slices_move_like_whole_parameters(row, grid):
     for stage in row.stages:
         for found in sharded(row.rule, ProcessGrid(**grid), stage, SPECS):

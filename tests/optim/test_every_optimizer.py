@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import get_args
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
 from megazero.zero.unit import Unit
 from tests.optim.sharded import values
+from tests.tables import over_table
 from tests.zero.policies import make_policy
 
 STATE = {
@@ -36,7 +36,7 @@ STATE = {
     "rmsprop": ("square_avg",),
     "muon": ("momentum", "exp_avg", "exp_avg_sq"),
 }
-EVERY = pytest.mark.parametrize("name", STATE)
+EVERY = over_table("name", STATE)
 SPECS = (
     ParamSpec("columns", (4, 6), InitialValues("zeros"), (Cut(0, "tp"),), matrices=Matrices()),
     ParamSpec("words", (5, 3), InitialValues("zeros"), (Cut(0, "tp", padded_size=8),)),
@@ -140,7 +140,7 @@ def test_clipped_gradients_are_shorter_by_the_norm_of_all(name):
 
 
 @EVERY
-@pytest.mark.parametrize("done", [0, 3])
+@over_table("done", [0, 3])
 def test_state_moves_between_layouts_bit_for_bit_and_goes_on(name, done):
     """Also before the first update, when some classes of torch have no state of their own yet."""
     before, after = range(1, done + 1), range(done + 1, 6)

@@ -7,6 +7,7 @@ import torch
 
 from megazero.errors import NumericsError
 from megazero.optim.grad_norm import clip_coefficient, local_square_sum
+from tests.tables import over_table
 
 
 def test_sums_over_tensors_of_any_shape():
@@ -60,8 +61,8 @@ def test_cutting_and_striding_change_nothing():
     )
 
 
-@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@over_table("value", [math.inf, -math.inf, math.nan])
+@over_table("dtype", [torch.float32, torch.bfloat16])
 def test_non_finite_elements_show(value, dtype):
     tensor = torch.zeros(100_000, dtype=dtype)
     tensor[77_777] = value

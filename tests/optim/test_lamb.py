@@ -9,6 +9,7 @@ from megazero.config.tree.optimizer import OptimizerConfig
 from megazero.optim.build import build_update_rule
 from megazero.optim.lamb import Lamb
 from megazero.optim.rule import Pieces
+from tests.tables import over_table
 
 TINY = 1e-30  # an epsilon that does not show
 
@@ -22,7 +23,7 @@ def move(rule, param, grad, *, lr=0.1, decay=0.0, exempt=False, steps=1):
     return param.tolist()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("options", "call", "wanted"),
     [
         # The first update is the gradient's sign, of length sqrt(2); the weights' is 5: 0.1 x 5 / sqrt(2).

@@ -11,6 +11,7 @@ from megazero.optim.loss_scaler import (
     StaticLossScaler,
     build_loss_scaler,
 )
+from tests.tables import over_table
 
 
 def run(scaler, outcomes):
@@ -22,7 +23,7 @@ def run(scaler, outcomes):
     return states
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("outcomes", "expected"),
     [
         ("...", [(16, 1, 2), (16, 2, 2), (32, 0, 2)]),
@@ -100,7 +101,7 @@ def test_first_scale_below_the_floor_is_refused():
         DynamicLossScaler(initial_scale=2.0, min_scale=4.0)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("fields", "expected"),
     [
         ({"dtype": "fp32"}, StaticLossScaler(1.0)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from megazero.optim.elementwise import Adam, Lion
 from megazero.optim.muon import NEWTON_SCHULZ, Muon, NewtonSchulz, newton_schulz
 from megazero.optim.rescaled import Rescaled
 from megazero.optim.rule import Pieces
+from tests.tables import over_table
 
 LR, STEPS = 0.02, 100
 SIMPLE, QUINTIC = NEWTON_SCHULZ["simple"] * 5, NEWTON_SCHULZ["quintic"]
@@ -35,9 +35,9 @@ def train(rule: Muon, param: Tensor, grads: list[Tensor], decay: float = 0.1) ->
     return param
 
 
-@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (7, 7), (1, 5)])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("match", [None, "match_rms_adamw"])
+@over_table("shape", [(6, 10), (10, 6), (7, 7), (1, 5)])
+@over_table("nesterov", [True, False])
+@over_table("match", [None, "match_rms_adamw"])
 def test_a_hundred_updates_equal_those_of_torch(shape, nesterov, match):
     """torch's products are in bf16, so that the two are equal within its rounding only."""
     twin = torch.nn.Parameter(drawn(*shape))
@@ -55,8 +55,8 @@ def test_a_hundred_updates_equal_those_of_torch(shape, nesterov, match):
         assert (train(rule, start, grads) - twin.detach()).norm() < 0.02 * reach
 
 
-@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (7, 7)])
-@pytest.mark.parametrize("nesterov", [True, False])
+@over_table("shape", [(6, 10), (10, 6), (7, 7)])
+@over_table("nesterov", [True, False])
 def test_a_hundred_updates_equal_the_formula(shape, nesterov):
     param = drawn(*shape).double()
     grads = [drawn(*shape, seed=number) for number in range(1, STEPS + 1)]
@@ -72,8 +72,8 @@ def test_a_hundred_updates_equal_the_formula(shape, nesterov):
     torch.testing.assert_close(found.double(), param, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("coefficients", [SIMPLE, QUINTIC], ids=["simple", "quintic"])
-@pytest.mark.parametrize("shape", [(16, 16), (8, 40), (40, 8)])
+@over_table("coefficients", [SIMPLE, QUINTIC], ids=["simple", "quintic"])
+@over_table("shape", [(16, 16), (8, 40), (40, 8)])
 def test_singular_values_come_near_one_and_vectors_stay(coefficients, shape):
     matrix = drawn(3, *shape)
     found = newton_schulz(matrix, coefficients, torch.float32)
@@ -97,7 +97,7 @@ def test_of_nothing_comes_nothing():
     assert not newton_schulz(torch.zeros(2, 3, 4), SIMPLE, torch.float32).any()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("scale", "shape", "factor"),
     [
         ("shape_scaling", (9, 4), 1.5),

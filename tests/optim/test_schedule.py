@@ -20,6 +20,7 @@ from megazero.optim.schedule import (
     build_learning_rate,
     build_weight_decay,
 )
+from tests.tables import over_table
 
 
 def rates(schedule, counts, unit="iteration"):
@@ -76,7 +77,7 @@ def test_inverse_square_root_without_a_warmup_counts_samples():
     assert rates(schedule, [0, 8, 32], "samples") == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("style", "middle"),
     [("linear", 0.5), ("cosine", 0.5), ("exponential", 2**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5)],
 )
@@ -114,7 +115,7 @@ def test_warmup_fraction_is_of_the_decay_length():
     assert make(lr_decay_iters=50, lr_warmup_fraction=0.05).warmup.length == 2.5
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("fields", "words"),
     [
         ({"lr_warmup_iters": 100}, ["shorter than the decay of 100", "`lr_warmup_iters`"]),
@@ -207,7 +208,7 @@ WEIGHT_DECAYS = [
 ]
 
 
-@pytest.mark.parametrize("decay", DECAYS, ids=lambda d: f"{d.style}-{d.final_style}")
+@over_table("decay", DECAYS, ids=lambda d: f"{d.style}-{d.final_style}")
 def test_every_value_equals_megatron_core(decay):
     counts = range(110)
     for warmup, floor, weight_decay in itertools.product(WARMUPS, (0.0, 3e-5), WEIGHT_DECAYS):

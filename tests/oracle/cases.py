@@ -7,7 +7,7 @@ To add a feature, add a factor or a value here, and what it means to `trainer.py
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import combinations
 from types import MappingProxyType
 
@@ -436,38 +436,57 @@ def covering(factors: Factors, least: int = 0, tries: int = 6) -> list[Case]:
     Each starts with a pair that has not met yet; the other factors, in random order, take the value with the
     most new pairs. The best of some `tries` is kept.
     """
-    dice, chosen, missing = random.Random(1), [], all_pairs(factors)
-    start = sorted(sorted(pair) for pair in missing)
+    dice, chosen, start = random.Random(1), [], sorted(sorted(pair) for pair in all_pairs(factors))
+    # A value is a bit, a set of values a number: half a second for what takes ten with sets of pairs.
+    bits = {
+        value: 1 << n for n, value in enumerate((name, value) for name in factors for value in factors[name])
+    }
+    missing, barred = _beside(bits, start), _beside(bits, _NEVER)
 
-    def attempt() -> Case:
-        rest = [pair for pair in start if frozenset(pair) in missing] or start
-        case = dict(dice.choice(rest))
+    def attempt(starts: list[list[tuple[str, str]]]) -> Case:
+        case = dict(dice.choice(starts))
+        met = sum(bits[value] for value in case.items())
         for name in dice.sample(list(factors), len(factors)):
             if name in case:
                 continue
             values = [
                 value
                 for value in dice.sample(list(factors[name]), len(factors[name]))
-                if all(allowed(frozenset({(name, value), other})) for other in case.items())
+                if not barred[name, value] & met
             ]
-            case[name] = max(values, key=_gains(name, case, missing))
+            # Among values with as many new pairs, fewer ranks take less time.
+            gains = {
+                value: ((missing[name, value] & met).bit_count(), -RANKS[value] if name == "layout" else 0)
+                for value in values
+            }
+            case[name] = max(values, key=gains.__getitem__)
+            met |= bits[name, case[name]]
         return {name: case[name] for name in factors}
 
-    while missing or len(chosen) < least:
-        best = max((attempt() for _ in range(tries)), key=lambda case: len(pairs_of(case) & missing))
+    def new_pairs(case: Case) -> int:
+        met = sum(bits[value] for value in case.items())
+        return sum((missing[value] & met).bit_count() for value in case.items())
+
+    while any(missing.values()) or len(chosen) < least:
+        starts = [pair for pair in start if missing[pair[0]] & bits[pair[1]]] or start
+        best = max((attempt(starts) for _ in range(tries)), key=new_pairs)
         chosen.append(best)
-        missing -= pairs_of(best)
+        met = sum(bits[value] for value in best.items())
+        for value in best.items():
+            missing[value] &= ~met
     return chosen
 
 
-def _gains(name: str, case: Case, missing: set) -> Callable[[str], tuple[int, int]]:
-    """How many new pairs a value makes; among equals, fewer ranks take less time."""
-
-    def gains(value: str) -> tuple[int, int]:
-        new = sum(frozenset({(name, value), other}) in missing for other in case.items())
-        return new, -RANKS[value] if name == "layout" else 0
-
-    return gains
+def _beside(
+    bits: Mapping[tuple[str, str], int], pairs: Iterable[Iterable[tuple[str, str]]]
+) -> dict[tuple[str, str], int]:
+    """The values that each is in a pair with."""
+    beside = dict.fromkeys(bits, 0)
+    for a, b in pairs:
+        if a in bits and b in bits:
+            beside[a] |= bits[b]
+            beside[b] |= bits[a]
+    return beside
 
 
 _COMMON = {

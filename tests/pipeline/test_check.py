@@ -12,6 +12,7 @@ from megazero.pipeline.lower import add_transfers, lower
 from megazero.pipeline.schedules import build_schedule, gpipe, one_f_one_b
 from tests.pipeline.check import check
 from tests.pipeline.samples import FAMILIES, action
+from tests.tables import over_table
 
 List = tuple[Instruction, ...]
 
@@ -139,7 +140,7 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("program", "stage", "change", "message"), [row[1:] for row in DAMAGE], ids=[row[0] for row in DAMAGE]
 )
 def test_damage_is_told(program, stage, change, message):
@@ -181,7 +182,7 @@ def test_a_reduction_may_come_anywhere_that_takes_all_gradients(change):
     check(changed(REDUCED, 0, change))
 
 
-@pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
+@over_table(("kind", "chunks"), FAMILIES)
 def test_no_instruction_can_be_left_out(kind, chunks):
     program = lower(build_schedule(kind, 3, 3, chunks), gather=True, reduce_every_microbatch=False)
     for stage, list_ in enumerate(program.stages):
@@ -190,7 +191,7 @@ def test_no_instruction_can_be_left_out(kind, chunks):
                 check(changed(program, stage, lambda list_, i=i: list_[:i] + list_[i + 1 :]))
 
 
-@pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
+@over_table(("kind", "chunks"), FAMILIES)
 def test_no_stage_can_run_backwards(kind, chunks):
     program = add_transfers(build_schedule(kind, 3, 3, chunks))
     for stage in range(3):

@@ -19,6 +19,7 @@ from megazero.pipeline.executor import Executor
 from megazero.pipeline.lower import lower
 from megazero.pipeline.schedules import build_schedule, forward_only
 from tests.pipeline.samples import action
+from tests.tables import over_table
 
 
 class Piece(nn.Module):
@@ -128,8 +129,8 @@ def serial(chunks: int) -> tuple[Tensor, list[Tensor]]:
     return totals, [piece.weight.grad for piece in pieces]
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize(("kind", "per_stage"), KINDS)
+@over_table("stages", [1, 2, 4])
+@over_table(("kind", "per_stage"), KINDS)
 def test_every_schedule_gives_the_serial_sums_of_terms_from_every_stage(kind, per_stage, stages):
     program = lower(
         build_schedule(kind, stages, len(BATCHES), per_stage), gather=False, reduce_every_microbatch=False
@@ -208,7 +209,7 @@ def test_without_overlap_the_reduction_is_told_of_after_the_backward():
     assert told(program) == ["backward 0", "reduce 0", "backward 0", "reduce 0"]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("instructions", "expected"),
     [
         ("F0.0 S0.0 B0.0 F0.1 B0.1 S0.1", ["backward 0 reduce", "backward 0", "reduce 0"]),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from itertools import product
 
-import pytest
-
 from megazero.pipeline.actions import Action, Exchange, Op
 from megazero.pipeline.lower import add_gathers, add_reductions, add_transfers, lower
 from megazero.pipeline.schedules import forward_only, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from megazero.pipeline.simulate import Costs, simulate
 from tests.pipeline.check import check
 from tests.pipeline.samples import FAMILIES, lines, schedules
+from tests.tables import over_table
 
 
 def test_transfers_of_1f1b():
@@ -81,13 +80,13 @@ def test_one_stage_sends_nothing():
         assert program.stages == schedule.actions
 
 
-@pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
+@over_table(("kind", "chunks"), FAMILIES)
 def test_every_program_is_sound(kind, chunks):
     for schedule in schedules(kind, chunks, microbatches=9):
         check(lower(schedule, gather=schedule.microbatches % 2 == 0, reduce_every_microbatch=False))
 
 
-@pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
+@over_table(("kind", "chunks"), FAMILIES)
 def test_tags_are_unique_and_exchanges_have_one_partner(kind, chunks):
     for schedule in schedules(kind, chunks, stages=4, microbatches=6):
         program = add_transfers(schedule)
@@ -99,7 +98,7 @@ def test_tags_are_unique_and_exchanges_have_one_partner(kind, chunks):
         assert len(tags) == len(set(tags))
 
 
-@pytest.mark.parametrize("schedule", [gpipe(4, 16), zb_h1(4, 16), zb_v(4, 16), forward_only(4, 16)])
+@over_table("schedule", [gpipe(4, 16), zb_h1(4, 16), zb_v(4, 16), forward_only(4, 16)])
 def test_transfers_hide_behind_compute_where_there_is_any(schedule):
     """Receives that were posted only when their producer ended cost a transfer for every micro-batch."""
     costs = Costs(forward=2, input=2, weight=2, backward=4, transfer=0.25)
@@ -147,7 +146,7 @@ def test_reductions_once_come_with_the_last_weight_gradients_of_each_chunk():
     assert lines(after)[0] == [*start, "W1.1", "S1.1", "I0.1", "W0.1", "S0.1"]
 
 
-@pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
+@over_table(("kind", "chunks"), FAMILIES)
 def test_number_of_reductions(kind, chunks):
     for schedule in schedules(kind, chunks, stages=4, microbatches=6):
         for every, overlap in product((True, False), repeat=2):

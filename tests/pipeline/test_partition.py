@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megazero.errors import ConfigError
 from megazero.pipeline.partition import partition, partition_blocks
+from tests.tables import over_table
 
 
 def sizes(ranges: list[range]) -> list[int]:
@@ -22,7 +23,7 @@ def cuts(count: int, parts: int) -> list[list[range]]:
     return [[range(a, b) for a, b in zip((0, *cut), (*cut, count), strict=True)] for cut in inner]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("weights", "parts", "expected"),
     [
         ([1, 1, 1, 1], 2, [2, 2]),
@@ -78,7 +79,7 @@ def deal(method: str, layers: int, chunks: int, *, embedding=0.0, weights=None, 
     return [sum(names[number] is not None for number in blocks) for blocks in ranges]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("layers", "chunks", "expected"),
     [(8, 4, [2, 2, 2, 2]), (10, 4, [3, 3, 2, 2]), (3, 3, [1, 1, 1]), (5, 1, [5])],
 )
@@ -114,7 +115,7 @@ def test_explicit_numbers():
     assert deal(" 1, 2 ", 3, 2) == [1, 2]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("method", "message"),
     [
         ("even", "but is `even`; choose one of them"),

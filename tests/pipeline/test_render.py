@@ -12,6 +12,7 @@ from megazero.pipeline.lower import lower
 from megazero.pipeline.render import COLOURS, chrome_trace, draw, figure_of, render_text
 from megazero.pipeline.schedules import interleaved, one_f_one_b, zb_h1, zb_v
 from megazero.pipeline.simulate import Costs, simulate
+from tests.tables import over_table
 
 
 def test_text():
@@ -70,7 +71,7 @@ def test_trace_of_collectives_is_a_thread_beside_the_stage():
     ]
 
 
-@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), interleaved(2, 4, 3), zb_h1(2, 3), zb_v(2, 3)])
+@over_table("schedule", [one_f_one_b(3, 4), interleaved(2, 4, 3), zb_h1(2, 3), zb_v(2, 3)])
 def test_picture_has_a_numbered_box_per_action(schedule):
     pytest.importorskip("matplotlib")
     timeline = simulate(schedule)

@@ -25,6 +25,7 @@ from megazero.pipeline.schedules import (
 from megazero.pipeline.simulate import Costs, simulate
 from tests.pipeline.check import check
 from tests.pipeline.samples import FAMILIES, action, activation_bound, gaps, schedules
+from tests.tables import over_table
 
 GRIDS = [
     (
@@ -96,15 +97,13 @@ stage 1 | .    F1.0 F2.0 F1.1 F2.1 F1.2 F2.2 .
 ]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "grid"), GRIDS, ids=[f"{s.kind}-{s.stages}x{s.microbatches}" for s, _ in GRIDS]
-)
+@over_table(("schedule", "grid"), GRIDS, ids=[f"{s.kind}-{s.stages}x{s.microbatches}" for s, _ in GRIDS])
 def test_a_schedule_is_the_drawn_grid(schedule, grid):
     drawn = [" ".join(line.split()) for line in render_text(simulate(schedule)).splitlines()]
     assert drawn == [" ".join(line.split()) for line in grid.strip().splitlines()]
 
 
-@pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
+@over_table(("kind", "chunks"), FAMILIES)
 def test_every_action_exactly_once_and_memory_within_the_published_bound(kind, chunks):
     for schedule in schedules(kind, chunks):
         case = (schedule.stages, schedule.microbatches)
@@ -124,7 +123,7 @@ def test_every_action_exactly_once_and_memory_within_the_published_bound(kind, c
         assert all(a <= b for a, b in zip(peak, bound, strict=True)), (case, peak, bound)
 
 
-@pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
+@over_table(("kind", "chunks"), FAMILIES)
 def test_gradients_of_a_chunk_are_summed_in_ascending_order(kind, chunks):
     for schedule in schedules(kind, chunks):
         for stage, actions in enumerate(schedule.actions):
@@ -150,7 +149,7 @@ def test_chunks_divide_the_bubble_of_1f1b(v):
             assert bubble == pytest.approx((p - 1) * 3 / v)
 
 
-@pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (1, 2, 1), (2, 3, 2)])
+@over_table(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (1, 2, 1), (2, 3, 2)])
 def test_bubble_of_zb_h1(f, i, w):
     for p in range(1, 7):
         for m in range(p, 13):
@@ -247,14 +246,14 @@ def test_one_chunk_per_stage_interleaved_is_1f1b():
     assert interleaved(3, 6, 1).actions == one_f_one_b(3, 6).actions
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("kind", KINDS)
 def test_kinds_are_built_by_name(kind):
     schedule = build_schedule(kind, 2, 4)
     assert schedule.kind == kind
     assert schedule.chunks_per_stage == (2 if kind in ("interleaved", "zb-v") else 1)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("arguments", "message"),
     [
         (("1f1B", 2, 2), "one of gpipe, 1f1b, interleaved, zb-h1, zb-v, forward, but is `1f1B`"),

@@ -10,6 +10,7 @@ from megazero.pipeline.lower import add_gathers, add_transfers, lower
 from megazero.pipeline.schedules import one_f_one_b, zb_h1, zb_v
 from megazero.pipeline.simulate import Costs, simulate
 from tests.pipeline.samples import FAMILIES, action, gaps, schedules
+from tests.tables import over_table
 
 
 def starts(timeline) -> list[list[float]]:
@@ -54,7 +55,7 @@ def test_a_receive_that_is_posted_late_delays_the_transfer():
     assert starts(simulate(late, costs))[1] == [2, 3, 6, 7]
 
 
-@pytest.mark.parametrize(("kind", "chunks"), FAMILIES)
+@over_table(("kind", "chunks"), FAMILIES)
 def test_messages_cost_no_time_of_their_own(kind, chunks):
     for schedule in schedules(kind, chunks, stages=5, microbatches=6):
         assert simulate(add_transfers(schedule)).spans == simulate(schedule).spans

@@ -10,6 +10,7 @@ import pytest
 
 from megazero.errors import ConfigError
 from megazero.plan.device import Curve, Device, known_devices
+from tests.tables import over_table
 
 DEVICES = ("a100-40g", "a100-80g", "b200", "cpu", "gb200", "h100", "h200", "v100-32g")
 
@@ -29,7 +30,7 @@ def test_the_devices_of_the_package_are_known():
     assert tuple(known_devices()) == DEVICES
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@over_table("name", DEVICES)
 def test_a_device_is_what_its_document_says(name):
     device = Device.load(name)
     assert device.name == name
@@ -125,7 +126,7 @@ def test_a_file_may_be_like_a_device(tmp_path: Path):
     assert ours.compute == a100.compute
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "says"),
     [
         ("{", "must be JSON"),

@@ -72,7 +72,7 @@ def selection() -> tuple[list[Layout], list[Layout]]:
     """Layouts of up to four ranks: the default suite's, and more."""
     few, more = list(UNEVEN), []
     for of, count, whole in KINDS:
-        drawn = covering(of(4), whole, allowed=allowed)
+        drawn = list(covering(of(4), whole, allowed=allowed))
         few += drawn[:count]
         more += drawn[count:whole]
     return few, more

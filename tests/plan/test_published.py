@@ -14,6 +14,7 @@ from megazero.errors import ConfigError, DataError
 from megazero.pipeline.schedules import build_schedule
 from megazero.pipeline.simulate import Costs, simulate
 from megazero.plan.flops import Rate
+from tests.tables import over_table
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_what_is_printed_and_does_not_multiply_out_is_refused():
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("change", "says"),
     [
         ({"tensor": 3}, "must divide 32 GPUs"),

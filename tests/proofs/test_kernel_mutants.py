@@ -4,11 +4,12 @@ import pytest
 
 from proofs.kernel_mutants import FAULTS, ROOT, KernelFault, found_by, planted
 from tests.kernels.sweep import TRIALS
+from tests.tables import over_table
 
 ids = [fault.story for fault in FAULTS]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=ids)
+@over_table("fault", FAULTS, ids=ids)
 def test_a_fault_has_its_place(fault):
     text = (ROOT / fault.path).read_text(encoding="utf-8")
     assert planted(fault, text) != text

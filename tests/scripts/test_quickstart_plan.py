@@ -10,6 +10,7 @@ import torch
 
 from scripts import quickstart_plan
 from scripts.quickstart_plan import Candidate, choose, layout_of, main, may_gain_from_bf16, steps_within
+from tests.tables import over_table
 
 TWO, ONE = Candidate(2, 1), Candidate(1, 2)
 IN_BF16 = Candidate(2, 1, "bf16")
@@ -25,7 +26,7 @@ def clock(monkeypatch):
     return times
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("seconds", "per_step", "steps"),
     [
         (180.0, 1.0, 144),  # 0.95 x 170 steps, but for the 17 that evaluations take
@@ -61,7 +62,7 @@ def test_measuring_is_part_of_the_time(clock):
     assert choose([TWO], False, SECONDS.__getitem__, 180.0, 2000).seconds == 140.0
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "in_bf16", "gains"),
     [
         ("avx2 fma", 2.0, False),
@@ -82,7 +83,7 @@ def test_bf16_is_tried_where_its_products_are_not_slower(
     assert ("50 and 100 GFLOP/s" in capsys.readouterr().err) == (in_bf16 == 0.5)
 
 
-@pytest.mark.parametrize("text", ["2", "0x1", "2x", "x2", "2x-1"])
+@over_table("text", ["2", "0x1", "2x", "x2", "2x-1"])
 def test_a_layout_is_replicas_by_threads(text):
     assert layout_of("2x1") == TWO
     with pytest.raises(argparse.ArgumentTypeError, match="REPLICASxTHREADS"):

@@ -11,11 +11,12 @@ from megazero.train import process
 from megazero.train.parts.attention import attention_facts, attention_remark, shapes_vary
 from megazero.train.parts.chunks import DTYPES
 from tests.config.samples import make_config
+from tests.tables import over_table
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changes", "varies"),
     [
         ({}, False),

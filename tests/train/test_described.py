@@ -31,6 +31,7 @@ from megazero.train.pretraining import pretrain
 from megazero.train.resume.trained import load_for_inference
 from tests.checkpoint.forged import edit
 from tests.layouts.layout import VOCABULARY, Layout
+from tests.tables import over_table
 
 SMALL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data "
@@ -70,7 +71,7 @@ MODELS["classifier"] = MODELS[Layout(shape="bert").name].model_copy(
 MODELS["untied"] = Layout().config().model.model_copy(update={"untie_embeddings_and_output_weights": True})
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_every_model_is_described_by_itself_and_not_by_much_larger_ones(name):
     model = MODELS[name]
     tensors = tensors_of(model)
@@ -84,7 +85,7 @@ def test_every_model_is_described_by_itself_and_not_by_much_larger_ones(name):
         check_saved_model(model, VOCABULARY + total // model.hidden_size // 2, tensors, "here")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changes", "words"),
     [
         ({"moe_layer_freq": (0, 1)}, "`moe_layer_freq` is of 2 layers, and there are 4"),

@@ -19,6 +19,7 @@ from megazero.train.pretraining import pretrain
 from megazero.train.process import choose_products, compute_deterministically
 from megazero.verify.run import run_alone
 from tests.layouts.layout import Layout
+from tests.tables import over_table
 
 FLAGS = """--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 8
     --max-position-embeddings 8
@@ -68,7 +69,7 @@ def test_products_of_16_bits_add_in_fp32_and_tf32_is_asked_for() -> None:
         assert not products.allow_fp16_reduced_precision_reduction
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("device", "flags", "message"),
     [
         ("cpu", ["--tf32"], "`tf32` must be off on a CPU, but is on; leave it out"),

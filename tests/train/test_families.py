@@ -6,8 +6,6 @@ import dataclasses
 from collections import Counter
 from typing import get_args
 
-import pytest
-
 from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.config.tree.model import ModelConfig
 from megazero.models.chunk import Block
@@ -24,6 +22,7 @@ from megazero.train.parts.chunks import (
 from megazero.train.parts.families import FAMILIES, family_of
 from megazero.train.parts.vocabulary import Vocabulary
 from tests.layouts.layout import ENCODERS, SHAPES, VOCABULARY, Layout
+from tests.tables import over_table
 
 VOCAB = Vocabulary(VOCABULARY, 64, None, None)
 
@@ -58,7 +57,7 @@ def test_measured_losses_of_an_encoder_are_of_the_share_that_is_masked():
     assert FAMILIES["gpt"].samples.objective(masked) == {}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@over_table("shape", SHAPES)
 def test_what_a_row_says_is_what_it_builds(shape):
     config = Layout(layers=3, shape=shape).config()
     family = family_of(config.model)
@@ -75,8 +74,8 @@ def test_what_a_row_says_is_what_it_builds(shape):
     assert chunk.head.weight is chunk.weight("embedding.word.weight") is chunk.embedding.word
 
 
-@pytest.mark.parametrize("untied", [False, True])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@over_table("untied", [False, True])
+@over_table("schedule", ["1f1b", "zb-v"])
 def test_a_tied_weight_is_shared_on_a_stage_and_copied_to_another(schedule, untied):
     """The first of two stages is built. In a V it has the head too; in a line the other one has it."""
     layout = Layout(pp=2, layers=4, schedule=schedule, untied=untied)
@@ -102,10 +101,10 @@ def uneven(family):
     return dataclasses.replace(family, models=dataclasses.replace(family.models, blocks=blocks))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("method", "expected"), [("cost", [2, 1, 3]), ("type:Layer[34]", [4, 1, 1]), ("uniform", [2, 2, 2])]
 )
-@pytest.mark.parametrize("shape", ["gpt2", "bert"])
+@over_table("shape", ["gpt2", "bert"])
 def test_layers_may_differ_where_they_are_dealt(method, expected, shape, monkeypatch):
     config = Layout(pp=3, layers=6, shape=shape).config()
     parallel = config.parallel.model_copy(update={"pipeline_partition": method})
@@ -125,7 +124,7 @@ def _without_head(family):
     return dataclasses.replace(family, models=dataclasses.replace(family.models, blocks=blocks))
 
 
-@pytest.mark.parametrize("shape", ["gpt2", *ENCODERS])
+@over_table("shape", ["gpt2", *ENCODERS])
 def test_alike_blocks_are_measured_once_and_cost_the_same(shape):
     config = Layout(layers=4, shape=shape).config()
     seconds = measured_costs(config, VOCAB, solo_context())

@@ -11,6 +11,7 @@ from megazero.data.sampler import BatchSampler, SamplerSpec, batch_indices
 from megazero.errors import DataError
 from megazero.mpu.rng import sample_keys
 from megazero.train.step.feed import cut, make_feed
+from tests.tables import over_table
 
 
 class Counting:
@@ -24,8 +25,8 @@ def collate(arrays, samples):
     return arrays["tokens"].tolist(), samples
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 5])
-@pytest.mark.parametrize("kind", ["single", "cyclic"])
+@over_table("ahead", [0, 1, 5])
+@over_table("kind", ["single", "cyclic"])
 def test_a_feed_is_a_function_of_the_consumed_samples(kind, ahead):
     spec = SamplerSpec(24, 2, 1, 2, kind, seed=3)
     feed = make_feed(Counting(), BatchSampler(spec), collate, ahead)
@@ -86,7 +87,7 @@ def test_rows_of_samples_are_their_columns_in_order():
     assert keys[[0, 3]].tolist() == sample_keys(3, (4, 5)).tolist()
 
 
-@pytest.mark.parametrize(("length", "rows"), [(16, 1), (7, 1), (8, 2), (5, 3), (1, 16)])
+@over_table(("length", "rows"), [(16, 1), (7, 1), (8, 2), (5, 3), (1, 16)])
 def test_documents_in_a_row_are_those_of_a_row_of_its_own(length, rows):
     """Positions, masks and the bounds of documents follow a cut as if the text had been cut before."""
     rng = np.random.default_rng(5)

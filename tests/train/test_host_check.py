@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megazero.train.observe import host
@@ -13,6 +12,7 @@ from megazero.train.observe.host import (
     precision_remark,
     rate_remark,
 )
+from tests.tables import over_table
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def test_a_precision_that_costs_time_is_said():
     assert precision_remark(torch.bfloat16, 900e9, 150e9) is None
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("ranks", "threads", "cores", "others", "words"),
     [
         (2, 1, 2, 1, []),
@@ -68,7 +68,7 @@ def test_a_gpu_run_says_its_nominal_rate_beside_the_measured_one(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "rate"),
     [
         ("NVIDIA H100 80GB HBM3", 989.5e12),

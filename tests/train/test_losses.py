@@ -11,6 +11,7 @@ from megazero.loss import LossTerm
 from megazero.models.batch import Batch
 from megazero.mpu.context import solo_context
 from megazero.train.step.losses import Losses, local_counts, loss_factors
+from tests.tables import over_table
 
 TERMS = (LossTerm("lm"), LossTerm("aux", 0.25), LossTerm("accuracy", 0.0))
 
@@ -45,8 +46,8 @@ def test_factors_are_scale_times_coefficient_over_count():
     assert (factors.tolist(), factors.dtype) == ([2.0, 0.0, 0.0], torch.float32)
 
 
-@pytest.mark.parametrize("count", [1, 3, 7, 128, 4_194_301])
-@pytest.mark.parametrize("scale", [1.0, 65536.0])
+@over_table("count", [1, 3, 7, 128, 4_194_301])
+@over_table("scale", [1.0, 65536.0])
 def test_a_factor_has_the_bits_of_a_python_number(count, scale):
     # Without masks training must not depend on where the division is done.
     (factor,) = loss_factors(TERMS[:1], torch.tensor([count], dtype=torch.float64), scale)

@@ -7,11 +7,12 @@ import pytest
 from megazero.errors import ConfigError
 from megazero.train.parts.vocabulary import build_vocabulary
 from tests.config.samples import make_config
+from tests.tables import over_table
 
 BYTES = 257  # entries of the byte-level tokenizer, the end of a document among them
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("size", "divisor", "tp", "expected"),
     [
         (None, 100, 1, (BYTES, 300)),

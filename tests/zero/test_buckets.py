@@ -20,6 +20,7 @@ from megazero.zero.build import aligned_multiple, build_store
 from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
 from megazero.zero.unit import Unit, module_units
+from tests.tables import over_table
 from tests.zero.policies import make_policy
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -146,7 +147,7 @@ def at_rest(store) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("dtype", "accumulation", "main", "expected"),
     [
         # bytes of one parameter on each of N = 4 ranks, by stage
@@ -156,7 +157,7 @@ def at_rest(store) -> dict[int, int]:
         (BF16, F32, BF16, (2 + 4 + 8, 2 + 4 + 8 / 4, 2 + (4 + 8) / 4, (2 + 4 + 8) / 4)),
     ],
 )
-@pytest.mark.parametrize("stage", range(4))
+@over_table("stage", range(4))
 def test_memory_at_rest(stage, dtype, accumulation, main, expected):
     policy = make_policy(
         stage, persistence_threshold=0, max_live=0, accumulation_dtype=accumulation, main_dtype=main
@@ -187,7 +188,7 @@ class Scale(nn.Module):
         return x * self.weight.float().mean()
 
 
-@pytest.mark.parametrize("stage", range(4))
+@over_table("stage", range(4))
 def test_peak_during_a_step(stage):
     """Beyond what rests: a gathered bucket in stage 3; one that fills and one under way in stages 2 and 3."""
     size, count, ranks, accumulations = 1000, 8, 4, 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megazero.mpu.grid import ProcessGrid
@@ -15,6 +14,7 @@ from megazero.zero.comm_hooks.node import NodeCommHook
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketMember
 from megazero.zero.table import STAGES
+from tests.tables import over_table
 from tests.zero.harness import in_threads
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -29,8 +29,8 @@ def exact(stage: int, group, dtype=F32, *, leave_sums: bool = False) -> ExactCom
     return ExactCommHook(group, layout(stage, group), dtype, leave_sums=leave_sums)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("stage", range(len(STAGES)))
+@over_table("dtype", [F32, BF16])
+@over_table("stage", range(len(STAGES)))
 def test_sums_are_those_of_the_wire_s_type(stage, dtype):
     # In bf16 257 is 256, and 256 + 1 is 256.
     def work(context):
@@ -45,7 +45,7 @@ def test_sums_are_those_of_the_wire_s_type(stage, dtype):
     assert in_threads(2, work) == ([total, total] if stage == 0 else [total[:2], total[2:]])
 
 
-@pytest.mark.parametrize("stage", range(len(STAGES)))
+@over_table("stage", range(len(STAGES)))
 def test_sums_of_the_wire_s_type_are_reduced_in_place(stage):
     def work(context):
         sums = torch.full((4,), context.rank + 1.0)
@@ -104,7 +104,7 @@ class Asked(WrappingGroup):
         return super()._collective(call)
 
 
-@pytest.mark.parametrize("stage", range(len(STAGES)))
+@over_table("stage", range(len(STAGES)))
 def test_nothing_waits_where_it_starts(stage):
     """Or nothing would overlap with the computation."""
     replica = Asked(recording_context(ProcessGrid(dp=4), 0, TrafficLog(), "cpu").replica)

@@ -14,6 +14,7 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.zero import copies
 from megazero.zero.copies import CopyCheck, _Compared
 from megazero.zero.fingerprint import Fingerprints, rows_at_once
+from tests.tables import over_table
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,7 +44,7 @@ def test_order_counts():
     assert int(prints.of(big)) != int(prints.of(big.roll(1 << 18)))  # the same place in another chunk
 
 
-@pytest.mark.parametrize("rows", [None, 1, 2, 3, 64])
+@over_table("rows", [None, 1, 2, 3, 64])
 def test_how_much_is_worked_on_at_once_does_not_count(rows):
     """A GPU takes 64 MiB at a time, and its fingerprint is the CPU's."""
     prints = Fingerprints(rows=rows)
@@ -68,7 +69,7 @@ def test_a_gpu_takes_64_mib_at_a_time():
     assert sizes == [1, 1, 64, 64]
 
 
-@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+@over_table("offset", [0, 1, 2, 3])
 def test_where_a_tensor_begins_does_not_count(offset):
     prints, flat = Fingerprints(), torch.arange(64, dtype=torch.bfloat16)
     shifted = torch.cat([torch.zeros(offset, dtype=torch.bfloat16), flat])[offset:]

@@ -32,6 +32,7 @@ from megazero.zero.store.host import HostTier
 from megazero.zero.store.offload import OffloadStore, StatePlacement
 from megazero.zero.store.store import WEIGHT
 from megazero.zero.unit import module_units
+from tests.tables import over_table
 from tests.zero.models import Zoo, zoo_loss
 from tests.zero.policies import make_policy
 
@@ -199,7 +200,7 @@ def prompt(run: Run) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("stage", "changes"),
     [(1, {}), (2, {}), (3, {}), (1, {"kind": on_host}), (2, {"kind": on_host, "delayed": True})],
     ids=["1", "2", "3", "1 on the host", "2 delayed"],
@@ -224,7 +225,7 @@ def weights(run: Run) -> list[list[float]]:
     return [param.detach().flatten().tolist() for param in run.model.parameters()]
 
 
-@pytest.mark.parametrize(
+@over_table(
     "read",
     [
         lambda run: weights(run) if run.parallel.gathered().__enter__() is None else None,
@@ -239,7 +240,7 @@ def weights(run: Run) -> list[list[float]]:
     ],
     ids=["gathered", "in use", "at rest", "visit", "evaluation"],
 )
-@pytest.mark.parametrize("kind", [DeviceStore, on_host])
+@over_table("kind", [DeviceStore, on_host])
 def test_whoever_reads_weights_after_an_update_reads_new_ones(read, kind):
     def late(run: Run) -> object:
         run.step(0)

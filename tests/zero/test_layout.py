@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from megazero.mpu.grid import ProcessGrid
@@ -12,6 +11,7 @@ from megazero.mpu.param_spec import Cut, InitialValues, ParamSpec
 from megazero.zero.layout import BucketLayout, Segment, counted_parts, own_sums, present_parts
 from megazero.zero.plan import BucketMember
 from megazero.zero.table import STAGES
+from tests.tables import over_table
 
 SLICED = (Cut(0, "tp"),)
 
@@ -60,7 +60,7 @@ def test_slices_are_multiples_so_that_each_begins_aligned():
     assert [(n, span) for n, span, _ in found.member_pieces(torch.zeros(256))] == [(0, slice(512, 700))]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("stage", "state_range"),
     [(0, slice(0, 12)), (1, slice(3, 6)), (2, slice(3, 6)), (3, slice(3, 6))],
 )
@@ -127,8 +127,8 @@ def test_views_have_the_members_shapes():
     assert views[1].tolist() == [[3.0, 4.0], [5.0, 6.0]]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("stage", range(len(STAGES)))
+@over_table("ranks", [1, 2, 3, 5])
+@over_table("stage", range(len(STAGES)))
 def test_ranks_hold_each_element_once_or_all_of_them(stage, ranks):
     held = [0] * layout(stage, ranks, 0).numel
     for rank in range(ranks):

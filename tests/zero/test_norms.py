@@ -22,6 +22,7 @@ from megazero.zero.parallel import DataParallel
 from megazero.zero.table import STAGES
 from megazero.zero.unit import Unit
 from tests.optim.rules import Lars, SelfSumming
+from tests.tables import over_table
 from tests.zero.harness import in_threads
 from tests.zero.policies import make_policy
 
@@ -55,7 +56,7 @@ def norms_of(store, context) -> dict[str, list[float]]:
     }
 
 
-@pytest.mark.parametrize("stage", range(len(STAGES)))
+@over_table("stage", range(len(STAGES)))
 def test_each_element_counts_once(stage):
     """Two replicas x two slices; tensor-parallel rank r has r + 1 in what is sliced."""
     world = ThreadWorld(4, 20.0)
@@ -98,7 +99,7 @@ def test_norms_that_were_measured_are_squared_together(monkeypatch):
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize("stage", range(len(STAGES)))
+@over_table("stage", range(len(STAGES)))
 def test_experts_are_measured_as_one_parameter(stage):
     """Two replicas x two ranks of experts x two slices; expert rank e has 3 (e + 1), slice t that plus t."""
     world = ThreadWorld(8, 20.0)
@@ -142,8 +143,8 @@ def test_tied_copies_have_one_norm_bit_for_bit():
     assert middle == {"own": [2.0, 4.0]}
 
 
-@pytest.mark.parametrize("count", [2, 30])
-@pytest.mark.parametrize("rule", [Lars(), Adam()], ids=["asks", "does not ask"])
+@over_table("count", [2, 30])
+@over_table("rule", [Lars(), Adam()], ids=["asks", "does not ask"])
 def test_all_parameters_take_one_call_over_each_group(rule, count):
     log = TrafficLog()
     context = recording_context(ProcessGrid(dp=2, tp=2), 0, log, "cpu")

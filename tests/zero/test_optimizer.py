@@ -20,12 +20,13 @@ from megazero.zero.parallel import DataParallel
 from megazero.zero.policy import ZeroPolicy
 from megazero.zero.table import STAGES
 from megazero.zero.unit import module_units
+from tests.tables import over_table
 from tests.zero.harness import Trainer, assert_same, in_threads, serial
 from tests.zero.models import Zoo, zoo_loss
 from tests.zero.policies import make_policy
 
-EVERY_STAGE = pytest.mark.parametrize("stage", range(len(STAGES)))
-EVERY_RULE = pytest.mark.parametrize("rule", [Adam(eps=1e-3), Lamb(eps=1e-3)], ids=["adam", "lamb"])
+EVERY_STAGE = over_table("stage", range(len(STAGES)))
+EVERY_RULE = over_table("rule", [Adam(eps=1e-3), Lamb(eps=1e-3)], ids=["adam", "lamb"])
 
 
 def policy(stage: int, **changes) -> ZeroPolicy:
@@ -38,8 +39,8 @@ def weights(trainer) -> dict[str, torch.Tensor]:
 
 @EVERY_STAGE
 @EVERY_RULE
-@pytest.mark.parametrize("bad", [math.inf, math.nan])
-@pytest.mark.parametrize("pp", [1, 2])
+@over_table("bad", [math.inf, math.nan])
+@over_table("pp", [1, 2])
 def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(stage, bad, pp, rule):
     world = ThreadWorld(2 * pp, 20.0)
 
@@ -195,7 +196,7 @@ def test_narrow_sums_are_clipped_in_fp32(stage):
 
 @EVERY_STAGE
 @EVERY_RULE
-@pytest.mark.parametrize("accumulation", [torch.float32, torch.bfloat16])
+@over_table("accumulation", [torch.float32, torch.bfloat16])
 def test_after_a_step_gradients_are_those_that_it_used(stage, accumulation, rule):
     def work(context):
         settings = policy(stage, accumulation_dtype=accumulation)

@@ -20,13 +20,14 @@ from megazero.zero.comm_hooks.weights import QuantizedWeights
 from megazero.zero.layout import BucketLayout
 from megazero.zero.plan import BucketKey, BucketMember, plan_buckets
 from megazero.zero.table import STAGES
+from tests.tables import over_table
 from tests.zero.harness import in_threads
 from tests.zero.policies import make_policy
 
 F32, BF16 = torch.float32, torch.bfloat16
 KINDS = tuple(CODE_FORMATS)
 # (replicas, of which so many on a node): one hop, two hops, one node.
-WORLDS = pytest.mark.parametrize(("ranks", "node"), [(2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)])
+WORLDS = over_table(("ranks", "node"), [(2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (6, 2), (6, 3)])
 BLOCK = 16
 
 
@@ -77,8 +78,8 @@ def bound_of(all_sums: list[Tensor], node: int, how: Quantization, share: float)
 
 
 @WORLDS
-@pytest.mark.parametrize("rounding_seed", [None, 3], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("rounding_seed", [None, 3], ids=["nearest", "stochastic"])
+@over_table("kind", KINDS)
 def test_sums_are_within_the_bound_of_exact_ones(ranks, node, kind, rounding_seed):
     how = Quantization(kind, BLOCK)
     for numel in (1, 37, 200):
@@ -113,9 +114,9 @@ def test_one_exchange_of_all_is_what_two_of_one_rank_are():
     assert in_threads(4, work, node_size=1) == in_threads(4, work, node_size=4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@over_table("kind", KINDS)
+@over_table("dtype", [F32, BF16], ids=str)
+@over_table("ranks", [2, 3, 4])
 def test_gathered_weights_are_the_same_bits_everywhere_and_within_the_bound(ranks, dtype, kind):
     how, numel = Quantization(kind, BLOCK), 101
 
@@ -149,7 +150,7 @@ def test_a_single_replica_sends_nothing_and_rounds_nothing():
     assert type(found) is ExactCommHook
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("kind", KINDS)
 def test_the_second_partition_keeps_what_the_first_gather_brought(kind):
     def work(context):
         comm_hook, layout = wire_of(context, 90, 3, weight_codes=Quantization(kind, BLOCK), hpz=2)
@@ -170,9 +171,9 @@ def test_the_second_partition_keeps_what_the_first_gather_brought(kind):
     assert others == [first] * 3
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("node", [1, 2])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@over_table("kind", KINDS)
+@over_table("node", [1, 2])
+@over_table("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_seen_by_the_owner(bad, node, kind):
     def work(context):
         comm_hook, layout = wire_of(context, 64, gradient_codes=Quantization(kind, 8))
@@ -215,7 +216,7 @@ def test_chance_follows_the_step_the_call_and_the_rank_and_nothing_else():
 
 
 @WORLDS
-@pytest.mark.parametrize("kind", KINDS)
+@over_table("kind", KINDS)
 def test_bytes_are_those_of_the_formula(ranks, node, kind):
     """docs/zero.md: rows of 4 (ceil(s / b) + ceil(s bits / 32)) bytes for shards of s elements."""
     numel, how = 1000, Quantization(kind, 64)
@@ -281,7 +282,7 @@ BOTH = {"weight_codes": CODES, "gradient_codes": CODES}
 GRADIENTS, WEIGHTS, NODE = "QuantizedGradients", "QuantizedWeights", "NodeCommHook"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("stage", "dtype", "key", "policy", "expected"),
     [
         (3, F32, {}, BOTH, [GRADIENTS, WEIGHTS]),

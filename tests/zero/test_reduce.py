@@ -22,6 +22,7 @@ from megazero.zero.reduce import GradientReducer
 from megazero.zero.store.device import DeviceStore
 from megazero.zero.table import STAGES
 from megazero.zero.unit import Unit, module_units
+from tests.tables import over_table
 from tests.zero.harness import Trainer, in_threads
 from tests.zero.late_group import with_spies
 from tests.zero.models import Zoo, zoo_loss
@@ -29,8 +30,8 @@ from tests.zero.policies import make_policy
 from tests.zero.sleeping_store import SleepingStore
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-EVERY_STAGE = pytest.mark.parametrize("stage", range(len(STAGES)))
-EVERY_STORE = pytest.mark.parametrize("kind", [DeviceStore, SleepingStore])
+EVERY_STAGE = over_table("stage", range(len(STAGES)))
+EVERY_STORE = over_table("kind", [DeviceStore, SleepingStore])
 
 
 def parameter(name: str, values: list[float], dtype=F32, **changes) -> nn.Parameter:
@@ -100,9 +101,7 @@ def test_a_step_without_any_backward_has_gradients_zero(stage):
     assert in_threads(2, work) == [{"w": [0.0] * 3}] * 2
 
 
-@pytest.mark.parametrize(
-    ("stage", "accumulation"), [*((stage, F32) for stage in range(len(STAGES))), (1, BF16)]
-)
+@over_table(("stage", "accumulation"), [*((stage, F32) for stage in range(len(STAGES))), (1, BF16)])
 def test_a_thousand_bf16_micro_batches(stage, accumulation):
     """A bf16 sum sticks where an increment is below half its last digit: at 256 for ones."""
 
@@ -127,7 +126,7 @@ def test_a_thousand_bf16_micro_batches(stage, accumulation):
 
 
 @EVERY_STAGE
-@pytest.mark.parametrize("reduce_dtype", [F32, BF16, F16])
+@over_table("reduce_dtype", [F32, BF16, F16])
 def test_gradients_travel_in_the_wanted_dtype(stage, reduce_dtype):
     def work(context):
         calls = []
@@ -154,7 +153,7 @@ def test_gradients_travel_in_the_wanted_dtype(stage, reduce_dtype):
 
 
 @EVERY_STAGE
-@pytest.mark.parametrize("reentrant", [True, False])
+@over_table("reentrant", [True, False])
 def test_a_module_that_two_checkpoints_use(stage, reentrant):
     """Reentrant checkpoints bring its gradient twice, the second time after its bucket has been reduced."""
 
@@ -185,7 +184,7 @@ def test_a_module_that_two_checkpoints_use(stage, reentrant):
 
 
 @EVERY_STAGE
-@pytest.mark.parametrize("late", [True, False])
+@over_table("late", [True, False])
 def test_one_parameter_in_two_chunks_of_a_rank(stage, late):
     """A head tied to an embedding of another chunk; a split backward may bring its gradient last."""
 
@@ -367,7 +366,7 @@ def test_sums_over_the_sequence_come_once(stage, kind):
 
 @EVERY_STORE
 @EVERY_STAGE
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@over_table("stages", [1, 2, 3])
 def test_tied_copies_on_the_ends_of_a_pipeline(stage, stages, kind):
     """Gradients are summed over both, the copies stay equal, and the norm counts one of them."""
     world = ThreadWorld(2 * stages, 20.0)

@@ -14,6 +14,7 @@ from megazero.zero.store import disk, host
 from megazero.zero.store.disk import PAGE, DiskSettings, DiskTier
 from megazero.zero.store.host import HostTier
 from megazero.zero.store.tier import ALIGNMENT, Traffic
+from tests.tables import over_table
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SETTINGS = {
@@ -26,7 +27,7 @@ def tiers(folder):
     return [HostTier(), *(DiskTier(folder, settings) for settings in SETTINGS.values())]
 
 
-@pytest.mark.parametrize("which", range(3), ids=["host", *SETTINGS])
+@over_table("which", range(3), ids=["host", *SETTINGS])
 def test_what_is_put_is_fetched(tmp_path, which):
     """Slots of all sizes around blocks and pages, in turns, with the lead of their first element."""
     tier, held = tiers(tmp_path)[which], []

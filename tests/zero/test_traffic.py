@@ -15,6 +15,7 @@ from megazero.zero.optimizer import Optimizer
 from megazero.zero.parallel import DataParallel
 from megazero.zero.table import STAGES
 from megazero.zero.unit import module_units
+from tests.tables import over_table
 from tests.zero.policies import make_policy
 
 WIDTH, LAYERS, RANKS, MICRO_BATCHES = 8, 5, 4, 3
@@ -62,8 +63,8 @@ def test_volume_of_each_stage():
     assert moved(step(3)) == {"reduce_scatter": MICRO_BATCHES, "all_gather": 2 * MICRO_BATCHES}
 
 
-@pytest.mark.parametrize("prefetch", [0, 64, 128, 10**9])
-@pytest.mark.parametrize("overlap", [True, False])
+@over_table("prefetch", [0, 64, 128, 10**9])
+@over_table("overlap", [True, False])
 def test_gathering_ahead_gathers_nothing_twice(prefetch, overlap):
     log = step(3, prefetch=prefetch, overlap_gather=overlap)
     assert moved(log) == {"reduce_scatter": MICRO_BATCHES, "all_gather": 2 * MICRO_BATCHES}

@@ -20,9 +20,10 @@ from megazero.errors import CheckpointError
 from megazero.layers.rotary import rotary_scaling
 from tests.checkpoint.hf.samples import GPT2, LLAMA, MISTRAL, MODELS, QWEN2, VOCAB, config_for
 from tests.models.hf_weights import decoder_model
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_a_model_comes_back_from_its_config(name):
     model = MODELS[name]
     found = model_of(architecture_of(model), config_for(model))
@@ -31,7 +32,7 @@ def test_a_model_comes_back_from_its_config(name):
     assert config_of(architecture_of(found), found, VOCAB, TokenIds(1, 2), "float32") == config_for(model)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_the_config_is_what_transformers_makes_of_the_same_model(name):
     pytest.importorskip("transformers")
     theirs = decoder_model(MODELS[name], VOCAB).config.to_dict()
@@ -222,8 +223,8 @@ SCALED = [
 ]
 
 
-@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize(("scaling", "expected"), SCALED, ids=lambda value: "-".join(map(str, value)))
+@over_table("field", ["rope_scaling", "rope_parameters"])
+@over_table(("scaling", "expected"), SCALED, ids=lambda value: "-".join(map(str, value)))
 def test_scaled_rotations_are_read_and_written(scaling, expected, field):
     plain = {**config_for(LLAMA), "max_position_embeddings": 32}
     del plain["rope_parameters"]
@@ -246,7 +247,7 @@ def test_a_given_sharpening_is_yarns():
     assert written["rope_scaling"]["attention_factor"] == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize(("model", "changed", "message"), REFUSED, ids=[str(row[1])[:60] for row in REFUSED])
+@over_table(("model", "changed", "message"), REFUSED, ids=[str(row[1])[:60] for row in REFUSED])
 def test_what_ours_has_not_is_refused_by_file_and_field(model, changed, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_for(model, **changed)))
     with pytest.raises(CheckpointError) as refusal:
@@ -255,7 +256,7 @@ def test_what_ours_has_not_is_refused_by_file_and_field(model, changed, message,
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("content", "message"),
     [
         (None, "must be readable, but is not (No such file or directory)"),
@@ -279,7 +280,7 @@ def test_a_pipe_is_not_waited_for(tmp_path):
         Description.read(tmp_path)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("model", "changed", "reasons"),
     [
         (
@@ -351,7 +352,7 @@ def test_settings_of_another_family_are_no_difference():
     assert "`family` is gpt, not bert" in differences(GPT2, bert)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("config", "tokens"),
     [
         ({}, TokenIds()),
@@ -365,8 +366,8 @@ def test_special_tokens_come_from_the_config(config, tokens):
     assert TokenIds.of_json(tokens.as_json()) == tokens
 
 
-@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("model", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])
+@over_table("field", ["rope_scaling", "rope_parameters"])
+@over_table("model", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])
 def test_windows_and_scaled_rotations_go_together(model, field):
     config = config_for(model)
     del config["rope_parameters"]
@@ -404,7 +405,7 @@ def test_layers_from_max_window_layers_on_have_a_window():
     assert model_of(find_architecture(config), config).windows == ()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("model", "changed", "reason"),
     [
         (MISTRAL, {"window_sink_tokens": 2}, "a window must hide the first tokens too"),

@@ -37,6 +37,7 @@ from tests.checkpoint.hf.samples import (
 )
 from tests.checkpoint.hf.test_writer import loaded
 from tests.source_tree import ROOT
+from tests.tables import over_table
 
 TEXTS = (
     "import sys\n\n\ndef main():\n\treturn 1\n",
@@ -46,8 +47,8 @@ TEXTS = (
 )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@over_table("dtype", [torch.float32, torch.bfloat16])
+@over_table("name", MODELS)
 def test_there_and_back_is_bit_equal(name, dtype, tmp_path):
     config = config_for(MODELS[name], torch_dtype=str(dtype).removeprefix("torch."), eos_token_id=[2, 3])
     tensors = their_tensors(MODELS[name], dtype)
@@ -119,7 +120,7 @@ def test_a_lost_tokenizer_is_named_with_the_way_out(tmp_path, bpe):
     assert (tmp_path / "out2" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize(
+@over_table(
     "facts",
     [{"config": {}}, {"config": {"model": {"num_layers": 0}}}, {"vocab_size": None}, {"token_ids": [1]}],
 )
@@ -259,7 +260,7 @@ def test_a_tokenizer_without_counterpart_is_left_out_and_said_so(section, remark
     assert found.remark.startswith(remark)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("names", "kind"),
     [
         (("tokenizer.json", "vocab.json", "merges.txt"), "HFTokenizer"),
@@ -274,7 +275,7 @@ def test_the_tokenizer_of_a_folder_is_found(names, kind, tmp_path):
     assert TokenizerConfig(**tokenizer_settings(tmp_path, 400)).tokenizer_type == kind
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "size"),
     [("5GB", 5 * 10**9), ("500 MiB", 500 << 20), ("7", 7), ("7b", 7), ("3kb", 3000), ("2GiB", 2 << 30)],
 )
@@ -282,13 +283,13 @@ def test_sizes_are_read_as_transformers_writes_them(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "1.5GB", "5TB", "9" * 40])
+@over_table("text", ["", "GB", "-1GB", "0", "1.5GB", "5TB", "9" * 40])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ConfigError, match="`--max-shard-size` must be a size"):
         parse_size(text)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_the_flags_that_are_printed_make_the_model(name):
     model = MODELS[name].model_copy(update={"vocab_size": VOCAB})
     flags = [word for line in model_flags(model) for word in line.split()]

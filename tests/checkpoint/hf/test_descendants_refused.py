@@ -30,6 +30,7 @@ from megazero.errors import CheckpointError
 from tests.checkpoint.hf.descendants import SAMPLES
 from tests.checkpoint.hf.samples import LLAMA, VOCAB, MemorySource
 from tests.checkpoint.hf.test_writer import loaded
+from tests.tables import over_table
 
 
 def named(name: str) -> Architecture:
@@ -66,7 +67,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("field", VARIANTS)
+@over_table("field", VARIANTS)
 def test_an_architecture_without_a_variant_refuses_it_by_name(field):
     llama = next(each for each in DECODERS if each.name == "LlamaForCausalLM")
     assert objections(llama, LLAMA) == []
@@ -74,7 +75,7 @@ def test_an_architecture_without_a_variant_refuses_it_by_name(field):
     assert any(reason.startswith(f"`{field}` must be ") for reason in reasons)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "update", "message"),
     [
         ("qwen3", {"add_qkv_bias": True}, "`add_qkv_bias` must be False, but is True"),
@@ -111,7 +112,7 @@ def test_models_that_it_cannot_express_are_refused(name, update, message):
         architecture_of(SAMPLES[name].ours.model_copy(update=update), named(name).name)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "changed", "message"),
     [
         ("qwen3", {"attention_bias": True}, "`attention_bias` must be False"),
@@ -163,7 +164,7 @@ def test_configs_of_other_models_are_refused(name, changed, message):
         model_of(named(name), config_for(name, **changed))
 
 
-@pytest.mark.parametrize("scale", [1.5, 2.0, 1e200, 1e-200])
+@over_table("scale", [1.5, 2.0, 1e200, 1e-200])
 def test_any_scale_of_the_scores_is_refused_with_reasons(scale):
     """Each row is asked, and Gemma's once divided by the rounded inverse of the square, 0."""
     with pytest.raises(CheckpointError, match=r"`softmax_scale` must be 1 / sqrt\(a whole number\)"):
@@ -172,7 +173,7 @@ def test_any_scale_of_the_scores_is_refused_with_reasons(scale):
         architecture_of(LLAMA.model_copy(update={"softmax_scale": scale, "add_bias_linear": True}))
 
 
-@pytest.mark.parametrize("divisor", [1.0, 3.0, 16.0, 1e-14, 123456789.123, 0.1 + 0.2])
+@over_table("divisor", [1.0, 3.0, 16.0, 1e-14, 123456789.123, 0.1 + 0.2])
 def test_granites_divisor_comes_back(divisor):
     config = config_for("granite", logits_scaling=divisor)
     model = model_of(named("granite"), config)

@@ -36,13 +36,14 @@ from tests.checkpoint.hf.samples import GPT2, VOCAB, config_for, random_weights,
 from tests.checkpoint.hf.test_convert import save_as_trained
 from tests.checkpoint.hf.test_writer import loaded
 from tests.models.hf_weights import bert_model
+from tests.tables import over_table
 
 EXTRAS = ModelFiles(TokenIds(pad=0))
 ORIGINAL = BERTS["bert"]
 MIXED = MEGATRON_BERT.model_copy(update={"activation": "gelu"})
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "tp", "padded"),
     [*((name, 1, VOCAB) for name in BERTS), ("megatron", 2, 128), ("bert", 2, 110)],
 )
@@ -58,7 +59,7 @@ def test_what_transformers_saved_computes_the_same(name, tp, padded, tmp_path):
     assert_same_outputs(found, their_outputs(theirs))
 
 
-@pytest.mark.parametrize("name", [*BERTS, "megatron-without-types", "bert-without-types"])
+@over_table("name", [*BERTS, "megatron-without-types", "bert-without-types"])
 def test_transformers_loads_it_whole_and_computes_the_same(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = BERTS.get(name) or WITHOUT_TYPES.model_copy(update=POST_NORM if name[0] == "b" else {})
@@ -77,8 +78,8 @@ def test_transformers_loads_it_whole_and_computes_the_same(name, tmp_path):
     assert_same_outputs(expected, their_outputs(theirs.eval()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", BERTS)
+@over_table("dtype", [torch.float32, torch.bfloat16])
+@over_table("name", BERTS)
 def test_theirs_to_ours_to_theirs_is_bit_equal(name, dtype, tmp_path):
     config = config_for(BERTS[name], torch_dtype=str(dtype).removeprefix("torch."), pad_token_id=0)
     tensors = their_tensors(BERTS[name], dtype)
@@ -92,7 +93,7 @@ def test_theirs_to_ours_to_theirs_is_bit_equal(name, dtype, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "architecture"),
     [
         ("megatron", "MegatronBertForPreTraining"),
@@ -166,8 +167,8 @@ def test_the_class_without_the_binary_head_may_hold_it(model, tmp_path):
         assert all(torch.equal(reader.tensor(key), tensor) for key, tensor in expected.items())
 
 
-@pytest.mark.parametrize("kept", ["cls.predictions.bias", "cls.predictions.decoder.bias"])
-@pytest.mark.parametrize("untied", [False, True])
+@over_table("kept", ["cls.predictions.bias", "cls.predictions.decoder.bias"])
+@over_table("untied", [False, True])
 def test_either_copy_of_the_bias_will_do(kept, untied, tmp_path):
     model = MEGATRON_BERT.model_copy(update=UNTIED if untied else {})
     tensors = their_tensors(model)
@@ -240,7 +241,7 @@ def test_epsilon_is_always_written():
     assert config_for(ORIGINAL)["layer_norm_eps"] == 3e-4
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changed", "message"),
     [
         ({"type_vocab_size": 3}, "`type_vocab_size` must be 2, but is 3"),
@@ -304,7 +305,7 @@ def test_the_padded_vocabulary_of_the_hub_keeps_its_size(tmp_path):
         assert reader.shapes[Key("head.bias")] == (29056,)
 
 
-@pytest.mark.parametrize("name", BERTS)
+@over_table("name", BERTS)
 def test_the_flags_that_are_printed_make_the_model(name):
     model = BERTS[name].model_copy(update={"vocab_size": VOCAB})
     flags = [word for line in model_flags(model) for word in line.split()]

@@ -48,6 +48,7 @@ from tests.checkpoint.hf.samples import (
 )
 from tests.checkpoint.hf.test_convert import save_as_trained
 from tests.checkpoint.hf.test_writer import loaded
+from tests.tables import over_table
 
 NAMES = ("no", "never mind", "\u0434\u0430", "LABEL_0")
 NO_TYPES = {"bert_binary_head": False}
@@ -110,7 +111,7 @@ def assert_same_scores(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert 0.02 < expected.std() < 30
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "tp"), [(name, 1 + name.endswith("-classes")) for name in CLASSIFIERS if "types" not in name]
 )
 def test_what_transformers_saved_scores_the_same(name, tp, tmp_path):
@@ -132,7 +133,7 @@ def test_what_transformers_saved_scores_the_same(name, tp, tmp_path):
     assert_same_scores(found, their_scores(theirs, model))
 
 
-@pytest.mark.parametrize("name", CLASSIFIERS)
+@over_table("name", CLASSIFIERS)
 def test_transformers_loads_it_whole_and_scores_the_same(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = CLASSIFIERS[name]
@@ -155,7 +156,7 @@ def test_transformers_loads_it_whole_and_scores_the_same(name, tmp_path):
     assert_same_scores(scores_of(source, model), their_scores(theirs.eval(), model))
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if "two" not in name])
+@over_table("name", [name for name in CLASSIFIERS if "two" not in name])
 def test_theirs_to_ours_to_theirs_is_bit_equal(name, tmp_path):
     model, out = CLASSIFIERS[name], tmp_path / "hf"
     extras = ModelFiles(TokenIds(1, 2, 0), labels=NAMES if model.num_classes == 4 else ())
@@ -177,7 +178,7 @@ def test_theirs_to_ours_to_theirs_is_bit_equal(name, tmp_path):
     assert (tmp_path / "back" / "config.json").read_text() == (out / "config.json").read_text()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "expected"),
     [
         ("megatron-classes", "MegatronBertForSequenceClassification"),
@@ -214,7 +215,7 @@ def test_a_classifier_on_the_last_token_is_refused(model, tmp_path, capsys):
         HFReader(folder)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changed", "message"),
     [
         ({"problem_type": "regression"}, "`problem_type` must be single_label_classification, but is .regr"),

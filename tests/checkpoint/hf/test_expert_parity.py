@@ -17,6 +17,7 @@ from megazero.config.tree.model import ModelConfig
 from tests.checkpoint.hf.expert_samples import EXPERTS, MODELS
 from tests.checkpoint.hf.samples import VOCAB, config_for, logits_of, random_weights
 from tests.models.hf_weights import decoder_model
+from tests.tables import over_table
 
 transformers = pytest.importorskip("transformers")
 
@@ -24,7 +25,7 @@ EXTRAS = ModelFiles(TokenIds(1, 2))
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_files_of_transformers_have_the_names_and_shapes_of_the_table(name, tmp_path):
     decoder_model(MODELS[name], VOCAB).save_pretrained(tmp_path)
     architecture = architecture_of(MODELS[name])
@@ -55,7 +56,7 @@ def routed(model: torch.nn.Module, margin: float = 0.02) -> torch.nn.Module:
     raise AssertionError("no seed separates the scores")
 
 
-@pytest.mark.parametrize(("name", "tp"), [*((name, 1) for name in MODELS), ("mixtral", 2), ("qwen2-moe", 2)])
+@over_table(("name", "tp"), [*((name, 1) for name in MODELS), ("mixtral", 2), ("qwen2-moe", 2)])
 def test_what_transformers_saved_computes_the_same(name, tp, tmp_path):
     theirs = decoder_model(MODELS[name], VOCAB)
     with torch.no_grad():
@@ -74,7 +75,7 @@ def test_what_transformers_saved_computes_the_same(name, tp, tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_transformers_loads_what_was_written(name, tmp_path):
     written = write_hf(random_weights(MODELS[name]), MODELS[name], VOCAB, tmp_path / "out", extras=EXTRAS)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(

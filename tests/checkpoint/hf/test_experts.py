@@ -36,6 +36,7 @@ from tests.checkpoint.hf.samples import (
 )
 from tests.checkpoint.hf.test_convert import save_as_trained
 from tests.checkpoint.hf.test_writer import loaded
+from tests.tables import over_table
 
 EXTRAS = ModelFiles(TokenIds(1, 2))
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5))
@@ -58,7 +59,7 @@ def test_a_name_with_a_number_of_an_expert_is_one_tensor_for_each():
     assert links[2].as_ours(torch.tensor([[7, 8]])).tolist() == [[[[7, 8]]]]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "architecture"),
     [
         (name, "MixtralForCausalLM" if name.startswith("mixtral") else "Qwen2MoeForCausalLM")
@@ -99,8 +100,8 @@ def test_ours_are_stacked_whole_and_named_as_the_model_s():
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@over_table("dtype", [torch.float32, torch.bfloat16])
+@over_table("name", MODELS)
 def test_there_and_back_is_bit_equal(name, dtype, tmp_path):
     model = MODELS[name]
     config = config_for(model, torch_dtype=str(dtype).removeprefix("torch."))
@@ -265,7 +266,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "changed", "message"), REFUSED, ids=[str(row[1])[:60] for row in REFUSED])
+@over_table(("model", "changed", "message"), REFUSED, ids=[str(row[1])[:60] for row in REFUSED])
 def test_what_ours_has_not_is_refused_by_field(model, changed, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_for(model, **changed)))
     with pytest.raises(CheckpointError) as refusal:
@@ -279,7 +280,7 @@ def test_a_window_that_is_not_used_does_not_matter():
     assert differences(model_of(architecture_of(QWEN2_MOE), config), QWEN2_MOE) == []
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("model", "changed", "reasons"),
     [
         (
@@ -333,7 +334,7 @@ def test_a_capacity_is_left_out_only_if_asked_for(tmp_path, capsys):
         convert_to_hf(plain, tmp_path / "again", approximations=[NO_CAPACITY])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_the_flags_that_are_printed_make_the_model(name):
     model = MODELS[name].model_copy(update={"vocab_size": VOCAB})
     flags = [word for line in model_flags(model) for word in line.split()]

@@ -20,12 +20,13 @@ from tests.checkpoint.hf.model_flags import model_flags
 from tests.checkpoint.hf.samples import VOCAB, logits_of
 from tests.checkpoint.hf.test_descendants_refused import config_for, named, weights_of
 from tests.checkpoint.hf.test_writer import loaded
+from tests.tables import over_table
 
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5))
 MIXER = "backbone.layers.0.mixer"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "update", "message"),
     [
         ("opt", {"norm_epsilon": 3e-4}, "`norm_epsilon` must be 1e-05, but is 0.0003"),
@@ -56,7 +57,7 @@ def test_models_that_it_cannot_express_are_refused(name, update, message):
         architecture_of(SAMPLES[name].ours.model_copy(update=update), named(name).name)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "changed", "message"),
     [
         ("opt", {"do_layer_norm_before": False}, "`do_layer_norm_before` must be True, but is False"),
@@ -120,9 +121,7 @@ def test_a_config_may_leave_out_what_transformers_assumes():
     assert (bamba.mamba_head_dim, bamba.mamba_state_dim, bamba.mamba_num_groups) == (64, 256, 1)
 
 
-@pytest.mark.parametrize(
-    "name", ["opt", "opt-without-biases", "mamba2", "nemotron-h", "nemotron-h-experts", "bamba"]
-)
+@over_table("name", ["opt", "opt-without-biases", "mamba2", "nemotron-h", "nemotron-h-experts", "bamba"])
 def test_the_flags_that_are_printed_make_the_model(name):
     model = model_of(named(name), config_for(name)).model_copy(update={"vocab_size": VOCAB})
     flags = [word for line in model_flags(model) for word in line.split()]

@@ -32,11 +32,12 @@ from tests.checkpoint.hf.samples import (
     write_folder,
 )
 from tests.models.hf_weights import decoder_model
+from tests.tables import over_table
 
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "tp", "padded"),
     [*((name, 1, VOCAB) for name in MODELS), ("gpt2", 2, 128), ("llama", 2, 110), ("llama-tied", 1, 128)],
 )
@@ -58,8 +59,8 @@ def test_what_transformers_saved_computes_the_same(name, tp, padded, tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("model", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])
-@pytest.mark.parametrize("width", [30, 31, 32768])
+@over_table("model", [MISTRAL, QWEN2], ids=["mistral", "qwen2"])
+@over_table("width", [30, 31, 32768])
 def test_a_window_is_one_if_it_hides_something(model, width, tmp_path):
     """Qwen2's is often as wide as its positions, which the rule `window_within_positions` refuses as a flag.
 
@@ -107,8 +108,8 @@ def test_every_part_is_that_of_the_whole(name, tmp_path, monkeypatch):
             assert torch.equal(reader.tensor(key), tensor)
 
 
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
+@over_table("stored", [torch.float16, torch.bfloat16, torch.float64])
+@over_table("wanted", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes_are_converted(stored, wanted, tmp_path):
     tensors = their_tensors(GPT2, stored)
     with HFReader(write_folder(tmp_path, config_for(GPT2), tensors)) as reader:
@@ -296,7 +297,7 @@ def test_pickles_are_not_opened(tmp_path):
         HFReader(tmp_path)
 
 
-@pytest.mark.parametrize("size", [0, 5, 100, -4])
+@over_table("size", [0, 5, 100, -4])
 def test_a_cut_file_is_refused_by_name(tmp_path, size):
     folder = write_folder(tmp_path, config_for(GPT2), their_tensors(GPT2))
     file = folder / "model.safetensors"

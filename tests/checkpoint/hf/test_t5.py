@@ -25,6 +25,7 @@ from tests.checkpoint.hf.samples import VOCAB, config_for, random_weights, their
 from tests.checkpoint.hf.test_writer import loaded
 from tests.models.pairs.hf_t5 import t5_model, t5_shape
 from tests.models.pairs.test_hf_parity import batch_of
+from tests.tables import over_table
 
 T5S = {
     "1.1": t5_shape(vocab_size=VOCAB),
@@ -61,8 +62,8 @@ def theirs_on(model, shape: ModelConfig) -> torch.Tensor:
         )
 
 
-@pytest.mark.parametrize("name", T5S)
-@pytest.mark.parametrize("tp", [1, 2])
+@over_table("name", T5S)
+@over_table("tp", [1, 2])
 def test_what_transformers_saved_computes_the_same(name, tp, tmp_path):
     theirs = t5_model(T5S[name])
     if name == "1.1":  # whose fresh head gives logits of 25, which fp32 rounds by as much as the bound
@@ -76,7 +77,7 @@ def test_what_transformers_saved_computes_the_same(name, tp, tmp_path):
     torch.testing.assert_close(mine, theirs_on(theirs, T5S[name]), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", T5S)
+@over_table("name", T5S)
 def test_transformers_loads_it_whole_and_computes_the_same(name, tmp_path):
     import transformers
 
@@ -94,8 +95,8 @@ def test_transformers_loads_it_whole_and_computes_the_same(name, tmp_path):
     torch.testing.assert_close(ours_on(source, T5S[name]), logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", T5S)
+@over_table("dtype", [torch.float32, torch.bfloat16])
+@over_table("name", T5S)
 def test_theirs_to_ours_to_theirs_is_bit_equal(name, dtype, tmp_path):
     config = config_for(T5S[name], torch_dtype=str(dtype).removeprefix("torch."))
     tensors = their_tensors(T5S[name], dtype)
@@ -116,7 +117,7 @@ def test_the_names_are_all_of_transformers_own(tmp_path):
         assert theirs == their_tensors(model).keys()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changed", "reason"),
     [
         ({"t5_style": "megatron"}, "`t5_style` must be google, but is megatron"),
@@ -130,7 +131,7 @@ def test_what_transformers_cannot_express_is_refused(changed, reason):
         architecture_of(T5S["1.1"].model_copy(update=changed))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changed", "reason"),
     [
         ({"is_encoder_decoder": False}, "`is_encoder_decoder` must be True, but is False"),

@@ -33,6 +33,7 @@ from tests.checkpoint.hf.samples import (
     their_tensors,
     write_folder,
 )
+from tests.tables import over_table
 
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5))
 EXTRAS = ModelFiles(TokenIds(1, 2))
@@ -43,7 +44,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@over_table("name", MODELS)
 def test_transformers_loads_it_and_generates(name, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr("megazero.checkpoint.hf.writer.CHUNK", 500)
@@ -71,8 +72,8 @@ def test_transformers_loads_it_and_generates(name, tmp_path, monkeypatch):
     assert torch.equal(generated, greedy)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", MODELS)
+@over_table("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@over_table("name", MODELS)
 def test_theirs_to_ours_to_theirs_is_bit_equal(name, dtype, tmp_path):
     tensors = their_tensors(MODELS[name], dtype)
     config = config_for(MODELS[name], torch_dtype=str(dtype).removeprefix("torch."))
@@ -214,7 +215,7 @@ class FullDisk(Disk):
         return super().create(path)
 
 
-@pytest.mark.parametrize("files", range(4))
+@over_table("files", range(4))
 def test_a_full_disk_is_reported_and_leaves_nothing(files, tmp_path):
     with pytest.raises(CheckpointError, match=r"out` must be written, but cannot be: .*No space left"):
         write_hf(

@@ -17,9 +17,10 @@ from megazero.checkpoint.megatron.dist_file import read_array, read_metadata
 from megazero.checkpoint.megatron.reader import MegatronReader
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.megatron.test_distributed import GOES_ON, foreign
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "shape", "match"),
     [
         ("exp_avg.decoder.final_layernorm.weight", (23,), "exp_avg of decoder.final_layernorm.weight otherw"),
@@ -77,7 +78,7 @@ def forge(folder: Path, spoil: Callable[[Any], object]) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("spoil", "match"),
     [
         (

@@ -22,6 +22,7 @@ from megazero.config.tree.model import ModelConfig
 from megazero.errors import CheckpointError
 from tests.checkpoint.megatron.samples import PADDED, VOCAB, Weights, edit, random_weights
 from tests.checkpoint.megatron.test_reader import TRUSTED, assert_same, read_all
+from tests.tables import over_table
 
 SAID = {
     "hidden_size": 24,
@@ -136,8 +137,8 @@ def save(run: Path, weights: Weights, tp: int = 1, pp: int = 1, *, fused: bool =
     return folder
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 4)])
+@over_table("fused", [False, True])
+@over_table(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 4)])
 def test_folders_of_ranks(tmp_path, tp, pp, fused):
     weights = random_weights(HYBRID)
     reader = MegatronReader(save(tmp_path, weights, tp, pp, fused=fused), TRUSTED)
@@ -198,7 +199,7 @@ def test_distributed_there_and_back(tmp_path):
     assert Key("layers.0.mamba.a_log") in again.shapes
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("said", "match"),
     [
         ({"hybrid_override_pattern": "M*-MM-E"}, "`num_layers` is 8 beside a pattern of 7 letters"),

@@ -23,6 +23,7 @@ from tests.checkpoint.megatron.samples import (
     random_weights,
 )
 from tests.checkpoint.megatron.test_reader import TRUSTED, UNTIED, assert_same, read_all
+from tests.tables import over_table
 
 INNER = "transformer_layer"
 SAID = {
@@ -101,8 +102,8 @@ def save(
     return folder
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize(
+@over_table(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@over_table(
     ("whole_down", "fused", "inner"),
     [
         (False, False, "transformer_layer"),
@@ -143,7 +144,7 @@ def test_copies_must_be_alike(tmp_path, tp, rank, name, match):
         MegatronReader(folder, TRUSTED)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("said", "match"),
     [
         ({"softmax_scale": 0.2}, "`softmax_scale` is 0.2, which latent attention ignores"),

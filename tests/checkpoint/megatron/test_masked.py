@@ -22,13 +22,14 @@ from tests.checkpoint.megatron.masked_samples import (
 )
 from tests.checkpoint.megatron.samples import PADDED, VOCAB, Layout, edit
 from tests.checkpoint.megatron.test_reader import assert_same, read_all
+from tests.tables import over_table
 
 TRUSTED = ImportOptions(trust_pickle=True, vocab_size=VOCAB)
 POST_NORM = {"apply_residual_connection_post_layernorm": True}
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
+@over_table("name", MODELS)
+@over_table(
     "layout",
     [
         *(
@@ -51,15 +52,15 @@ def test_megatron(tmp_path, name, layout):
         assert ModelConfig.model_validate(reader.model_settings()) == model
 
 
-@pytest.mark.parametrize("version", [None, 0.0, 1.0, 2.0, 3.0])
+@over_table("version", [None, 0.0, 1.0, 2.0, 3.0])
 def test_versions_order_queries_keys_and_values_differently(tmp_path, version):
     weights = random_weights(BERT)
     save_bert(tmp_path, BERT, weights, Layout(2, version=version, dialect="old"))
     assert_same(read_all(MegatronReader(tmp_path, TRUSTED)), weights)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("tp", [1, 2])
+@over_table("name", MODELS)
+@over_table("tp", [1, 2])
 def test_deepspeed(tmp_path, name, tp):
     model, weights = MODELS[name], random_weights(MODELS[name])
     save_bert_deepspeed(tmp_path, model, weights, Layout(tp, dialect="old"))
@@ -85,7 +86,7 @@ def test_a_copy_of_the_embedding_must_be_one(tmp_path):
         MegatronReader(tmp_path, TRUSTED)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("arguments", "settings"),
     [
         ({}, {"activation": "gelu", "bert_head_activation": "gelu_exact"}),

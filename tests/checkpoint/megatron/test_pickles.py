@@ -19,6 +19,7 @@ from megazero.checkpoint.megatron.pickles import Inert, PositionEmbedding, load_
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from tests.checkpoint.megatron.samples import GPT2, VOCAB, Layout, random_weights, save_megatron
+from tests.tables import over_table
 
 
 class Hostile:
@@ -31,8 +32,8 @@ class Hostile:
         return self.call
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-@pytest.mark.parametrize(
+@over_table("zipped", [True, False])
+@over_table(
     ("function", "named"),
     [(os.mkdir, "posix.mkdir"), (eval, "builtins.eval"), (torch.hub.load, "torch.hub.load")],
 )
@@ -124,7 +125,7 @@ def test_a_class_can_be_declared_unneeded(tmp_path):
     assert type(load_pickle(path, ["random.Random"])["a"]) is Inert
 
 
-@pytest.mark.parametrize("content", [b"", b"not a pickle", b"PK\x03\x04 cut", b"\x80\x02}", b"\x80\x02\xff."])
+@over_table("content", [b"", b"not a pickle", b"PK\x03\x04 cut", b"\x80\x02}", b"\x80\x02\xff."])
 def test_damaged_files_are_named(tmp_path, content):
     path = tmp_path / "a.pt"
     path.write_bytes(content)

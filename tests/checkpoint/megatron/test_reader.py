@@ -20,6 +20,7 @@ from tests.checkpoint.megatron.samples import (
     save_layers,
     save_megatron,
 )
+from tests.tables import over_table
 
 UNTIED = {"untie_embeddings_and_output_weights": True}
 TRUSTED = ImportOptions(trust_pickle=True, vocab_size=VOCAB)
@@ -47,8 +48,8 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("layout", MEGATRON, ids=str)
+@over_table("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@over_table("layout", MEGATRON, ids=str)
 def test_megatron(tmp_path, model, layout):
     weights = random_weights(model)
     if model.untie_embeddings_and_output_weights:
@@ -61,8 +62,8 @@ def test_megatron(tmp_path, model, layout):
     assert ModelConfig.model_validate(reader.model_settings()) == model
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(
+@over_table("tp", [1, 2])
+@over_table(
     "settings",
     [
         {"window_size": (8, 0), "window_attn_skip_freq": (2,), "softmax_type": "learnable"},
@@ -94,8 +95,8 @@ def differing(a: ModelConfig, b: ModelConfig) -> list[str]:
     return [name for name in names if getattr(a, name) != getattr(b, name)]
 
 
-@pytest.mark.parametrize("further", [{}, {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}])
-@pytest.mark.parametrize("tp", [1, 2])
+@over_table("further", [{}, {"glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}])
+@over_table("tp", [1, 2])
 def test_gates_of_sigmoids(tmp_path, further, tp):
     """gpt-oss's activation; Megatron names it by a switch."""
     model = LLAMA.model_copy(update={"activation": "quick_geglu", **further})
@@ -118,17 +119,17 @@ def test_biases_of_queries_keys_and_values_alone(tmp_path, tp):
     assert reader.model == model
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("tp", [1, 2])
+@over_table("version", VERSIONS)
+@over_table("tp", [1, 2])
 def test_versions_order_queries_keys_and_values_differently(tmp_path, version, tp):
     weights = random_weights(GPT2)
     save_megatron(tmp_path, GPT2, weights, Layout(tp, version=version, dialect="oldest"))
     assert_same(read_all(MegatronReader(tmp_path, TRUSTED)), weights)
 
 
-@pytest.mark.parametrize("save", [save_deepspeed, save_layers])
-@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
-@pytest.mark.parametrize("tp", [1, 2])
+@over_table("save", [save_deepspeed, save_layers])
+@over_table("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@over_table("tp", [1, 2])
 def test_deepspeed(tmp_path, save, model, tp):
     weights = random_weights(model)
     arguments = UNTIED if model.untie_embeddings_and_output_weights else {}

@@ -25,6 +25,7 @@ from tests.checkpoint.megatron.samples import (
     save_layers,
     save_megatron,
 )
+from tests.tables import over_table
 
 BOUNDED = {
     **{"num_experts": 4, "quick_geglu": True},
@@ -45,7 +46,7 @@ def rank_file(run: Path, rank: str = "00") -> Path:
     return run / "iter_0000100" / f"mp_rank_{rank}" / "model_optim_rng.pt"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("arguments", "match"),
     [
         ({"num_experts": 8}, "but holds decoder.layers.0.mlp.linear_fc1.bias"),
@@ -97,7 +98,7 @@ def test_arguments(tmp_path, arguments, match):
     refused(tmp_path, match)
 
 
-@pytest.mark.parametrize(
+@over_table(
     "arguments",
     [{"qk_layernorm": True}, {"softmax_scale": 0.2}, {"quick_geglu": True}, {"apply_layernorm_1p": True}],
     ids=str,
@@ -114,7 +115,7 @@ def test_all_that_is_wrong_with_the_arguments_is_said_at_once(tmp_path):
     refused(tmp_path, "qk_l2_norm.*; .*normalization")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "kind"),
     [
         ("decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight", _EXPERTS),
@@ -156,7 +157,7 @@ def test_a_missing_layer(tmp_path):
     refused(tmp_path, r"must number its layers from 0, but has \[0, 1, 3\]")
 
 
-@pytest.mark.parametrize("tp_pp", ["00_000", "00_001", "01_000", "01_001"])
+@over_table("tp_pp", ["00_000", "00_001", "01_000", "01_001"])
 def test_a_missing_rank(tmp_path, tp_pp):
     save_megatron(tmp_path, GPT2, WEIGHTS, Layout(2, 2))
     shutil.rmtree(rank_file(tmp_path, tp_pp).parent)
@@ -206,8 +207,8 @@ def test_chunks_that_are_no_series(tmp_path):
     )
 
 
-@pytest.mark.parametrize("value", [torch.zeros(3), Path("a"), {"a": 1}, [torch.ones(2)]], ids=str)
-@pytest.mark.parametrize("name", ["num_experts", "hidden_size", "position_embedding_type", "normalization"])
+@over_table("value", [torch.zeros(3), Path("a"), {"a": 1}, [torch.ones(2)]], ids=str)
+@over_table("name", ["num_experts", "hidden_size", "position_embedding_type", "normalization"])
 def test_arguments_that_are_no_plain_values(tmp_path, name, value):
     save_megatron(tmp_path, GPT2, WEIGHTS, Layout(arguments={name: value}))
     refused(tmp_path, f"`{name}[.`]")
@@ -303,7 +304,7 @@ def test_arguments_can_be_given_and_corrected(tmp_path):
     assert MegatronReader(tmp_path, ImportOptions(True, VOCAB, arguments=given)).model == GPT2
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("name", "match"),
     [
         ("mp_rank_00_000_000/model_optim_rng.pt", "one file for each rank, but has two"),

@@ -11,6 +11,7 @@ import pytest
 from megazero import cli
 from megazero.commands.checkpoint import main
 from tests.commands.checkpoint.samples import save
+from tests.tables import over_table
 
 VERBS = ("inspect", "verify", "diff", "convert", "prune")
 
@@ -24,7 +25,7 @@ def test_help_names_every_verb(capsys):
     assert "    import-megatron" in out  # Python 3.13 puts its help on the same line, others on the next
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@over_table("verb", VERBS)
 def test_every_verb_has_its_own_help(capsys, verb):
     with pytest.raises(SystemExit) as end:
         main([verb, "--help"])
@@ -32,7 +33,7 @@ def test_every_verb_has_its_own_help(capsys, verb):
     assert capsys.readouterr().out.startswith(f"usage: megazero checkpoint {verb}")
 
 
-@pytest.mark.parametrize("argv", [[], ["inspct"], ["inspect"], ["verify", "x", "--fast"]])
+@over_table("argv", [[], ["inspct"], ["inspect"], ["verify", "x", "--fast"]])
 def test_a_wrong_command_line_has_status_2(capsys, argv):
     with pytest.raises(SystemExit) as end:
         main(argv)

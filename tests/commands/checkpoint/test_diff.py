@@ -8,6 +8,7 @@ import torch
 from megazero.checkpoint.part import Key
 from megazero.commands.checkpoint import main
 from tests.commands.checkpoint.samples import EMBEDDING, TENSORS, UP, facts_of, flip, save
+from tests.tables import over_table
 
 RANDOM = Key("torch", "rng")
 
@@ -61,7 +62,7 @@ def test_tolerance(tmp_path, tolerance, status):
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), *flags]) == status
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("tensors", "words"),
     [
         ({UP: TENSORS[UP], EMBEDDING: TENSORS[EMBEDDING]}, f"{UP}/exp_avg is only in A"),

@@ -14,6 +14,7 @@ from megazero.commands.checkpoint import main
 from megazero.commands.checkpoint.stats import Distance, Stats, distance, stats_of
 from megazero.commands.show import printable, size_text
 from tests.commands.checkpoint.samples import describe_anew, save
+from tests.tables import over_table
 
 
 def test_the_list_of_a_run(tmp_path, capsys):
@@ -154,7 +155,7 @@ def test_numbers_of_a_tensor():
     assert str(stats_of(torch.empty(0, 3)).mean) == "nan"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("a", "b", "expected", "relative"),
     [
         ([1.0, 2.0], [1.0, 2.0], Distance(True, 0.0, 0.0), 0.0),
@@ -177,7 +178,7 @@ def test_the_same_numbers_of_another_dtype_are_not_the_same_bits():
     assert distance(torch.ones(3), torch.ones(3, dtype=torch.bfloat16)) == Distance(False, 0.0, 1.0)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("count", "text"),
     [
         (0, "0 B"),

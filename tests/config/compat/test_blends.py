@@ -8,9 +8,10 @@ import pytest
 
 from megazero.config.compat.blends import expanded, part_of, prefix_of, weighted
 from megazero.errors import DataError
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "expected"),
     [
         ("0.3 a\n0.7 b\n", ("0.3", "a", "0.7", "b")),
@@ -51,7 +52,7 @@ def test_parts_are_shares_of_the_sequences() -> None:
     assert part_of("a[0.95:1.0]", 100) == range(95, 100)
 
 
-@pytest.mark.parametrize("name", ["a[0.9:0.5]", "a[0.5:0.5]", "a[900:1000]", "a[0:1.5]", "a[.:1]"])
+@over_table("name", ["a[0.9:0.5]", "a[0.5:0.5]", "a[900:1000]", "a[0:1.5]", "a[.:1]"])
 def test_a_part_within_a_dataset_has_two_shares(name: str) -> None:
     with pytest.raises(DataError, match="must be two shares such as"):
         part_of(name, 1000)

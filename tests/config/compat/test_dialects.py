@@ -11,6 +11,7 @@ from megazero.config.flags import FLAGS, scan
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS
+from tests.tables import over_table
 
 
 def settings(argv: str) -> dict[str, object]:
@@ -19,7 +20,7 @@ def settings(argv: str) -> dict[str, object]:
     return {setting.spec.path: setting.value for setting in result.settings}
 
 
-@pytest.mark.parametrize("name", sorted(name for name in FLAGS if "-" in name[2:]))
+@over_table("name", sorted(name for name in FLAGS if "-" in name[2:]))
 def test_underscores_stand_for_dashes(name: str) -> None:
     plain, other = scan([name, "1"]), scan([f"--{name[2:].replace('-', '_')}", "1"])
     assert [(s.spec.path, s.value) for s in plain.settings] == [
@@ -28,7 +29,7 @@ def test_underscores_stand_for_dashes(name: str) -> None:
     assert len(plain.problems) == len(other.problems)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("fork", "argv", "expected"),
     [
         ("bigscience", "--pp-partition-method type:transformer|embedding",
@@ -63,7 +64,7 @@ def test_a_fork_s_flag_means(fork: str, argv: str, expected: dict[str, object]) 
     assert settings(f"--dialect {fork} {argv}") == expected
 
 
-@pytest.mark.parametrize(
+@over_table(
     "argv",
     [
         "--use-mpi", "--experiment-name e", "--rank 0 --world-size 8 --dist-url env://",
@@ -98,7 +99,7 @@ def test_a_line_of_no_named_fork_is_read_as_the_fork_that_knows_most_of_it() -> 
     assert "`--pp-partition-method uniform` as `--pipeline-partition uniform`" in result.warnings[0]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "says"),
     [
         ("--dialect nobody", "`--dialect` must be one of argonne, bigscience, "),
@@ -136,7 +137,7 @@ def test_an_unknown_flag_beside_those_of_a_fork_names_the_fork() -> None:
     )
 
 
-@pytest.mark.parametrize("fork", DIALECTS)
+@over_table("fork", DIALECTS)
 def test_every_row_leads_to_flags_that_exist_or_to_a_reason(fork: str) -> None:
     for rows in DIALECTS[fork].values():
         for row in rows:
@@ -161,7 +162,7 @@ def test_rows_of_a_table_fit_the_ranks_and_the_vocabulary() -> None:
         parse_config([*BASE_FLAGS, *argv.split()], world_size=1)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "expected"),
     [
         ("--pipeline-model-parallel-layout Et*3|(tt|)*6tL --num-layers 16", ("3,2,2,2,2,2,2,1", 4)),
@@ -183,7 +184,7 @@ def test_layers_are_dealt_as_megatrons_flags_say(argv: str, expected: tuple[str,
     assert found == expected
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "says"),
     [
         ("--pipeline-model-parallel-layout Ett|mL --num-layers 2", "every stage must have a layer"),
@@ -205,7 +206,7 @@ def test_layers_that_cannot_be_dealt_so_are_refused(argv: str, says: str) -> Non
     assert any(says in problem for problem in problems)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "expected"),
     [
         ("--rope-theta 5e5 --intermediate-size 64", {"model.rotary_base": 5e5, "model.ffn_hidden_size": 64}),
@@ -246,7 +247,7 @@ def test_words_of_many_trainers(argv: str, expected: dict[str, object]) -> None:
     assert settings(argv) == expected
 
 
-@pytest.mark.parametrize(
+@over_table(
     "argv",
     [
         "--use-attn-bias false", "--enable-final-norm 0", "--use-something true", "--use-something false",
@@ -259,7 +260,7 @@ def test_a_flag_that_turns_something_off_asks_for_something(argv: str) -> None:
     assert "unknown flag" in scan(argv.split()).problems[0]
 
 
-@pytest.mark.parametrize(
+@over_table(
     "flag",
     [
         "--use-swiglu", "--use-rmsnorm", "--use-rope", "--gradient-checkpointing",
@@ -276,7 +277,7 @@ def test_a_switch_that_is_given_as_off_is_not_read_as_on(flag: str) -> None:
     assert result.settings == []
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "says"),
     [
         ("--dialect mindspeed --sparse-mode 4", "it lets attention see a band; say so with"),
@@ -299,7 +300,7 @@ def test_what_changes_numbers_is_not_without_effect(argv: str, says: str) -> Non
     assert says in problem
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "says"),
     [
         ("--use-moe", "say how many experts there are with `--num-experts`"),
@@ -333,7 +334,7 @@ def test_what_says_what_a_model_has_must_be_true_of_it(argv: str, says: str) -> 
     assert any(says in problem for problem in caught.value.violations)
 
 
-@pytest.mark.parametrize(
+@over_table(
     "argv",
     [
         "--use-moe --num-experts 4", "--use-gqa --num-query-groups 2", "--causal --tie-word-embeddings",
@@ -347,7 +348,7 @@ def test_what_says_what_a_model_has_is_accepted_where_it_is_true(argv: str) -> N
     parse_config([*BASE_FLAGS, *argv.split()], world_size=1)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "expected"),
     [
         ("--moe-num-experts 4", (1, (0.025,), True)),

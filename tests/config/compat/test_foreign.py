@@ -12,6 +12,7 @@ from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS
+from tests.tables import over_table
 
 MEGATRON_FLAGS = Path(__file__).with_name("megatron_flags.txt").read_text(encoding="utf-8").split()
 
@@ -20,12 +21,12 @@ def test_the_list_is_whole() -> None:
     assert len(set(MEGATRON_FLAGS)) == 407
 
 
-@pytest.mark.parametrize("name", MEGATRON_FLAGS)
+@over_table("name", MEGATRON_FLAGS)
 def test_no_megatron_flag_is_merely_unknown(name: str) -> None:
     assert not any("unknown flag" in problem for problem in scan([name, "1"]).problems)
 
 
-@pytest.mark.parametrize("name", sorted(FOREIGN_FLAGS))
+@over_table("name", sorted(FOREIGN_FLAGS))
 def test_each_foreign_flag_says_why(name: str) -> None:
     row = FOREIGN_FLAGS[name]
     assert row.accepted or row.refused
@@ -33,7 +34,7 @@ def test_each_foreign_flag_says_why(name: str) -> None:
         assert reason is None or (len(reason) > 10 and not reason.endswith("."))
 
 
-@pytest.mark.parametrize(
+@over_table(
     "argv",
     [
         "--no-pipeline-parallel",
@@ -57,7 +58,7 @@ def test_accepted_without_effect(argv: str) -> None:
     assert 7 in [setting.value for setting in result.settings]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "says"),
     [
         ("--zero-stage 4", "`--zero-stage` must be one of 0, 1, 2, 3, but is `4`."),
@@ -93,7 +94,7 @@ def test_a_switch_without_effect_swallows_no_value() -> None:
     assert len(scan(["--no-pipeline-parallel", "stray"]).problems) == 1
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "path", "value"),
     [
         ("--zero-stage 1.0", "zero.stage", 1),

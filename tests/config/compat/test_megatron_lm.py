@@ -12,6 +12,7 @@ from megazero.config.flags import FLAGS, scan
 from megazero.config.resolve import parse_config
 from megazero.errors import ConfigError
 from tests.config.compat.features import FEATURES
+from tests.tables import over_table
 
 ARITIES = dict(
     line.split()
@@ -43,7 +44,7 @@ def test_the_list_is_whole() -> None:
     assert len(ARITIES) == 939
 
 
-@pytest.mark.parametrize("name", ARITIES)
+@over_table("name", ARITIES)
 def test_each_takes_as_many_values_as_there(name: str) -> None:
     expected = "*" if name in LISTS_HERE else ARITIES[name]
     assert ours(name) == expected
@@ -52,14 +53,14 @@ def test_each_takes_as_many_values_as_there(name: str) -> None:
     assert not any("unexpected" in each or "unknown" in each or "followed by" in each for each in problems)
 
 
-@pytest.mark.parametrize("name", [name for name in ARITIES if ours(name) == "1"])
+@over_table("name", [name for name in ARITIES if ours(name) == "1"])
 def test_a_value_must_follow(name: str) -> None:
     problems = scan([name, "--num-layers", "7"]).problems
     refused = name in FOREIGN_FLAGS and FOREIGN_FLAGS[name].accepted is None
     assert any("is not accepted" in each if refused else "followed by" in each for each in problems)
 
 
-@pytest.mark.parametrize("name", [name for name, arity in ARITIES.items() if arity == "0"])
+@over_table("name", [name for name, arity in ARITIES.items() if arity == "0"])
 def test_a_switch_takes_no_value(name: str) -> None:
     assert any("unexpected argument `stray`" in each for each in scan([name, "stray"]).problems)
 
@@ -69,7 +70,7 @@ def test_what_is_absent_is_named() -> None:
     assert all(FOREIGN_FLAGS[name].refused for name in FEATURES)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "says"),
     [
         (
@@ -120,7 +121,7 @@ def test_beside_a_file_that_is_not_read_nothing_is_missing() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     "argv",
     [
         "--calculate-per-token-loss",  # the loss here is that mean, always
@@ -152,7 +153,7 @@ def test_accepted_because_the_numbers_are_those_asked_for(argv: str) -> None:
     assert len(result.ignored) == 1
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("argv", "path", "value"),
     [
         ("--deterministic-mode", "training.deterministic_mode", True),
@@ -181,7 +182,7 @@ def test_settings_of_ours(argv: str, path: str, value: object) -> None:
     assert [(each.spec.path, each.value) for each in result.settings] == [(path, value)]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("typed", "close"),
     [
         ("--moe-aux-loss-coef", "--moe-aux-loss-coeff"),

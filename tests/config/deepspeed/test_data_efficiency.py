@@ -17,6 +17,7 @@ from tests.config.deepspeed.data_efficiency_keys import (
     metric,
 )
 from tests.config.deepspeed.reading import read
+from tests.tables import over_table
 
 
 @pytest.mark.parametrize("name", ["seqlen", "seqlen_truncate", "seqlen_reshape"])
@@ -42,7 +43,7 @@ def test_by_length_samples_are_drawn_as_by_any_metric() -> None:
     assert (by_length.name, by_length.max_difficulty, found) == ("seqlen", 2048, {})
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("values", "says"),
     [
         (
@@ -107,7 +108,7 @@ def test_every_fault_of_metrics_is_reported() -> None:
     assert all(METRICS in line for line in problems)
 
 
-@pytest.mark.parametrize("off", SWITCHES)
+@over_table("off", SWITCHES)
 def test_what_a_switch_is_off_for_has_no_effect(off: str) -> None:
     """Megatron-DeepSpeed's scripts write the whole section and turn parts of it off."""
     rest = {"data_efficiency.seed": 1, f"{SAMPLING}.dynamic_batching": {"enabled": True}}

@@ -6,9 +6,8 @@ import base64
 import json
 from pathlib import Path
 
-import pytest
-
 from megazero.config.deepspeed.load import load_json
+from tests.tables import over_table
 
 
 def complaints(text: str | bytes, tmp_path: Path) -> list[str]:
@@ -18,7 +17,7 @@ def complaints(text: str | bytes, tmp_path: Path) -> list[str]:
     return [line.removeprefix(str(file)) for line in load_json(file)[1]]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "where", "fault"),
     [
         ('{"NaN": "NaN",\n "a": NaN}', "2:7", "NaN is no number there; write a finite number"),
@@ -54,7 +53,7 @@ def test_a_fault_has_a_place_and_a_name(text: str, where: str, fault: str, tmp_p
     assert line.endswith(".")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "means"),
     [
         ('{\n "a": 1,\n}', {"a": 1}),

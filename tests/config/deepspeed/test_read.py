@@ -36,6 +36,7 @@ from megazero.errors import ConfigError
 from tests.config.deepspeed.data_efficiency_keys import EXAMPLES, LTD, SAMPLED
 from tests.config.deepspeed.reading import read
 from tests.config.deepspeed.sparse_keys import SPARSE_EXAMPLES
+from tests.tables import over_table
 
 # key -> its value, other keys that must stand beside it, and what the tree then holds (besides their effect)
 HONOURED: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -374,7 +375,7 @@ def test_every_row_has_an_example() -> None:
     assert sum(map(len, GROUPS.values())) == len(ROWS)
 
 
-@pytest.mark.parametrize("key", HONOURED)
+@over_table("key", HONOURED)
 def test_honoured(key: str) -> None:
     value, beside, expected = HONOURED[key]
     before, result = read(beside), read({**beside, key: value})
@@ -386,7 +387,7 @@ def test_honoured(key: str) -> None:
         assert any(f"`{key}`" in setting.source for setting in result.settings)
 
 
-@pytest.mark.parametrize("key", EXTRA)
+@over_table("key", EXTRA)
 def test_read_by_the_engine_alone(key: str) -> None:
     value, beside, expected = EXTRA[key]
     result = read({**beside, key: value})
@@ -398,7 +399,7 @@ def test_read_by_the_engine_alone(key: str) -> None:
     assert bool(result.script_problems) == (key.startswith("scheduler.") or bool(row.script_refused))
 
 
-@pytest.mark.parametrize("key", of_fate("accepted"))
+@over_table("key", of_fate("accepted"))
 def test_accepted_with_the_reason(key: str) -> None:
     value = "any" if ROWS[key].shape is ANYTHING else SAMPLES[ROWS[key].shape][0]
     value = "fp32" if key == "data_types.param_dtype" else value
@@ -407,7 +408,7 @@ def test_accepted_with_the_reason(key: str) -> None:
     assert [(each.key, each.reason) for each in result.ignored] == [(key, ROWS[key].accepted)]
 
 
-@pytest.mark.parametrize("key", of_fate("refused"))
+@over_table("key", of_fate("refused"))
 def test_refused_unless_it_asks_for_nothing(key: str) -> None:
     row = ROWS[key]
     asked = False if HARMLESS.get(key) is True else SAMPLES[row.shape][0]
@@ -421,7 +422,7 @@ def test_refused_unless_it_asks_for_nothing(key: str) -> None:
         assert (result.problems, result.ignored, result.values) == ([], [], read(on).values)
 
 
-@pytest.mark.parametrize("key", ROWS)
+@over_table("key", ROWS)
 def test_values_of_another_type_are_told_what_was_expected(key: str) -> None:
     row = ROWS[key]
     if row.shape is ANYTHING:
@@ -439,7 +440,7 @@ def test_values_of_another_type_are_told_what_was_expected(key: str) -> None:
     )
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.key)
+@over_table("row", ROWS.values(), ids=lambda row: row.key)
 def test_rows_are_sound(row: KeyRow) -> None:
     assert row.fields or row.extra or row.accepted or row.refused
     assert set(row.fields) <= set(FIELD_BY_PATH)
@@ -476,7 +477,7 @@ def test_lamb_is_as_deepspeeds_fused_lamb_unless_the_json_says_otherwise() -> No
     }
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("kind", "told", "expected"),
     [
         ("Lion", {}, {"optimizer": "lion", "lion_beta1": 0.9, "lion_beta2": 0.999}),
@@ -531,7 +532,7 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
     assert read({"fp16.enabled": True, "fp16.loss_scale": 0}).values["precision.loss_scale"] is None
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("values", "says"),
     [
         (
@@ -612,7 +613,7 @@ def test_older_names() -> None:
     assert "must be given once, but is given as two names" in read(both).problems[0]
 
 
-@pytest.mark.parametrize(("given", "clip"), [(True, 1.0), (False, 0.0), (-1, 0.0), (-0.5, 0.0), (2, 2.0)])
+@over_table(("given", "clip"), [(True, 1.0), (False, 0.0), (-1, 0.0), (-0.5, 0.0), (2, 2.0)])
 def test_clipping_by_a_switch_or_below_zero(given: Any, clip: float) -> None:
     """They were refused; DeepSpeed clips at 1, or not at all."""
     result = read({"gradient_clipping": given})
@@ -653,7 +654,7 @@ def test_a_path_is_no_name() -> None:
     assert [line.split("`")[1] for line in result.script_problems] == [path]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("given", "means"),
     [
         ({"overlap_comm": 1}, {"zero.overlap_grad_reduce": True, "zero.overlap_param_gather": True}),
@@ -669,16 +670,14 @@ def test_values_are_read_as_pydantic_reads_them(given: dict[str, Any], means: di
     assert (result.problems, result.values) == ([], means)
 
 
-@pytest.mark.parametrize("value", ["5e8", 1.5, "1.5", "", "many"])
+@over_table("value", ["5e8", 1.5, "1.5", "", "many"])
 def test_no_integers_for_pydantic_either(value: object) -> None:
     assert (
         "must be an integer, at least 0" in read({"zero_optimization.reduce_bucket_size": value}).problems[0]
     )
 
 
-@pytest.mark.parametrize(
-    ("value", "every"), [(None, 2**63 - 1), (float("inf"), 2**63 - 1), ("5", 5), (1e99, 2**63 - 1)]
-)
+@over_table(("value", "every"), [(None, 2**63 - 1), (float("inf"), 2**63 - 1), ("5", 5), (1e99, 2**63 - 1)])
 def test_steps_per_print_may_be_never(value: object, every: int) -> None:
     assert read_deepspeed({"steps_per_print": value}).extras.steps_per_print == every
 
@@ -760,7 +759,7 @@ def test_the_list_is_whole() -> None:
     assert len(set(MEGATRON_DEEPSPEED_KEYS)) == 102
 
 
-@pytest.mark.parametrize("key", MEGATRON_DEEPSPEED_KEYS)
+@over_table("key", MEGATRON_DEEPSPEED_KEYS)
 def test_no_key_of_megatron_deepspeed_is_merely_unknown(key: str) -> None:
     parts = key.split(".")
     assert any(".".join(parts[:depth]) in ROWS for depth in range(1, len(parts) + 1))

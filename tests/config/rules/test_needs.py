@@ -19,6 +19,7 @@ from megazero.config.rules.table import RULES, broken_rules, check
 from megazero.config.tree.option import Section, option
 from tests.config.rules.examples import EXAMPLES, EXPERTS, WORLD
 from tests.config.samples import make_config
+from tests.tables import over_table
 
 pytestmark = pytest.mark.fast
 
@@ -69,7 +70,7 @@ def _given(path: str, of: tuple[str, ...]) -> dict[str, Any]:
     return {**(EXPERTS if idle else {}), path: value}
 
 
-@pytest.mark.parametrize(("path", "need"), _ROWS, ids=lambda part: part if isinstance(part, str) else "")
+@over_table(("path", "need"), _ROWS, ids=lambda part: part if isinstance(part, str) else "")
 def test_a_setting_is_refused_without_what_it_needs(path: str, need: Need) -> None:
     without = {
         **_given(path, need.of),
@@ -99,7 +100,7 @@ def test_the_sentences() -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("setting", "value", "remedy"),
     [
         ("recompute.offload", True, "`--recompute-granularity full`"),
@@ -134,7 +135,7 @@ def test_a_field_that_is_broken_is_not_read() -> None:
         _ = sound_part({"model": config.model}).zero
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@over_table("rule", RULES, ids=lambda rule: rule.name)
 def test_no_rule_shows_a_field_that_is_broken(rule: Rule) -> None:
     config = make_config(EXAMPLES[rule.name])
     for path in () if rule.in_detail else rule.fields:

@@ -12,6 +12,7 @@ from megazero.config.rules.rule import Case
 from megazero.config.rules.table import check
 from tests.config.rules.examples import DROPS, METRIC, RAMP, TASK, WORLD, metric
 from tests.config.samples import BASE_FLAGS, make_config
+from tests.tables import over_table
 
 LONG_RAMP = {**RAMP, "curriculum.seqlen_total_curriculum_step": 1000}
 LONG_DROPS = {**DROPS, "skipping.random_ltd_require_steps": 1000}
@@ -46,7 +47,7 @@ def test_a_ramp_that_is_cut_short_is_named(changes: dict[str, Any], line: str) -
     assert int(said.removeprefix(start).removesuffix(end)) >= 100
 
 
-@pytest.mark.parametrize("changes", [{}, RAMP, metric(), DROPS])
+@over_table("changes", [{}, RAMP, metric(), DROPS])
 def test_a_ramp_that_gets_to_its_end_is_not(changes: dict[str, Any]) -> None:
     assert cut_short(Case(make_config(changes), WORLD)) == []
 

@@ -12,6 +12,7 @@ from megazero.config.rules.rule import Case
 from megazero.config.rules.table import RULES, broken_rules, check
 from tests.config.rules.examples import ACCEPTED, EXAMPLES, WORLD
 from tests.config.samples import make_config
+from tests.tables import over_table
 
 pytestmark = pytest.mark.fast
 
@@ -20,7 +21,7 @@ def test_the_examples_are_of_all_rules() -> None:
     assert [rule.name for rule in RULES] == list(EXAMPLES)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@over_table("name", EXAMPLES)
 def test_the_example_breaks_its_rule_alone(name: str) -> None:
     config = make_config(EXAMPLES[name])
     assert broken_rules(config, WORLD) == [name]
@@ -30,7 +31,7 @@ def test_the_example_breaks_its_rule_alone(name: str) -> None:
     assert sentence.endswith(f"[rule {name}].")
 
 
-@pytest.mark.parametrize("changes", ACCEPTED)
+@over_table("changes", ACCEPTED)
 def test_accepted(changes: dict[str, Any]) -> None:
     assert check(make_config(changes), WORLD) == []
 
@@ -52,7 +53,7 @@ def test_without_a_world_size_only_its_rules_are_silent() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("partition", "fault"),
     [
         ("parameter", "it is not one of uniform, parameters, cost, measured, type:REGEX or"),
@@ -147,7 +148,7 @@ def test_a_violation_reads_as_a_sentence_with_values_and_what_would_do() -> None
     ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@over_table("rule", RULES, ids=lambda rule: rule.name)
 def test_names_and_fields_are_real(rule: Any) -> None:
     assert rule.fields
     assert all(path in FIELD_BY_PATH for path in rule.fields)
@@ -161,7 +162,7 @@ def test_rules_on_unsound_fields_are_left_out() -> None:
         assert check(make_config(), WORLD, {spec.path}) == []
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("path", "accepted"),
     [
         (("a", "b"), True),  # each in proportion to its size, as in Megatron-Core

@@ -13,6 +13,7 @@ from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 from tests.data.bert.golden import WORDS, golden_corpus
+from tests.tables import over_table
 
 SETTINGS = BERTSettings(sequence_length=32, words=WORDS)
 ALL = range(40)
@@ -163,8 +164,8 @@ def test_a_split_without_a_usable_document_says_why(tmp_path):
         BERTDataset(dataset, range(2, 3), 7, replace(SETTINGS, binary_head=False))
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("masked", [False, True])
+@over_table("native", [True, False])
+@over_table("masked", [False, True])
 def test_ids_beyond_the_vocabulary_are_named(tmp_path, monkeypatch, native, masked):
     if not native:
         monkeypatch.setattr(sample, "NATIVE", None)
@@ -224,7 +225,7 @@ def test_the_description_holds_all_that_samples_depend_on(indexed):
     assert described[0] == BERTDataset(indexed, ALL, 100, SETTINGS).description
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("change", "message"),
     [
         ({"sequence_length": 4}, r"`seq_length` must be at least 5 for BERT, .*two \[SEP\].* but is 4"),

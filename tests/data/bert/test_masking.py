@@ -3,10 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from megazero.data.bert.masking import mask_tokens, run_chances, words_of
 from tests.data.bert.golden import SIZE, WORDS
+from tests.tables import over_table
 
 CLS, SEP, MASK = WORDS.cls, WORDS.sep, WORDS.mask
 
@@ -33,7 +33,7 @@ def test_runs_are_as_likely_as_they_are_short():
     np.testing.assert_allclose(run_chances(), [6 / 11, 3 / 11, 2 / 11], rtol=1e-15)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("length", "target", "prob", "count"),
     [
         (100, 97, 0.15, 14),  # 14.55 is less than 15

@@ -13,6 +13,7 @@ from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.native import NATIVE
 from tests.data.bert.golden import CASES, WORDS, golden_corpus, items_digest, padding_differs
+from tests.tables import over_table
 
 RECIPE = SampleRecipe(WORDS, 16, 0.15, True)
 SENTENCES = [[5, 6, 7], [9, 10], [12, 13, 15, 16], [18]]
@@ -28,8 +29,8 @@ def golden_batch(tmp_path, case):
     return make_samples(store, rows, case.seed + np.arange(len(rows)), recipe)[0]
 
 
-@pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("case", CASES)
+@over_table("native", [True, False])
+@over_table("case", CASES)
 def test_the_golden_samples(tmp_path, monkeypatch, case, native):
     if not native:
         monkeypatch.setattr(sample, "NATIVE", None)
@@ -133,7 +134,7 @@ def test_empty_sentences_make_empty_segments():
 
 
 @pytest.mark.skipif(NATIVE is None, reason="needs the compiled helpers")
-@pytest.mark.parametrize("row", [[0, 5, 9], [-1, 2, 9], [2, 2, 9], [0, 1, 9], [0, 4, 14], [0, 4, 0]])
+@over_table("row", [[0, 5, 9], [-1, 2, 9], [2, 2, 9], [0, 1, 9], [0, 4, 14], [0, 4, 0]])
 def test_the_compiled_maker_refuses_rows_that_do_not_fit(row):
     tokens = np.arange(5, 15, dtype=np.int64)
     store = SentenceStore(tokens, np.array([3, 2, 4, 1], np.int32), np.array([0, 24, 40, 72]))

@@ -16,6 +16,7 @@ from megazero.data.bert.sample_map import (
 from megazero.data.native import NATIVE
 from megazero.errors import DataError
 from tests.data.bert.golden import CASES, golden_corpus
+from tests.tables import over_table
 
 PLAN = MapPlan(None, 1, target=10, min_sentences=2, short_seq_prob=0.0, seed=1234)
 both = pytest.mark.parametrize("build", [build_sample_map, sample_map_reference])
@@ -151,9 +152,7 @@ def test_short_targets_come_as_often_as_asked():
     assert abs(short.mean() - 25.5) < 1
 
 
-@pytest.mark.parametrize(
-    ("prob", "ratio"), [(0, 0), (0.1, 10), (0.4, 3), (0.66, 2), (0.7, 1), (1, 1), (5e-324, 1 << 32)]
-)
+@over_table(("prob", "ratio"), [(0, 0), (0.1, 10), (0.4, 3), (0.66, 2), (0.7, 1), (1, 1), (5e-324, 1 << 32)])
 def test_the_ratio_is_rounded_half_away_from_zero(prob, ratio):
     assert replace(PLAN, short_seq_prob=prob).short_ratio == ratio
 

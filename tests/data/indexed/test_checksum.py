@@ -13,6 +13,7 @@ from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 from tests.data.corpora import GOLDEN_BIN, write_golden
+from tests.tables import over_table
 
 
 def flip(path: Path, at: int) -> None:
@@ -21,7 +22,7 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("sizes", [[0], [1], [10], [9, 1], [3, 3, 3, 3], [25], [10, 10], [4, 20, 1]])
+@over_table("sizes", [[0], [1], [10], [9, 1], [3, 3, 3, 3], [25], [10, 10], [4, 20, 1]])
 def test_block_checksum_does_not_depend_on_the_pieces(monkeypatch, sizes):
     monkeypatch.setattr(indexed_checksum, "BLOCK", 10)
     data = bytes(range(sum(sizes)))
@@ -81,7 +82,7 @@ def test_sizes_are_checked_first(tmp_path):
         open_indexed(prefix)
 
 
-@pytest.mark.parametrize(
+@over_table(
     "text",
     [
         "", "[]", "{}", "3", "{", '{"format": "other"}', "\xff",

@@ -9,6 +9,7 @@ from megazero.data.indexed.format import dtype_for_vocab
 from megazero.data.indexed.reader import IndexedDataset, open_indexed
 from megazero.errors import DataError
 from tests.data.corpora import GOLDEN_BIN, GOLDEN_IDX, GOLDEN_SEQUENCES, write_bytes
+from tests.tables import over_table
 
 
 def patched(at: int, content: bytes) -> bytes:
@@ -26,7 +27,7 @@ def test_golden_bytes_read_as_megatron_reads_them(tmp_path):
     assert not dataset.has_checksums
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("idx", "words"),
     [
         (b"", "34 bytes"),
@@ -61,7 +62,7 @@ def test_each_damage_is_refused_by_name(tmp_path, idx, words):
     assert str(prefix) in str(caught.value)
 
 
-@pytest.mark.parametrize("tokens", [GOLDEN_BIN[:-1], GOLDEN_BIN[:-2], GOLDEN_BIN + b"\x00\x00", b""])
+@over_table("tokens", [GOLDEN_BIN[:-1], GOLDEN_BIN[:-2], GOLDEN_BIN + b"\x00\x00", b""])
 def test_bin_of_another_size_is_refused(tmp_path, tokens):
     with pytest.raises(DataError, match="must be 24 bytes by the lengths of its index"):
         IndexedDataset(write_bytes(tmp_path / "d", GOLDEN_IDX, tokens))
@@ -121,7 +122,7 @@ def test_legacy_kind_is_told_apart_and_read(tmp_path):
         IndexedDataset(tmp_path / "t")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("change", "words"),
     [
         ({"header": [2, 8, 2, 5, 5, 4]}, "`version`"),

@@ -23,6 +23,7 @@ from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.data.sources import changed_files, contents
 from megazero.errors import DataError
 from tests.data.corpora import write_lengths
+from tests.tables import over_table
 
 LENGTHS = [30, 0, 1, 200, 7, 0, 0, 45, 100, 3, 64, 50]  # 500 tokens of 2 bytes: 15 blocks of 64 and one of 40
 BLOCK = 64
@@ -55,8 +56,8 @@ def refused(dataset, sample: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("extra", [True, False])
-@pytest.mark.parametrize("length", [16, 90])
+@over_table("extra", [True, False])
+@over_table("length", [16, 90])
 def test_a_gpt_sample_is_refused_exactly_if_a_block_of_it_is_damaged(tmp_path, length, extra):
     prefix = write_lengths(tmp_path / "d", LENGTHS)
     sound = gpt(prefix, extra=extra, length=length)
@@ -133,7 +134,7 @@ def test_without_a_guard_or_without_sums_nothing_is_compared(tmp_path):
     assert not any(refused(unsummed, i) for i in range(31))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("spans", "blocks"),
     [
         ([(0, 1)], [0]),
@@ -251,8 +252,8 @@ def grow(path: Path) -> None:
         file.write(b"\0\0")
 
 
-@pytest.mark.parametrize("suffix", [".idx", ".bin"])
-@pytest.mark.parametrize(
+@over_table("suffix", [".idx", ".bin"])
+@over_table(
     ("change", "clause"),
     [
         (lose, "is gone or cannot be read, and was {size} bytes"),

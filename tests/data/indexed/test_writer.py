@@ -15,6 +15,7 @@ from megazero.data.indexed.reader import open_indexed
 from megazero.data.indexed.writer import IndexedDatasetWriter
 from megazero.errors import DataError
 from tests.data.corpora import GOLDEN_BIN, GOLDEN_DOCUMENTS, GOLDEN_IDX, GOLDEN_SEQUENCES, write_golden
+from tests.tables import over_table
 
 
 def names(directory: Path) -> list[str]:
@@ -90,7 +91,7 @@ def test_merging_refuses_another_type_and_damaged_tokens(tmp_path):
     assert names(tmp_path) == ["g.bin", "g.idx", "g.sum"]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("dtype", "ids", "words"),
     [
         ("uint16", [65536], "0..65535 to fit uint16"),
@@ -117,7 +118,7 @@ def test_a_type_the_format_lacks_is_refused(tmp_path, dtype):
         IndexedDatasetWriter(tmp_path / "w", dtype)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("tokens", "lengths", "documents", "words"),
     [
         ([1, 2, 3], [2], None, "`lengths` must add up to 3"),
@@ -221,7 +222,7 @@ FULL_DISK = {
 }
 
 
-@pytest.mark.parametrize("when", FULL_DISK)
+@over_table("when", FULL_DISK)
 def test_a_full_disk_is_a_named_error_and_leaves_nothing(tmp_path, when):
     body = f"""
     try:

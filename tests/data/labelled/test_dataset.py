@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megazero.data.labelled.dataset import EpochOrder, LabelledSamples
+from tests.tables import over_table
 
 
 def samples(count: int, choices: int = 1) -> LabelledSamples:
@@ -24,7 +25,7 @@ def test_rows_are_padded_and_know_their_segments():
     assert found["labels"].tolist() == [0, -1]
 
 
-@pytest.mark.parametrize(("count", "batch", "steps"), [(7, 4, 2), (8, 4, 2), (3, 8, 1), (1, 1, 1), (9, 2, 5)])
+@over_table(("count", "batch", "steps"), [(7, 4, 2), (8, 4, 2), (3, 8, 1), (1, 1, 1), (9, 2, 5)])
 def test_an_epoch_is_every_sample_once_and_whole_batches(count, batch, steps):
     order = EpochOrder(samples(count), batch, epochs=3, seed=5)
     assert (order.steps, len(order)) == (steps, 3 * steps * batch)

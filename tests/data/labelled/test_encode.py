@@ -11,6 +11,7 @@ from megazero.data.labelled.encode import SampleEncoder, choice_texts, encode_sa
 from megazero.data.labelled.files import LabelledFile, LabelledText
 from megazero.data.tokenizers.base import TokenBatch
 from megazero.errors import DataError
+from tests.tables import over_table
 
 CLS, SEP, EOD = 90, 91, 92
 
@@ -37,7 +38,7 @@ def text(*texts: str, label: str | None = "x", choices: tuple[str, ...] = ()) ->
     return LabelledText("0", texts, choices, label)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("causal", "texts", "ids", "first"),
     [
         (False, ("1 2",), [CLS, 1, 2, SEP], 4),

@@ -10,6 +10,7 @@ import pytest
 from megazero.config.tasks import TASKS, Task
 from megazero.data.labelled.files import LabelledText, read_labelled
 from megazero.errors import DataError
+from tests.tables import over_table
 
 PAIR = Task(("a", "b"))
 
@@ -34,7 +35,7 @@ MNLI = (
 )
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("task", "text", "samples"),
     [
         (
@@ -128,7 +129,7 @@ def test_numbers_and_truth_values_are_text(tmp_path):
     assert found.remarks == (f"{path}: left out 1 samples without a label",)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "says"),
     [
         ("", "must hold labelled samples, but is empty"),

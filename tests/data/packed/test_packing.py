@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 
 from megazero.data.packed.packing import Packing, PackingFacts, best_fit_decreasing, pack, packing_fault
+from tests.tables import over_table
 
 
 def contents(packing: Packing, lengths: np.ndarray, length: int) -> list[list[tuple[int, int, int]]]:
@@ -30,7 +30,7 @@ def plainly(sizes: list[int], capacity: int) -> list[int]:
     return sorted(rooms)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("sizes", "capacity", "bins"),
     [
         ([8], 8, [0]),
@@ -46,7 +46,7 @@ def test_bins_drawn_by_hand(sizes, capacity, bins):
     assert best_fit_decreasing(np.array(sizes, dtype=np.int64), capacity).tolist() == bins
 
 
-@pytest.mark.parametrize("seed", range(60))
+@over_table("seed", range(60))
 def test_it_is_best_fit_decreasing(seed):
     rng = np.random.default_rng(seed)
     capacity = int(rng.integers(1, 60))
@@ -65,7 +65,7 @@ def test_a_packing_drawn_by_hand():
     assert facts == PackingFacts(documents=4, cut=1, tokens=24, sequences=3, padding=0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@over_table("seed", range(20))
 def test_every_token_is_there_once_and_no_document_is_cut_that_fits(seed):
     rng = np.random.default_rng(seed)
     length = int(rng.integers(1, 50))
@@ -129,7 +129,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@over_table("fault", FAULTS)
 def test_arrays_that_cannot_be_a_packing(fault):
     lengths, ids = np.array([4, 11, 8, 2, 1, 3], dtype=np.int32), np.arange(5)
     arrays = dict(vars(pack(lengths, ids, 8, 1)))

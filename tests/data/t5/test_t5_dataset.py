@@ -17,11 +17,12 @@ from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 from tests.data.bert.golden import golden_corpus
 from tests.data.t5.golden import CASES, END, SENTINELS, START, VOCABULARY, digest, settings_of
+from tests.tables import over_table
 
 CASE = CASES[0]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.encoder}-{case.decoder}-{case.seed}")
+@over_table("case", CASES, ids=lambda case: f"{case.encoder}-{case.decoder}-{case.seed}")
 def test_samples_are_what_megatron_core_makes(case, tmp_path):
     dataset = T5Dataset(golden_corpus(tmp_path), range(40), case.num_samples, settings_of(case))
     assert len(dataset) == case.rows

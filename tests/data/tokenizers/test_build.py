@@ -7,9 +7,10 @@ import pytest
 
 from megazero.data.tokenizers.build import TOKENIZER_KINDS, TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("spec", "flag"),
     [
         (TokenizerSpec("GPT2BPETokenizer"), "--vocab-file"),
@@ -28,9 +29,7 @@ def test_missing_file_is_refused_by_naming_its_flag(spec, flag):
         build_tokenizer(spec)
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in TOKENIZER_KINDS if kind not in ("ByteLevelTokenizer", "NullTokenizer")]
-)
+@over_table("kind", [kind for kind in TOKENIZER_KINDS if kind not in ("ByteLevelTokenizer", "NullTokenizer")])
 def test_file_of_another_kind_is_refused_by_naming_it(kind, tmp_path):
     wrong = tmp_path / "wrong.bin"
     wrong.write_bytes(b"\x80\x81 not a tokenizer \xff")

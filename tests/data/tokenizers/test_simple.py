@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
+from tests.tables import over_table
 
 BYTES = build_tokenizer(TokenizerSpec("ByteLevelTokenizer"))
 
@@ -36,7 +37,7 @@ def test_null_reads_integers_and_ends_with_the_given_size():
     assert tokenizer.decode([5, 100]) == "5 100"
 
 
-@pytest.mark.parametrize("text", ["1 two", "100", "-1", "1.0", "٣", "9" * 30, "1_0"])
+@over_table("text", ["1 two", "100", "-1", "1.0", "٣", "9" * 30, "1_0"])
 def test_null_refuses_what_is_no_id(text):
     with pytest.raises(DataError, match=r"0\.\.99"):
         build_tokenizer(TokenizerSpec("NullTokenizer", vocab_size=100)).encode(text)

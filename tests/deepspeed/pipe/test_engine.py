@@ -16,6 +16,7 @@ from megazero.deepspeed.zero import Init
 from megazero.errors import CheckpointError, ConfigError, DataError, MegazeroError
 from tests.deepspeed.pipe.models import engine_of, fill, gpt, item, items, on_stages, settings, train
 from tests.deepspeed.pipe.test_training import mean_square, rows
+from tests.tables import over_table
 
 
 def small(context, zero=0, accumulation=2, **arguments):
@@ -27,10 +28,8 @@ def solo(work):
     return on_stages(1, 1, work)[0]
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
-@pytest.mark.parametrize(
-    ("before", "after"), [((2, 1), (1, 1)), ((1, 1), (4, 1)), ((2, 2), (4, 1)), ((4, 1), (2, 2))]
-)
+@over_table("zero", [0, 2, 3])
+@over_table(("before", "after"), [((2, 1), (1, 1)), ((1, 1), (4, 1)), ((2, 2), (4, 1)), ((4, 1), (2, 2))])
 def test_a_checkpoint_loads_on_other_stages(tmp_path, zero, before, after):
     expected = {}
 
@@ -264,7 +263,7 @@ def test_an_engine_is_one_of_deepspeeds():
     assert solo(work) == (3, 6)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("data", "message"),
     [
         ([rows(0)], "`data_iter` must be an iterator, but is a list"),
@@ -347,7 +346,7 @@ def refused(**arguments):
     return lambda context: PipelineModule(**{"topology": context, **arguments})
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("build", "message"),
     [
         (lambda context: PipelineModule([]), "`num_stages` or `topology` must be given"),

@@ -19,6 +19,7 @@ from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from tests.deepspeed.pipe.models import on_stages
+from tests.tables import over_table
 
 
 def test_our_grid_places_ranks_as_the_topology_does():
@@ -38,14 +39,14 @@ def test_our_grid_places_ranks_as_the_topology_does():
         assert grid.slice_group in topology.get_axis_comm_lists("model")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("ranks", "dims"), [(1, [1, 1]), (2, [2, 1]), (6, [2, 3]), (8, [4, 2]), (12, [6, 2]), (7, [7, 1])]
 )
 def test_without_a_topology_prime_factors_go_to_stages_and_replicas_in_turn(ranks, dims):
     assert default_topology(ranks).dims == dims
 
 
-@pytest.mark.parametrize("axes", [["data", "pipe"], ["x"], ["pipe", "data", "tensor"], ["data"]])
+@over_table("axes", [["data", "pipe"], ["x"], ["pipe", "data", "tensor"], ["data"]])
 def test_axes_that_our_groups_do_not_have_are_refused(axes):
     with pytest.raises(
         ConfigError, match="the axes of `topology` must be pipe, data and model, in this order"

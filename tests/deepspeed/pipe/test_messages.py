@@ -10,6 +10,7 @@ from megazero.deepspeed.pipe.messages import Form, Pack, Unpack
 from megazero.deepspeed.pipe.specs import PipelineError
 from tests.deepspeed.pipe.models import engine_of, item, on_stages, settings
 from tests.deepspeed.pipe.test_training import mean_square
+from tests.tables import over_table
 
 VALUES = {
     "a tensor": torch.randn(3, 2),
@@ -29,7 +30,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", VALUES)
+@over_table("name", VALUES)
 def test_values_and_gradients_arrive_as_they_were(name):
     value = VALUES[name]
     single = isinstance(value, Tensor)
@@ -60,7 +61,7 @@ def test_a_stage_may_change_its_input_in_place():
     assert token.item() == 0
 
 
-@pytest.mark.parametrize("value", [None, {"x": torch.ones(2)}, (torch.ones(2), None), 3.0])
+@over_table("value", [None, {"x": torch.ones(2)}, (torch.ones(2), None), 3.0])
 def test_what_is_no_tensor_is_refused_by_the_name_of_its_layer(value):
     with pytest.raises(
         PipelineError, match=r"^`layer 7 \(Linear\)` must give a tensor or a tuple of tensors"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-
 from megazero.deepspeed.pipe.schedule import BackwardPass, ForwardPass, InferenceSchedule, TrainSchedule
 from megazero.pipeline.actions import Op
 from megazero.pipeline.schedules import build_schedule
+from tests.tables import over_table
 
 OPS = {ForwardPass: Op.FORWARD, BackwardPass: Op.BACKWARD}
 
 
-@pytest.mark.parametrize(("kind", "described"), [("1f1b", TrainSchedule), ("forward", InferenceSchedule)])
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])
+@over_table(("kind", "described"), [("1f1b", TrainSchedule), ("forward", InferenceSchedule)])
+@over_table("stages", [1, 2, 3, 4])
+@over_table("micro_batches", [1, 2, 5, 8])
 def test_forwards_and_backwards_come_in_the_order_of_our_program(kind, described, stages, micro_batches):
     ours = build_schedule(kind, stages, micro_batches)
     for stage in range(stages):

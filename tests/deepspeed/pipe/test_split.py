@@ -8,9 +8,10 @@ import pytest
 
 from megazero.deepspeed.pipe.split import partition_balanced, partition_uniform, split_layers
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("weights", "parts", "bounds"),
     [
         ([1] * 10, 4, [0, 3, 6, 8, 10]),

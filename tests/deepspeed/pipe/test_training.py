@@ -21,6 +21,7 @@ from tests.deepspeed.pipe.models import (
     settings,
     train,
 )
+from tests.tables import over_table
 
 CLIP = 0.5
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (2, 2)]
@@ -57,8 +58,8 @@ def plain(
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("zero", range(4))
-@pytest.mark.parametrize(("stages", "replicas"), LAYOUTS)
+@over_table("zero", range(4))
+@over_table(("stages", "replicas"), LAYOUTS)
 def test_a_pipeline_is_one_process(stages, replicas, zero):
     def work(context):
         engine = engine_of(context, settings(zero))
@@ -75,8 +76,8 @@ def test_a_pipeline_is_one_process(stages, replicas, zero):
             )
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@over_table("zero", [0, 3])
+@over_table("dtype", ["bf16", "fp16"])
 def test_half_precision_is_one_process(dtype, zero):
     config = settings(zero, **{dtype: {"enabled": True}})
     expected = on_stages(1, 1, lambda context: train(engine_of(context, config)))[0]

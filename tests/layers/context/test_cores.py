@@ -14,6 +14,7 @@ from megazero.layers.inputs import Attends
 from megazero.layers.rows import columns_of
 from megazero.ops.attention import BlockLayout, Documents, Pattern
 from tests.layers.context.sharing import Problem, _Of, alone, exchange, gather, ring, shared
+from tests.tables import over_table
 
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 12 + [2] * 7, [3] * 23 + [-1]])
 LAYOUT = BlockLayout(torch.rand(1, 6, 6, generator=torch.Generator().manual_seed(1)) < 0.5, 4)
@@ -43,9 +44,9 @@ PROBLEMS = {
 RANKS = ((1, ring), (2, ring), (3, ring), (4, ring), (2, exchange), (4, exchange), (2, gather), (3, gather))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
-@pytest.mark.parametrize(("ranks", "maker"), RANKS)
-@pytest.mark.parametrize("zigzag", [True, False], ids=["zigzag", "runs"])
+@over_table("problem", PROBLEMS.values(), ids=PROBLEMS)
+@over_table(("ranks", "maker"), RANKS)
+@over_table("zigzag", [True, False], ids=["zigzag", "runs"])
 def test_it_is_that_of_one_rank(problem, ranks, maker, zigzag):
     ours, _ = shared(problem, ranks, maker, zigzag)
     for name, x, y in zip(("out", "q", "k", "v", "offset"), ours, alone(problem), strict=True):
@@ -54,7 +55,7 @@ def test_it_is_that_of_one_rank(problem, ranks, maker, zigzag):
         torch.testing.assert_close(x, y, rtol=0, atol=near, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+@over_table("problem", PROBLEMS.values(), ids=PROBLEMS)
 def test_heads_that_go_around_in_turns_change_nothing(problem, monkeypatch):
     monkeypatch.setattr(core, "MOST_AT_ONCE", 1)
     ours, logs = shared(problem, 2, ring)
@@ -76,7 +77,7 @@ def test_columns_are_dealt_from_both_ends():
     assert columns_of(0, 1, 5, zigzag=True) == (range(5),)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@over_table("ranks", [1, 2, 3, 4])
 def test_rows_are_put_in_order_and_back(ranks):
     runs = [run for rank in range(ranks) for run in columns_of(rank, ranks, 24, zigzag=ranks > 1)]
     x = torch.tensor([column for run in runs for column in run])
@@ -99,7 +100,7 @@ def seen_pairs(masks: PairMasks, own: tuple[range, ...], length: int) -> int:
     return sum(int(allowed[..., run.start : run.stop, :].sum()) for run in own)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@over_table("ranks", [2, 3, 4, 8])
 def test_a_zigzag_gives_ranks_equal_work(ranks):
     length, masks = 48 * 16, PairMasks(Attends(0, causal=True), 1.0)
     work = [seen_pairs(masks, columns_of(rank, ranks, length, zigzag=True), length) for rank in range(ranks)]

@@ -12,6 +12,7 @@ from megazero.mpu.solo_group import SoloGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import CountingGroup, TrafficLog
 from megazero.ops.attention import attention
+from tests.tables import over_table
 
 LAYOUTS = [
     (8, 2, 4),
@@ -33,7 +34,7 @@ def coded(rows: int, batch: int, heads: int, width: int, first: int = 0) -> Tens
     return sum(axis * 100**place for place, axis in enumerate(reversed(grid))).double()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("layout", "queries", "keys"),
     [
         ((7, 7, 4), [2, 2, 2, 1], [2, 2, 2, 1]),
@@ -58,8 +59,8 @@ def test_groups_stay_together_where_that_is_wanted():
     assert HeadPlan(12, 3, 4, rank=0, groups=3).queries == HeadPlan(12, 3, 4, rank=0).queries
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("batch", [1, 2, 3])
+@over_table("layout", LAYOUTS)
+@over_table("batch", [1, 2, 3])
 def test_coded_entries_arrive_where_they_belong_and_come_back(layout, batch):
     heads, kv_heads, size = layout
     world, rows = ThreadWorld(size), 2
@@ -85,7 +86,7 @@ def test_coded_entries_arrive_where_they_belong_and_come_back(layout, batch):
     world.run(work)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@over_table("layout", LAYOUTS)
 def test_attention_and_gradients_are_those_of_the_whole(layout):
     """Gradients of key/value heads that several ranks use are sums over them, neither one nor too many."""
     heads, kv_heads, size = layout

@@ -20,6 +20,7 @@ from megazero.models.chunk import Slice
 from megazero.models.layer import layer_of
 from megazero.mpu.context import solo_context
 from megazero.ops.attention import Documents
+from tests.tables import over_table
 
 S, B = 70, 2  # more than a chunk of rows
 CONFIG = ModelConfig(
@@ -51,7 +52,7 @@ def inputs() -> LayerInputs:
     return LayerInputs(Rows(range(S), Documents(ids)))
 
 
-@pytest.mark.parametrize("number", range(3))
+@over_table("number", range(3))
 def test_wanted_rows_are_those_of_the_whole(number):
     torch.manual_seed(0)
     x = torch.randn(S, B, 16)
@@ -61,7 +62,7 @@ def test_wanted_rows_are_those_of_the_whole(number):
     torch.testing.assert_close(some, whole[WANTED, torch.arange(B)])
 
 
-@pytest.mark.parametrize("number", range(3))
+@over_table("number", range(3))
 def test_it_has_shapes_without_memory(number):
     x = torch.empty(S, B, 16, device="meta", requires_grad=True)
     out, _ = layer(number, device="meta")(x, LayerInputs(Rows(range(S))))

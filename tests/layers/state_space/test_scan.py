@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch import Tensor
 from megazero.layers.state_space.convolution import WIDTH, causal_convolution
 from megazero.layers.state_space.scan import selective_scan
 from megazero.ops.attention import Documents
+from tests.tables import over_table
 
 B, G, R, P, N = 2, 3, 2, 4, 5
 CHUNK = 8
@@ -43,8 +43,8 @@ def segments(length: int) -> Tensor:
     return ends.cumsum(1)
 
 
-@pytest.mark.parametrize("cut", [False, True], ids=["whole", "documents"])
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 29])
+@over_table("cut", [False, True], ids=["whole", "documents"])
+@over_table("length", [1, 7, 8, 9, 16, 29])
 def test_chunks_equal_the_recurrence(length, cut):
     given, ends = inputs(length), segments(length) if cut else None
     y, state = selective_scan(*given, ends, chunk=CHUNK)
@@ -60,7 +60,7 @@ def test_chunks_equal_the_recurrence(length, cut):
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 8, 64])
+@over_table("chunk", [1, 3, 8, 64])
 def test_the_size_of_chunks_changes_nothing(chunk):
     *given, _ = inputs(21)
     y, state = selective_scan(*given, chunk=chunk)
@@ -99,7 +99,7 @@ def test_half_precision_is_scanned_in_fp32():
     torch.testing.assert_close((y, state), (wanted, last), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 11])
+@over_table("length", [1, 2, 3, 11])
 def test_the_convolution_equals_torchs(length):
     torch.manual_seed(0)
     x, weight, bias = torch.randn(length, B, G, P), torch.randn(G, P, WIDTH), torch.randn(G, P)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 import torch
 
 from megazero.config.tree.recompute import RecomputeConfig
@@ -17,6 +16,7 @@ from megazero.models.pairs.t5 import T5
 from megazero.mpu.context import solo_context
 from tests.models.pairs.hf_t5 import t5_shape
 from tests.models.pairs.test_hf_parity import batch_of
+from tests.tables import over_table
 
 ENCODER, DECODER = range(2), range(2, 5)
 
@@ -30,7 +30,7 @@ def chunk_of(parts=None, **recompute) -> T5:
     return chunk
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("method", "number", "again"),
     [
         ("block", 1, [0]),
@@ -57,7 +57,7 @@ def test_a_number_of_layers_to_recompute_is_of_both_stacks_together(method, numb
         assert torch.equal(mine.grad, its.grad)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("parts", "sides"),
     [
         (("embedding", "biases", *ENCODER, "encoder_norm", *DECODER, "head"), [True, False]),

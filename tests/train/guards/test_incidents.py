@@ -10,6 +10,7 @@ import pytest
 from megazero.errors import CheckpointError
 from megazero.train.observe.incidents import FOLDER, Incident, IncidentLog, read_incidents
 from megazero.train.observe.monitors.base import Monitor
+from tests.tables import over_table
 
 SPIKE = Incident(
     "spike",
@@ -86,7 +87,7 @@ def test_a_run_without_incidents_has_none(tmp_path):
         read_incidents(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"kind": "spike"}), "[" * 100_000])
+@over_table("content", ["{", "[]", json.dumps({"kind": "spike"}), "[" * 100_000])
 def test_a_file_that_is_no_incident_is_named(tmp_path, content):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / "0000-x.json").write_text(content)

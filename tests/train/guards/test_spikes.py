@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import random
 
-import pytest
-
 from megazero.train.step.spikes import Recent
+from tests.tables import over_table
 
 
 def steady(count: int, loss: float = 2.0, norm: float = 1.0) -> Recent:
@@ -57,7 +56,7 @@ def test_the_window_forgets():
     assert len(recent.losses) == len(recent.norms) == 64
 
 
-@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, 0.0)])
+@over_table(("loss", "norm"), [(math.nan, 1.0), (math.inf, 1.0), (1.0, math.inf), (1.0, 0.0)])
 def test_what_is_not_finite_is_no_part_of_it(loss, norm):
     recent = steady(30)
     assert recent.after(loss, norm, 64) == recent
@@ -68,7 +67,7 @@ def test_calm_returns_ten_steps_later():
     assert [Recent(spike=7).calm(i) for i in (7, 16, 17)] == [False, False, True]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@over_table("seed", range(20))
 def test_healthy_noise_is_no_spike(seed):
     """A loss that falls, and norms that vary by factors, as those of real trainings do."""
     draw, recent = random.Random(seed), Recent()

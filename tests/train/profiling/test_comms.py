@@ -26,13 +26,14 @@ from megazero.train.profiling.comms import (
 )
 from megazero.train.profiling.files import Folder
 from megazero.train.profiling.group import Call, observed
+from tests.tables import over_table
 from tests.train.profiling.clocks import SetClock
 from tests.train.profiling.runs import train
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("operation", "members", "bus"),
     [
         ("all_reduce", 2, 1000.0),
