@@ -285,7 +285,11 @@ class Steps:
 
     @classmethod
     def of(
-        cls, config: Config, data_parallel_size: int, start: Progress = BEGINNING, origin: Progress = BEGINNING
+        cls,
+        config: Config,
+        data_parallel_size: int,
+        start: Progress = BEGINNING,
+        origin: Progress = BEGINNING,
     ) -> Steps:
         """The steps of a run from `start` on, on `data_parallel_size` replicas of the model."""
         model, batch = config.model, config.batch

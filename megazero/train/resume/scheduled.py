@@ -64,7 +64,11 @@ def on_schedule(
     rates = [f"{name} {was} -> {is_now}" for name, (was, is_now) in differing.items()]
     others = list(_other_changes(_stepwise(saved, before), _stepwise(config, plan)))
     if overrides:
-        return config, plan, [f"new schedule ({_OVERRIDE}): {'; '.join(rates + others)}"] if rates + others else []
+        return (
+            config,
+            plan,
+            [f"new schedule ({_OVERRIDE}): {'; '.join(rates + others)}"] if rates + others else [],
+        )
     keeps = config.checkpoint.use_checkpoint_opt_param_scheduler
     if others or (rates and not keeps):
         raise CheckpointError(
@@ -86,7 +90,9 @@ def _saved(now: Config, run: RunFacts, plan: TrainingPlan, folder: Path) -> tupl
         CheckpointError: this version does not know a value in it.
         ConfigError: it has no length.
     """
-    known = {name: getattr(field.annotation, "model_fields", {}) for name, field in Config.model_fields.items()}
+    known = {
+        name: getattr(field.annotation, "model_fields", {}) for name, field in Config.model_fields.items()
+    }
     sections = {
         name: {field: value for field, value in (run.config.get(name) or {}).items() if field in fields}
         for name, fields in known.items()
@@ -116,7 +122,9 @@ def _stepwise(config: Config, plan: TrainingPlan) -> dict[str, _Pieces]:
     steps, skipping, distillation = plan.steps, config.skipping, config.distillation
     values: dict[str, Callable[[Step], object]] = {
         "batch size": lambda step: step.batch_size,
-        "sequence length": lambda step: step.sequence_length if step.rows == 1 else f"{step.rows} rows of {step.sequence_length}",
+        "sequence length": lambda step: (
+            step.sequence_length if step.rows == 1 else f"{step.rows} rows of {step.sequence_length}"
+        ),
         "tokens that layers see": lambda step: step.kept_tokens,
     }
     pieces: dict[str, _Pieces] = {
@@ -160,5 +168,9 @@ def _value(pieces: _Pieces, place: int) -> object:
 def _ways_out(rates: Collection[str], lengths: LrLengths, others: Collection[str]) -> str:
     if others:
         return f"give the settings that it had, or set {_OVERRIDE} to take the new ones"
-    decay = f"--lr-decay-{lengths.unit} {lengths.decay} or " if set(rates) == {"decay length of the learning rate"} else ""
+    decay = (
+        f"--lr-decay-{lengths.unit} {lengths.decay} or "
+        if set(rates) == {"decay length of the learning rate"}
+        else ""
+    )
     return f"set {decay}{_KEEP} to keep the checkpoint's, or {_OVERRIDE} to take the new one"
