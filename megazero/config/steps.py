@@ -304,9 +304,10 @@ class Steps:
 
     @property
     def began(self) -> Progress:
-        """Where a training began to have these settings: at `origin` if these steps lead from there to `start`."""
-        whole = replace(self, start=self.origin)
-        return self.origin if whole.before(self.start.iteration) == self.start else self.start
+        """Where these settings began: at `origin` if these steps lead from there to `start`, or here."""
+        origin, start = self.origin, self.start
+        led = origin.iteration <= start.iteration
+        return origin if led and replace(self, start=origin).before(start.iteration) == start else start
 
     @property
     def from_beginning(self) -> Steps:
