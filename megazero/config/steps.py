@@ -285,7 +285,11 @@ class Steps:
 
     @classmethod
     def of(
-        cls, config: Config, data_parallel_size: int, start: Progress = BEGINNING, origin: Progress = BEGINNING
+        cls,
+        config: Config,
+        data_parallel_size: int,
+        start: Progress = BEGINNING,
+        origin: Progress = BEGINNING,
     ) -> Steps:
         """The steps of a run from `start` on, on `data_parallel_size` replicas of the model."""
         model, batch = config.model, config.batch
@@ -300,9 +304,10 @@ class Steps:
 
     @property
     def began(self) -> Progress:
-        """Where a training began to have these settings: at `origin` if these steps lead from there to `start`."""
-        whole = replace(self, start=self.origin)
-        return self.origin if whole.before(self.start.iteration) == self.start else self.start
+        """Where these settings began: at `origin` if these steps lead from there to `start`, or here."""
+        origin, start = self.origin, self.start
+        led = origin.iteration <= start.iteration
+        return origin if led and replace(self, start=origin).before(start.iteration) == start else start
 
     @property
     def from_beginning(self) -> Steps:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from megazero.config.derive import decoupled
@@ -121,17 +121,19 @@ class LearningRate:
         """What the rate depends on, by name; two schedules with the same values have the same rates."""
         style, unit = self.decay.style, self.unit
         given = self.warmup.as_given or WarmupLength(self.warmup.length, unit)
-        values: dict[str, object] = {"peak": self.peak, "decay style": style, "warmup": _length(*astuple(given))}
+        values: dict[str, object] = {"peak": self.peak, "decay style": style}
         if given.length:
-            values["start"] = self.warmup.start
+            values["warmup"] = f"{_length(given.length, given.unit)} from {self.warmup.start}"
         if style == "constant":
             return values
         values |= {"minimum": self.floor, "decay length": _length(self.decay.length, unit)}
         if self.warmup.as_given:
             values["end of the warmup"] = _length(self.warmup.length, unit)
         if style == "WSD":
-            values["final decay"] = f"{self.decay.final_style} over {_length(self.decay.final_length or 0, unit)}"
-        elif style == "inverse-square-root" and not self.warmup.length:
+            values["final decay"] = (
+                f"{self.decay.final_style} over {_length(self.decay.final_length or 0, unit)}"
+            )
+        elif style == "inverse-square-root" and self.warmup.length * self.samples_per_unit < 1:
             values["batch size"] = self.samples_per_unit
         return values
 
@@ -251,7 +253,9 @@ class UpdateSchedule:
 
     def values(self) -> dict[str, object]:
         """What all rates and the decay depend on, by name."""
-        values = {f"{name} of the learning rate": value for name, value in self.learning_rate.values().items()}
+        values = {
+            f"{name} of the learning rate": value for name, value in self.learning_rate.values().items()
+        }
         if self.decoupled_rate is not None:
             parts = self.decoupled_rate.values().items()
             values |= {f"{name} of the decoupled learning rate": value for name, value in parts}

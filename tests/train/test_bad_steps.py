@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,13 +57,17 @@ def test_what_is_written_in_the_background_is_finished_first(tmp_path):
 
 def bad_at(monkeypatch, iterations: set[int]) -> None:
     """Let these steps end as if a gradient had not been finite, though nothing else is changed."""
-    whole = Engine.update
+    whole, attempted, here = Engine.update, Engine.attempt, [0]
 
-    def update(self, attempt, progress, timers, **rest):
-        result = whole(self, attempt, progress, timers, **rest)
-        bad = progress.iteration + 1 in iterations
-        return replace(result, outcome=Outcome.NOT_FINITE) if bad else result
+    def attempt(self, batches, progress, timers):
+        here[0] = progress.iteration + 1
+        return attempted(self, batches, progress, timers)
 
+    def update(self, *args, **rest):
+        result = whole(self, *args, **rest)
+        return replace(result, outcome=Outcome.NOT_FINITE) if here[0] in iterations else result
+
+    monkeypatch.setattr(Engine, "attempt", attempt)
     monkeypatch.setattr(Engine, "update", update)
 
 
@@ -82,18 +87,32 @@ def test_the_end_of_a_run_in_a_row_is_not_saved(tmp_path, monkeypatch, capsys):
 
 def test_a_resumed_run_counts_on(tmp_path, monkeypatch):
     bad_at(monkeypatch, set(range(2, 30)))
-    argv = flags(tmp_path, "--train-iters 2 --max-skipped-updates 2")
+    argv = flags(tmp_path, "--train-iters 2 --lr-decay-iters 9 --max-skipped-updates 2")
     assert pretrain(parse_config(argv).config).bad_in_a_row == 1
     with pytest.raises(NumericsError, match="iteration 3,"):
         pretrain(parse_config([*argv, "--train-iters", "9", "--load", str(tmp_path)]).config)
 
 
-def test_the_search_for_a_loss_scale_is_no_row(tmp_path):
-    """Halved from 2^40 at each overflow, it takes many more steps than five."""
-    extra = "--fp16 --initial-loss-scale 1099511627776 --hysteresis 1 --train-iters 30"
-    state = pretrain(parse_config(flags(tmp_path, extra)).config)
-    assert state.skipped > 5
-    assert saved(tmp_path)[0] == 2
+def test_the_search_for_a_loss_scale_is_no_row_and_uses_up_no_warmup(tmp_path):
+    """Halved from 2^40 at each overflow, it takes many more steps than five; the rate stood at its end once.
+
+    A run that goes on in the middle of the search has the same rates.
+    """
+    extra = "--fp16 --initial-loss-scale 1099511627776 --hysteresis 1 --train-iters 30 --lr-warmup-iters 10"
+    rates = []
+    for step in ("", f"--load {tmp_path} --ckpt-step 4"):
+        metrics = tmp_path / f"{len(rates)}.jsonl"
+        argv = flags(tmp_path, f"{extra} {step} --metrics-jsonl {metrics}")
+        state = pretrain(parse_config(argv).config)
+        assert state.skipped == state.not_updated.iteration > 15
+        assert saved(tmp_path)[0] == 2
+        records = map(json.loads, metrics.read_text().splitlines())
+        rates.append({line["iteration"]: (line["learning_rate"], line["skipped"]) for line in records})
+    whole, resumed = rates
+    assert {iteration: whole[iteration] for iteration in resumed} == resumed
+    made = [rate for rate, skipped in whole.values() if not skipped]
+    assert made[:3] == pytest.approx([0, 1e-3, 2e-3])
+    assert {rate for rate, skipped in whole.values() if skipped} == {0}
 
 
 @pytest.mark.parametrize("kind", ["weight", "exp_avg"])
@@ -128,3 +147,15 @@ def test_steps_that_count_nothing_neither_end_a_row_nor_add_to_it():
     assert (state.bad_in_a_row, state.skipped) == (1, 2)
     assert state.after(step, True, bad=True).bad_in_a_row == 2
     assert state.after(step, False).bad_in_a_row == 0
+
+
+def test_schedules_of_updates_stand_while_samples_go_on():
+    """Whatever the reason; what earlier versions skipped has moved them on, and still has."""
+    outcomes = [True, False, True, True, False]
+    for state in (TrainState(), TrainState(Progress(9, 36, 288), skipped=4)):
+        before = state
+        for skipped in outcomes:
+            state = state.after(Step(state.progress, 2, 1, 8), skipped)
+        assert state.progress - before.progress == Progress(5, 10, 80)
+        assert state.updated - before.updated == Progress(2, 4, 32)
+        assert state.skipped == before.skipped + 3

@@ -163,7 +163,7 @@ def test_another_batch_size_for_the_rest_keeps_the_limit(tmp_path, limit, stop, 
     small = SMALL.replace("--train-iters 8", limit)
     both = ["--metrics-jsonl", tmp_path / "m.jsonl", "--save", tmp_path / "c", "--load", tmp_path / "c"]
     run(*both, "--exit-interval", stop, small=small)
-    records = run(*both, "--global-batch-size", batch, small=small)
+    records = run(*both, "--global-batch-size", batch, "--override-opt_param-scheduler", small=small)
     assert [record["consumed_samples"] for record in records] == samples
 
 
@@ -200,7 +200,7 @@ def test_finetune_takes_weights_and_starts_anew(tmp_path):
 def test_a_changed_schedule_is_refused_unless_overridden(tmp_path):
     run("--metrics-jsonl", tmp_path / "a.jsonl", "--save", tmp_path / "a", "--exit-interval", 4)
     flags = ["--metrics-jsonl", tmp_path / "a.jsonl", "--load", tmp_path / "a", "--lr", "5e-4"]
-    with pytest.raises(CheckpointError, match=r"lr: 0.001 -> 0.0005.*--override-opt_param-scheduler"):
+    with pytest.raises(CheckpointError, match=r"peak of the learning rate 0.001 -> 0.0005.*--override-opt"):
         run(*flags)
     resumed = run(*flags, "--override-opt_param-scheduler")
     assert max(r["learning_rate"] for r in resumed[4:]) < 5e-4

@@ -225,7 +225,14 @@ def test_another_schedule_is_refused_unless_it_is_meant(run, name):
     before = getattr(config.optimizer, name)
     changed = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={name: now})})
     message = refused(changed)
-    assert f"another schedule ({name}: {before} -> {now}); set --override-opt_param-scheduler" in message
+    named = {
+        "lr": "peak of the learning rate",
+        "min_lr": "minimum of the learning rate",
+        "lr_decay_iters": "decay length of the learning rate",
+        "weight_decay": "weight decay",
+    }
+    assert f"has another one ({named[name]} " in message
+    assert "or --override-opt_param-scheduler to take the new one" in message
     override = changed.checkpoint.model_copy(update={"override_opt_param_scheduler": True})
     found = again(changed.model_copy(update={"checkpoint": override}))
     assert found.state.iteration == STEPS

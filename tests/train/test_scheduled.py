@@ -48,7 +48,10 @@ SCHEDULES: Mapping[str, dict[str, Any]] = MappingProxyType(
             "optimizer.lr_decay_iters": LENGTH,
         },
         "batch ramp": {"batch.global_batch_size": 12, "batch.rampup_batch_size": (4, 4, 60)},
-        "batch steps": {"batch.step_batch_size_schedule": ("0:4", "32:8"), "optimizer.lr_decay_iters": LENGTH},
+        "batch steps": {
+            "batch.step_batch_size_schedule": ("0:4", "32:8"),
+            "optimizer.lr_decay_iters": LENGTH,
+        },
         "curriculum": {
             "curriculum.seqlen_schedule": "fixed_linear",
             "curriculum.seqlen_min_difficulty": 8,
@@ -156,7 +159,12 @@ def resumed(
 
 def sound(schedule: str, change: str) -> bool:
     """Whether rules would let the change be made to this schedule."""
-    ramps = {"ramp": "batch ramp", "lengths": "curriculum", "kept tokens": "random-LTD", "layers": "layer drop"}
+    ramps = {
+        "ramp": "batch ramp",
+        "lengths": "curriculum",
+        "kept tokens": "random-LTD",
+        "layers": "layer drop",
+    }
     own = {"metric": "difficulties", "teacher": "distillation", "end of the weight decay": "weight decay"}
     needed = {**ramps, **own, "Muon's other rate": "muon"}.get(change)
     return needed in (None, schedule) and (change, schedule) != ("batch", "batch steps")

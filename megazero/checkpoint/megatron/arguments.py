@@ -169,26 +169,29 @@ def optimizer_of(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 def schedule_of(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the learning rate's schedule as Megatron stores it, with lengths in samples."""
-    settings, batch = facts["config"]["optimizer"], facts["global_batch_size"]
-    training = facts["config"]["training"]
+    settings, batch, state = facts["config"]["optimizer"], facts["global_batch_size"], facts["state"]
+    training, known = facts["config"]["training"], facts.get("lengths") or {}
 
     def samples(name: str) -> int:
         return int(settings[f"{name}_samples"] or (settings[f"{name}_iters"] or 0) * batch)
 
     decay = samples("lr_decay") or training["train_samples"] or (training["train_iters"] or 0) * batch
     fraction = settings["lr_warmup_fraction"]
+    warmup = samples("lr_warmup") if fraction is None else int(fraction * decay)
+    if (unit := known.get("unit")) in ("iters", "samples"):
+        warmup, decay = (int(known[name] * (batch if unit == "iters" else 1)) for name in ("warmup", "decay"))
     decays = {end: settings[f"{end}_weight_decay"] for end in ("start", "end")}
     return {
         "opt_param_scheduler": {
             "max_lr": settings["lr"],
             "min_lr": settings["min_lr"],
-            "lr_warmup_steps": samples("lr_warmup") if fraction is None else int(fraction * decay),
+            "lr_warmup_steps": warmup,
             "lr_decay_steps": decay,
             "lr_decay_style": settings["lr_decay_style"],
-            "num_steps": facts["state"]["consumed_samples"],
+            "num_steps": state["consumed_samples"] - state.get("not_updated", {}).get("samples", 0),
             "start_wd": settings["weight_decay"] if decays["start"] is None else decays["start"],
             "end_wd": settings["weight_decay"] if decays["end"] is None else decays["end"],
             "wd_incr_style": settings["weight_decay_incr_style"],
-            "wd_incr_steps": decay,
+            "wd_incr_steps": known.get("weight_decay") or decay,
         }
     }

@@ -42,6 +42,9 @@ def run_facts(
         )
     tokens = arguments.get("consumed_train_tokens") or samples * model.seq_length
     config = _config(arguments, model, tokenizer)
+    skipped = max(0, iteration - _updates(header))
+    counts = header.numbers.get("num_steps", ())
+    made = int(counts[0]) if counts else samples - skipped * (config.batch.global_batch_size or 0)
     return {
         "kind": KIND,
         "vocab_size": model.vocab_size,
@@ -52,7 +55,9 @@ def run_facts(
             "iteration": iteration,
             "consumed_samples": samples,
             "consumed_tokens": tokens,
-            "skipped": max(0, iteration - _updates(header)),
+            "skipped": skipped,
+            # Megatron's schedule counts samples of updates, Megatron-DeepSpeed's in tokens counts all.
+            "not_updated": {"iteration": skipped, "samples": samples - min(samples, made), "tokens": 0},
         },
         "scaler": _scaler(header),
         "updates": _updates(header),

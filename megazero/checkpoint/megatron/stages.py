@@ -39,7 +39,7 @@ class Header:
         iteration: the iteration after which it was saved, or None.
         version: the checkpoint's version; 0 if it does not say, as with the oldest.
         original_vocab_size: entries before padding, or None.
-        numbers: the numbers of the optimizer's groups and of its loss scaler, by name.
+        numbers: the numbers of the optimizer's groups, its loss scaler and its schedule, by name.
     """
 
     arguments: Mapping[str, Any] | None
@@ -231,7 +231,7 @@ def _header(loaded: Mapping[str, Any]) -> Header:
         iteration if isinstance(iteration, int) else None,
         float(version) if isinstance(version, (int, float)) else 0.0,
         size if isinstance(size, int) else None,
-        numbers_in(loaded.get("optimizer")),
+        numbers_in([loaded.get("optimizer"), loaded.get("opt_param_scheduler")]),
     )
 
 

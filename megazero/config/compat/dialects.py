@@ -179,8 +179,8 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
 
     ``{}`` are the values, ``{n}`` is how many parts commas make of the first, ``{--flag}`` is the value of
     another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the steps 5-7 9-10 and
-    ``{pairs}`` the steps 5 7 9 10, ``{weighted}`` is a blend of parts of datasets, ``{layout}`` and ``{ends}``
-    are the arguments about the layers of stages.
+    ``{pairs}`` the steps 5 7 9 10, ``{weighted}`` is a blend of parts of datasets, ``{layout}`` and
+    ``{ends}`` are the arguments about the layers of stages.
     """
     first = values[0] if values else ""
     other = given.get(token.strip("{/}"), [])

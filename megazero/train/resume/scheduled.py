@@ -49,30 +49,30 @@ def on_schedule(
     Raises:
         CheckpointError: a scheduled value would be another than the checkpoint's run has.
     """
-    overrides = config.checkpoint.override_opt_param_scheduler
+    overrides, now = config.checkpoint.override_opt_param_scheduler, _updates(config, plan)
     try:
         saved, before = _saved(config, run, plan, folder)
-        then, now = _updates(saved, before), _updates(config, plan)
+        then = _updates(saved, before)
     except (CheckpointError, ConfigError) as error:
         if overrides:
-            return config, plan, []
+            return config, plan, [f"new schedule ({_OVERRIDE}); the checkpoint's is unknown: {error}"]
         raise CheckpointError(
-            f"`{folder}` must say on which schedule it was trained, but does not: {error}; set {_OVERRIDE} to "
-            "use this run's"
+            f"`{folder}` must say on which schedule it was trained, but does not: {error}; set {_OVERRIDE} "
+            "to use this run's"
         ) from error
     differing = _differing(then, now)
     rates = [f"{name} {was} -> {is_now}" for name, (was, is_now) in differing.items()]
     others = list(_other_changes(_stepwise(saved, before), _stepwise(config, plan)))
+    if not rates and not others:
+        return config, plan, []
     if overrides:
-        return config, plan, [f"new schedule ({_OVERRIDE}): {'; '.join(rates + others)}"] if rates + others else []
+        return config, plan, [f"new schedule ({_OVERRIDE}): {'; '.join(rates + others)}"]
     keeps = config.checkpoint.use_checkpoint_opt_param_scheduler
-    if others or (rates and not keeps):
+    if others or not keeps:
         raise CheckpointError(
             f"`{folder}` must go on with its schedule, but this run has another one "
             f"({'; '.join(others if keeps else rates + others)}); {_ways_out(differing, before.lr, others)}"
         )
-    if not rates:
-        return config, plan, []
     own = {name: getattr(saved.optimizer, name) for name in ScheduleConfig.model_fields}
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update=own)})
     remark = "; ".join(f"{name} {was}, not {is_now}" for name, (was, is_now) in differing.items())
@@ -86,11 +86,13 @@ def _saved(now: Config, run: RunFacts, plan: TrainingPlan, folder: Path) -> tupl
         CheckpointError: this version does not know a value in it.
         ConfigError: it has no length.
     """
-    known = {name: getattr(field.annotation, "model_fields", {}) for name, field in Config.model_fields.items()}
+    known = {
+        name: getattr(field.annotation, "model_fields", {}) for name, field in Config.model_fields.items()
+    }
     sections = {
-        name: {field: value for field, value in (run.config.get(name) or {}).items() if field in fields}
+        name: {field: value for field, value in section.items() if field in fields}
         for name, fields in known.items()
-        if name in run.config
+        if (section := run.config.get(name)) is not None
     }
     config = with_batch(SavedModel(1, sections, folder / STATE).config(), run.global_batch_size)
     custom = config.curriculum.seqlen_custom_schedule
@@ -116,7 +118,9 @@ def _stepwise(config: Config, plan: TrainingPlan) -> dict[str, _Pieces]:
     steps, skipping, distillation = plan.steps, config.skipping, config.distillation
     values: dict[str, Callable[[Step], object]] = {
         "batch size": lambda step: step.batch_size,
-        "sequence length": lambda step: step.sequence_length if step.rows == 1 else f"{step.rows} rows of {step.sequence_length}",
+        "sequence length": lambda step: (
+            step.sequence_length if step.rows == 1 else f"{step.rows} rows of {step.sequence_length}"
+        ),
         "tokens that layers see": lambda step: step.kept_tokens,
     }
     pieces: dict[str, _Pieces] = {
@@ -129,8 +133,7 @@ def _stepwise(config: Config, plan: TrainingPlan) -> dict[str, _Pieces]:
             levels = [level[number] for level in difficulties.levels]
             pieces[f"difficulty by {metric}"] = _merged(dict(zip(firsts, levels, strict=True)).items())
     if skipping.progressive_layer_drop:
-        drop = f"theta {skipping.pld_theta} and gamma {skipping.pld_gamma}"
-        pieces["layer drop"] = [(0, drop)]
+        pieces["layer drop"] = [(0, f"theta {skipping.pld_theta} and gamma {skipping.pld_gamma}")]
     end = distillation.kd_train_iters
     if distillation.kd and end is not None and end > steps.start.iteration:
         pieces["end of distillation"] = [(0, end)]
@@ -160,5 +163,6 @@ def _value(pieces: _Pieces, place: int) -> object:
 def _ways_out(rates: Collection[str], lengths: LrLengths, others: Collection[str]) -> str:
     if others:
         return f"give the settings that it had, or set {_OVERRIDE} to take the new ones"
-    decay = f"--lr-decay-{lengths.unit} {lengths.decay} or " if set(rates) == {"decay length of the learning rate"} else ""
-    return f"set {decay}{_KEEP} to keep the checkpoint's, or {_OVERRIDE} to take the new one"
+    same_decay = f"--lr-decay-{lengths.unit} {lengths.decay} or "
+    keep = (same_decay if [*rates] == ["decay length of the learning rate"] else "") + _KEEP
+    return f"set {keep} to keep the checkpoint's, or {_OVERRIDE} to take the new one"

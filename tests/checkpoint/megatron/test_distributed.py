@@ -126,6 +126,7 @@ def test_masters_moments_and_progress(tmp_path, cut):
         "consumed_samples": 800,
         "consumed_tokens": 800 * LLAMA.seq_length,
         "skipped": 3,
+        "not_updated": {"iteration": 3, "samples": 24, "tokens": 0},
     }
 
 
