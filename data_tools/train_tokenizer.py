@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,7 @@ if not __package__:
 from data_tools import cli
 from data_tools.preprocessing.chunks import Problem, cut, parse, split_lines
 from data_tools.wordpiece_training import train_wordpiece
+from megazero.data.build_report import Patience
 from megazero.data.files import whole_file
 from megazero.errors import DataError
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 _LEAST_VOCAB = 257  # the 256 bytes and the end of text
+_BEAT = 1.0  # seconds from one look at the training to the next
 
 
 def texts(paths: Sequence[str], key: str, limit: float | None) -> Iterator[str]:
@@ -62,6 +66,38 @@ def _bad_line(path: str, line: int, problem: Problem) -> DataError:
     )
 
 
+class Heartbeat:
+    """Says on stderr now and then how far the training of a tokenizer is."""
+
+    def __init__(self) -> None:
+        self._read, self._whole = 0, False
+
+    def over(self, corpus: Iterator[str]) -> Iterator[str]:
+        """The texts, whose characters are counted."""
+        for text in corpus:
+            yield text
+            self._read += len(text)
+        self._whole = True
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Speak while the body runs, which is inside a library most of the time."""
+        over, patience = threading.Event(), Patience(lambda line: print(line, file=sys.stderr), "training")
+
+        def beat() -> None:
+            while not over.wait(_BEAT):
+                read = f"{self._read / 1e6:,.1f} million characters read"
+                patience.tell(f"{read}, merging" if self._whole else read)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
 def train_tokenizer(args: argparse.Namespace) -> None:
     """Train and write the files, each whole or not at all."""
     if args.cased and args.type != "wordpiece":
@@ -69,13 +105,17 @@ def train_tokenizer(args: argparse.Namespace) -> None:
             "`--cased` must come with `--type wordpiece`, but does not; BPE always keeps the case."
         )
     limit = None if args.sample_mb is None else args.sample_mb * 1e6
-    corpus = texts(cli.expand_inputs(args.input), args.json_key, limit)
+    heartbeat = Heartbeat()
+    corpus = heartbeat.over(texts(cli.expand_inputs(args.input), args.json_key, limit))
+    with heartbeat.beating():
+        if args.type == "wordpiece":
+            tokenizer, contents = train_wordpiece(corpus, args.vocab_size, cased=args.cased)
+        else:
+            tokenizer, contents = _train_bpe(corpus, args.vocab_size)
     if args.type == "wordpiece":
-        tokenizer, contents = train_wordpiece(corpus, args.vocab_size, cased=args.cased)
         kind = "BertWordPieceCase" if args.cased else "BertWordPieceLowerCase"
         said = f"for --tokenizer-type {kind} --vocab-file {Path(args.output) / 'vocab.txt'}"
     else:
-        tokenizer, contents = _train_bpe(corpus, args.vocab_size)
         said = f"{END_OF_TEXT} is id {tokenizer.token_to_id(END_OF_TEXT)}"
     size = tokenizer.get_vocab_size()
     if size < args.vocab_size:

@@ -75,6 +75,7 @@ setup_install() {
     # The build tools live in the environment too, so that pip need not make another one for each build.
     setup_pip -c "$constraints" "setuptools>=68" "pybind11>=2.12" "ninja>=1.11" ||
         setup_die "the build tools could not be installed; see above."
+    setup_say "compiling csrc meanwhile, see build/native.log"
     setup_build_native &
     compiling=$!
     if [[ -z $(python scripts/setup_facts.py torch) ]]; then
@@ -82,8 +83,7 @@ setup_install() {
         setup_pip -c constraints.txt torch==2.13.0 || setup_die "torch could not be installed; see above."
     fi
     python scripts/setup_facts.py constraints >"$constraints"
-    setup_say "waiting for what is compiled of csrc, see build/native.log"
-    wait "$compiling"
+    setup_wait_for_native "$compiling"
     setup_say "the other dependencies${SETUP_EXTRAS:+ and the extras $SETUP_EXTRAS}"
     if [[ -n ${SETUP_OPTIONAL:-} ]]; then
         if setup_self "${SETUP_EXTRAS:+$SETUP_EXTRAS,}$SETUP_OPTIONAL" --retries 1 --timeout 15 2>/dev/null; then return; fi
@@ -112,6 +112,20 @@ setup_build_native() {
     if [[ -n $(python scripts/setup_facts.py missing) ]]; then
         setup_say "csrc was not compiled (is there a C++ compiler? see $log); numpy and torch do its work, slower"
     fi
+}
+
+# Waits for the process that compiles csrc, and says after 10 seconds, 20, 40 and so on how far it is.
+setup_wait_for_native() {
+    local waited=0 due=10
+    while kill -0 "$1" 2>/dev/null; do
+        if ((waited == due)); then
+            setup_say "compiling csrc: $(find build/native -name '*.o' 2>/dev/null | wc -l) files compiled, waited $waited s for it"
+            due=$((due * 2))
+        fi
+        sleep 1
+        waited=$((waited + 1))
+    done
+    wait "$1"
 }
 
 # Whether every requested extra has been set up from the current inputs.

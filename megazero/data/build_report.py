@@ -1,6 +1,7 @@
-"""`BuildReport`: what is built of a dataset, for how many samples and how far it is, on stderr.
+"""Lines about work that takes long, during which a job seemed to hang.
 
-The order of hundreds of millions of samples takes minutes, in which a job seemed to hang.
+`BuildReport`: what is built of a dataset, for how many samples and how far it is, on stderr. `Patience`: how
+far anything else is, such as an evaluation, in few lines.
 """
 
 from __future__ import annotations
@@ -8,9 +9,40 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
+from typing import TypeVar
 
 _PATIENCE = 5.0  # seconds that may pass in silence
+_T = TypeVar("_T")
+
+
+class Patience:
+    """Says how far something is once it has taken some seconds, and again whenever the time has doubled.
+
+    Args:
+        say: takes a line.
+        what: what goes on, as in "evaluating on validation".
+    """
+
+    def __init__(self, say: Callable[[str], None], what: str):
+        self._say = say
+        self._what = what
+        self._began = time.monotonic()
+        self._next = _PATIENCE
+
+    def tell(self, how_far: str) -> None:
+        """Say how far it is, if that is due."""
+        elapsed = time.monotonic() - self._began
+        if elapsed >= self._next:
+            self._next = 2 * elapsed
+            self._say(f"{self._what}: {how_far}, after {elapsed:.0f} s")
+
+    def over(self, batches: Iterable[_T], total: int) -> Iterator[_T]:
+        """The batches, whose number is told on the way."""
+        for number, batch in enumerate(batches):
+            self.tell(f"{number} of {total} batches")
+            yield batch
 
 
 class BuildReport:

@@ -104,6 +104,7 @@ class Loop:
                     verdict = CONTINUE
                 elif verdict.strength is Strength.SAVE and self.saving is not None:
                     self.saving.save(state)
+            self.monitor.trained()
             if self.saving is not None:
                 self.saving.save_last(state)  # a second signal does not interrupt this
         if verdict.strength is Strength.STOP:

@@ -10,7 +10,7 @@ from megazero.data.bert.builder import BERTBuilder
 from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.blended import BlendedDataset
-from megazero.data.build_report import BuildReport
+from megazero.data.build_report import BuildReport, Patience
 from megazero.data.gpt_builder import GPTBuilder
 from megazero.data.gpt_dataset import GPTSettings
 from megazero.data.indexed.reader import IndexedDataset
@@ -103,3 +103,27 @@ def test_a_build_of_400_million_samples_is_announced_with_a_forecast(monkeypatch
         "building the index of y: where each sample begins, step 2 of 3, after 7 s",
         "built the index of y in 7 s",
     ]
+
+
+def test_what_takes_long_says_how_far_it_is_in_few_lines(monkeypatch):
+    """An evaluation of minutes was silent."""
+    now, lines = [0.0], []
+    monkeypatch.setattr(build_report.time, "monotonic", lambda: now[0])
+    for _ in Patience(lines.append, "evaluating on validation").over(range(3600), 3600):
+        now[0] += 1.0
+    assert [line.split()[3] for line in lines] == [
+        "5",
+        "10",
+        "20",
+        "40",
+        "80",
+        "160",
+        "320",
+        "640",
+        "1280",
+        "2560",
+    ]
+    assert lines[0] == "evaluating on validation: 5 of 3600 batches, after 5 s"
+    short: list[str] = []
+    assert list(Patience(short.append, "x").over("ab", 2)) == ["a", "b"]
+    assert short == []

@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from data_tools.train_tokenizer import main, texts
+from data_tools import train_tokenizer
+from data_tools.train_tokenizer import Heartbeat, main, texts
+from megazero.data import build_report
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
 from tests.data_tools.conftest import visible, write_jsonl
@@ -108,3 +111,16 @@ def test_unfit_wordpiece_flags_write_nothing(tmp_path, out, capsys):
         assert main(["--input", corpus, "--output", str(out), *flags]) == 1
         assert words in capsys.readouterr().err
     assert visible(out) == []
+
+
+def test_a_long_training_says_how_far_it_is(monkeypatch, capsys):
+    """It was silent for minutes."""
+    monkeypatch.setattr(build_report, "_PATIENCE", 0.0)
+    monkeypatch.setattr(train_tokenizer, "_BEAT", 0.001)
+    heartbeat = Heartbeat()
+    with heartbeat.beating():
+        assert list(heartbeat.over(iter(["abc", "d"]))) == ["abc", "d"]
+        time.sleep(0.1)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "training: 0.0 million characters read, merging, after 0 s"
+    assert len(lines) < 20

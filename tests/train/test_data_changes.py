@@ -74,8 +74,13 @@ def test_damage_in_use_ends_the_run_and_can_be_passed(tmp_path):
 def test_missing_sums_are_told_once(tmp_path, capsys):
     prefix = write(tmp_path / "d", 3000)
     Path(f"{prefix}.sum").unlink()
-    run(prefix, extra="--split 6,2,2 --eval-iters 1 --eval-interval 2")  # all three splits are of it
-    assert capsys.readouterr().out.count(f"{prefix} has no checksums") == 1
+    # All three splits are of it.
+    run(prefix, extra="--split 6,2,2 --eval-iters 1 --eval-interval 2 --log-interval 3")
+    out = capsys.readouterr().out
+    assert out.count(f"{prefix} has no checksums") == 1
+    ends = ("iteration        4/", "validation loss at iteration 4", "test loss at iteration 4")
+    places = [out.index(line) for line in ends]
+    assert places == sorted(places), "the last step's line came after the evaluations"
     run(prefix, extra="--no-verify-data")
     assert "checksums" not in capsys.readouterr().out
 

@@ -268,6 +268,13 @@ class TestConsole:
 
     def test_the_unfinished_interval_is_shown_at_the_end(self):
         assert "iteration        3/" in self.lines([step(1), step(2), step(3)])
+        stream = io.StringIO()
+        monitor = ConsoleMonitor(2, 9, console=Console(file=stream, width=60))
+        monitor.step(step(1))
+        monitor.trained()  # by a signal, before the end
+        monitor.message("stopping after iteration 1")
+        monitor.close()
+        assert [line.split()[-2] for line in stream.getvalue().splitlines()] == ["0", "iteration"]
 
     def test_optional_values_appear_when_given(self):
         out = self.lines([step(1, num_zeros=12, params_norm=3.25)], log_interval=1, total=None)

@@ -29,8 +29,11 @@ class Monitor:
     def rewound(self, progress: Progress) -> None:
         """Forget what came after `progress`, because training goes on from there."""
 
+    def trained(self) -> None:
+        """Show what is still pending: there is no further step, though checkpoints and evaluations follow."""
+
     def close(self) -> None:
-        """Write out anything still pending, because training is over."""
+        """Write out anything still pending, because the run is over."""
 
 
 class CompositeMonitor(Monitor):
@@ -59,6 +62,9 @@ class CompositeMonitor(Monitor):
 
     def rewound(self, progress: Progress) -> None:
         self._each(lambda member: member.rewound(progress))
+
+    def trained(self) -> None:
+        self._each(lambda member: member.trained())
 
     def close(self) -> None:
         self._each(lambda member: member.close())

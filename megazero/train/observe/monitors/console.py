@@ -14,7 +14,7 @@ from megazero.train.observe.monitors.base import Monitor
 
 
 class ConsoleMonitor(Monitor):
-    """Prints a line every `log_interval` iterations, in Megatron's format.
+    """Prints a line every `log_interval` iterations and after the last one, in Megatron's format.
 
     Losses are means over the updates that were made in the interval, times and rates are over all its
     iterations, and everything else is from the latest iteration. On a terminal, a progress bar below the
@@ -46,7 +46,7 @@ class ConsoleMonitor(Monitor):
         self._interval.append(metrics)
         if metrics["skipped"]:
             self._print(_skipped_line(metrics))
-        if metrics["iteration"] % self._log_interval == 0:
+        if metrics["iteration"] % self._log_interval == 0 or metrics["iteration"] == self._total:
             self._print_interval()
         if self._console.is_terminal:
             self._advance_bar(metrics)
@@ -66,9 +66,12 @@ class ConsoleMonitor(Monitor):
     def rewound(self, progress: Progress) -> None:
         self._interval = [step for step in self._interval if step["iteration"] <= progress.iteration]
 
-    def close(self) -> None:
+    def trained(self) -> None:
         if self._interval:
             self._print_interval()
+
+    def close(self) -> None:
+        self.trained()
         if self._bar is not None:
             self._bar.stop()
 
