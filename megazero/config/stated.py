@@ -35,7 +35,7 @@ class Stated:
     differences: Callable[[ModelConfig], list[Difference]]
 
     def values(self, given: Set[str]) -> dict[str, Any]:
-        """Return path -> value of what the folder says and the paths `given` do not, directly or in another way.
+        """Return path -> value of what the folder says and `given` paths do not, directly or in another way.
 
         A tokenizer is taken whole or not at all. The default of the activation depends on whether there are
         biases, and that of how many experts a token goes to on whose flags a line has: these are always said.
