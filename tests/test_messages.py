@@ -57,8 +57,8 @@ def declared_in(module: str) -> set[str] | None:
 @cache
 def commands() -> Mapping[str, set[str] | None]:
     """The flags that each module of the commands declares."""
-    found = pkgutil.walk_packages(megazero.commands.__path__, "megazero.commands.")
-    return {info.name: declared_in(info.name) for info in found}
+    modules = pkgutil.walk_packages(megazero.commands.__path__, "megazero.commands.")
+    return {info.name: declared_in(info.name) for info in modules}
 
 
 def of(*modules: str) -> set[str]:

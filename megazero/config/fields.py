@@ -60,7 +60,6 @@ class FieldSpec:
     synonyms: Mapping[str, Any]
     refused: Mapping[str, str]
     unit: str | None
-    instead_of: tuple[str, ...]
 
     @property
     def path(self) -> str:
@@ -181,7 +180,6 @@ def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> Fi
         synonyms=types.MappingProxyType(extra["synonyms"]),
         refused=types.MappingProxyType(extra["refused"]),
         unit=extra["unit"],
-        instead_of=tuple(extra["instead_of"]),
     )
 
 
@@ -201,6 +199,17 @@ FIELDS: tuple[FieldSpec, ...] = tuple(
 """Every field of the tree, in the tree's order."""
 
 FIELD_BY_PATH: Mapping[str, FieldSpec] = types.MappingProxyType({spec.path: spec for spec in FIELDS})
+
+
+def _instead_of(spec: FieldSpec) -> frozenset[str]:
+    declared: Any = SECTIONS[spec.section].model_fields[spec.name].json_schema_extra
+    return frozenset(f"{spec.section}.{name}" for name in declared["instead_of"])
+
+
+INSTEAD_OF: Mapping[str, frozenset[str]] = types.MappingProxyType(
+    {spec.path: others for spec in FIELDS if (others := _instead_of(spec))}
+)
+"""Path -> the paths of fields that say the same in another way."""
 
 
 def needs_of(section: str, model: type[Section], name: str) -> tuple[Need, ...]:

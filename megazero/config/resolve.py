@@ -107,7 +107,7 @@ def parse_config(
 
 
 def _state(reader: Reader | None, settings: Mapping[str, Setting]) -> Stated | None:
-    """What the folder that the weights come from says. ConfigError if it cannot be read."""
+    """Ask the folder that the weights come from what it says. ConfigError if it cannot be read."""
     try:
         return None if reader is None else reader({path: s.value for path, s in settings.items()})
     except CheckpointError as error:

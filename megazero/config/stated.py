@@ -1,4 +1,4 @@
-"""What a folder says of the model in it, as settings: for what a command line leaves out, and to compare."""
+"""The model that a folder says is in it, as settings: for what a line leaves out, and to compare with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
-from megazero.config.fields import FIELD_BY_PATH, FIELDS, spoken
+from megazero.config.fields import FIELD_BY_PATH, FIELDS, INSTEAD_OF, spoken
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.tokenizer import TokenizerConfig
@@ -18,7 +18,7 @@ Difference = tuple[str, Any, Any]
 
 @dataclass(frozen=True)
 class Stated:
-    """What a folder says of the model in it.
+    """A folder's own account of the model in it.
 
     Attributes:
         place: the file that says so.
@@ -35,7 +35,7 @@ class Stated:
     differences: Callable[[ModelConfig], list[Difference]]
 
     def values(self, given: Set[str]) -> dict[str, Any]:
-        """Path -> value of what the folder says and the paths `given` do not, directly or in another way.
+        """Return path -> value of what the folder says and `given` paths do not, directly or in another way.
 
         A tokenizer is taken whole or not at all. The default of the activation depends on whether there are
         biases, and that of how many experts a token goes to on whose flags a line has: these are always said.
@@ -66,8 +66,8 @@ class Stated:
         """
         problems, rows = [], self.differences(config.model)
         # What several fields say is one difference: the layers of a stack, and so those of both.
-        same = {name for field, _, _ in rows for name in FIELD_BY_PATH[f"model.{field}"].instead_of}
-        for field, theirs, ours in (row for row in rows if row[0] not in same):
+        same = {path for field, _, _ in rows for path in INSTEAD_OF.get(f"model.{field}", ())}
+        for field, theirs, ours in (row for row in rows if f"model.{row[0]}" not in same):
             flag = FIELD_BY_PATH[f"model.{field}"].flag
             problems.append(
                 f"`{flag}` must be what {self.place} says, {_shown(theirs)}, but is {_shown(ours)}; leave it "
@@ -83,7 +83,7 @@ Reader = Callable[[Mapping[str, Any]], Stated | None]
 
 def _said_otherwise(given: Set[str]) -> set[str]:
     """The paths of fields that say in another way what the paths `given` say."""
-    pairs = [(spec.path, f"{spec.section}.{other}") for spec in FIELDS for other in spec.instead_of]
+    pairs = [(path, other) for path, others in INSTEAD_OF.items() for other in others]
     return {b for a, b in pairs if a in given} | {a for a, b in pairs if b in given}
 
 

@@ -1,4 +1,4 @@
-"""What a folder states of the model in it: a run's checkpoints, or a Hugging Face folder.
+"""Reads what a folder says of the model in it: a run's checkpoints, or a Hugging Face folder.
 
 This is the only answer to that question: pretraining, fine-tuning and all commands about a training ask it.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def read_folder(given: Mapping[str, Any]) -> Stated | None:
-    """What the folder says that a training takes its weights from; a `Reader`.
+    """Read what the folder says that a training takes its weights from; a `Reader`.
 
     It is the newest checkpoint in `--load`, or else `--pretrained-checkpoint`, or else `--load-hf`.
 
@@ -49,7 +49,7 @@ def read_folder(given: Mapping[str, Any]) -> Stated | None:
 
 
 def _checkpoint(path: str, step: int | None, given: Mapping[str, Any]) -> Stated | None:
-    """What the newest checkpoint says that can be read; None if there is none."""
+    """Read what the newest intact checkpoint says; None if there is none."""
     from megazero.checkpoint.folder import candidates
     from megazero.checkpoint.locate import is_checkpoint
     from megazero.checkpoint.manifest import LARGEST, STATE, parse_facts

@@ -169,7 +169,7 @@ SENTENCES = [
         True,
         "the limit of locked memory must be unlimited where RDMA devices register buffers, but "
         "is 64 KiB; run "
-        "`ulimit -l unlimited`, or `--ulimit memlock=-1` for a container [memlock_limited]",
+        "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1` for a container [memlock_limited]",
     ),
     (
         node(nvlinks={0: (18, 0), 1: (12, 6)}),

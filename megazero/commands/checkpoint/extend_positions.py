@@ -54,7 +54,7 @@ def run(flags: argparse.Namespace) -> int:
     print(f"wrote  {printable(written)}: {flags.max_position_embeddings} positions")
     print(
         f"train it further with `pretrain_gpt.py --load {printable(written.parent)} --finetune` and the "
-        "flags of data, length and optimizer"
+        "flags of data, optimizer and length, such as a longer `pretrain_gpt.py --seq-length`"
     )
     return 0
 

@@ -32,6 +32,19 @@ from megazero.train.step.state import TrainState
 
 
 @dataclass(frozen=True)
+class Past:
+    """The training before a checkpoint, as that tells it.
+
+    Attributes:
+        data: the data of the steps so far; None if there were none or the checkpoint does not say.
+        origin: the model that the weights were converted from at first; None if nothing is known of it.
+    """
+
+    data: tuple[DataFacts, ...] | None = None
+    origin: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
 class Resumed:
     """The point from which a run continues.
 
@@ -42,8 +55,7 @@ class Resumed:
         config: the run's configuration; its global batch is the checkpoint's if none was asked for.
         training_plan: the run's plan, from `state` on.
         remarks: lines about the resume for a person.
-        data: the data of the steps so far; None if there were none or the checkpoint does not say.
-        origin: what the weights were converted from, before any training; None if nothing is known of it.
+        past: what the checkpoint says of the training before it.
     """
 
     engine: Engine
@@ -52,8 +64,7 @@ class Resumed:
     config: Config
     training_plan: TrainingPlan
     remarks: tuple[str, ...] = ()
-    data: tuple[DataFacts, ...] | None = None
-    origin: Mapping[str, Any] | None = None
+    past: Past = Past()
 
 
 def resume(
@@ -118,8 +129,8 @@ def resume(
             changes += changed_sums(run, kept.parallel, transports(context), context.world_size)
         loaded = f"{'began experts from the dense model' if begins else 'loaded'} {folder}"
         data = None if run is None or section.finetune or run.data is None else tuple(run.data)
-        said, origin = (*remarks, loaded, *changes), reader.facts.get("converted_from")
-        return Resumed(engine, state, seed, kept, training_plan, said, data, origin)
+        past = Past(data, reader.facts.get("converted_from"))
+        return Resumed(engine, state, seed, kept, training_plan, (*remarks, loaded, *changes), past)
     raise DamagedCheckpointError(
         f"`load` must hold a whole checkpoint, but {section.load} has none: " + "; ".join(remarks)
     )

@@ -58,7 +58,7 @@ def take_foreign_weights(
 
 
 def origin_of(path: str | None) -> dict[str, Any] | None:
-    """What checkpoints say of the origin of weights that are a Hugging Face model's: its class and type."""
+    """Return what checkpoints say of weights that were a Hugging Face model's: its class and type."""
     if path is None:
         return None
     description = Description.read(Path(path))

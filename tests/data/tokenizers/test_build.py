@@ -11,21 +11,21 @@ from tests.tables import over_table
 
 
 @over_table(
-    ("spec", "flag"),
+    ("spec", "setting"),
     [
-        (TokenizerSpec("GPT2BPETokenizer"), "--vocab-file"),
-        (TokenizerSpec("GPT2BPETokenizer", vocab_file=__file__), "--merge-file"),
-        (TokenizerSpec("BertWordPieceLowerCase"), "--vocab-file"),
-        (TokenizerSpec("BertWordPieceCase"), "--vocab-file"),
-        (TokenizerSpec("HFTokenizer"), "--tokenizer-model"),
-        (TokenizerSpec("TokenizerJson"), "--tokenizer-model"),
-        (TokenizerSpec("SentencePieceTokenizer"), "--tokenizer-model"),
-        (TokenizerSpec("GPTSentencePieceTokenizer"), "--tokenizer-model"),
-        (TokenizerSpec("NullTokenizer"), "--vocab-size"),
+        (TokenizerSpec("GPT2BPETokenizer"), "vocab_file"),
+        (TokenizerSpec("GPT2BPETokenizer", vocab_file=__file__), "merge_file"),
+        (TokenizerSpec("BertWordPieceLowerCase"), "vocab_file"),
+        (TokenizerSpec("BertWordPieceCase"), "vocab_file"),
+        (TokenizerSpec("HFTokenizer"), "tokenizer_model"),
+        (TokenizerSpec("TokenizerJson"), "tokenizer_model"),
+        (TokenizerSpec("SentencePieceTokenizer"), "tokenizer_model"),
+        (TokenizerSpec("GPTSentencePieceTokenizer"), "tokenizer_model"),
+        (TokenizerSpec("NullTokenizer"), "vocab_size"),
     ],
 )
-def test_missing_file_is_refused_by_naming_its_flag(spec, flag):
-    with pytest.raises(DataError, match=flag):
+def test_missing_file_is_refused_by_naming_its_setting(spec, setting):
+    with pytest.raises(DataError, match=setting):
         build_tokenizer(spec)
 
 
