@@ -18,19 +18,6 @@ from megazero.mpu.thread_group import ThreadWorld
 from tests.deepspeed.user_models import ADAMW, Tied, batch, build, settings, start
 
 
-class Middle(torch.optim.Optimizer):
-    """Moves each row by its mean: not elementwise."""
-
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.sub_(param.grad.mean(-1, keepdim=True), alpha=group["lr"])
-
-
 def two_betas(model):
     groups = [
         {"params": [model.weight], "betas": (0.9, 0.99)},
