@@ -99,7 +99,6 @@ def test_every_problem_is_reported_at_once():
     [
         ({"optimizer": two_betas}, "`betas` must be the same in every parameter group of FusedLamb"),
         ({"optimizer": lambda m: torch.optim.LBFGS(m.parameters())}, "LBFGS fails there"),
-        ({"optimizer": lambda m: torch.optim.ASGD(m.parameters())}, "ASGD keeps eta, mu"),
         ({"optimizer": lambda m: torch.optim.SGD(nn.Linear(2, 1).parameters(), 0.1)}, "2 of 2 are not"),
         ({"optimizer": lambda m: lambda params: None}, "gives a NoneType"),
         ({"optimizer": lambda m: "adam"}, "but is a str"),
