@@ -67,6 +67,29 @@ def test_a_checkpoint_goes_on_bit_for_bit_after_the_freeze(tmp_path, kind):
     on_ranks(3, resumed)  # another number of replicas goes on, too
 
 
+@pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam"])
+def test_moments_are_corrected_unless_the_json_says_otherwise(kind):
+    """As the 1-bit JSONs of DeepSpeed's examples do: its first step is ``lr (1 - b1) / sqrt(1 - b2)``."""
+
+    def moved(**more) -> torch.Tensor:
+        def work(context: ParallelContext):
+            model = torch.nn.Linear(3, 1, bias=False)
+            before = model.weight.detach().clone()
+            params = {"lr": 0.1, "eps": 0.0, "amsgrad": False, "eps_inside_sqrt": False, **more}
+            told = {"train_batch_size": 1, "optimizer": {"type": kind, "params": params}}
+            engine = start(context, model, told)
+            engine.backward(engine(torch.ones(1, 3)).sum())
+            engine.step()
+            return before - engine.module.weight
+
+        return on_ranks(1, work)[0]
+
+    plain = torch.full((1, 3), 0.1)
+    torch.testing.assert_close(moved(), plain)
+    torch.testing.assert_close(moved(bias_correction=True), plain)
+    torch.testing.assert_close(moved(bias_correction=False), plain * 0.1 / 0.001**0.5)
+
+
 @pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_sharded_state_is_refused(kind, stage):

@@ -229,7 +229,7 @@ def test_without_an_optimizer_an_engine_evaluates(stage):
         engine, optimizer, _, schedule = megazero.initialize(
             model=model, config=settings(stage), mpu=context, model_parameters=[]
         )
-        assert optimizer is None
+        assert (optimizer is None) == (stage != 3)  # there it is a DeepSpeedZeRoOffload
         assert schedule is None
         with torch.no_grad():
             assert engine(*batch(0, 0, 0)).item() == pytest.approx(expected, rel=1e-6)
@@ -245,6 +245,37 @@ def test_without_an_optimizer_an_engine_evaluates(stage):
     model = build(Tied)
     expected = train_plain(model, adamw(model), ranks=2, accumulation=1, steps=2)
     assert_same(on_ranks(2, work)[0], expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_weights_that_are_frozen_later_stay(stage):
+    """Although moments and weight decay would move them on; they go on when they are trained again."""
+    sgd = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}}
+    lamb = {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    onebit = {"type": "ZeroOneAdam", "params": {"lr": 1e-2, "weight_decay": 0.1, "var_freeze_step": 1}}
+
+    def work(context: ParallelContext, optimizer, more):
+        engine = start(context, build(Tied), settings(stage, optimizer=optimizer, **more))
+        module, seen = engine.module, []
+        for step in range(4):
+            module.up.requires_grad_(step in (0, 3))
+            engine.backward(engine(*batch(step, 0, context.data.rank)))
+            engine.step()
+            with GatheredParameters(module.parameters()):
+                seen.append([module.up.weight.clone(), module.down.weight.clone()])
+        module.frozen.requires_grad_(True)
+        engine.backward(engine(*batch(4, 0, context.data.rank)))
+        with pytest.raises(ConfigError, match="must stay False, but is True for frozen.weight"):
+            engine.step()
+        return seen
+
+    cases = [(ADAMW, {}), (sgd, {"bf16": {"enabled": True}}), (lamb, {})]
+    for optimizer, more in [*cases, (onebit, {})] if stage == 0 else cases:
+        before, *still, after = on_ranks(2, lambda context, o=optimizer, m=more: work(context, o, m))[0]
+        for up, down in still:
+            assert torch.equal(up, before[0]), optimizer
+            assert not torch.equal(down, before[1]), optimizer
+        assert not torch.equal(after[0], before[0]), optimizer
 
 
 def test_a_destroyed_engine_leaves_the_weights():

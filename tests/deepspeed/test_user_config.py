@@ -127,11 +127,11 @@ def test_parameters_stay_where_they_are_used_below_stage_3():
 CASTS = {
     "autocast": (
         {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-        "`torch_autocast.dtype` must be bfloat16, but is float16",
+        "`torch_autocast.dtype` must be bf16 with weights in fp32, but is float16",
     ),
-    "autocast beside bf16": (
-        {"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}},
-        "`torch_autocast.enabled` must be false with `bf16`",
+    "autocast beside another type": (
+        {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "fp16": {"enabled": True}},
+        "`torch_autocast.dtype` must be fp16 with weights in fp16, but is bf16",
     ),
     "autocast misspelt": (
         {"torch_autocast": {"enabled": True, "type": "bf16"}},
@@ -146,6 +146,16 @@ def test_casts_that_cannot_be_made_are_refused(name: str):
     settings = read_settings({"train_batch_size": 8, **config}, 1)
     with pytest.raises(ConfigError, match=why):
         Autocast.of(settings)
+
+
+def test_a_cast_beside_weights_of_its_type_is_made():
+    for section, dtype, spelled in (
+        ("bf16", torch.bfloat16, "torch.bfloat16"),  # as DeepSpeed's bf16_full.json has it
+        ("fp16", torch.float16, None),
+    ):
+        cast = {"enabled": True, **({"dtype": spelled} if spelled else {})}
+        config = {"train_batch_size": 8, "torch_autocast": cast, section: {"enabled": True}}
+        assert Autocast.of(read_settings(config, 1)) == Autocast(dtype)
 
 
 def test_clipping_is_deepspeeds_by_default():

@@ -241,6 +241,59 @@ def test_fragments_say_what_is_wrong():
         safe_set_full_fp32_param(nn.Linear(2, 2).weight, torch.ones(2, 2))
 
 
+def take_hooks_off(engine) -> None:
+    """Clear what is in use and remove the hooks, as libraries that generate between steps do at stage 3."""
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    own, external = offload.module.named_parameters(recurse=True), offload.module.ds_external_parameters()
+    for _, param in [*own, *external]:
+        param.ds_active_sub_modules.clear()
+    for hook in (*offload.forward_hooks, *offload.backward_hooks):
+        hook.remove()
+    offload.forward_hooks, offload.backward_hooks = [], []
+
+
+def put_hooks_back(engine) -> None:
+    offload = getattr(engine.optimizer, "parameter_offload", engine.optimizer)
+    offload._register_deepspeed_module(offload.module)
+
+
+def test_hooks_may_be_taken_off_around_generation():
+    """Forwards of the module itself in between, in training and in an engine that only evaluates."""
+
+    def work(context: ParallelContext):
+        engine = start(context, build(Tied), settings(3, optimizer=ADAMW))
+        judge = start(context, build(Tied), settings(3), model_parameters=[])
+        for step in range(2):
+            seen = []
+            for served in (engine, judge):
+                with GatheredParameters(served.parameters()):
+                    take_hooks_off(served)
+                    with torch.no_grad():
+                        seen += [float(served.module(*batch(9, micro, 0))) for micro in range(2)]
+                    put_hooks_back(served)
+            loss = engine(*batch(step, 0, context.data.rank))
+            engine.backward(loss)
+            engine.step()
+        judge.optimizer.empty_partition_cache()
+        module, weights = engine.module, engine.module_state_dict()
+        engine.destroy()
+        assert not hasattr(module, "ds_external_parameters")
+        return seen[-2:], weights
+
+    def plain(context: ParallelContext):
+        engine = start(context, build(Tied), settings(3, optimizer=ADAMW))
+        for step in range(2):
+            engine.backward(engine(*batch(step, 0, context.data.rank)))
+            engine.step()
+        return engine.module_state_dict()
+
+    model, expected = build(Tied), on_ranks(2, plain)[0]
+    for seen, weights in on_ranks(2, work):
+        assert seen == pytest.approx([float(model(*batch(9, micro, 0))) for micro in range(2)], rel=1e-6)
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+
 def test_a_forward_within_a_gather_keeps_what_was_gathered():
     """Each layer's end used to free its weights, which then read as NaN within the context."""
 
