@@ -15,6 +15,7 @@ from megazero.config.deepspeed.row import (
     INTEGER,
     INTERVAL,
     NOTHING,
+    NUMBER,
     SECTION,
     SIZE,
     TEXT,
@@ -154,7 +155,7 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         when="bf16.enabled",
     ),
     *ignores("moments are fp32, which takes twice their memory", BOOL, "bf16.bf16_optimizer_states"),
-    # Releases before 0.18 took any key here, and examples copy those of fp16.
+    # Older releases took any key here, and examples copy those of fp16.
     *ignores(
         "bf16 needs no loss scale",
         NUMBER,
