@@ -6,8 +6,7 @@ import math
 import warnings
 from typing import Any
 
-from megazero.deepspeed.schedules import PerGroup, RateSchedule
-from megazero.errors import ConfigError
+from megazero.deepspeed.schedules import PerGroup, RateSchedule, ScheduleError
 
 HIGHEST_MOMENTUM = 0.9999
 """What a growing momentum stops at: at 1, an average never learns of a new gradient."""
@@ -33,7 +32,7 @@ class OneCycle(RateSchedule):
             value, to `HIGHEST_MOMENTUM` at most.
 
     Raises:
-        ConfigError: a size is out of range, or a list has the wrong length.
+        ScheduleError: a size is out of range, or a list has the wrong length.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class OneCycle(RateSchedule):
         super().__init__(optimizer, last_batch_iteration)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0 or second < 0:
-            raise ConfigError(
+            raise ScheduleError(
                 "`cycle_first_step_size` must be positive and `cycle_second_step_size` at least 0, but they "
                 f"are {cycle_first_step_size} and {second}"
             )

@@ -22,6 +22,10 @@ PerGroup = float | Sequence[float]
 """One value for all parameter groups, or a list with one for each."""
 
 
+class ScheduleError(ConfigError, ValueError):
+    """A schedule is given what it does not take; a ValueError too, which scripts for DeepSpeed catch."""
+
+
 class RateSchedule(ABC):
     """Moves the `lr` of an optimizer's parameter groups from step to step.
 
@@ -84,13 +88,13 @@ class RateSchedule(ABC):
         """The value for each group.
 
         Raises:
-            ConfigError: the list has another length.
+            ScheduleError: the list has another length.
         """
         count = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [value] * count  # type: ignore[list-item]
         if len(value) != count:
-            raise ConfigError(
+            raise ScheduleError(
                 f"`{name}` must be a number or a list with one for each of {count} parameter groups, but has "
                 f"{len(value)}"
             )
@@ -129,7 +133,7 @@ class WarmupLR(WarmupSchedule):
         last_batch_iteration: see `RateSchedule`.
 
     Raises:
-        ConfigError: `warmup_num_steps` is no positive integer, or a list has the wrong length.
+        ScheduleError: `warmup_num_steps` is no positive integer, or a list has the wrong length.
     """
 
     def __init__(
@@ -203,7 +207,7 @@ class WarmupCosineLR(WarmupSchedule):
         last_batch_iteration: see `RateSchedule`.
 
     Raises:
-        ConfigError: `warmup_num_steps` is no positive integer.
+        ScheduleError: `warmup_num_steps` is no positive integer.
     """
 
     def __init__(
@@ -255,7 +259,7 @@ class LRRangeTest(RateSchedule):
         last_batch_iteration: see `RateSchedule`.
 
     Raises:
-        ConfigError: the step size is no positive integer, or a list has the wrong length.
+        ScheduleError: the step size is no positive integer, or a list has the wrong length.
     """
 
     def __init__(
@@ -311,10 +315,10 @@ def positive(value: Any, name: str) -> int:
     """The value, if it is a positive integer.
 
     Raises:
-        ConfigError: it is not.
+        ScheduleError: it is not.
     """
     if not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"`{name}` must be a positive integer, but is {value!r}")
+        raise ScheduleError(f"`{name}` must be a positive integer, but is {value!r}")
     return value
 
 

@@ -277,6 +277,8 @@ def test_monitors_and_schedules_have_the_attributes_of_their_settings(tmp_path):
     with pytest.warns(UserWarning, match="log is taken"):
         warmup = WarmupCosineLR(optimizer, 20, warmup_num_steps=10, warmup_type="other")
     assert (warmup.warmup_type, warmup.warmup_num_steps) == ("log", 10)
+    with pytest.raises(ValueError, match="`warmup_num_steps` must be a positive integer, but is -5"):
+        WarmupLR(optimizer, warmup_num_steps=-5)
     assert WarmupLR(optimizer, 0.1, 0.3, 5).delta_lrs == pytest.approx([0.2])
     with pytest.warns(UserWarning, match="does not cycle"):
         assert (

@@ -16,12 +16,9 @@ from megazero.deepspeed.names_page import names_page
 from megazero.deepspeed.surface import PATH, VERSION, Name, Surface, read_names
 from megazero.errors import ConfigError
 from tests.forks import run
-from tests.tables import over_table
 
 ROOT = Path(__file__).parents[2]
 ROWS = read_names()
-RESOLVED = [row for row in ROWS if row.name and row.state != "refused"]
-REFUSED = [row for row in ROWS if row.state == "refused"]
 ASK = """
 import importlib.metadata as metadata, importlib.util as util
 spec = util.find_spec("deepspeed")
@@ -40,26 +37,6 @@ def python(code: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[str]
     """What a fresh interpreter says."""
     environment = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-
-@over_table("row", RESOLVED, ids=lambda row: f"{row.modules[0]}.{row.name}")
-def test_a_name_is_where_its_row_says(row: Name):
-    assert row.value() is not None or row.note
-
-
-@over_table("row", REFUSED, ids=lambda row: f"{row.modules[0]}.{row.name}")
-def test_a_refused_name_says_what_to_do_instead(row: Name):
-    value = row.value()
-    for call in (value, value.method, type("Derived", (value,), {})):
-        with pytest.raises(ConfigError, match="must not be used here; ") as error:
-            call(1, key=2)
-        assert row.note in str(error.value)
-    assert not hasattr(value, "__wrapped__")
-
-
-def test_no_name_has_two_rows():
-    places = [(module, row.name) for row in ROWS if row.name for module in row.modules]
-    assert sorted({place for place in places if places.count(place) > 1}) == []
 
 
 def test_the_page_of_names_is_current():

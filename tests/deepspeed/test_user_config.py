@@ -88,6 +88,13 @@ ACCEPTED: dict[str, dict[str, Any]] = {
         "tensor_parallel": {"autotp_size": 1},
         "hybrid_engine": {"enabled": True, "max_out_tokens": 64},
         "autotuning": {"enabled": True, "fast": True},
+        "bf16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
     },
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -15,6 +15,7 @@ from megazero.config.deepspeed.row import (
     INTEGER,
     INTERVAL,
     NOTHING,
+    NUMBER,
     SECTION,
     SIZE,
     TEXT,
@@ -154,6 +155,13 @@ PRECISION_ROWS: tuple[KeyRow, ...] = (
         when="bf16.enabled",
     ),
     *ignores("moments are fp32, which takes twice their memory", BOOL, "bf16.bf16_optimizer_states"),
+    # Older releases took any key here, and examples copy those of fp16.
+    *ignores(
+        "bf16 needs no loss scale",
+        NUMBER,
+        *("bf16.loss_scale", "bf16.loss_scale_window", "bf16.initial_scale_power"),
+        *("bf16.hysteresis", "bf16.min_loss_scale"),
+    ),
     *ignores(
         "gradients are added up as they appear, and every step is checked for inf and nan",
         BOOL,
