@@ -146,7 +146,7 @@ def _name(value: Any, ids: Callable[[Any], Any] | None) -> str:
     """The name that this value is given or has, or else how it is written."""
     name = ids(value) if ids is not None else None
     name = getattr(value, "__name__", value) if name is None else name
-    written = name if isinstance(name, str) else repr(name)
+    written = name if isinstance(name, str) and name.isprintable() else repr(name)
     return written if len(written) <= 80 else f"{written[:77]}..."
 
 

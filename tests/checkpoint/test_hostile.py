@@ -13,6 +13,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.forged import edit, edit_manifest, make, reseal, sealed
+from tests.tables import over_table
 
 SHARD = "model-00001-of-00001.safetensors"
 SECRET = "secret.json"
@@ -55,12 +57,16 @@ def made(tmp_path_factory) -> Path:
     return make(tmp_path_factory.mktemp("made")).parent
 
 
+def a_copy(made: Path, folder: Path) -> Path:
+    """A copy of the checkpoint in this folder, beside a file that is none of its business."""
+    (folder / SECRET).write_text("{}")
+    shutil.copytree(made, folder / "run")
+    return folder / "run" / "iter_0000007"
+
+
 @pytest.fixture
 def folder(made, tmp_path) -> Path:
-    """A copy of the checkpoint, beside a file that is none of its business."""
-    (tmp_path / SECRET).write_text("{}")
-    shutil.copytree(made, tmp_path / "run")
-    return tmp_path / "run" / "iter_0000007"
+    return a_copy(made, tmp_path)
 
 
 def read_everything(folder: Path) -> None:
@@ -69,32 +75,34 @@ def read_everything(folder: Path) -> None:
         reader.tensor(key)
 
 
+def refusal(
+    opened: Opened, folder: Path, name: str, kind: type[CheckpointError] = DamagedCheckpointError
+) -> str:
+    """Read all of the checkpoint, which must be refused by this name; return the message."""
+    began = time.monotonic()
+    tracemalloc.start()
+    opened.paths.clear()
+    opened.watching = True
+    try:
+        with pytest.raises(CheckpointError) as error:
+            read_everything(folder)
+    finally:
+        opened.watching = False
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert type(error.value) is kind, error.value
+    message = str(error.value)
+    assert name in message
+    message.encode()  # can be printed
+    assert time.monotonic() - began < 5
+    assert peak < 50e6
+    assert [path for path in opened.paths if not path.startswith(str(folder))] == []
+    return message
+
+
 @pytest.fixture
 def refused(opened, folder) -> Callable[..., str]:
-    """Reads all of the checkpoint, which must be refused; returns the message."""
-
-    def read(name: str, kind: type[CheckpointError] = DamagedCheckpointError) -> str:
-        began = time.monotonic()
-        tracemalloc.start()
-        opened.paths.clear()
-        opened.watching = True
-        try:
-            with pytest.raises(CheckpointError) as error:
-                read_everything(folder)
-        finally:
-            opened.watching = False
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-        assert type(error.value) is kind, error.value
-        message = str(error.value)
-        assert name in message
-        message.encode()  # can be printed
-        assert time.monotonic() - began < 5
-        assert peak < 50e6
-        assert [path for path in opened.paths if not path.startswith(str(folder))] == []
-        return message
-
-    return read
+    return partial(refusal, opened, folder)
 
 
 def files_named(name: str) -> Callable[[dict], None]:
@@ -204,16 +212,18 @@ MANIFESTS: dict[str, Callable[[dict], object]] = {
 }
 
 
-@pytest.mark.parametrize("case", MANIFESTS)
-def test_hostile_manifests(folder, refused, case):
+@over_table("case", MANIFESTS)
+def test_hostile_manifests(made, opened, tmp_path, case):
+    folder = a_copy(made, tmp_path)
     edit_manifest(folder, MANIFESTS[case])
-    refused(str(folder))
+    refusal(opened, folder, str(folder))
 
 
-@pytest.mark.parametrize("number", [0, 1, 4, 10**30, "2", None, True, {}])
-def test_other_formats_are_refused_and_not_taken_for_damage(folder, refused, number):
+@over_table("number", [0, 1, 4, 10**30, "2", None, True, {}])
+def test_other_formats_are_refused_and_not_taken_for_damage(made, opened, tmp_path, number):
+    folder = a_copy(made, tmp_path)
     edit_manifest(folder, fact(format=number))
-    assert "must be of format 2 or 3, but is of" in refused(MANIFEST, CheckpointError)
+    assert "must be of format 2 or 3, but is of" in refusal(opened, folder, MANIFEST, CheckpointError)
 
 
 def piece(number: int = 0, **fields: object) -> Callable[[dict], None]:
@@ -301,10 +311,11 @@ INDEXES: dict[str, Callable[[dict], object]] = {
 }
 
 
-@pytest.mark.parametrize("case", INDEXES)
-def test_hostile_indexes(folder, refused, case):
+@over_table("case", INDEXES)
+def test_hostile_indexes(made, opened, tmp_path, case):
+    folder = a_copy(made, tmp_path)
     edit(folder / INDEX, INDEXES[case])
-    message = refused(str(folder))
+    message = refusal(opened, folder, str(folder))
     assert INDEX in message or "as the index says" in message
 
 
@@ -319,8 +330,9 @@ HEADERS = {
 }
 
 
-@pytest.mark.parametrize("case", HEADERS)
-def test_hostile_tensor_files(folder, refused, case):
+@over_table("case", HEADERS)
+def test_hostile_tensor_files(made, opened, tmp_path, case):
+    folder = a_copy(made, tmp_path)
     header = HEADERS[case]
     if isinstance(header, dict):
         keys = ("dtype", "shape", "data_offsets")
@@ -330,15 +342,14 @@ def test_hostile_tensor_files(folder, refused, case):
         header = len(written).to_bytes(8, "little") + written
     (folder / SHARD).write_bytes(header + bytes(58))
     reseal(folder)
-    refused(SHARD)
+    refusal(opened, folder, SHARD)
 
 
-@pytest.mark.parametrize(
-    "content", ["", "null", "[]", "3", '{"a": 1, "a": 2}', "{", "\ud800", '{"a": ' * 100_000]
-)
-def test_hostile_states(folder, refused, content):
+@over_table("content", ["", "null", "[]", "3", '{"a": 1, "a": 2}', "{", "\ud800", '{"a": ' * 100_000])
+def test_hostile_states(made, opened, tmp_path, content):
+    folder = a_copy(made, tmp_path)
     edit(folder / STATE, lambda facts: content or " ")
-    refused(STATE)
+    refusal(opened, folder, STATE)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, STATE])
@@ -370,11 +381,12 @@ def nothing_to_read(path: Path) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("become", [a_link, a_pipe, a_folder, nothing_to_read])
-@pytest.mark.parametrize("name", [MANIFEST, INDEX, STATE, SHARD])
-def test_what_is_no_file(folder, refused, name, become):
+@over_table("become", [a_link, a_pipe, a_folder, nothing_to_read])
+@over_table("name", [MANIFEST, INDEX, STATE, SHARD])
+def test_what_is_no_file(made, opened, tmp_path, name, become):
+    folder = a_copy(made, tmp_path)
     become(folder / name)
-    refused(name)
+    refusal(opened, folder, name)
 
 
 def test_a_file_that_may_not_be_read(folder, refused, monkeypatch):

@@ -11,17 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.deepspeed.checks import Check, checks_of
+from tests.deepspeed.checks import checks_of
 from tests.forks import run_ranks
+from tests.tables import check_all
 
 FOLDER = Path(__file__).with_name("checks")
 AREAS = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("_"))
 SLOW = {"autotp"}  # areas that build dozens of models
-ALL = [
-    (area, name, check)
-    for area in AREAS
-    for name, check in checks_of(importlib.import_module(f"tests.deepspeed.checks.{area}")).items()
-]
+CHECKS = {area: checks_of(importlib.import_module(f"tests.deepspeed.checks.{area}")) for area in AREAS}
 
 
 @functools.cache
@@ -60,16 +57,14 @@ def assert_close(here: Any, there: Any, tolerance: float, place: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("area", "name", "check"),
-    [
-        pytest.param(*each, id="-".join(each[:2]), marks=[pytest.mark.slow] if each[0] in SLOW else [])
-        for each in ALL
-    ],
+    "area", [pytest.param(area, marks=[pytest.mark.slow] * (area in SLOW)) for area in AREAS]
 )
-def test_a_script_sees_what_deepspeed_shows(area: str, name: str, check: Check):
-    found = values_here(area, check.ranks).get(name, {"error": "the process ended before it"})
-    assert "error" not in found, found["error"]
-    if check.why:
-        assert_close(found["value"], json.loads(json.dumps(check.here)), check.tolerance, name)
-    else:
-        assert_close(found["value"], answers(area)[name]["value"], check.tolerance, name)
+def test_a_script_sees_what_deepspeed_shows(area: str):
+    def check_one(name: str) -> None:
+        check = CHECKS[area][name]
+        result = values_here(area, check.ranks).get(name, {"error": "the process ended before it"})
+        assert "error" not in result, result["error"]
+        shown = json.loads(json.dumps(check.here)) if check.why else answers(area)[name]["value"]
+        assert_close(result["value"], shown, check.tolerance, name)
+
+    check_all(((name, name) for name in CHECKS[area]), check_one)

@@ -52,11 +52,9 @@ def far(model: nn.Module, tp: int, policy: SlicingPolicy = PLAIN, *, trained: bo
 
 
 @pytest.mark.parametrize(
-    "heads", [(4, 2), (3, 3), (6, 3), (4, 1)], ids=lambda pair: "of".join(map(str, pair))
-)
-@pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in FAST else pytest.mark.slow) for kind in TYPES]
 )
+@over_table("heads", [(4, 2), (3, 3), (6, 3), (4, 1)], ids=lambda pair: "of".join(map(str, pair)))
 def test_slices_compute_what_the_whole_does(kind, heads):
     assert far(tiny(kind, *heads), 2) < 1e-5
 
@@ -168,7 +166,7 @@ TRAINED = [("llama", (4, 2), 0), ("qwen3", (6, 3), 1), ("mixtral", (4, 1), 2), (
 TRAINED += [("gpt2", (4, 4), 3)]
 
 
-@over_table(("kind", "heads", "stage"), TRAINED, ids=lambda value: str(value))
+@pytest.mark.parametrize(("kind", "heads", "stage"), TRAINED, ids=lambda value: str(value))
 def test_training_slices_is_training_the_whole(kind, heads, stage):
     model = tiny(kind, *heads)
     copies = [copy.deepcopy(model) for _ in range(4)]

@@ -193,112 +193,123 @@ def train(rule, params, grads, decays, *, owners=None, states=None, first=1):
     return params, states
 
 
+@pytest.mark.fast
 @EVERY_ROW
-class TestAlone:
-    @pytest.mark.fast
-    def test_equals_its_formula(self, row):
-        params, grads = problem([(33,), (4, 5), ()])
-        decays = [0.1, 0.0, 0.1]
-        trained, _ = train(row.rule, params, grads, decays)
-        for i, (param, decay) in enumerate(zip(params, decays, strict=True)):
-            want = expected(row, param, [g[i] for g in grads], decay)
-            torch.testing.assert_close(trained[i].double(), want, rtol=2e-6, atol=2e-6)
+def test_equals_its_formula(row):
+    params, grads = problem([(33,), (4, 5), ()])
+    decays = [0.1, 0.0, 0.1]
+    trained, _ = train(row.rule, params, grads, decays)
+    for i, (param, decay) in enumerate(zip(params, decays, strict=True)):
+        want = expected(row, param, [g[i] for g in grads], decay)
+        torch.testing.assert_close(trained[i].double(), want, rtol=2e-6, atol=2e-6)
 
-    def test_state_is_named_zeros(self, row):
-        state = row.rule.init_state(torch.ones(5, 2).t())
-        assert tuple(state) == row.rule.state_names
-        for tensor in state.values():
-            assert tensor.shape == (2, 5)
-            assert tensor.dtype == torch.float32
-            assert tensor.is_contiguous()
-            assert not tensor.any()
 
-    def test_a_tensor_may_be_cut_anywhere(self, row):
-        params, grads = problem([(1001,)])
-        whole, whole_states = train(row.rule, params, grads, [0.1])
-        cuts = [1, 0, 64, 333, 603]
-        pieces, piece_states = train(
-            row.rule,
-            list(params[0].split(cuts)),
-            [list(g[0].split(cuts)) for g in grads],
-            [0.1] * len(cuts),
-            owners=[0] * len(cuts),
-        )
-        # A kernel's vector body and its scalar tail may round the last bit differently.
-        torch.testing.assert_close(torch.cat(pieces), whole[0], rtol=1e-5, atol=1e-6)
-        for name in row.rule.state_names:
-            joined = torch.cat([state[name] for state in piece_states])
-            torch.testing.assert_close(joined, whole_states[0][name], rtol=1e-6, atol=1e-7)
+@EVERY_ROW
+def test_state_is_named_zeros(row):
+    state = row.rule.init_state(torch.ones(5, 2).t())
+    assert tuple(state) == row.rule.state_names
+    for tensor in state.values():
+        assert tensor.shape == (2, 5)
+        assert tensor.dtype == torch.float32
+        assert tensor.is_contiguous()
+        assert not tensor.any()
 
-    def test_empty_tensors_are_welcome(self, row):
-        params, grads = problem([(0,), (7,), (0, 3)])
-        trained, _ = train(row.rule, params, grads, [0.1, 0.1, 0.0])
-        alone, _ = train(row.rule, params[1:2], [g[1:2] for g in grads], [0.1])
-        assert torch.equal(trained[1], alone[0])
-        assert trained[0].shape == (0,)
-        update(row.rule, [], [], [], step=1, decays=[])
 
-    def test_without_gradients_weights_decay_and_nothing_else_happens(self, row):
-        """They shrink only where they are to: by (1 - lr wd) a step unless momentum carries the decay on.
+@EVERY_ROW
+def test_a_tensor_may_be_cut_anywhere(row):
+    params, grads = problem([(1001,)])
+    whole, whole_states = train(row.rule, params, grads, [0.1])
+    cuts = [1, 0, 64, 333, 603]
+    pieces, piece_states = train(
+        row.rule,
+        list(params[0].split(cuts)),
+        [list(g[0].split(cuts)) for g in grads],
+        [0.1] * len(cuts),
+        owners=[0] * len(cuts),
+    )
+    # A kernel's vector body and its scalar tail may round the last bit differently.
+    torch.testing.assert_close(torch.cat(pieces), whole[0], rtol=1e-5, atol=1e-6)
+    for name in row.rule.state_names:
+        joined = torch.cat([state[name] for state in piece_states])
+        torch.testing.assert_close(joined, whole_states[0][name], rtol=1e-6, atol=1e-7)
 
-        A trust ratio makes up for a small decay.
-        """
-        params, _ = problem([(9,), (5,)])
-        trained, states = train(
-            row.rule, params, [[torch.zeros(9), torch.zeros(5)]] * STEPS, decays=[0.5, 0.0]
-        )
-        plain = row.decay == "apart" or row.rule == Sgd(0.0)
-        wanted = (
-            params[0] * (1 - LR * 0.5) ** STEPS
-            if plain
-            else expected(row, params[0], [torch.zeros(9)] * STEPS, 0.5).float()
-        )
-        torch.testing.assert_close(trained[0], wanted)
-        assert torch.equal(trained[1], params[1])
-        if row.formula is not None:  # torch's may start elsewhere, or keep an epsilon
-            assert not any(tensor.any() for tensor in states[1].values())
-            assert not plain or not any(tensor.any() for tensor in states[0].values())
 
-    def test_zero_learning_rate_moves_nothing(self, row):
-        params, grads = problem([(9,)])
-        before = params[0].clone()
-        update(row.rule, params, grads[0], [row.rule.init_state(params[0])], step=1, lr=0.0, decays=[0.1])
-        assert torch.equal(params[0], before)
+@EVERY_ROW
+def test_empty_tensors_are_welcome(row):
+    params, grads = problem([(0,), (7,), (0, 3)])
+    trained, _ = train(row.rule, params, grads, [0.1, 0.1, 0.0])
+    alone, _ = train(row.rule, params[1:2], [g[1:2] for g in grads], [0.1])
+    assert torch.equal(trained[1], alone[0])
+    assert trained[0].shape == (0,)
+    update(row.rule, [], [], [], step=1, decays=[])
 
-    def test_saved_and_restored_state_goes_on_bit_for_bit(self, row):
-        params, grads = problem([(33,), (4, 5)])
-        decays, half = [0.1, 0.0], STEPS // 2
-        through, _ = train(row.rule, params, grads, decays)
-        between, states = train(row.rule, params, grads[:half], decays)
-        saved = [{name: state[name].numpy().copy() for name in row.rule.state_names} for state in states]
-        restored = [{name: torch.from_numpy(array) for name, array in each.items()} for each in saved]
-        resumed, _ = train(row.rule, between, grads[half:], decays, states=restored, first=half + 1)
-        assert all(torch.equal(a, b) for a, b in zip(resumed, through, strict=True))
 
-    @pytest.mark.parametrize("bad", ["param", "grad", "dtype", "shape", "lengths", "step", "state"])
-    def test_unsuitable_arguments_are_refused_untouched(self, row, bad):
-        rule = row.rule
-        good, param = torch.ones(4, 6), torch.ones(4, 6)
-        grad, state, step, decays = torch.ones(4, 6), rule.init_state(param), 1, [0.1, 0.1]
-        if bad == "param":
-            param, grad, state = param.t(), grad.t().contiguous(), rule.init_state(param.t())
-        elif bad == "grad":
-            grad = torch.ones(4, 12)[:, ::2]
-        elif bad == "dtype":
-            grad = grad.bfloat16()
-        elif bad == "shape":
-            grad = torch.ones(24)
-        elif bad == "lengths":
-            decays = [0.1]
-        elif bad == "step":
-            step = 0
-        elif bad == "state":
-            state = {"velocity": torch.zeros(4, 6)}
-        states = [rule.init_state(good), state]
-        with pytest.raises(ValueError, match=r"must be|must have"):
-            update(rule, [good, param], [torch.ones(4, 6), grad], states, step=step, decays=decays)
-        assert torch.equal(good, torch.ones(4, 6))
-        assert not any(tensor.any() for tensor in states[0].values())
+@EVERY_ROW
+def test_without_gradients_weights_decay_and_nothing_else_happens(row):
+    """They shrink only where they are to: by (1 - lr wd) a step unless momentum carries the decay on.
+
+    A trust ratio makes up for a small decay.
+    """
+    params, _ = problem([(9,), (5,)])
+    trained, states = train(row.rule, params, [[torch.zeros(9), torch.zeros(5)]] * STEPS, decays=[0.5, 0.0])
+    plain = row.decay == "apart" or row.rule == Sgd(0.0)
+    wanted = (
+        params[0] * (1 - LR * 0.5) ** STEPS
+        if plain
+        else expected(row, params[0], [torch.zeros(9)] * STEPS, 0.5).float()
+    )
+    torch.testing.assert_close(trained[0], wanted)
+    assert torch.equal(trained[1], params[1])
+    if row.formula is not None:  # torch's may start elsewhere, or keep an epsilon
+        assert not any(tensor.any() for tensor in states[1].values())
+        assert not plain or not any(tensor.any() for tensor in states[0].values())
+
+
+@EVERY_ROW
+def test_zero_learning_rate_moves_nothing(row):
+    params, grads = problem([(9,)])
+    before = params[0].clone()
+    update(row.rule, params, grads[0], [row.rule.init_state(params[0])], step=1, lr=0.0, decays=[0.1])
+    assert torch.equal(params[0], before)
+
+
+@EVERY_ROW
+def test_saved_and_restored_state_goes_on_bit_for_bit(row):
+    params, grads = problem([(33,), (4, 5)])
+    decays, half = [0.1, 0.0], STEPS // 2
+    through, _ = train(row.rule, params, grads, decays)
+    between, states = train(row.rule, params, grads[:half], decays)
+    saved = [{name: state[name].numpy().copy() for name in row.rule.state_names} for state in states]
+    restored = [{name: torch.from_numpy(array) for name, array in each.items()} for each in saved]
+    resumed, _ = train(row.rule, between, grads[half:], decays, states=restored, first=half + 1)
+    assert all(torch.equal(a, b) for a, b in zip(resumed, through, strict=True))
+
+
+@EVERY_ROW
+@over_table("bad", ["param", "grad", "dtype", "shape", "lengths", "step", "state"])
+def test_unsuitable_arguments_are_refused_untouched(row, bad):
+    rule = row.rule
+    good, param = torch.ones(4, 6), torch.ones(4, 6)
+    grad, state, step, decays = torch.ones(4, 6), rule.init_state(param), 1, [0.1, 0.1]
+    if bad == "param":
+        param, grad, state = param.t(), grad.t().contiguous(), rule.init_state(param.t())
+    elif bad == "grad":
+        grad = torch.ones(4, 12)[:, ::2]
+    elif bad == "dtype":
+        grad = grad.bfloat16()
+    elif bad == "shape":
+        grad = torch.ones(24)
+    elif bad == "lengths":
+        decays = [0.1]
+    elif bad == "step":
+        step = 0
+    elif bad == "state":
+        state = {"velocity": torch.zeros(4, 6)}
+    states = [rule.init_state(good), state]
+    with pytest.raises(ValueError, match=r"must be|must have"):
+        update(rule, [good, param], [torch.ones(4, 6), grad], states, step=step, decays=decays)
+    assert torch.equal(good, torch.ones(4, 6))
+    assert not any(tensor.any() for tensor in states[0].values())
 
 
 @cache
@@ -307,7 +318,9 @@ def whole(row: RuleRow) -> dict[str, Tensor]:
 
 
 @EVERY_ROW
-@over_table("grid", [{"dp": 2}, {"dp": 3}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "grid", [{"dp": 2}, {"dp": 3}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 4, "ep": 2}], ids=str
+)
 def test_shards_and_slices_move_like_whole_parameters(row, grid):
     for stage in row.stages:
         for found in sharded(row.rule, ProcessGrid(**grid), stage, SPECS):
