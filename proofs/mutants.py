@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from proofs.mutation.faults import GPU, PACKAGES, Fault, Key, all_faults, read_equivalents, sample, stale
 from proofs.mutation.hits import instrument
-from proofs.mutation.nearest import ABOVE, ORACLE, MeasuredTests, Nearest, digest
+from proofs.mutation.nearest import ORACLE, MeasuredTests, Nearest, digest
 from proofs.mutation.runner import Workplace
 from tests.durations import read_durations
 
@@ -87,8 +87,8 @@ def read_rows(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def measured(folder: Path, workers: int, parts: Iterable[str]) -> MeasuredTests:
-    """What is known of all tests, after measuring those in `parts` of tests/ that are new or have changed."""
+def measured(folder: Path, workers: int, parts: Iterable[str] | None) -> MeasuredTests:
+    """What is known of the tests, after measuring those in `parts` of tests/, or all, that have changed."""
     tests = MeasuredTests(KEPT / "tests")
     missing = tests.missing(ROOT, parts)
     if not missing:
@@ -124,7 +124,7 @@ def runs_of(files: Iterable[str]) -> list[list[str]]:
         if not shared or sum(seconds.get(other, 0.0) for other in [*last, name]) > RUN_SECONDS:
             runs.append([])
         runs[-1].append(name)
-    return sorted(runs, key=lambda run: sum(seconds.get(name, 0.0) for name in run))
+    return sorted(runs, key=lambda run: -sum(seconds.get(name, 0.0) for name in run))
 
 
 def in_turns(places: list[Workplace], work: Iterable, act: Callable) -> None:
@@ -214,7 +214,7 @@ def main() -> int:
         return 0
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants") as folder:
-        parts = {ORACLE, *(fault.package for fault in counted), *(() if options.near else ABOVE)}
+        parts = {ORACLE, *(fault.package for fault in counted)} if options.near else None
         tests = measured(Path(folder), options.workers, parts)
         if options.measure:
             return 0

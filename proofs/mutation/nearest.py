@@ -15,11 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from proofs.mutation.faults import PACKAGES, Fault
+from proofs.mutation.faults import Fault
 
-# More folders of tests: the one that knows nothing of the package, and those of what stands above it.
-ORACLE = "oracle"
-ABOVE = ("equivalence", "kernels", "data_tools", "test_loss.py", "test_end_to_end.py", "test_fault_matrix.py")
+ORACLE = "oracle"  # the folder of tests that knows nothing of the package
 START = 2.0  # seconds that a child needs before its first test
 FIRST_SECONDS, FIRST_FILES = 4.0, 4  # of the first batch, where most faults are found
 
@@ -45,14 +43,15 @@ class MeasuredTests:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def missing(self, root: Path, folders: Iterable[str]) -> list[str]:
-        """Files in these folders of tests that are new or have changed. What is kept of gone files goes."""
+    def missing(self, root: Path, folders: Iterable[str] | None = None) -> list[str]:
+        """Files in these folders of tests, or anywhere, that are new or changed; forgets files that are gone."""
         today = {path.relative_to(root).as_posix(): digest(path) for path in test_files(root)}
         for kept in self.folder.iterdir():
             if kept not in map(self._kept, today):
                 kept.unlink()
-        wanted = {name: text for name, text in today.items() if name.split("/")[1] in folders}
-        return [name for name, text in wanted.items() if self._digest(name) != text]
+        if folders is not None:
+            today = {name: text for name, text in today.items() if name.split("/")[1] in folders}
+        return [name for name, text in today.items() if self._digest(name) != text]
 
     def add(self, name: str, text: str, tests: dict[str, dict], functions: list) -> None:
         """Keep what running a test file showed. A test that did not pass can find no fault."""
@@ -86,13 +85,8 @@ def digest(path: Path) -> str:
 
 
 def test_files(root: Path) -> list[Path]:
-    """The files of tests that may be asked to find a fault."""
-    places = [root / "tests" / name for name in (*PACKAGES, ORACLE, *ABOVE)]
-    return [path for place in places for path in ([place] if place.is_file() else _tests_in(place))]
-
-
-def _tests_in(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("test_*.py"))
+    """The files of tests."""
+    return sorted((root / "tests").rglob("test_*.py"))
 
 
 class Nearest:
