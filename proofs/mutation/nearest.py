@@ -44,7 +44,7 @@ class MeasuredTests:
         folder.mkdir(parents=True, exist_ok=True)
 
     def missing(self, root: Path, folders: Iterable[str] | None = None) -> list[str]:
-        """Files in these folders of tests, or in all, that are new or changed. What is kept of gone files goes."""
+        """Files in these folders of tests, or in all, that are new or changed; gone files are forgotten."""
         today = {path.relative_to(root).as_posix(): digest(path) for path in test_files(root)}
         for kept in self.folder.iterdir():
             if kept not in map(self._kept, today):
