@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -98,7 +99,7 @@ CHANGES: Mapping[str, dict[str, Any]] = MappingProxyType(
 )
 
 
-def facts(config: Config, plan: TrainingPlan, done: Progress, *, old: bool) -> RunFacts:
+def facts(config: Config, plan: TrainingPlan, done: Progress, *, old: bool = False) -> RunFacts:
     """A checkpoint's facts; those of earlier versions do not have the derived lengths."""
     lengths = {} if old else {"lengths": asdict(plan.lr), "origin": asdict(plan.steps.began)}
     record = {
@@ -142,19 +143,30 @@ def resumed(
     schedule: str, change: Mapping[str, Any], *, old: bool = False, **flags: bool
 ) -> tuple[tuple[Config, TrainingPlan], tuple[Config, TrainingPlan], Progress, Any]:
     """The unbroken run, the changed one, where it goes on, and what it goes on with: an error if refused."""
-    base = {"training.train_iters": LENGTH, "batch.global_batch_size": 4, **SCHEDULES[schedule]}
-    if "batch.step_batch_size_schedule" in base:
-        del base["batch.global_batch_size"]
-    before = make_config(base)
-    plan = training_plan_of(before, 1)
+    before, plan, run = stopped(schedule, old)
     done = plan.before(DONE)
-    after = make_config({**base, **change, **{f"checkpoint.{flag}": on for flag, on in flags.items()}})
+    after = make_config(
+        {**base(schedule), **change, **{f"checkpoint.{flag}": on for flag, on in flags.items()}}
+    )
     ours = training_plan_of(after, 1, done)
     try:
-        result: Any = on_schedule(after, ours, facts(before, plan, done, old=old), Path("run"))
+        result: Any = on_schedule(after, ours, run, Path("run"))
     except CheckpointError as error:
         result = error
-    return (before, plan), (after, training_plan_of(after, 1, done)), done, result
+    return (before, plan), (after, ours), done, result
+
+
+def base(schedule: str) -> dict[str, Any]:
+    size = {} if schedule == "batch steps" else {"batch.global_batch_size": 4}
+    return {"training.train_iters": LENGTH, **size, **SCHEDULES[schedule]}
+
+
+@cache
+def stopped(schedule: str, old: bool) -> tuple[Config, TrainingPlan, RunFacts]:
+    """A run, and what its checkpoint says."""
+    config = make_config(base(schedule))
+    plan = training_plan_of(config, 1)
+    return config, plan, facts(config, plan, plan.before(DONE), old=old)
 
 
 def sound(schedule: str, change: str) -> bool:
@@ -211,3 +223,17 @@ def test_a_checkpoint_without_lengths_and_one_s_wish() -> None:
             assert kept[1].end.iteration == 2 * LENGTH
             if schedule != "decoupled":
                 assert "--use-checkpoint-opt_param-scheduler" in kept[2][0]
+
+
+def test_a_schedule_that_began_in_the_middle_is_the_same_at_each_resume() -> None:
+    """A warmup in iterations is counted in tokens from where its batch size began, not from the last resume."""
+    settings = {"optimizer.lr_decay_tokens": 4096, "optimizer.lr_warmup_iters": 7}
+    first, second = (make_config({**settings, "batch.global_batch_size": size}) for size in (4, 8))
+    began = training_plan_of(first, 1).before(3)
+    plan = training_plan_of(second, 1, began)
+    run = facts(second, plan, plan.before(9))
+    again = training_plan_of(second, 1, plan.before(9), run.origin.progress())
+    assert run.origin.progress() == again.steps.began == began
+    assert again.lr == plan.lr != training_plan_of(second, 1, plan.before(9)).lr
+    assert on_schedule(second, again, run, Path("run")) == (second, again, [])
+    assert training_plan_of(first, 1, began, plan.before(9)).steps.began == began
