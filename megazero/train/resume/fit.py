@@ -135,7 +135,8 @@ def free_fields(model: ModelConfig, saved: SavedModel, folder: Path, *, extends:
 def _check_ends(config: Config, saved: SavedModel, folder: Path) -> None:
     """Refuse to swap the ids with which a T5's decoder begins and ends."""
     then, now = saved.sections.get("tokenizer", {}).get("wordpiece_first"), config.tokenizer.wordpiece_first
-    if config.model.family == "t5" and config.tokenizer.tokenizer_type is not None and (then or now) != now:
+    decodes = config.model.t5_decoder_layers is not None
+    if decodes and config.tokenizer.tokenizer_type is not None and (then or now) != now:
         raise CheckpointError(
             f"`wordpiece_first` must be {then}, with which `{folder}` was trained, but is {now}; set "
             f"--wordpiece-first {then}"
