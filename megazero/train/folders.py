@@ -38,7 +38,7 @@ def read_folder(given: Mapping[str, Any]) -> Stated | None:
     stated = stated or (_hugging_face(folder, given) if folder else None)
     if stated is None or given.get("finetune.task") is None:
         return stated
-    from megazero.train.finetuning.pretrained import OF_THE_HEAD
+    from megazero.train.resume.fit import OF_THE_HEAD
 
     differences = stated.differences
     return replace(

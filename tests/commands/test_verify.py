@@ -325,3 +325,10 @@ def test_layers_of_sizes_of_their_own_stay_possible(flags):
     shapes = small.config.model.layer_shapes
     assert shapes is not None
     assert {shape.groups for shape in shapes} == {0, small.config.model.num_attention_heads}
+
+
+def test_ranks_are_at_most_as_many_as_asked_for(capsys):
+    config, replicas = command.resolve(BASE, None, 1)
+    assert shrink(config, replicas, 1).grid.world_size == 1
+    assert main([*BASE, "--tensor-model-parallel-size", "2", "--ranks", "1"]) == 2
+    assert "`--ranks` must be at least 2 for this layout" in capsys.readouterr().err

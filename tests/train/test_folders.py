@@ -10,12 +10,20 @@ import pytest
 
 from megazero.checkpoint.hf.architecture import as_told
 from megazero.checkpoint.hf.config_json import TokenIds, architecture_of, config_of, unlike
+from megazero.checkpoint.hf.convert import convert_to_hf
+from megazero.checkpoint.hf.phi3 import PHI3
+from megazero.checkpoint.hf.writer import ModelFiles, write_hf
 from megazero.config.resolve import parse_config
+from megazero.config.rules.table import broken_rules
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import CheckpointError, ConfigError
+from megazero.mpu.launch import Launch
 from megazero.train.folders import read_folder
+from megazero.train.pretraining import pretrain
 from megazero.train.resume.saved import model_said
-from tests.checkpoint.hf.samples import MODELS
+from tests.checkpoint.hf.descendants import SAMPLES
+from tests.checkpoint.hf.samples import MODELS, VOCAB, random_weights
+from tests.config.samples import make_config
 from tests.models.pairs.hf_t5 import t5_shape
 from tests.source_tree import sources
 
@@ -168,3 +176,24 @@ def test_all_commands_ask_the_same_function() -> None:
     assert len(calls) > 6
     lacking = [m for m, call in calls if "reader" not in {keyword.arg for keyword in call.keywords}]
     assert lacking == []
+
+
+@pytest.mark.parametrize("size", ["hpz_partition_size", "node_size"])
+def test_replicas_of_a_node_count_ranks_that_share_sequences(size: str) -> None:
+    given = {"zero.stage": 3, "parallel.context_parallel_size": 2, f"zero.{size}": 2}
+    given |= {"zero.quantized_gradients": "int8"} if size == "node_size" else {}
+    assert broken_rules(make_config(given), 2) == []
+    assert f"{size.removesuffix('_partition_size')}_divides_data_parallel" in broken_rules(
+        make_config({**given, f"zero.{size}": 3}), 2
+    )
+
+
+def test_a_model_keeps_the_class_that_it_had_through_training(tmp_path: Path) -> None:
+    source = random_weights(SAMPLES["phi3"].ours)
+    write_hf(source, SAMPLES["phi3"].ours, VOCAB, tmp_path / "hf", extras=ModelFiles(architecture=PHI3.name))
+    words = f"--load-hf {tmp_path / 'hf'} --seq-length 8 --global-batch-size 1 --save {tmp_path / 'run'}"
+    pretrain(resolve(words).config, Launch())
+    goes_on = f"--load {tmp_path / 'run'} --finetune --global-batch-size 1 --save {tmp_path / 'on'}"
+    pretrain(resolve(goes_on).config, Launch())
+    exported, _ = convert_to_hf(tmp_path / "on", tmp_path / "out")
+    assert exported.architecture == PHI3.name

@@ -15,13 +15,10 @@ from megazero.config.tree.sparse import SPARSE_FIELDS
 from megazero.errors import CheckpointError
 from megazero.models.classifier import OWN, PRETRAINING_ONLY
 from megazero.mpu.context import ParallelContext
-from megazero.train.resume.fit import check_model, free_to_begin
+from megazero.train.resume.fit import OF_THE_HEAD, check_model, free_to_begin
 from megazero.train.resume.saved import checkpoint_at, model_at
 from megazero.train.resume.weights import Opener, take_weights
 from megazero.train.step.engine import Engine
-
-OF_THE_HEAD = frozenset({"num_classes", "untie_embeddings_and_output_weights", "bert_head_activation"})
-"""Settings of the head that pretraining had and a classifier has not."""
 
 
 def take_pretrained(

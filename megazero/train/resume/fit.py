@@ -32,6 +32,9 @@ ROTARY_FIELDS = frozenset(RotaryConfig.model_fields) - frozenset(LatentConfig.mo
     "rotary_percent"
 } | {"position_embedding_type", "rope_type", "max_position_embeddings"}
 """Settings that may change besides with --extend-context: how fast the channels of a head turn, how far."""
+OF_THE_HEAD = frozenset({"num_classes", "untie_embeddings_and_output_weights", "bert_head_activation"})
+"""Settings of the head that pretraining had and a classifier has not."""
+
 # Changes in these sections do not affect the training, so they are not reported.
 _SILENT_SECTIONS = ("checkpoint", "logging", "profiling")
 _SHOWN = 10

@@ -11,7 +11,6 @@ from megazero.checkpoint.part import Part
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.saver import together
 from megazero.checkpoint.shards import parts_of_parameters
-from megazero.config.compat.hub import is_name
 from megazero.config.derive import PipelineShape
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
@@ -150,7 +149,7 @@ def _config_of(saved: SavedModel, launch: Launch, sizes: Sizes, folder: str, ver
         raise ConfigError(
             f"`tokenizer_type` must be known to read and write text, but {folder} was trained without one"
         )
-    missing = [path for path in config.tokenizer.files.values() if not (path.exists() or is_name(str(path)))]
+    missing = [path for path in config.tokenizer.files.values() if path.is_absolute() and not path.exists()]
     if missing:
         raise DataError(
             f"the tokenizer of {folder} must be where it was in training, or in {Path(folder).parent}, but "

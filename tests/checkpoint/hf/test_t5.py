@@ -145,3 +145,13 @@ def test_what_ours_cannot_express_is_refused(changed, reason, tmp_path: Path):
     write_folder(tmp_path, config_for(model, **changed), their_tensors(model))
     with pytest.raises(CheckpointError, match=reason):
         HFReader(tmp_path)
+
+
+def test_a_tied_head_that_is_not_scaled_is_refused_with_the_cause(tmp_path):
+    tensors = their_tensors(T5S["1.1"])
+    del tensors["lm_head.weight"]  # as transformers 5 saves a T5 1.1 that it has made
+    write_folder(tmp_path, config_for(T5S["1.1"]), tensors)
+    with pytest.raises(
+        CheckpointError, match="the head is tied to the embedding, but `scale_decoder_outputs` is"
+    ):
+        HFReader(tmp_path)
