@@ -31,6 +31,7 @@ from megazero.config.tree.option import Section
 from megazero.errors import ConfigError
 from megazero.version import VERSION
 
+_CODE = "curriculum.seqlen_custom_schedule"
 _SHARERS = "parallel.context_parallel_size"
 _MODEL_RANKS = (
     "parallel.tensor_model_parallel_size",
@@ -56,10 +57,11 @@ class BrokenRules(ConfigError):
         self.config = config
 
 
-def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resolved:
+def parse_config(argv: Sequence[str], *, world_size: int | None = None, only_look: bool = False) -> Resolved:
     """Resolve a command line.
 
-    `world_size` defaults to the environment's WORLD_SIZE, as torchrun sets it, or 1.
+    `world_size` defaults to the environment's WORLD_SIZE, as torchrun sets it, or 1. Where there is only to
+    be looked, as with `--check-config`, no code is run that a file names.
     Raises ConfigError with every violation: unknown flags and keys, unreadable values, missing fields,
     values out of range and broken rules; BrokenRules if it is rules alone.
     """
@@ -84,6 +86,10 @@ def parse_config(argv: Sequence[str], *, world_size: int | None = None) -> Resol
         settings[path], said = replace(settings[path], value=fewer[0]), [*said, fewer[1]]
     broken = flags.broken | ((document.broken | deepspeed.broken) - {s.spec.path for s in flags.settings})
     config = _with_default_tokenizer(_build(settings, broken, problems), broken)
+    code = settings.get(_CODE)
+    if code is not None and code not in heard and (only_look or flags.check_only):
+        config = config.model_copy(update={"curriculum": config.curriculum.without_code()})
+        said.append(f"the function that {code.source} names as `{_CODE}` is not run, and not checked, here.")
     problems += [line for flag in flags.ignored if (line := _contradiction(flag, config, broken))]
     rules = check(config, ranks, broken)
     if problems:

@@ -84,7 +84,7 @@ def _plan_communicators(flags: argparse.Namespace, training: Sequence[str] | Non
         raise ConfigError("flags of a training must follow after `--`, but there are none; add them")
     from megazero.mpu.launch import grid_of
 
-    config = parse_config(training, world_size=flags.nproc).config
+    config = parse_config(training, world_size=flags.nproc, only_look=True).config
     grid, nodes = grid_of(config.parallel, flags.nproc), replicas_per_node(config.zero)
     seconds = second_communicators(grid, config.zero.stage)
     print(*CommunicatorPlan.of(grid, 0, node_size=nodes, seconds=seconds).table(), sep="\n")
@@ -99,7 +99,9 @@ def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) ->
     else:
         from megazero.commands.plan.configured import PlannedPipeline
 
-        pipeline = PlannedPipeline.of(parse_config(training, world_size=flags.nproc).config, flags.nproc)
+        pipeline = PlannedPipeline.of(
+            parse_config(training, world_size=flags.nproc, only_look=True).config, flags.nproc
+        )
         schedule, costs = pipeline.schedule, pipeline.costs(costs)
         print(f"{pipeline.report()}\n")
     timeline = simulate(add_transfers(schedule), costs)
