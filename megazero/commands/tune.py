@@ -84,7 +84,7 @@ def _tune(flags: argparse.Namespace, training: Sequence[str] | None) -> int:
         words = [_with_json(word, str(json_file), bounds.rest) for word in words]
     if bounds.unheard:
         print(f"without effect on a search on paper: autotuning.{', autotuning.'.join(bounds.unheard)}")
-    given = parse_config(words, world_size=flags.gpus, reader=read_folder).config
+    given = parse_config(words, world_size=flags.gpus, reader=read_folder, only_look=True).config
     per_node = flags.gpus_per_node or device.inside_node.ranks
     search = Search(given, flags.gpus, device, per_node, bounds.space)
     output = flags.output or (None if bounds.folder is None else Path(bounds.folder))

@@ -32,6 +32,7 @@ from megazero.config.tree.option import Section
 from megazero.errors import CheckpointError, ConfigError
 from megazero.version import VERSION
 
+_CODE = "curriculum.seqlen_custom_schedule"
 _SHARERS = "parallel.context_parallel_size"
 _MODEL_RANKS = (
     "parallel.tensor_model_parallel_size",
@@ -58,12 +59,18 @@ class BrokenRules(ConfigError):
 
 
 def parse_config(
-    argv: Sequence[str], *, world_size: int | None = None, reader: Reader | None = None
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+    reader: Reader | None = None,
+    only_look: bool = False,
 ) -> Resolved:
     """Resolve a command line.
 
     `world_size` defaults to the environment's WORLD_SIZE, as torchrun sets it, or 1. `reader` says what the
-    folder that the weights come from says of the model, for what is left out; None leaves it unread.
+    folder that the weights come from says of the model, for what is left out; None leaves it unread. Where
+    there is only to be looked, as with `--check-config`, no code is run that a file names.
+
     Raises ConfigError with every violation: unknown flags and keys, unreadable values, missing fields,
     values out of range and broken rules; BrokenRules if it is rules alone.
     """
@@ -90,6 +97,10 @@ def parse_config(
         path = "parallel.expert_model_parallel_size"
         settings[path], said = replace(settings[path], value=fewer[0]), [*said, fewer[1]]
     config = _with_default_tokenizer(_build(settings, broken, problems), broken)
+    code = settings.get(_CODE)
+    if code is not None and code not in heard and (only_look or flags.check_only):
+        config = config.model_copy(update={"curriculum": config.curriculum.without_code()})
+        said.append(f"the function that {code.source} names as `{_CODE}` is not run, and not checked, here.")
     problems += [line for flag in flags.ignored if (line := _contradiction(flag, config, broken))]
     if stated is not None and not problems:
         stated.check(config)

@@ -129,7 +129,7 @@ def check_launch(launch: NodeLaunch, flags: Sequence[str], gpus: int | None) -> 
     Raises:
         ConfigError: something does; every reason is listed.
     """
-    config = parse_config(flags, world_size=launch.world_size, reader=read_folder).config
+    config = parse_config(flags, world_size=launch.world_size, reader=read_folder, only_look=True).config
     problems = [*file_problems(config), *node_problems(launch, config.parallel.device, gpus)]
     if problems:
         raise ConfigError(problems)

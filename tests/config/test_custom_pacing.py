@@ -11,6 +11,7 @@ import pytest
 from megazero.config.custom_pacing import Custom, custom_pacing
 from megazero.config.pacing import pieces
 from megazero.config.resolve import parse_config
+from megazero.config.steps import BEGINNING
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
 from tests.tables import over_table
@@ -38,6 +39,26 @@ def test_lengths_are_those_of_the_function(tmp_path):
     lengths = [steps.at(steps.before(done)).sequence_length for done in range(40)]
     assert lengths == [8 * (1 + int(math.log2(count))) for count in range(1, 41)]
     assert (lengths[0], lengths[30], lengths[31]) == (8, 40, 48)
+
+
+def test_what_only_looks_runs_no_function_that_a_file_names(tmp_path):
+    """`megazero config --config FILE` ran whatever FILE named; what the command line names is the user's."""
+    name = write(tmp_path, LOGARITHMIC + f"open({str(tmp_path / 'ran')!r}, 'a').close()\n")
+    file = tmp_path / "c.yaml"
+    file.write_text(f"curriculum:\n  seqlen_schedule: custom\n  seqlen_custom_schedule: {name}\n")
+    words = [*SMALL.split(), "--config", str(file)]
+    looked = [
+        parse_config([*words, "--check-config"], world_size=1),
+        parse_config(words, world_size=1, only_look=True),
+    ]
+    for resolved in looked:
+        assert training_plan_of(resolved.config, 1).steps.at(BEGINNING).sequence_length == 64
+        assert resolved.config.curriculum.seqlen_custom_schedule == name
+        assert any(f"{file}:3" in warning and "not run" in warning for warning in resolved.warnings)
+    assert not (tmp_path / "ran").exists()
+    parse_config(flags(name, "--check-config"), world_size=1)
+    assert (tmp_path / "ran").exists()
+    assert parse_config(words, world_size=1).config.curriculum.seqlen(64).at(1) == 8
 
 
 def test_it_stays_at_the_end(tmp_path):

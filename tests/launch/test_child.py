@@ -43,7 +43,7 @@ def test_a_process_has_ended_though_a_descendant_holds_its_output(monkeypatch):
 
 
 def test_a_launch_ends_with_its_ranks_whatever_they_leave_behind(tmp_path):
-    """A child of the script that hosts source, and one of a rank, hold outputs; the launch waited for ever."""
+    """Children of the script that hosts source, and of a rank, hold outputs; the launch waited for ever."""
     (tmp_path / "venv.sh").write_text("sleep 60 &\necho $! >> pids\n")
     (tmp_path / "leave.py").write_text(
         "import subprocess\n"

@@ -48,7 +48,7 @@ def _report(flags: argparse.Namespace, training: Sequence[str] | None) -> None:
         from megazero.commands.memory_report.formula import in_words
         from megazero.commands.memory_report.planned import planned_memory
 
-        config = parse_config(training, world_size=flags.nproc, reader=read_folder).config
+        config = parse_config(training, world_size=flags.nproc, reader=read_folder, only_look=True).config
         memories = merge_alike(planned_memory(config, flags.nproc))
         formula = in_words(config)
     print_table(COLUMNS, rows(memories), left=2)

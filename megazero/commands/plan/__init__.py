@@ -85,7 +85,7 @@ def _plan_communicators(flags: argparse.Namespace, training: Sequence[str] | Non
         raise ConfigError("flags of a training must follow after `--`, but there are none; add them")
     from megazero.mpu.launch import grid_of
 
-    config = parse_config(training, world_size=flags.nproc, reader=read_folder).config
+    config = parse_config(training, world_size=flags.nproc, reader=read_folder, only_look=True).config
     grid, nodes = grid_of(config.parallel, flags.nproc), replicas_per_node(config.zero)
     seconds = second_communicators(grid, config.zero.stage)
     print(*CommunicatorPlan.of(grid, 0, node_size=nodes, seconds=seconds).table(), sep="\n")
@@ -101,7 +101,8 @@ def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) ->
         from megazero.commands.plan.configured import PlannedPipeline
 
         pipeline = PlannedPipeline.of(
-            parse_config(training, world_size=flags.nproc, reader=read_folder).config, flags.nproc
+            parse_config(training, world_size=flags.nproc, reader=read_folder, only_look=True).config,
+            flags.nproc,
         )
         schedule, costs = pipeline.schedule, pipeline.costs(costs)
         print(f"{pipeline.report()}\n")

@@ -59,7 +59,7 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     device = Device.load(flags.device)
     per_node = flags.gpus_per_node or device.inside_node.ranks
     try:
-        config = parse_config(words, world_size=flags.nproc, reader=read_folder).config
+        config = parse_config(words, world_size=flags.nproc, reader=read_folder, only_look=True).config
     except BrokenRules as refusal:
         _show_like(Search(refusal.config, flags.nproc, device, per_node))
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt, PrivateAttr
 
 from megazero.config.custom_pacing import custom_pacing
 from megazero.config.pacing import MOST_CHANGES, Pacing, levels_of, root_of
@@ -75,6 +75,14 @@ class CurriculumConfig(Section):
         needs="seqlen_schedule=custom",
     )
 
+    _runs_code: bool = PrivateAttr(True)
+
+    def without_code(self) -> CurriculumConfig:
+        """The same settings, for those who only look: the user's function is not run, and nothing is cut."""
+        quiet = self.model_copy()
+        quiet._runs_code = False
+        return quiet
+
     def seqlen(self, sequence_length: int) -> Pacing | None:
         """The length as a function of steps or tokens.
 
@@ -112,7 +120,7 @@ class CurriculumConfig(Section):
 
     def _custom(self, last: int) -> Pacing | str | None:
         """The user's pacing up to `last`, or a sentence about its fault; None if there is none."""
-        if self.seqlen_custom_schedule is None:
+        if self.seqlen_custom_schedule is None or not self._runs_code:
             return None
         try:
             return custom_pacing(self.seqlen_custom_schedule, last)
