@@ -131,6 +131,20 @@ def test_trl_trains_as_under_deepspeed(task, stage, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("task", ["grpo", "rloo"])
+def test_trl_generates_between_steps_at_stage_3(task, tmp_path):
+    """It takes hooks off the gathered model, lets it write, and trains on: as at stage 0."""
+    pytest.importorskip("trl")
+    found = []
+    for stage in (0, 3):
+        run(1, "preferences.py", tmp_path / str(stage), task, stage)
+        found.append(json.loads((tmp_path / str(stage) / "found.json").read_text()))
+    for kind in ("losses", "norms", "rewards"):
+        assert found[1][kind] == pytest.approx(found[0][kind], rel=1e-6, abs=1e-6), kind
+    assert any(found[0]["rewards"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_llama_factory_trains(stage, tmp_path):
     """By its own command, which starts torchrun, whose rank finds our `deepspeed` through the environment."""
