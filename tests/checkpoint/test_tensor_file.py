@@ -153,7 +153,7 @@ def test_a_tensor_made_later_must_be_as_announced(tmp_path, made):
         write_tensors(UnsyncedDisk(), tmp_path / "f", [("w", Later(torch.float32, (2,), lambda: made))])
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("tensors", "message"),
     [
         ([("a", ONE), ("b", ONE), ("a", ONE)], "`a` must be the name of one"),

@@ -61,7 +61,7 @@ def test_a_line_that_cannot_be_read_is_named_with_its_number_and_text(line):
     assert reason.endswith(f"but is `{line}`")
 
 
-@pytest.mark.parametrize("again", ["w-0 slots=2", "W-0 slots=2", "w-0. slots=1"])
+@over_table("again", ["w-0 slots=2", "W-0 slots=2", "w-0. slots=1"])
 def test_a_host_twice_is_refused(again):
     with pytest.raises(ConfigError, match=r"line 2: a host must be there once.*the host of hostfile, line 1"):
         parse_hostfile(f"w-0 slots=4\n{again}\n")

@@ -120,7 +120,7 @@ def test_there_and_back_is_bit_equal(name, dtype, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen2-moe-here-and-there"])
+@over_table("name", ["mixtral", "qwen2-moe", "qwen2-moe-here-and-there"])
 def test_experts_may_be_stacked_in_the_file(name, tmp_path):
     """As a state that was saved without `save_pretrained` has them."""
     one_by_one = their_tensors(MODELS[name])
