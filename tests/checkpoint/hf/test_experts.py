@@ -99,8 +99,8 @@ def test_ours_are_stacked_whole_and_named_as_the_model_s():
     }
 
 
-@over_table("dtype", [torch.float32, torch.bfloat16])
-@over_table("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_is_bit_equal(name, dtype, tmp_path):
     model = MODELS[name]
     config = config_for(model, torch_dtype=str(dtype).removeprefix("torch."))

@@ -20,7 +20,7 @@ from tests.checkpoint.megatron.test_distributed import GOES_ON, foreign
 from tests.tables import over_table
 
 
-@over_table(
+@pytest.mark.parametrize(
     ("name", "shape", "match"),
     [
         ("exp_avg.decoder.final_layernorm.weight", (23,), "exp_avg of decoder.final_layernorm.weight otherw"),
