@@ -18,6 +18,7 @@ from megazero.mpu.context import solo_context
 from megazero.mpu.launch import Launch
 from megazero.train.parts.feeds import build_feeds
 from megazero.train.pretraining import pretrain
+from tests.tables import over_table
 
 WORDS = [f"w{i}" for i in range(8)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -155,7 +156,7 @@ def test_what_a_t5_cannot_have_is_refused_by_name(folder, flags, message):
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "layers"),
     [
         ("--num-layers 3", (3, 3, 6)),
