@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-Ids = Sequence[Any] | Callable[[Any], Any] | None
+Ids = Iterable[Any] | Callable[[Any], Any] | None
 
 WHOLE = 20
 """Of so many rows that fail all that their error says is shown, and of further ones its first line."""
@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
     names: tuple[str, ...]
     rows: Iterable[Any] | Callable[[], Iterable[Any]]
-    ids: Ids
+    ids: tuple[Any, ...] | Callable[[Any], Any] | None
 
 
 class Row(NamedTuple):
@@ -52,7 +52,9 @@ def over_table(
     Other fixtures are shared by the rows. Rows with marks of their own need `pytest.mark.parametrize`.
     """
     split = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
-    table = Table(split, rows if callable(rows) else tuple(rows), ids)
+    table = Table(
+        split, rows if callable(rows) else tuple(rows), ids if ids is None or callable(ids) else tuple(ids)
+    )
 
     def decorate(decorated: Callable[..., None]) -> Callable[..., None]:
         test, tables = getattr(decorated, "over_table", (decorated, ()))

@@ -21,6 +21,7 @@ import pytest
 from tests import house
 from tests.house import PAGE, annex_violations, budget, core_lines, lines_by_room, room_of, rooms
 from tests.source_tree import ROOT, Source, find_cycle, sources
+from tests.tables import over_table
 
 pytestmark = pytest.mark.fast
 
@@ -163,7 +164,7 @@ def class_of(numbers: Iterable[int]) -> str:
     return f"class C:\n    @property\n{methods}"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("check", "module", "text", "offends"),
     [
         (import_violations, "megazero.ops.x", "from megazero.layers import linear", True),
@@ -231,7 +232,7 @@ def test_data_tools_keep_it(check):
     assert [violation for source in sources("data_tools") for violation in check(source)] == []
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("files", "offends"),
     [
         (dict.fromkeys(("megazero.p.x_1", "megazero.p.x_2", "megazero.p.x_3"), ""), True),
@@ -313,7 +314,7 @@ def train_room_of(module: str) -> str | None:
     return parts[2] if parts[2] in ROOMS else ""
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("module", "text", "offends"),
     [
         ("megazero.train.step.x", "from megazero.train.parts.y import z", True),
@@ -343,7 +344,7 @@ def family_violations(source: Source) -> Iterator[str]:
             yield f"{source.module}:{each.line} imports {each.target}"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("text", "offends"),
     [
         ("from megazero.models import GPT", True),
@@ -380,7 +381,7 @@ def test_doors_open_nothing_before_they_are_asked():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("module", "text", "offends"),
     [
         ("megazero.zero.x", "from megazero.deepspeed.zero import Init", True),
@@ -455,12 +456,12 @@ def names_bound_by(source: Source) -> Iterator[str]:
                 yield target.id
 
 
-@pytest.mark.parametrize("value", [[], {}, set(), ([],), importlib.import_module("functools").cache(len)])
+@over_table("value", [[], {}, set(), ([],), importlib.import_module("functools").cache(len)])
 def test_a_mutable_value_is_known(value):
     assert mutable(value)
 
 
-@pytest.mark.parametrize("value", [1, "x", (), frozenset(), len, int])
+@over_table("value", [1, "x", (), frozenset(), len, int])
 def test_an_immutable_value_is_known(value):
     assert not mutable(value)
 
@@ -511,7 +512,7 @@ def test_every_flag_is_documented():
     assert {flag for flag in flags if f"`{flag}`" not in page} == set()
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "data_tools"])
+@over_table("package", [*PACKAGES, "data_tools"])
 def test_every_package_has_its_page(package):
     page = (ROOT / "docs" / f"{package}.md").read_text(encoding="utf-8")
     assert page.startswith(f"# {package}")

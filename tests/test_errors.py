@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from megazero.errors import CheckpointError, ConfigError, DataError, MegazeroError, exit_status, printable
+from tests.tables import over_table
 
 QUOTED = "a\x1b[31mb\u202ec\x00d\ud800e\x85f\u2028g é猫👩"
 SHOWN = "a\\x1b[31mb\\u202ec\\x00d\\ud800e\\x85f\\u2028g é猫👩"
@@ -21,7 +22,7 @@ def test_what_a_terminal_would_obey_or_hide_is_escaped():
     assert printable("back\\slash 'quotes' \"too\"") == "back\\slash 'quotes' \"too\""
 
 
-@pytest.mark.parametrize("kind", [MegazeroError, DataError, CheckpointError, ConfigError])
+@over_table("kind", [MegazeroError, DataError, CheckpointError, ConfigError])
 def test_every_error_says_so_once(kind):
     error = kind(f"`x` must be plain, but is {QUOTED}\n  and more")
     assert str(error) == f"`x` must be plain, but is {SHOWN}\n  and more"

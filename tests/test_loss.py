@@ -9,7 +9,7 @@ from megazero.loss import LossTerm
 from tests.tables import over_table
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("term", "label", "trained"),
     [
         (LossTerm("lm"), "lm loss", True),

@@ -47,7 +47,7 @@ def test_each_row_has_fixtures_of_its_own(name, monkeypatch, tmp_path, capsys):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", ["one"])
-@over_table("number", lambda: (value for value in (1, 2)), ids=str)
+@over_table("number", lambda: (value for value in (1, 2)), ids={"one": 1, "two": 2}.keys())
 @pytest.mark.slow
 def marked(name, number, tmp_path):
     assert name == "one"

@@ -8,6 +8,7 @@ from megazero.ablate.study import StudyOptions, chosen, read_study, with_teacher
 from megazero.ablate.trial import trials_of
 from megazero.errors import ConfigError
 from tests.ablate.samples import BASE, write_study
+from tests.tables import over_table
 
 
 def refused(folder, options=None) -> list[str]:
@@ -39,7 +40,7 @@ def test_flags_take_precedence_over_files(tmp_path):
     assert (member.config.optimizer.lr, member.config.optimizer.weight_decay) == (3.0, 0.0)
 
 
-@pytest.mark.parametrize(("steps", "interval"), [(2, 1), (40, 20), (1, 1)])
+@over_table(("steps", "interval"), [(2, 1), (40, 20), (1, 1)])
 def test_steps_keep_the_number_of_evaluations(tmp_path, steps, interval):
     (member,) = read_study(write_study(tmp_path / "s", a=""), StudyOptions(steps=steps)).members
     training = member.config.training

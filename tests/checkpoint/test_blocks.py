@@ -23,6 +23,7 @@ from megazero.checkpoint.tensor_file import (
 )
 from megazero.errors import DamagedCheckpointError
 from tests.checkpoint.small_files import UnsyncedDisk, address, noise, read_all, small_file
+from tests.tables import over_table
 
 
 def test_a_hasher_does_not_mind_how_bytes_come():
@@ -160,7 +161,7 @@ def link_to_a_good_file(path: Path) -> None:
     path.symlink_to(path.with_name("good"))
 
 
-@pytest.mark.parametrize("make", [nothing, os.mkdir, os.mkfifo, link_to_itself, link_to_a_good_file])
+@over_table("make", [nothing, os.mkdir, os.mkfifo, link_to_itself, link_to_a_good_file])
 def test_only_a_file_is_opened(tmp_path, make: Callable[[Path], None]):
     make(tmp_path / "f")
     with pytest.raises(DamagedCheckpointError, match=str(tmp_path / "f")):
@@ -234,7 +235,7 @@ def test_any_range_is_read(tmp_path, block_size):
     file.close()
 
 
-@pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, 10_000), (10_000, 1), (10_000, 0)])
+@over_table(("start", "length"), [(-1, 1), (0, 10_000), (10_000, 1), (10_000, 0)])
 def test_a_range_that_is_not_in_the_file(tmp_path, start, length):
     record = small_file(tmp_path / "f")
     message = f"bytes {start} to {start + length} are not in its {record.size}"

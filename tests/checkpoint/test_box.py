@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,7 +117,7 @@ def test_what_is_wrong_is_said(shape, boxes, why):
     assert gaps_or_overlaps(shape, boxes) == why
 
 
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3)])
+@over_table("shape", [(0,), (3, 0), (0, 3)])
 def test_a_tensor_without_elements_is_whole(shape):
     assert gaps_or_overlaps(shape, []) is None
     assert gaps_or_overlaps(shape, [Box.whole(shape)]) is None

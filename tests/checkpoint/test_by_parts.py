@@ -29,6 +29,7 @@ from megazero.mpu.context import thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from tests.checkpoint.forged import edit_manifest, record_of, sealed
+from tests.tables import over_table
 
 W, V = Key("w"), Key("v")
 SAVE = "0123456789abcdef"
@@ -360,7 +361,7 @@ def cuts(draw: random.Random, box: Box) -> list[Box]:
     return [*cuts(draw, first), *cuts(draw, Box(tuple(offset), tuple(shape)))]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@over_table("seed", range(20))
 def test_fingerprints_add_up_over_boxes_that_cover_once_and_no_others(seed):
     draw = random.Random(seed)
     whole = Box.whole([draw.randrange(1, 9) for _ in range(draw.randrange(1, 4))])
@@ -382,7 +383,7 @@ def test_the_fingerprint_of_a_large_box():
     assert Box.whole(()).fingerprint == 1
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("numbers", "runs"),
     [
         ([3], [[3, 4, 1]]),

@@ -311,7 +311,7 @@ def test_the_first_failure_is_the_one_that_is_raised(tmp_path):
         Broken("rename", OSError(errno.EIO, "the first")).write_text(tmp_path / "t", "new")
 
 
-@pytest.mark.parametrize("step", ["write", "sync", "rename"])
+@over_table("step", ["write", "sync", "rename"])
 def test_a_process_killed_in_write_text_leaves_the_old_text_and_a_hidden_file(tmp_path, step):
     (tmp_path / "t").write_text("old")
     with pytest.raises(Stop):

@@ -146,7 +146,7 @@ def test_a_header_too_large_to_read_is_not_written(monkeypatch):
         encode_header([(f"{i}", torch.uint8, (1,)) for i in range(20)])
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("tensors", "message"),
     [
         (

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -168,7 +167,7 @@ def test_tensor_parallel_ranks_share_what_all_hold():
     assert "head" not in names[0] | names[1], "a tied copy is its original"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@over_table("stage", [0, 1, 3])
 def test_parts_are_the_live_memory_and_no_more(stage):
     optimizer, context = build(ProcessGrid(dp=2), 1, stage, dtype=BF16, fill=1.0)
     parts = parts_to_read(optimizer, context)
@@ -191,7 +190,7 @@ def test_without_moments_there_are_weights_alone():
         assert kinds == {"weight", "exp_avg", "exp_avg_sq"}
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@over_table("tp", [1, 2, 4])
 def test_weights_of_a_model_without_an_optimizer(tp):
     for rank in range(tp):
         context = recording_context(ProcessGrid(tp=tp), rank, TrafficLog(), "cpu")

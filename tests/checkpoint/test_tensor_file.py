@@ -105,7 +105,7 @@ def test_memory_of_an_accelerator(tmp_path):
     assert all(torch.equal(loaded[name], tensors[name].cpu()) for name in tensors)
 
 
-@over_table("block_size", [BLOCK, 1000, 1 << 20, 3 << 20])
+@pytest.mark.parametrize("block_size", [BLOCK, 1000, 1 << 20, 3 << 20])
 def test_blocks_are_hashed_as_they_lie_in_the_file(tmp_path, block_size):
     sizes = [5, 3 << 20, 70_000, 0, 9, 1 << 20, 63 << 10, 65 << 10, 4_200_000, 1]
     tensors = {f"{i}": noise(torch.uint8, (size,), i) for i, size in enumerate(sizes)}
@@ -153,7 +153,7 @@ def test_a_tensor_made_later_must_be_as_announced(tmp_path, made):
         write_tensors(UnsyncedDisk(), tmp_path / "f", [("w", Later(torch.float32, (2,), lambda: made))])
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("tensors", "message"),
     [
         ([("a", ONE), ("b", ONE), ("a", ONE)], "`a` must be the name of one"),

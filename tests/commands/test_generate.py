@@ -14,6 +14,7 @@ from megazero.mpu.launch import Launch
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.resume.trained import Loaded, Sizes
 from tests.inference.test_text import BYTES, byte_model
+from tests.tables import over_table
 
 
 def no_batches(arrays, samples):
@@ -135,7 +136,7 @@ def test_a_missing_checkpoint_is_one_line_and_a_status(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: `load` must hold a checkpoint, but void has none\n"
 
 
-@pytest.mark.parametrize("flags", [["--prompt", "a"], ["--load", "x"], ["--load", "x", "--prmpt", "a"]])
+@over_table("flags", [["--prompt", "a"], ["--load", "x"], ["--load", "x", "--prmpt", "a"]])
 def test_missing_or_unknown_flags_exit_2(flags, capsys):
     with pytest.raises(SystemExit) as caught:
         main(flags)

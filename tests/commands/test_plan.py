@@ -37,7 +37,7 @@ def test_every_cost_counts(capsys):
     assert "makespan          7\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("virtual", "makespan"), [(1, 15), (2, 13.5), (3, 13)])
+@over_table(("virtual", "makespan"), [(1, 15), (2, 13.5), (3, 13)])
 def test_virtual_is_the_number_of_chunks_per_stage(capsys, virtual, makespan):
     sizes = ("--stages", "2", "--microbatches", "4", "--virtual", str(virtual))
     assert plan("--kind", "interleaved", *sizes) == 0
@@ -149,7 +149,7 @@ def test_layers_dealt_out_by_measuring_are_not_known_here(capsys):
     assert "`pipeline_partition` must not be measured here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [[], ["bubble"], ["schedule", "--stages", "x"]])
+@over_table("argv", [[], ["bubble"], ["schedule", "--stages", "x"]])
 def test_flags_that_argparse_refuses_exit_with_2(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         main(argv)
@@ -174,7 +174,7 @@ def test_the_communicators_of_a_training(capsys):
     assert "flags of a training must follow after `--`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@over_table(
     "command",
     [
         lambda: main(["communicators", "--nproc", "0", "--", "--num-layers", "2"]),

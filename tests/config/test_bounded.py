@@ -49,7 +49,7 @@ def test_a_document_that_expands_is_refused_at_once(name):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
-@pytest.mark.parametrize("text", ["data: &a\n  split: *a\n", "&a [*a]\n", "a: &a {b: {c: [1, *a]}}\n"])
+@over_table("text", ["data: &a\n  split: *a\n", "&a [*a]\n", "a: &a {b: {c: [1, *a]}}\n"])
 def test_a_document_within_itself_is_refused(text):
     assert read_text(text, "c.yaml").problems == ["c.yaml: the document must not contain itself."]
 
@@ -90,7 +90,7 @@ def test_metrics_of_a_file_that_expands(tmp_path):
         read_metrics(str(path))
 
 
-@pytest.mark.parametrize("flag", ["--config", "--deepspeed_config", "--curriculum-metrics"])
+@over_table("flag", ["--config", "--deepspeed_config", "--curriculum-metrics"])
 def test_a_file_that_is_too_long(tmp_path, flag):
     path = tmp_path / "long"
     path.write_text("#" * (MOST_CHARACTERS + 1))
@@ -98,7 +98,7 @@ def test_a_file_that_is_too_long(tmp_path, flag):
         parse_config([flag, str(path)], world_size=1)
 
 
-@pytest.mark.parametrize(
+@over_table(
     "text",
     [
         'tokenizer: {tokenizer_model: "\\ud800"}\n',

@@ -117,7 +117,7 @@ def test_a_pattern_of_layers_is_read_and_never_run(written: str) -> None:
         coerce(FIELD_BY_PATH["model.moe_layer_freq"], written)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("word", "close"),
     [("--hiden-size", "--hidden-size"), ("--Hidden_Size", "--hidden-size"), ("--xyzzy", None)],
 )

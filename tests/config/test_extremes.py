@@ -123,7 +123,7 @@ def test_each_key_of_a_json_takes_any_number_or_says_why_not(row: KeyRow) -> Non
         assert all(len(line) < 400 for line in problems)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "says"),
     [
         (["--num-layers", "1e23"], f"`--num-layers` {BITS}, but is `1e23`."),

@@ -56,7 +56,7 @@ def test_a_tree_without_biases_has_the_same_default() -> None:
     assert make_config(explicit).model.activation == "gelu"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "expected"),
     [
         ("--activations-checkpoint-method uniform", ("full", "uniform", 1)),

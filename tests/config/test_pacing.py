@@ -50,7 +50,7 @@ def test_pieces_are_those_of_a_walk(pacing: Pacing) -> None:
     assert walked[-1][1] == pacing.hardest
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("schedule", "settings", "pacing"),
     [
         ("fixed_linear", {"total_curriculum_step": 9000, "difficulty_step": 8}, Root(64, 1024, 9000, 8)),

@@ -12,7 +12,6 @@ from megazero.config.derive import data_parallel_size
 from megazero.config.resolve import parse_config, resolve_or_exit
 from megazero.config.shown import shown_config
 from megazero.config.training_plan import training_plan_of
-from tests.tables import over_table
 
 LLAMA = shlex.split(
     "--num-layers 4 --hidden-size 768 --num-attention-heads 12 --seq-length 128 --micro-batch-size 2 "
@@ -65,7 +64,7 @@ def test_a_ramp_and_a_warmup_in_another_unit_are_shown() -> None:
     assert lines[3] == "# learning rate: warmup over 100 samples, decay until 50000 tokens"
 
 
-@over_table(
+@pytest.mark.parametrize(
     "flags",
     [
         "",

@@ -143,7 +143,7 @@ def test_a_training_ends_before_its_tokens_cannot_be_counted() -> None:
     assert plan.evaluations.samples_until(plan.end.iteration) == (2**63 - 1) // 32
 
 
-@pytest.mark.parametrize("batches", [0, 1, 4])
+@over_table("batches", [0, 1, 4])
 def test_every_evaluation_has_samples_of_its_own(batches: int) -> None:
     for interval, iterations in product(range(1, 10), range(40)):
         evaluations = Evaluations(interval, batches, 5, 1, same=False)
@@ -183,7 +183,7 @@ def test_tokens_of_a_varying_sequence_length_are_sums(limits: Limits, expected: 
     assert tokens == expected.tokens
 
 
-@pytest.mark.parametrize("iterations", [None, 1, 9])
+@over_table("iterations", [None, 1, 9])
 def test_resuming_anywhere_gives_the_same_rest(iterations: int | None) -> None:
     for samples, tokens in product((None, 5, 31, 60), (1, 180, 181, 2000)):
         limits = Limits(iterations, samples, tokens)

@@ -112,7 +112,7 @@ def test_masks_at_end_of_document():
     assert "document_ids" not in finished(reset_attention_mask=False)
 
 
-@pytest.mark.parametrize("flag", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
+@over_table("flag", ["eod_mask_loss", "reset_position_ids", "reset_attention_mask"])
 def test_masks_need_the_token(flag):
     with pytest.raises(DataError, match=f"`eod_token` must be given for {flag}"):
         DocumentEnds(**{flag: True})

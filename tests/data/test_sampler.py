@@ -105,7 +105,7 @@ def test_a_rank_s_own_epoch_gives_no_sample_twice(samples, micro, size):
     assert epochs[0] != epochs[1] != epochs[2] or samples < 10
 
 
-@pytest.mark.parametrize(("kind", "sharding"), [(SINGLE, False), (CYCLIC, False), (CYCLIC, True)])
+@over_table(("kind", "sharding"), [(SINGLE, False), (CYCLIC, False), (CYCLIC, True)])
 def test_resume_continues_exactly_in_any_epoch(kind, sharding):
     """The offset within an epoch must be applied once: not again in the epochs after it (sharp edge 27)."""
     spec = SamplerSpec(200 if kind is SINGLE else 26, 2, 1, 3, kind, seed=5, data_sharding=sharding)

@@ -44,7 +44,7 @@ def test_by_percentile(level, count):
     assert eligible(index_of(VALUES), levels("m", (1,), "percentile"), level) == count
 
 
-@pytest.mark.parametrize("size", [100, 12_345, 99_999])
+@over_table("size", [100, 12_345, 99_999])
 def test_a_percentile_is_deepspeed_s_to_a_percent_of_a_sample_each(size):
     """Its percent is a whole number of samples; the last one takes what is left."""
     index, metric = index_of(np.arange(size)), levels("m", (1,), "percentile")

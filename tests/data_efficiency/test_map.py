@@ -54,13 +54,13 @@ def test_specific_threads_are_exactly_those():
     assert Share(1, 0, 4, (3, 1, 3)).chunks(grid) == [1, 3]
 
 
-@pytest.mark.parametrize("values", [(2, 2), (2, -1), (1, 1)])
+@over_table("values", [(2, 2), (2, -1), (1, 1)])
 def test_a_worker_that_there_is_not_is_refused(values):
     with pytest.raises(DataError, match="analyzing-worker-id"):
         Share(*values)
 
 
-@pytest.mark.parametrize("only", [(4,), (-1,), (0, 9)])
+@over_table("only", [(4,), (-1,), (0, 9)])
 def test_a_thread_that_there_is_not_is_refused(only):
     with pytest.raises(DataError, match="analyzing-specific-threads"):
         Share(1, 0, 4, only)

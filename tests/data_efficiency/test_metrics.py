@@ -73,7 +73,7 @@ def test_length_comes_before_rarity():
     assert metric.measure(PADDED).tolist() == [303, 202]
 
 
-@pytest.mark.parametrize(("tokens", "coefficient"), [(1, 100), (5, 1000), (42, 10_000)])
+@over_table(("tokens", "coefficient"), [(1, 100), (5, 1000), (42, 10_000)])
 def test_the_coefficient_is_a_power_of_ten(tokens, coefficient):
     """log10 of 2.4 x 1, 5, 42 is 0.38, 1.08, 2.003."""
     assert LengthThenRarity(RarityTable.of(COUNTS), tokens).coefficient == coefficient

@@ -68,7 +68,7 @@ def test_what_is_no_value_for_each_sample_is_refused(tmp_path, body, message):
         measured(metric(tmp_path, body), SAMPLES)
 
 
-@pytest.mark.parametrize("body", ["return np.ones((2, 2), int)", "return 3", "return np.array([], int)"])
+@over_table("body", ["return np.ones((2, 2), int)", "return 3", "return np.array([], int)"])
 def test_what_is_no_vector_is_refused(tmp_path, body):
     with pytest.raises(DataError, match=r"shape \[any length\]"):
         measured(metric(tmp_path, body, accumulates=True), SAMPLES)

@@ -17,6 +17,7 @@ from data_tools.preprocessing import encode, pipeline
 from data_tools.preprocessing.pipeline import PreprocessRun, Workers, preprocess
 from tests.data_tools.conftest import BYTES, NULL, visible, write_jsonl
 from tests.data_tools.preprocessing import acting_after, read_documents, spec_of
+from tests.tables import over_table
 
 _ASTER = "Dr. Aster paid 3.50 at 5 p.m. He left.\nThen it rained!"
 _SPLIT = [
@@ -110,7 +111,7 @@ def test_stopped_partitions_leave_nothing(tmp_path, out, monkeypatch, act, statu
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "words"),
     [
         (

@@ -40,7 +40,7 @@ def test_sentences_of_several_languages(language, sentences):
     assert _split(" ".join(sentences), LANGUAGES[language] or "any") == sentences
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("language", "sentences"),
     [
         ("japanese", ["私は猫です。", "あなたは犬です。", "はい！"]),

@@ -222,7 +222,7 @@ def test_mpi_on_several_hosts_needs_the_first_one(monkeypatch):
         adopt.init_distributed()
 
 
-@pytest.mark.parametrize(("text", "minutes"), [("", 10), ("1.5", 1.5), ("30", 30)])
+@over_table(("text", "minutes"), [("", 10), ("1.5", 1.5), ("30", 30)])
 def test_the_longest_wait_is_a_variable(monkeypatch, text, minutes):
     monkeypatch.setenv("DEEPSPEED_TIMEOUT", text)
     assert adopt.default_timeout() == timedelta(minutes=minutes)

@@ -74,7 +74,7 @@ def test_gradients_for_the_script_alone_are_no_backward():
     assert engine.was_step_applied()
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@over_table("stage", [0, 2, 3])
 def test_a_backward_that_fails_leaves_nothing_behind(stage):
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -221,7 +221,7 @@ def test_a_second_engine_takes_the_model_over(first, second):
     torch.testing.assert_close(on_ranks(2, work)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@over_table("stage", [0, 1, 3])
 def test_without_an_optimizer_an_engine_evaluates(stage):
     def work(context: ParallelContext):
         model = build(Tied)
@@ -333,7 +333,7 @@ def test_tags_must_agree_where_asked():
     on_ranks(2, work)
 
 
-@pytest.mark.parametrize("folder", [None, "", 3])
+@over_table("folder", [None, "", 3])
 def test_a_folder_must_be_one(folder):
     engine = start(solo_context(), nn.Linear(2, 1), settings(1, optimizer=ADAMW))
     for name, call in (("save_dir", engine.save_checkpoint), ("load_dir", engine.load_checkpoint)):

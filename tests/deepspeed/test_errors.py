@@ -167,7 +167,7 @@ def test_the_order_of_calls_is_kept():
         engine.optimizer.step(lambda: None)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("loss", "shown"),
     [
         (torch.ones(2, requires_grad=True), r"is of shape \(2,\), with gradients"),

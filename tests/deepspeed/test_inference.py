@@ -58,7 +58,7 @@ def test_a_half_type_leaves_rotary_tables_in_fp32():
     assert {param.dtype for param in module.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("kind", "replaced"),
     [
         ("llama", {"FusedRmsNorm": 5}),

@@ -220,7 +220,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert on_ranks(2, work) == [(True, True, (1, 1, 128.0, False), -1)] * 2
 
 
-@pytest.mark.parametrize(
+@over_table(
     "scaling",
     [{"prescale_gradients": True}, {"gradient_predivide_factor": 8.0}, {"communication_data_type": "bf16"}],
 )
@@ -278,7 +278,7 @@ def test_without_synchronization_gradients_add_up_and_are_reduced_once():
     assert all(on_ranks(2, work))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@over_table("stage", [0, 2, 3])
 def test_two_losses_of_one_micro_batch_add_up(stage):
     def work(context: ParallelContext):
         engine = start(context, build(Tied), settings(stage, optimizer=ADAMW))

@@ -14,6 +14,7 @@ import pytest
 from megazero.deepspeed.surface import Name, Surface, SurfaceModule, read_names
 from megazero.errors import ConfigError
 from tests.source_tree import ROOT
+from tests.tables import over_table
 
 ROWS = read_names()
 
@@ -114,7 +115,7 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize("path", SIGNATURES)
+@over_table("path", SIGNATURES)
 def test_arguments_have_deepspeeds_names_and_order(path):
     module, _, name = path.rpartition(".")
     (row,) = (row for row in ROWS if row.name == name and (module or ".") in row.modules)

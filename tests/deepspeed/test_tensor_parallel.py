@@ -345,7 +345,7 @@ class Fused(nn.Module):
         return self.out(q * k.sum(-1, keepdim=True) * 0 + torch.tanh(q) + v.mean() * 0)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("widths", "shape"), [((4, 4, 4), [3, -1]), ((8, 4, 4), [[8, 4, 4], -1]), ((4, 4, 4), [3, 4, -1])]
 )
 def test_specs_describe_a_fused_weight(widths, shape):

@@ -19,6 +19,7 @@ from megazero.deepspeed.utils.configs import load_ds_config
 from megazero.deepspeed.utils.logging import LoggerFactory, logger
 from megazero.deepspeed.utils.timer import trim_mean
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 
 def test_a_warning_is_given_once(capsys):
@@ -112,7 +113,7 @@ def test_adapters_wait_until_they_are_made():
     assert model(torch.ones(1, 4)).shape == (1, 2)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("make", "says"),
     [
         (lambda: LoRAConfig(base_weight_sharding=2), "use ZeRO stage 3"),
@@ -188,7 +189,7 @@ def test_datasets_of_other_kinds_are_refused(tmp_path):
     assert make_dataset(str(tmp_path / "c"), "infer")[0].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("config", ["none.json", "W10=", 3])
+@over_table("config", ["none.json", "W10=", 3])
 def test_a_json_that_is_none_is_refused(config):
     with pytest.raises(ConfigError, match="must (name a readable file|be a path)"):
         load_ds_config(config)

@@ -23,6 +23,7 @@ from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.zero.build import build_store
 from megazero.zero.unit import module_units
+from tests.tables import over_table
 from tests.zero.policies import make_policy
 
 WIDTH, LAYERS = 16, 6
@@ -56,7 +57,7 @@ def whole(param: nn.Parameter) -> torch.Tensor:
         return param.data.clone()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@over_table("ranks", [1, 2, 3])
 def test_each_rank_keeps_a_slice_of_the_first_ranks_values(ranks):
     def work(context: ParallelContext):
         with Init(mpu=context):

@@ -331,7 +331,7 @@ def test_what_the_tools_print_is_read(monkeypatch):
     assert env.topology == "GPU0 X NV18"
 
 
-@pytest.mark.parametrize(("flags", "status"), [([], 0), (["--json"], 0), (["--check"], 1)])
+@over_table(("flags", "status"), [([], 0), (["--json"], 0), (["--check"], 1)])
 def test_only_a_check_fails_for_a_problem(monkeypatch, capsys, flags, status):
     from megazero.commands import env as command
 

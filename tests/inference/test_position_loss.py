@@ -130,7 +130,7 @@ def test_from_the_command_line(trained, tmp_path, capsys):
     assert (tmp_path / "loss_by_position.png").read_bytes()[1:4] == b"PNG"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "words"),
     [
         ("--by-position 0", "`--by-position` must be at least 1, but is 0"),

@@ -45,7 +45,7 @@ def test_top_p_keeps_the_fewest_that_reach_the_mass(p, kept):
     assert torch.equal(left[0, kept], scores[0, kept])
 
 
-@pytest.mark.parametrize(("p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3)])
+@over_table(("p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3)])
 def test_top_p_stops_where_the_mass_is_reached_exactly(p, kept):
     """As transformers does: what is enough without a token needs no further one."""
     left = keep_top_p(torch.zeros(1, 4), p)
@@ -78,7 +78,7 @@ def test_temperature_then_top_k_then_top_p(sampling, expected):
     assert probs[0].tolist() == pytest.approx(expected, abs=1e-7)
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-12, 5e-324])
+@over_table("temperature", [1e-3, 1e-12, 5e-324])
 def test_temperature_towards_zero_is_greedy(temperature):
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3))
     numbers = range(64)
@@ -125,7 +125,7 @@ def test_only_the_allowed_vocabulary_is_drawn():
     assert choose_tokens(logits[:1], Sampling(vocab_size=2, greedy=True), [0], 0).tolist() == [1]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@over_table("bad", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_are_refused(bad):
     logits = torch.zeros(2, 3)
     logits[1, 2] = bad

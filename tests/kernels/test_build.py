@@ -385,7 +385,7 @@ def test_the_newest_architecture_that_runs_is_built(a_device, monkeypatch, capab
     assert os.path.basename(built[0].sources[0]) == "cuda.cu"
 
 
-@pytest.mark.parametrize("width", [2**31, 2**32 + 8, 2**40])
+@over_table("width", [2**31, 2**32 + 8, 2**40])
 def test_a_width_that_32_bits_do_not_hold_is_refused(width):
     library, x, vector = watched(), torch.ones(8), torch.ones(8)
     with pytest.raises(RuntimeError, match="`layer_norm_forward` must start, but CUDA says: invalid"):

@@ -1,6 +1,5 @@
 """Which tokens a layer sees: the reference's choice, bit for bit."""
 
-import pytest
 import torch
 
 from megazero.ops.kept_columns import kept_columns_cuda, kept_columns_reference
@@ -28,7 +27,7 @@ def test_several_warps_and_several_tiles(length, kept):
     check(keys_of(1, length), length, kept)
 
 
-@pytest.mark.parametrize("kept", [1, 63, 64])
+@over_table("kept", [1, 63, 64])
 def test_one_almost_all_and_all(kept):
     keys = torch.tensor([0, -1, 2**63 - 1, -(2**63)])
     check(keys, 64, kept)

@@ -12,6 +12,7 @@ from megazero.commands.kernels.compiled import CompiledKernel, occupancy, read_c
 from megazero.commands.kernels.table import KernelRow, kernel_rows, markdown, measured_operators
 from megazero.kernels.build import CSRC, ROOT
 from megazero.kernels.on_cpu import KernelCounts, MemoryCounts, MistakeCounts
+from tests.tables import over_table
 
 LOG = """
 ptxas info    : Compiling entry function '_ZN8megazero8rms_normIfLi1EEEvllPKT_' for 'sm_80'
@@ -46,7 +47,7 @@ def test_what_the_compiler_said_is_read():
     }
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("architecture", "registers", "threads", "shared", "share"),
     [
         ("sm_80", 32, 1024, 128, 1.0),
@@ -91,7 +92,7 @@ def counts(**given: int) -> KernelCounts:
 GOOD = counts()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changes", "must_move", "word"),
     [
         ({"races": 1}, 100, "mistake"),

@@ -69,7 +69,7 @@ def test_other_strides_and_shapes():
     check([torch.randn(6, 5).t(), torch.randn(()), torch.randn(8)[::2]])
 
 
-@pytest.mark.parametrize(("value", "moved"), [(1.0, 0.75), (math.inf, 1.0), (math.nan, 1.0)])
+@over_table(("value", "moved"), [(1.0, 0.75), (math.inf, 1.0), (math.nan, 1.0)])
 def test_an_optimizer_skips_a_step_that_the_sum_finds_not_finite(value, moved):
     """The host learns of neither."""
 

@@ -62,7 +62,7 @@ def test_more_than_a_chunk(rule):
     check(rule, SIZES[-2:], torch.bfloat16, None)
 
 
-@pytest.mark.parametrize("weights", [None, torch.float32, torch.float16], ids=str)
+@over_table("weights", [None, torch.float32, torch.float16], ids=str)
 def test_every_kind_of_weights(weights):
     check(ADAM, (130, 5, 0, 33), torch.bfloat16, weights)
 

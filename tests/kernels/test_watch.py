@@ -162,7 +162,7 @@ def test_arguments_of_another_kind_are_refused():
         kernels.launch("nothing", torch.zeros(32))
 
 
-@pytest.mark.parametrize("stride", [2**31, -(2**31) - 1, 2**32 + 1])
+@over_table("stride", [2**31, -(2**31) - 1, 2**32 + 1])
 def test_a_size_that_a_parameter_cannot_hold_is_refused(stride):
     with pytest.raises(RuntimeError, match="the kernel `banks` must start, but CUDA says: invalid"):
         run("banks", stride)

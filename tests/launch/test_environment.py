@@ -98,7 +98,7 @@ def test_a_slot_is_one_of_the_devices_that_the_host_shows(present, slots, value)
     assert note is None or value in note
 
 
-@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+@over_table("hidden", ["", "-1", "NoDevFiles"])
 def test_devices_that_are_hidden_stay_hidden(hidden):
     assert visible_devices(hidden, (0, 1)) == (hidden, None)
 

@@ -70,7 +70,7 @@ def test_a_name_is_printable():
             parse_hostfile(f"{name} slots=1")
 
 
-@pytest.mark.parametrize("again", ["w-0 slots=2", "W-0 slots=2", "w-0. slots=1"])
+@over_table("again", ["w-0 slots=2", "W-0 slots=2", "w-0. slots=1"])
 def test_a_host_twice_is_refused(again):
     with pytest.raises(ConfigError, match=r"line 2: a host must be there once.*the host of hostfile, line 1"):
         parse_hostfile(f"w-0 slots=4\n{again}\n")

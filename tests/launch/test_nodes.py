@@ -20,6 +20,7 @@ from megazero.launch.job import Job, Script
 from megazero.launch.meeting import in_runs
 from tests.launch.cluster import WHY_NOT, Cluster, Launch, free_ports, has_sshd, is_alive, processes_of, until
 from tests.launch.programs import SHOW, WAIT
+from tests.tables import over_table
 
 
 @pytest.fixture
@@ -42,9 +43,7 @@ def nodes(tmp_path):
             launch.wait()
 
 
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([], ""), ([3], "3"), ([1, 2, 3, 7], "1-3, 7"), ([9, 1, 2, 8], "1-2, 8-9")]
-)
+@over_table(("numbers", "text"), [([], ""), ([3], "3"), ([1, 2, 3, 7], "1-3, 7"), ([9, 1, 2, 8], "1-2, 8-9")])
 def test_runs_of_numbers(numbers, text):
     assert in_runs(numbers) == text
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
 import torch
 
 from megazero.config.tree.model import ModelConfig
@@ -23,6 +22,7 @@ from megazero.ops.counter_random import keep_mask
 from megazero.ops.dropout import dropout_mask_hidden
 from megazero.ops.rotary import rotary_table
 from tests.layers.samples import causal_layer
+from tests.tables import over_table
 
 S, B, H = 12, 2, 16
 CONFIG = ModelConfig(
@@ -54,7 +54,7 @@ def attention_dropout(placement: Placement, inputs: LayerInputs, layer: int):
     return inputs.attention_dropout(Attends(layer, causal=True, dropout=0.5), 4 * placement.tp.rank)
 
 
-@pytest.mark.parametrize(
+@over_table(
     "positions",
     [
         torch.tensor([0, 1, 2, 9, 10, 11]),
@@ -84,7 +84,7 @@ def test_a_range_is_the_tensor_of_its_numbers():
     assert torch.equal(layer(x, inputs)[0], layer(x, counted(inputs, S))[0])
 
 
-@pytest.mark.parametrize("positions", [range(S), torch.randperm(S), torch.stack([torch.randperm(S)] * B, 1)])
+@over_table("positions", [range(S), torch.randperm(S), torch.stack([torch.randperm(S)] * B, 1)])
 def test_a_sequence_parallel_rank_drops_in_its_own_rows(positions):
     inputs = LayerInputs(Rows(positions, keys=KEYS))
     whole = inputs.dropout(0.3, "hidden")

@@ -23,6 +23,7 @@ from megazero.ops.attention import Documents
 from megazero.ops.rotary import rotary_table
 from tests.layers.samples import causal_layer
 from tests.ops.scalar_random import derive_reference
+from tests.tables import over_table
 
 S, B, H, KEPT = 9, 3, 16, 4
 CONFIG = ModelConfig(
@@ -107,7 +108,7 @@ def by_sample(layer, x: torch.Tensor, columns: torch.Tensor, inputs_of) -> torch
     return torch.stack(results, 1)
 
 
-@pytest.mark.parametrize("positions", ["learned", "rope", "documents"])
+@over_table("positions", ["learned", "rope", "documents"])
 def test_equals_a_loop_over_samples(positions):
     changes = {"position_embedding_type": "rope"} if positions == "rope" else {}
     layer, x = make_layer(**changes), make_x()

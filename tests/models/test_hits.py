@@ -45,7 +45,7 @@ def test_the_first_of_the_highest_wins_on_every_layout(tp, dtype, vocab_size):
         assert found.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@over_table("tp", [1, 2, 4])
 def test_hits_are_targets_with_the_highest_logit(tp):
     logits = torch.zeros(4, 1, PADDED)
     for row, best in enumerate((0, 7, 12, 12)):

@@ -85,7 +85,7 @@ def test_a_second_choice_may_weigh_more_than_a_first_one():
     assert by_place == [[T, T], [T, F], [T, F]]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("experts", "each", "together"),
     [
         # Lengths 4 and 2: room for 2 and 1 of each expert, or for 3 of the two sequences together.
@@ -142,7 +142,7 @@ def test_random_selection_fills_the_room_with_any_tokens():
     assert sum(evaluated[:12]) == 8
 
 
-@pytest.mark.parametrize("policy", ["position", "probs", "random"])
+@over_table("policy", ["position", "probs", "random"])
 def test_the_floor_and_room_for_all(policy):
     own = {"moe_token_drop_policy": policy}
     assert sum(kept([0] * 8, [8], moe_expert_capacity_factor=0.25, **own)) == 1
@@ -153,7 +153,7 @@ def test_the_floor_and_room_for_all(policy):
     assert kept([[1, 0]], [1], moe_expert_capacity_factor=0.1, **own) == [[T, T]]
 
 
-@pytest.mark.parametrize("policy", ["position", "probs", "random"])
+@over_table("policy", ["position", "probs", "random"])
 def test_padding_takes_no_room(policy):
     """A row without a token claims expert 0 with the highest score, ahead of the tokens of other columns."""
     experts, weights = [[0, 0, 0, 0], [0]], [[0.5, 0.6, 0.7, 0.8], [0.5]]

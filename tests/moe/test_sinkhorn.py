@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megazero.moe.sinkhorn import sinkhorn
 from tests.moe.samples import inputs, route
 from tests.oracle.experts import assigned
+from tests.tables import over_table
 
 ONE = {"moe_router_topk": 1, "moe_router_load_balancing_type": ("sinkhorn",)}
 LOGITS = [[2.0, 0.0, -1.0], [2.0, 1.0, 0.0], [2.5, -0.5, 0.5], [1.5, 1.0, 1.0]]
@@ -17,7 +17,7 @@ def drawn(rows: int, experts: int, seed: int = 3) -> torch.Tensor:
     return torch.randn(rows, experts, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (64, 8), (257, 16)])
+@over_table("shape", [(4, 3), (64, 8), (257, 16)])
 def test_it_is_megatrons(shape):
     logits = drawn(*shape)
     torch.testing.assert_close(sinkhorn(logits).double(), assigned(logits.double()), rtol=1e-5, atol=1e-6)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -82,7 +81,7 @@ def test_under_sequence_parallelism_a_rank_routes_the_rows_that_it_has():
     assert [each.rows for each in shares(4, 2, 4, split=True)] == [[1, 2], [3, 4], [5, 6], [7, 8]]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("positions", "expected"),
     [
         (range(7, 10), [7, 7, 8, 8, 9, 9]),

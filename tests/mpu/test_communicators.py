@@ -126,7 +126,7 @@ def pipeline(stages: int, rank: int, world: ThreadWorld, calls: list[tuple]):
     return make_context(grid, rank, torch.device("cpu"), maker, seconds=second_communicators(grid, 0))
 
 
-@pytest.mark.parametrize("stages", [3, 4, 5])
+@over_table("stages", [3, 4, 5])
 def test_messages_to_two_neighbours_go_over_two_communicators(stages):
     """In a ring, as chunks make one, all messages arrive; in a line, no stage has both neighbours on one."""
     world = ThreadWorld(stages, timeout=20.0)

@@ -15,6 +15,7 @@ from megazero.mpu.still_group import StillGroup
 from megazero.mpu.thread_group import ThreadWorld
 from megazero.mpu.traffic import CountingGroup, TrafficLog, recording_context
 from megazero.mpu.wrapping_group import WrappingGroup
+from tests.tables import over_table
 
 
 def conform(group: Group) -> dict:
@@ -81,7 +82,7 @@ def test_solo():
     assert conform(SoloGroup()) == expected(0, 1)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@over_table("n", [2, 3, 4])
 def test_threads(n):
     world = ThreadWorld(n, timeout=20)
     ranks = tuple(range(n))

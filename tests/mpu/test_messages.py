@@ -30,7 +30,7 @@ def test_the_first_value_that_there_is():
     assert first_value(SoloGroup(), "alone") == (0, "alone")
 
 
-@pytest.mark.parametrize("odd", [None, 0, 3])
+@over_table("odd", [None, 0, 3])
 def test_whether_all_have_the_same(odd):
     def digest(rank: int) -> bytes:
         return hashlib.blake2b(b"odd" if rank == odd else b"even", digest_size=16).digest()
@@ -38,7 +38,7 @@ def test_whether_all_have_the_same(odd):
     assert on_ranks(4, lambda group: same_on_all(group, digest(group.rank))) == [odd is None] * 4
 
 
-@pytest.mark.parametrize("digest", [bytes(16), b"\xff" * 16, bytes(15) + b"\x01"])
+@over_table("digest", [bytes(16), b"\xff" * 16, bytes(15) + b"\x01"])
 def test_digests_of_extreme_numbers(digest):
     assert on_ranks(2, lambda group: same_on_all(group, digest)) == [True] * 2
     assert (

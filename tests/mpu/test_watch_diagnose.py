@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from megazero.mpu.watch.diagnose import Finding, FindingKind, diagnose, render
 from megazero.mpu.watch.report import (
     Alarm,
@@ -16,6 +14,7 @@ from megazero.mpu.watch.report import (
     Operation,
     Report,
 )
+from tests.tables import over_table
 
 GROUPS = {"tp": (0, 1), "dp": (0, 2), "world": (0, 1, 2), "0>1": (0, 1)}
 
@@ -292,7 +291,7 @@ def test_a_rank_that_died_had_gone_on_from_a_call_that_has_returned():
     assert found.text.endswith("its log ends after call 1 of group `world`: reduce [4] float32 at a.py:1")
 
 
-@pytest.mark.parametrize("members", [range(16384), range(5, 1000, 8), (0, 1, 4)])
+@over_table("members", [range(16384), range(5, 1000, 8), (0, 1, 4)])
 def test_a_report_says_who_is_in_a_channel_in_few_words(members):
     """Reports of 16,384 ranks once had all members of each channel in them."""
     said = replace(report(0, "world barrier - a.py:1 waited"), channels={"c": ChannelRecord("c", members, 3)})

@@ -26,7 +26,7 @@ def test_uniform_attention_averages_the_values_so_far() -> None:
     assert out.flatten().tolist() == pytest.approx([0.0, 0.5, 1.0, 1.5])
 
 
-@pytest.mark.parametrize("cached", [1, 4, 8])
+@over_table("cached", [1, 4, 8])
 def test_a_kv_cache_continues_where_the_whole_would(cached: int) -> None:
     q, k, v = _qkv()
     whole = attention(q, k, v, causal=True)
@@ -65,7 +65,7 @@ def test_heads_of_a_tensor_parallel_rank_drop_what_the_whole_drops() -> None:
     assert torch.allclose(second, whole.view(9, 2, 4, 8)[:, :, 2:].reshape(9, 2, 16), atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@over_table("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
 def test_some_queries_and_shuffled_keys_drop_what_all_drop(dtype: torch.dtype) -> None:
     """As on a context-parallel rank: a zigzag half of the queries, keys in the order in which they arrive.
 

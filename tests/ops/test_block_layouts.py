@@ -1,6 +1,5 @@
 """Layouts of block-sparse attention: DeepSpeed's literals, and what is drawn."""
 
-import pytest
 import torch
 
 from megazero.ops.block_layouts import (
@@ -78,7 +77,7 @@ def test_heads_take_patterns_in_turn():
     assert global_columns == [[3, 7], [2, 6], [1, 5], [0, 4], [3, 7], [2, 6]]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("blocks", "differing"), [(6, 4), (10, 8), (11, 8)], ids=["96 tokens", "160 tokens", "176 tokens"]
 )
 def test_a_crop_differs_from_a_layout_of_that_length_in_a_short_window(blocks, differing):

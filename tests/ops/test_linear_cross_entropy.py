@@ -140,7 +140,7 @@ def test_the_gradient_of_a_scaled_loss(tiles: int, scale) -> None:
         torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("counted", [range(0), range(14, 15), range(0, 4)])
+@over_table("counted", [range(0), range(14, 15), range(0, 4)])
 def test_tiles_without_a_counted_token(counted: range) -> None:
     """All of them, all but the last, all but the first: there are no means of tiles, so none of nothing."""
     x, weight, target, weights = inputs(13)

@@ -221,7 +221,7 @@ def test_meta_tensors_pass():
     assert dequantize(packed, 9, how, torch.bfloat16).shape == (2, 9)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("kind", "block", "message"),
     [
         ("int3", 8, "`kind` must be one of int8, int4, fp8, but is 'int3'"),

@@ -129,7 +129,7 @@ def test_narrow_gradients_are_widened_exactly_and_scaled_as_by_themselves(rule, 
 
 
 @NATIVE
-@pytest.mark.parametrize("width", [F32, BF16, F16])
+@over_table("width", [F32, BF16, F16])
 def test_weights_are_rounded_as_torch_rounds_them_at_any_address(width):
     """Of every kind: ties, denormal numbers, what overflows in fp16, infinities; streamed and not."""
     special = [0.0, -0.0, 65504.0, 65519.9, 65520.0, -1e6, 3e38, math.inf, -math.inf, math.nan]

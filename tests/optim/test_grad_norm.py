@@ -78,7 +78,7 @@ def test_clip_brings_the_norm_to_the_maximum():
     assert clip_coefficient(4.0, 1.0) == 1.0 / (4.0 + 1e-6)
 
 
-@pytest.mark.parametrize(("norm", "maximum"), [(0.5, 1.0), (0.0, 1.0), (1e9, 0.0)])
+@over_table(("norm", "maximum"), [(0.5, 1.0), (0.0, 1.0), (1e9, 0.0)])
 def test_small_norms_and_no_maximum_leave_gradients_alone(norm, maximum):
     assert clip_coefficient(norm, maximum) == 1.0
 
@@ -99,7 +99,7 @@ def test_on_a_gpu(dtype):
     assert result.item() == pytest.approx(300_001 * 1024.0**2, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@over_table("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_beside_the_cpu_every_dtype_is_taken(dtype):
     """A norm that LAMB gives in place of a tensor is fp64, which was refused there, on meta tensors too."""
     assert local_square_sum([torch.ones(3, dtype=dtype, device="meta")]).dtype == torch.float64

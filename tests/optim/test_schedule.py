@@ -93,7 +93,7 @@ def test_unit_follows_the_lengths_given():
     assert by_samples.at(Progress(iteration=1, samples=100, tokens=9999)) == 0.75
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("length", "unit", "decay"),
     [
         ("train_iters", "iters", 100),
@@ -144,7 +144,7 @@ def test_constant_weight_decay_is_the_configured_one():
     assert rates(schedule, [0, 50, 10**6]) == [0.3, 0.3, 0.3]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("fields", "word"),
     [
         ({"weight_decay_incr_style": "linear"}, "must be set"),

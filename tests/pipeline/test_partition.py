@@ -87,7 +87,7 @@ def test_uniform_counts_layers_alone(layers, chunks, expected):
     assert deal("uniform", layers, chunks, embedding=50, head=50) == expected
 
 
-@pytest.mark.parametrize("method", ["parameters", "cost", "measured"])
+@over_table("method", ["parameters", "cost", "measured"])
 def test_weighted_methods_count_embedding_and_head(method):
     assert deal(method, 12, 3) == [4, 4, 4]
     assert deal(method, 12, 3, embedding=2, head=2) == [4, 5, 3]
@@ -135,7 +135,7 @@ def test_methods_that_do_not_fit_are_refused(method, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["uniform", "parameters", "type:Layer"])
+@over_table("method", ["uniform", "parameters", "type:Layer"])
 def test_every_chunk_needs_a_layer(method):
     with pytest.raises(ConfigError, match=r"number of layers \(3\), but is 4; use fewer stages"):
         deal(method, 3, 4)

@@ -98,7 +98,7 @@ def test_colours_tell_operations_apart():
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
-@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
+@over_table(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
 def test_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, start):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"timeline.{suffix}"

@@ -140,7 +140,7 @@ def test_bubble_of_gpipe_and_1f1b(make):
             assert simulate(make(p, m), Costs(forward=3, backward=2)).makespan == (m + p - 1) * 5
 
 
-@pytest.mark.parametrize("v", [1, 2, 3])
+@over_table("v", [1, 2, 3])
 def test_chunks_divide_the_bubble_of_1f1b(v):
     for p in range(1, 7):
         for rounds in (1, 2, 3):

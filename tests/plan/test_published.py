@@ -143,9 +143,7 @@ def test_relations_of_megatron_2021_hold(rows):
 # Laws.
 
 
-@pytest.mark.parametrize(
-    "name", ["175B, selective", "D 8, T 8, P 6, b 4", "GPT-3 175B, 128 GPUs", "22B, full"]
-)
+@over_table("name", ["175B, selective", "D 8, T 8, P 6, b 4", "GPT-3 175B, 128 GPUs", "22B, full"])
 def test_the_closed_form_is_what_the_simulation_finds(rows, name):
     step = Step(rows[name])
     layout = step.layout

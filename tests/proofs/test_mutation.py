@@ -15,6 +15,7 @@ from proofs.mutation.nearest import MeasuredTests, Nearest
 from proofs.mutation.rules import Edit, compiles, edits_of, setting_defaults
 from proofs.mutation.runner import Workplace
 from tests.source_tree import ROOT
+from tests.tables import over_table
 
 SETTINGS = {"clip_grad": "1.0", "eod_mask_loss": "False"}
 
@@ -27,7 +28,7 @@ def changed(source: str) -> set[tuple[str, str]]:
     return {(edit.rule, edit.apply(text).splitlines()[1].strip()) for edit in edits if edit.line == 2}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("source", "expected"),
     [
         ("return a / b", {("drop-factor", "return a"), ("swap-operands", "return (b / a)")}),

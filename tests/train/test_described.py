@@ -139,8 +139,8 @@ def analyze(run: Path, extra: str) -> None:
     list(measure_loss(config, solo_context(), run / "out"))
 
 
-@pytest.mark.parametrize("read", [generate, to_hf, resume, teach, analyze])
-@pytest.mark.parametrize(
+@over_table("read", [generate, to_hf, resume, teach, analyze])
+@over_table(
     ("setting", "changes", "extra"),
     [
         ("num_layers", {"num_layers": MANY}, ""),

@@ -19,6 +19,7 @@ from megazero.ops.dispatch import CUDA, Operator, where
 from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.layouts.layout import Layout
+from tests.tables import over_table
 
 PLANTED = {
     "item": lambda x: x[0].item(),
@@ -56,8 +57,8 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("call", PLANTED.values(), ids=PLANTED.keys())
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@over_table("call", PLANTED.values(), ids=PLANTED.keys())
+@over_table("backward", [False, True], ids=["forward", "backward"])
 def test_a_wait_is_seen(call, backward):
     """Also where autograd calls."""
     x = torch.arange(3.0)
@@ -75,7 +76,7 @@ def test_a_wait_is_seen(call, backward):
     assert sum(waits.found.values()) >= 1
 
 
-@pytest.mark.parametrize("call", HARMLESS.values(), ids=HARMLESS.keys())
+@over_table("call", HARMLESS.values(), ids=HARMLESS.keys())
 def test_what_stays_on_the_device_is_not_counted(call):
     with HostWaits() as waits:
         call(torch.arange(3.0))

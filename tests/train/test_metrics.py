@@ -7,10 +7,11 @@ import pytest
 from megazero.loss import LossTerm
 from megazero.train.observe.metrics import EvalMetrics
 from megazero.train.step.losses import Losses
+from tests.tables import over_table
 from tests.train.samples import evaluation, only_lm, step
 
 
-@pytest.mark.parametrize(("loss", "expected"), [(0.0, 1.0), (math.log(50.0), 50.0), (1e9, math.exp(20))])
+@over_table(("loss", "expected"), [(0.0, 1.0), (math.log(50.0), 50.0), (1e9, math.exp(20))])
 def test_perplexity_is_the_exponential_capped_at_twenty(loss, expected):
     assert evaluation(lm_loss=loss).perplexity == pytest.approx(expected)
 

@@ -21,6 +21,7 @@ from megazero.mpu.launch import Launch
 from megazero.train.parts.feeds import build_feeds
 from megazero.train.pretraining import pretrain
 from tests.checkpoint.forged import edit, reseal
+from tests.tables import over_table
 
 WORDS = [f"w{i}" for i in range(8)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -165,7 +166,7 @@ def test_what_a_t5_cannot_have_is_refused_by_name(folder, flags, message):
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "layers"),
     [
         ("--num-layers 3", (3, 3, 6)),

@@ -25,6 +25,7 @@ from megazero.train.step.timers import Timers
 from megazero.verify.record import micro_batches, verification_engine
 from tests.kernels.harness import library_path, same_bits
 from tests.layouts.layout import Layout
+from tests.tables import over_table
 
 LAYOUTS = [
     {"clip": 0.5},
@@ -149,9 +150,9 @@ def test_on_the_host_nothing_is_queued():
     assert not engine.optimizer.queues
 
 
-@pytest.mark.parametrize("norm", [0.0, 0.3, 0.5, 1.7, 1e30, torch.inf, torch.nan])
-@pytest.mark.parametrize("most", [0.0, 0.5])
-@pytest.mark.parametrize("scale", [1.0, 1 / 3, 2.0**-16])
+@over_table("norm", [0.0, 0.3, 0.5, 1.7, 1e30, torch.inf, torch.nan])
+@over_table("most", [0.0, 0.5])
+@over_table("scale", [1.0, 1 / 3, 2.0**-16])
 def test_the_factor_has_the_bits_of_the_hosts(norm, most, scale):
     signals = clipped_on_device(torch.tensor(norm, dtype=torch.float64), most, scale)
     finite = math.isfinite(norm)
@@ -161,7 +162,7 @@ def test_the_factor_has_the_bits_of_the_hosts(norm, most, scale):
         assert same_bits(signals.scale.view(1), expected.view(1))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("sums", "counts", "sound"),
     [
         ((6.0, 4.0, 1.0), (3.0, 2.0, 1.0), True),

@@ -21,6 +21,7 @@ from megazero.train.observe.stragglers import RankTimes, SlowRanks, Straggler, S
 from megazero.train.pretraining import pretrain_on
 from megazero.train.step.feed import Feed
 from tests.mpu.test_watch import Notes, Spared
+from tests.tables import over_table
 
 
 def times(*own: float, step: float | None = None, data: dict[int, float] | None = None) -> list[RankTimes]:
@@ -178,9 +179,7 @@ def test_a_run_names_the_rank_whose_data_is_slow(tmp_path, monkeypatch, capsys):
     assert spread[7]["waited"][2] > 0.05
 
 
-@pytest.mark.parametrize(
-    "stages", [[0] * 7, [0, 0, 1, 1, 2, 2, 3], [0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1, 1]]
-)
+@over_table("stages", [[0] * 7, [0, 0, 1, 1, 2, 2, 3], [0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1, 1]])
 def test_peers_are_all_others_of_a_stage(stages):
     """What is compared with a rank's time is the median over its peers, found without a list for each."""
     draw = np.random.default_rng(1)

@@ -301,7 +301,7 @@ def test_a_layer_that_no_forward_uses_does_not_hold_up_the_next_update():
     assert zoo(work) == [0, 0]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "expected"),
     [
         (["--zero-stage", "1"], ShardedState.ARRIVING),

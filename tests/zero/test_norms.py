@@ -198,7 +198,7 @@ def test_the_wire_carries_nothing_for_such_a_rule():
     assert sum(calls.values()) == 2, "the norm of each step"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changes", "message"),
     [
         ({}, "`needs.reduces` of the ZeRO policy must be true for SelfSumming"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
@@ -104,7 +103,7 @@ def test_narrow_wires_halve_the_bytes_of_gradients():
 
 
 # A layer's shard has 16 elements: two scales of 8 elements each and the codes, in bytes.
-ROWS = pytest.mark.parametrize(("kind", "row"), [("int8", 8 + 16), ("int4", 8 + 8), ("fp8", 8 + 16)])
+ROWS = over_table(("kind", "row"), [("int8", 8 + 16), ("int4", 8 + 8), ("fp8", 8 + 16)])
 
 
 @ROWS

@@ -204,8 +204,8 @@ def sections(bpe: Path, pieces: dict[str, str]) -> dict[str, TokenizerConfig]:
     }
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
-@pytest.mark.parametrize("name", ["gpt2", "file", "folder", "pieces"])
+@over_table("model_type", ["gpt2", "llama"])
+@over_table("name", ["gpt2", "file", "folder", "pieces"])
 def test_transformers_reads_the_tokenizer_and_gives_the_same_ids(name, model_type, bpe, pieces, tmp_path):
     transformers = pytest.importorskip("transformers")
     section = sections(bpe, pieces)[name]
@@ -246,7 +246,7 @@ def test_a_sentencepiece_model_of_another_kind_is_not_written(name, pieces):
     assert found.remark == "transformers has nothing that gives the ids of this GPTSentencePieceTokenizer"
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("section", "remark"),
     [
         (TokenizerConfig(), "the run had no tokenizer"),
@@ -329,7 +329,7 @@ def test_the_commands_say_what_they_wrote_and_how_to_go_on(tmp_path, capsys, bpe
     assert capsys.readouterr().err.startswith(f"error: `{out}` must be new or an empty folder")
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("flags", "message"),
     [
         (["--vocab-file", "x"], "`--tokenizer-type` must be given with --vocab-file"),

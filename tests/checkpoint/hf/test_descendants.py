@@ -18,13 +18,14 @@ from tests.checkpoint.hf.descendants import SAMPLES
 from tests.checkpoint.hf.samples import VOCAB, logits_of, parameter_specs
 from tests.checkpoint.hf.test_writer import loaded
 from tests.models.hf_weights import expert_by_expert
+from tests.tables import over_table
 
 transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(5))
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@over_table("name", SAMPLES)
 def test_tables_hold_every_element_of_our_model_once(name):
     sample = SAMPLES[name]
     table = Table.of(architecture_of(sample.ours, f"{sample.name}ForCausalLM").rules, sample.ours, VOCAB)

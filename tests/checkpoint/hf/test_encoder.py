@@ -179,7 +179,7 @@ def test_either_copy_of_the_bias_will_do(kept, untied, tmp_path):
         assert torch.equal(reader.tensor(Key("head.bias")), bias)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("untied", "name", "message"),
     [
         (False, "cls.predictions.decoder.bias", "differs from cls.predictions.bias, although `tie_word"),

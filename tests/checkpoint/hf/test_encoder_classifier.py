@@ -133,7 +133,7 @@ def test_what_transformers_saved_scores_the_same(name, tp, tmp_path):
     assert_same_scores(found, their_scores(theirs, model))
 
 
-@over_table("name", CLASSIFIERS)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_transformers_loads_it_whole_and_scores_the_same(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     model = CLASSIFIERS[name]

@@ -56,7 +56,7 @@ def routed(model: torch.nn.Module, margin: float = 0.02) -> torch.nn.Module:
     raise AssertionError("no seed separates the scores")
 
 
-@over_table(("name", "tp"), [*((name, 1) for name in MODELS), ("mixtral", 2), ("qwen2-moe", 2)])
+@pytest.mark.parametrize(("name", "tp"), [*((name, 1) for name in MODELS), ("mixtral", 2), ("qwen2-moe", 2)])
 def test_what_transformers_saved_computes_the_same(name, tp, tmp_path):
     theirs = decoder_model(MODELS[name], VOCAB)
     with torch.no_grad():

@@ -100,8 +100,8 @@ def test_ours_are_stacked_whole_and_named_as_the_model_s():
     }
 
 
-@over_table("dtype", [torch.float32, torch.bfloat16])
-@over_table("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
 def test_there_and_back_is_bit_equal(name, dtype, tmp_path):
     model = MODELS[name]
     config = config_for(model, torch_dtype=str(dtype).removeprefix("torch."))
@@ -121,7 +121,7 @@ def test_there_and_back_is_bit_equal(name, dtype, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == config
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen2-moe-here-and-there"])
+@over_table("name", ["mixtral", "qwen2-moe", "qwen2-moe-here-and-there"])
 def test_experts_may_be_stacked_in_the_file(name, tmp_path):
     """As a state that was saved without `save_pretrained` has them."""
     one_by_one = their_tensors(MODELS[name])

@@ -77,7 +77,7 @@ def test_what_transformers_saved_computes_the_same(name, tp, tmp_path):
     torch.testing.assert_close(mine, theirs_on(theirs, T5S[name]), rtol=1e-5, atol=1e-5)
 
 
-@over_table("name", T5S)
+@pytest.mark.parametrize("name", T5S)
 def test_transformers_loads_it_whole_and_computes_the_same(name, tmp_path):
     import transformers
 

@@ -44,7 +44,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-@over_table("name", MODELS)
+@pytest.mark.parametrize("name", MODELS)
 def test_transformers_loads_it_and_generates(name, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr("megazero.checkpoint.hf.writer.CHUNK", 500)

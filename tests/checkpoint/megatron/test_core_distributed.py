@@ -19,6 +19,7 @@ from megazero.checkpoint.reader import CheckpointReader
 from tests.checkpoint.megatron.core_distributed import FOLDERS, MODELS, STEPS
 from tests.checkpoint.megatron.core_models import PADDED
 from tests.source_tree import ROOT
+from tests.tables import over_table
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
 OPTIONS = ImportOptions(trust_pickle=True, vocab_size=PADDED, with_optimizer=True)
@@ -79,8 +80,8 @@ def folders(tmp_path_factory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", FOLDERS)
+@over_table("shared", [False, True])
+@over_table("name", FOLDERS)
 def test_folders_of_ranks(folders, tmp_path, name, shared):
     """Read from a folder of ranks and written for Core, every weight and moment has the same bits."""
     with MegatronReader(folders / (f"{name}-shared" if shared else name), OPTIONS) as reader:

@@ -20,7 +20,7 @@ from tests.checkpoint.megatron.test_distributed import GOES_ON, foreign
 from tests.tables import over_table
 
 
-@over_table(
+@pytest.mark.parametrize(
     ("name", "shape", "match"),
     [
         ("exp_avg.decoder.final_layernorm.weight", (23,), "exp_avg of decoder.final_layernorm.weight otherw"),
@@ -101,7 +101,7 @@ def test_a_description_of_more_than_the_files_hold_is_refused(tmp_path, spoil, m
         MegatronReader(folder, GOES_ON)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int16, torch.float32], ids=str)
+@over_table("dtype", [torch.float16, torch.int16, torch.float32], ids=str)
 def test_a_description_of_another_dtype_is_refused(tmp_path, dtype):
     """Values were once rounded to the dtype that it named."""
     folder, _ = foreign(tmp_path)

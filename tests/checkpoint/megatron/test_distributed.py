@@ -45,6 +45,7 @@ from tests.checkpoint.megatron.samples import (
 from tests.checkpoint.megatron.test_reader import UNTIED, assert_same, read_all
 from tests.layouts.layout import VOCABULARY
 from tests.layouts.layout import Layout as Run
+from tests.tables import over_table
 
 PROGRESS = {"consumed_train_samples": 800, "global_batch_size": 8, "micro_batch_size": 2, "lr": 1e-3}
 PROGRESS |= {"min_lr": 0.0, "seed": 5, "optimizer": "adam", "train_iters": 200}
@@ -293,7 +294,7 @@ def test_a_run_goes_on_from_what_was_exported(tmp_path, alone, layout):
         assert losses == pytest.approx(straight, rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("settings", "match"),
     [
         ({**MOE, "num_experts": (2, 4, 4, 4)}, "different numbers of experts"),

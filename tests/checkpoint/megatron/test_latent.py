@@ -123,7 +123,7 @@ def test_folders_of_ranks(tmp_path, tp, pp, whole_down, fused, inner):
     assert {"layers.5.join.weight", "layers.5.attention.latent_up.weight"} <= weights.keys()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("tp", "rank", "name", "match"),
     [
         (1, "00_001", "embedding.word_embeddings", "for_further_tokens.weight, which differs from"),

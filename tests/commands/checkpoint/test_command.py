@@ -41,7 +41,7 @@ def test_a_wrong_command_line_has_status_2(capsys, argv):
     assert "usage: megazero checkpoint" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("verb", "module", "function"),
     [
         ("to-hf", "hf", "main_to_hf"),

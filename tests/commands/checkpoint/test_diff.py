@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megazero.checkpoint.part import Key
@@ -54,7 +53,7 @@ def test_tensors_counters_and_settings_that_differ(tmp_path, capsys):
     assert "and 1 more that differ, by less" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("tolerance", "status"), [(None, 1), ("0.1", 0), ("0.01", 1)])
+@over_table(("tolerance", "status"), [(None, 1), ("0.1", 0), ("0.01", 1)])
 def test_tolerance(tmp_path, tolerance, status):
     save(tmp_path / "a")
     save(tmp_path / "b", tensors=TENSORS | {UP: TENSORS[UP] + 0.25})
@@ -78,7 +77,7 @@ def test_what_cannot_be_equal(tmp_path, capsys, tensors, words):
     assert words in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fact", [{"updates": 7}, {"stream_seed": 7}, {"scaler": {"scale": 2.0}}])
+@over_table("fact", [{"updates": 7}, {"stream_seed": 7}, {"scaler": {"scale": 2.0}}])
 def test_a_counter_alone_is_a_difference(tmp_path, fact):
     save(tmp_path / "a")
     save(tmp_path / "b", facts=facts_of(1, 1) | fact)

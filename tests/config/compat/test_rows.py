@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-import pytest
-
 from megazero.config.compat.foreign import FOREIGN_FLAGS
 from megazero.config.compat.rows import DIALECTS, SYNONYMS, of_family
 from megazero.config.flags import FLAGS, scan
 from megazero.config.tables import blocks
 from megazero.config.words import dashed
+from tests.tables import over_table
 
 MISSPELLED = {
     "--dataloader-ttype cyclic": "--dataloader-type",
@@ -24,14 +23,14 @@ MISSPELLED = {
 }
 
 
-@pytest.mark.parametrize("argv", MISSPELLED)
+@over_table("argv", MISSPELLED)
 def test_a_family_takes_no_flag_that_is_misspelled(argv: str) -> None:
     """Each was accepted without effect, as one about checkpoints, kernels or data loaders."""
     flag = argv.split()[0]
     assert f"unknown flag `{flag}`; did you mean `{MISSPELLED[argv]}`?" in scan(argv.split()).problems
 
 
-@pytest.mark.parametrize(
+@over_table(
     "name",
     [
         "--sync-every-n-steps", "--stop-iter", "--restart-warmup-steps", "--ft-lr", "--elastic-batch",

@@ -8,6 +8,7 @@ import pytest
 
 from megazero.config.deepspeed.batch import BatchTriangle, resolve_batch
 from megazero.errors import ConfigError
+from tests.tables import over_table
 
 
 def by_definition(
@@ -40,7 +41,7 @@ def test_the_sweep() -> None:
     assert resolved > 250
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("sizes", "says"),
     [
         (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.config.deepspeed.data_efficiency_keys import (
     LEARNING,
     METRICS,
@@ -20,7 +18,7 @@ from tests.config.deepspeed.reading import read
 from tests.tables import over_table
 
 
-@pytest.mark.parametrize("name", ["seqlen", "seqlen_truncate", "seqlen_reshape"])
+@over_table("name", ["seqlen", "seqlen_truncate", "seqlen_reshape"])
 def test_a_single_cluster_of_lengths_cuts_and_draws_nothing(name: str) -> None:
     """A published example's; its index paths are placeholders."""
     result = read(metric(name))

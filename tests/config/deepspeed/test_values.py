@@ -11,6 +11,7 @@ import pytest
 from megazero.config.resolve import Resolved, parse_config
 from megazero.errors import ConfigError
 from tests.config.samples import BASE_FLAGS
+from tests.tables import over_table
 
 
 def launched(folder: Path, **document: Any) -> Resolved:
@@ -19,7 +20,7 @@ def launched(folder: Path, **document: Any) -> Resolved:
     return parse_config([*BASE_FLAGS, "--deepspeed", "--deepspeed_config", str(file)], world_size=4)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@over_table("stage", [0, 1, 2])
 def test_zero_plus_plus_counts_at_stage_3_alone(tmp_path: Path, stage: int) -> None:
     keys = {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2}
     resolved = launched(tmp_path, bf16={"enabled": True}, zero_optimization={"stage": stage, **keys})
@@ -48,7 +49,7 @@ def test_the_optimizers_state_may_not_be_missing(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("step", "profiled"), [(5, 5), (0, 1), (-1, 2**62)])
+@over_table(("step", "profiled"), [(5, 5), (0, 1), (-1, 2**62)])
 def test_a_step_below_0_is_never_profiled(tmp_path: Path, step: int, profiled: int) -> None:
     config = launched(tmp_path, flops_profiler={"enabled": True, "profile_step": step}).config
     assert config.profiling.flops_profiler_step == profiled

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from megazero.config.resolve import parse_config
 from megazero.config.rules.ramps import cut_short
 from megazero.config.rules.rule import Case
@@ -18,7 +16,7 @@ LONG_RAMP = {**RAMP, "curriculum.seqlen_total_curriculum_step": 1000}
 LONG_DROPS = {**DROPS, "skipping.random_ltd_require_steps": 1000}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("changes", "line"),
     [
         (

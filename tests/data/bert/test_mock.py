@@ -10,6 +10,7 @@ from megazero.data.bert.dataset import BERTSettings
 from megazero.data.bert.mock import MockBERTDataset
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.errors import DataError
+from tests.tables import over_table
 
 SETTINGS = BERTSettings(sequence_length=64, words=WordPieces.numbered(50))
 
@@ -54,7 +55,7 @@ def test_the_twins_agree(monkeypatch):
         np.testing.assert_array_equal(array, compiled[name])
 
 
-@pytest.mark.parametrize("length", [5, 6, 512])
+@over_table("length", [5, 6, 512])
 def test_any_length_is_filled(length):
     dataset = MockBERTDataset(200, replace(SETTINGS, sequence_length=length, short_seq_prob=0.0))
     assert set(dataset.batch(range(200))["lengths"].tolist()) == {length}

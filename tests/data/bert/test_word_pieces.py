@@ -11,6 +11,7 @@ from tokenizers import models
 from megazero.data.bert.word_pieces import WordPieces
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
+from tests.tables import over_table
 
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "un", "##able"]
 
@@ -56,7 +57,7 @@ def test_roles_may_be_named_beside_it(tmp_path):
     assert (words.cls, words.sep, words.mask, words.pad) == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("missing", [["[MASK]"], ["[CLS]", "[PAD]"], ["[CLS]", "[SEP]", "[MASK]", "[PAD]"]])
+@over_table("missing", [["[MASK]"], ["[CLS]", "[PAD]"], ["[CLS]", "[SEP]", "[MASK]", "[PAD]"]])
 def test_missing_special_tokens_are_named(tmp_path, missing):
     ids = {piece: i for i, piece in enumerate(VOCABULARY) if piece not in missing}
     tokenizer = tokenizer_json(tmp_path, models.WordPiece(ids, unk_token="[UNK]"))

@@ -112,7 +112,7 @@ def test_ids_that_do_not_fit_are_refused_and_never_wrapped(tmp_path, dtype, ids,
     assert [s.tolist() for s in open_indexed(tmp_path / "w")] == [[5]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "uint32", "uint64"])
+@over_table("dtype", ["float32", "uint32", "uint64"])
 def test_a_type_the_format_lacks_is_refused(tmp_path, dtype):
     with pytest.raises(DataError, match="`dtype` must be one of"):
         IndexedDatasetWriter(tmp_path / "w", dtype)

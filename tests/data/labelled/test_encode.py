@@ -97,7 +97,7 @@ def test_labels_and_choices_that_do_not_fit_get_a_sentence():
         rows(text("1", choices=("2",)))
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("causal", "changes", "says"),
     [
         (False, {"special_ids": {"cls": 1}}, r"must have \[SEP\], but n does not"),

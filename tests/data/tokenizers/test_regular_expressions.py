@@ -10,6 +10,7 @@ import pytest
 from megazero.data.tokenizers.base import Tokenizer
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
+from tests.tables import over_table
 
 BACKTRACKS = "(a+)+$"  # tries every way to divide a run of letters that something else ends
 LONG = "a" * 40 + "!"
@@ -35,7 +36,7 @@ def replace(pattern: str) -> dict[str, object]:
     return {"type": "Replace", "pattern": {"Regex": pattern}, "content": "x"}
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("pattern", "reason"),
     [
         ("(", "unmatched parenthesis"),
@@ -45,7 +46,7 @@ def replace(pattern: str) -> dict[str, object]:
         ("(?<=a|(b", "unmatched parenthesis"),
     ],
 )
-@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+@over_table("part", ["pre_tokenizer", "normalizer"])
 def test_an_expression_that_is_none_is_refused_when_loaded(tmp_path, pattern, reason, part):
     value = split(pattern) if part == "pre_tokenizer" else replace(pattern)
     with pytest.raises(

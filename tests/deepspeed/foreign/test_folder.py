@@ -23,6 +23,7 @@ from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.mpu.context import ParallelContext, solo_context
 from tests.deepspeed.foreign.small import Small, groups_of, small_batch
 from tests.deepspeed.user_models import build, on_ranks, settings, start
+from tests.tables import over_table
 
 PACKED = Path(__file__).with_name("checkpoints.zip")
 with zipfile.ZipFile(PACKED) as packed:
@@ -88,7 +89,7 @@ def whole_state(engine) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@over_table("run", RUNS)
 def test_every_tensor_is_the_runs_bit_for_bit(runs, run):
     folder = ForeignFolder(find_files(runs / run / f"global_step{STEPS}"), groups())
     expected = load_file(runs / run / "expected.safetensors")
@@ -165,7 +166,7 @@ def test_any_number_of_ranks_loads_it(runs, run, ranks, stage):
             assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("run", RUNS)
+@over_table("run", RUNS)
 def test_whole_weights_have_every_name(runs, run):
     state = get_fp32_state_dict_from_zero_checkpoint(runs / run)
     expected = load_file(runs / run / "expected.safetensors")

@@ -61,7 +61,7 @@ def test_a_topology_is_as_large_as_the_world():
         PipelineModule([nn.Linear(2, 2)], topology=ProcessTopology(["pipe", "data"], [1, 2]))
 
 
-@pytest.mark.parametrize("stages", [[0, 3], [1, 2, 3], [0, 1, 2, 3]])
+@over_table("stages", [[0, 3], [1, 2, 3], [0, 1, 2, 3]])
 def test_a_tie_group_sums_and_copies_over_some_stages(stages):
     def work(context):
         if context.pp.rank not in stages:

@@ -46,7 +46,7 @@ def test_a_regex_is_read_as_it_is_written():
     assert split("Uniform") == [0, 3, 5]
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("method", "message"),
     [
         ("profile", "must be uniform, parameters or type:REGEX, but is 'profile'"),

@@ -101,7 +101,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all():
     assert on_stages(2, 1, work) == [(1, 2.0**23, True)] * 2
 
 
-@pytest.mark.parametrize("interval", [1, 2, 3])
+@over_table("interval", [1, 2, 3])
 def test_recomputation_changes_nothing(interval):
     def work(context):
         return train(engine_of(context, settings(3), activation_checkpoint_interval=interval))

@@ -119,7 +119,7 @@ def received(log, operation="recv") -> int:
     return log.payload["cp", operation]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@over_table("ranks", [2, 3, 4])
 def test_a_ring_gets_the_keys_that_its_queries_see(ranks):
     """Half of the keys of ranks before, all of those behind; gradients in fp32 go back the same way."""
     problem = Problem(dtype=torch.bfloat16)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from megazero.optim.compressed.signs import pack_signs, packed_size, unpack_signs
+from tests.tables import over_table
 
 
 def test_the_first_number_is_the_lowest_bit_and_both_zeros_are_positive():
@@ -13,7 +13,7 @@ def test_the_first_number_is_the_lowest_bit_and_both_zeros_are_positive():
     assert pack_signs(numbers).tolist() == [[0b10001101, 0b00000001]]
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 1001])
+@over_table("numel", [0, 1, 7, 8, 9, 1001])
 def test_what_is_packed_comes_back(numel):
     numbers = torch.randn(3, numel, generator=torch.Generator().manual_seed(numel))
     packed = pack_signs(numbers)

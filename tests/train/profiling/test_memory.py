@@ -13,6 +13,7 @@ from megazero.errors import ConfigError
 from megazero.train.profiling.memory.picture import timeline_figure
 from megazero.train.profiling.memory.record import OutputTimeline, kind_of_frame, timeline_of_history
 from megazero.train.profiling.memory.timeline import Timeline
+from tests.tables import over_table
 from tests.train.profiling.runs import train
 
 PACKAGE = Path(kind_of_frame.__code__.co_filename).parents[3]
@@ -40,7 +41,7 @@ def made_by(file: str) -> str:
     return names["make"]()
 
 
-@pytest.mark.parametrize(
+@over_table(
     ("file", "kind"),
     [
         ("zero/reduce.py", "buffers"),
