@@ -38,7 +38,7 @@ SCHEDULES: Mapping[str, dict[str, Any]] = MappingProxyType(
         "WSD": {"optimizer.lr_decay_style": "WSD", "optimizer.lr_wsd_decay_iters": 4},
         "square root": {"optimizer.lr_decay_style": "inverse-square-root"},
         "samples": {**_COSINE, "training.train_iters": None, "training.train_samples": 4 * LENGTH},
-        "tokens": {**_COSINE, "optimizer.lr_decay_tokens": 128 * LENGTH, "optimizer.lr_warmup_iters": 8},
+        "tokens": {**_COSINE, "optimizer.lr_decay_tokens": 256 * LENGTH, "optimizer.lr_warmup_iters": 8},
         "share of tokens": {"optimizer.lr_decay_tokens": 128 * LENGTH, "optimizer.lr_warmup_fraction": 0.3},
         "decoupled": {"optimizer.decoupled_lr": 2e-3, "optimizer.lr_decay_iters": LENGTH},
         "muon": {"optimizer.optimizer": "muon", "optimizer.muon_scalar_lr": 1e-4, **_COSINE},
