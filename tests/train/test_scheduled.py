@@ -38,7 +38,7 @@ SCHEDULES: Mapping[str, dict[str, Any]] = MappingProxyType(
         "WSD": {"optimizer.lr_decay_style": "WSD", "optimizer.lr_wsd_decay_iters": 4},
         "square root": {"optimizer.lr_decay_style": "inverse-square-root"},
         "samples": {**_COSINE, "training.train_iters": None, "training.train_samples": 4 * LENGTH},
-        "tokens": {**_COSINE, "optimizer.lr_decay_tokens": 128 * LENGTH, "optimizer.lr_warmup_iters": 3},
+        "tokens": {**_COSINE, "optimizer.lr_decay_tokens": 256 * LENGTH, "optimizer.lr_warmup_iters": 8},
         "share of tokens": {"optimizer.lr_decay_tokens": 128 * LENGTH, "optimizer.lr_warmup_fraction": 0.3},
         "decoupled": {"optimizer.decoupled_lr": 2e-3, "optimizer.lr_decay_iters": LENGTH},
         "muon": {"optimizer.optimizer": "muon", "optimizer.muon_scalar_lr": 1e-4, **_COSINE},
@@ -88,6 +88,7 @@ CHANGES: Mapping[str, dict[str, Any]] = MappingProxyType(
         "weight decay": {"optimizer.weight_decay": 0.2},
         "end of the weight decay": {"optimizer.end_weight_decay": 0.2},
         "Muon's other rate": {"optimizer.muon_scalar_lr": 2e-4},
+        "decoupled rate": {"optimizer.decoupled_lr": 3e-3},
         "batch": {"batch.global_batch_size": 8},
         "ramp": {"batch.rampup_batch_size": (4, 4, 40)},
         "lengths": {"curriculum.seqlen_total_curriculum_step": 20},
@@ -226,7 +227,7 @@ def test_a_checkpoint_without_lengths_and_one_s_wish() -> None:
 
 
 def test_a_schedule_that_began_in_the_middle_is_the_same_at_each_resume() -> None:
-    """A warmup in iterations is counted in tokens from where its batch size began, not from the last resume."""
+    """A warmup in iterations is counted from where its batch size began, not from the last resume."""
     settings = {"optimizer.lr_decay_tokens": 4096, "optimizer.lr_warmup_iters": 7}
     first, second = (make_config({**settings, "batch.global_batch_size": size}) for size in (4, 8))
     began = training_plan_of(first, 1).before(3)
