@@ -191,8 +191,8 @@ def test_no_flag_is_both_ours_and_foreign() -> None:
 def test_a_value_that_begins_with_a_dash_is_one_problem_that_names_the_equals_sign() -> None:
     result = scan(["--hybrid-layer-pattern", "--MM"])
     assert result.problems == [
-        "`--hybrid-layer-pattern` must be followed by a value; one that begins with a dash is joined to it by an "
-        "equals sign: `--hybrid-layer-pattern=--MM`."
+        "`--hybrid-layer-pattern` must be followed by a value; one that begins with a dash is joined to it "
+        "by an equals sign: `--hybrid-layer-pattern=--MM`."
     ]
     assert [setting.value for setting in result.settings] == ["--MM"]
     # A flag that is only misspelled stays one.
