@@ -110,6 +110,8 @@ def _load(
             array = np.load(path, allow_pickle=False, mmap_mode="r")
         except FileNotFoundError as error:
             raise _Unusable(f"array {name} is missing") from error
+        except MemoryError:  # which says nothing of the file
+            raise
         except Exception as error:
             # numpy parses a text header: foreign bytes can trip it in many ways, all of which mean the same.
             raise _Unusable(f"array {name} is not a .npy file: {error}") from error

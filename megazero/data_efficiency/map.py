@@ -121,6 +121,8 @@ class MetricFolder:
                 f"`{path}` must exist, but does not: samples {self.grid[chunk].start}.."
                 f"{self.grid[chunk].stop - 1} are not measured yet; run the map task of every worker first."
             ) from None
+        except MemoryError:  # which says nothing of the file
+            raise
         except Exception as error:
             # numpy parses a text header: foreign bytes can trip it in many ways, all of which mean the same.
             raise DataError(

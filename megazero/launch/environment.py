@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megazero.errors import ConfigError
+from megazero.errors import NOT_SHOWN, ConfigError, is_secret
 from megazero.regular_file import read_regular, why_unreadable
 
 SENT_PREFIXES = (
@@ -19,7 +19,6 @@ SENT_PREFIXES = (
 )
 NEVER_SENT = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "MEGAZERO_LAUNCH", "PYTHONUNBUFFERED")
 """They describe this machine or a launch around this one."""
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 _NO_DEVICES = ("", "-1", "NoDevFiles")  # the last is SLURM's
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -33,11 +32,6 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is not to be shown."""
-    return _SECRET.search(name) is not None
-
-
 def without_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """The variables that may be seen in lists of processes, and the names of the others."""
     kept = {name: value for name, value in variables.items() if not is_secret(name)}
@@ -46,7 +40,7 @@ def without_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[
 
 def shown(variables: Mapping[str, str]) -> list[str]:
     """Lines ``NAME=VALUE`` for people, without the values that are secrets."""
-    return [f"{name}={'(not shown)' if is_secret(name) else shlex.quote(v)}" for name, v in variables.items()]
+    return [f"{name}={NOT_SHOWN if is_secret(name) else shlex.quote(v)}" for name, v in variables.items()]
 
 
 def environment_files(variables: Mapping[str, str], home: Path, folder: Path) -> list[Path]:

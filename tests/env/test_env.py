@@ -268,12 +268,14 @@ def test_the_document_holds_all_facts_and_problems():
 
 
 def test_this_machine_is_described(monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_KEY", "hidden")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("SOME_SECRET", "x")
     env = gather(ranks=3)
     assert env.ranks == 3
     assert env.versions.torch == torch.__version__
     assert env.variables["NCCL_DEBUG"] == "INFO"
+    assert env.variables["TRITON_CACHE_KEY"] == "(not shown)"  # as `megazero launch` has it
     assert "SOME_SECRET" not in env.variables
     assert {row.operator for row in env.operators} >= {"attention", "update", "swiglu"}
     assert env.memory.total is None or env.memory.total > GIB

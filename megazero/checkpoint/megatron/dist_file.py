@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megazero.checkpoint.box import Box, gaps_or_overlaps
 from megazero.checkpoint.disk import Disk
-from megazero.checkpoint.megatron.pickles import reason_of
+from megazero.checkpoint.megatron.pickles import unreadable
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import SHARD_BYTES, deal
 from megazero.errors import CheckpointError, DamagedCheckpointError
@@ -188,10 +188,7 @@ def read_metadata(folder: Path) -> Mapping[str, SavedArray]:
             f"version of torch that megazero knows"
         ) from error
     except Exception as error:  # a damaged pickle can fail in any way
-        raise DamagedCheckpointError(
-            f"`{path}` must be as torch.distributed.checkpoint wrote it, but cannot be read: "
-            f"{type(error).__name__}: {error}; copy it again"
-        ) from error
+        raise unreadable(path, "be as torch.distributed.checkpoint wrote it", error) from error
     for name, array in arrays.items():
         if wrong := gaps_or_overlaps(array.shape, [saved.box for saved in array.boxes]):
             raise DamagedCheckpointError(f"`{path}` must hold all of {name}, but {wrong}; copy all files")
@@ -244,10 +241,8 @@ def read_array(folder: Path, array: SavedArray, box: Box) -> Tensor:
                 raise ValueError(f"it is of {part.dtype}, not {array.dtype}")
             whole[shared.within(box)].copy_(part.view(saved.box.shape)[shared.within(saved.box)])
         except Exception as error:  # a damaged pickle can fail in any way
-            raise DamagedCheckpointError(
-                f"`{path}` must hold a tensor {list(saved.box.shape)} at byte {saved.start}, but does not: "
-                f"{reason_of(error)}; copy it again"
-            ) from error
+            what = f"hold a tensor {list(saved.box.shape)} at byte {saved.start}"
+            raise unreadable(path, what, error) from error
     return whole
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megazero.errors import CheckpointError, DamagedCheckpointError
+from megazero.errors import CheckpointError, DamagedCheckpointError, is_memory_failure
 from megazero.regular_file import open_regular
 
 # What is stored besides tensors and plain values: states of numpy's generators, enums among the arguments,
@@ -121,14 +121,14 @@ def load_pickle(
     except pickle.UnpicklingError as error:
         named = _NAMED.search(str(error))
         if named is None:
-            raise _damaged(path, reason_of(error)) from error
+            raise unreadable(path, "be a file of torch.save", error) from error
         name = named[1] if "." in named[1] else f"builtins.{named[1]}"
         raise CheckpointError(
             f"`{path}` must hold only tensors and plain values, but names {name}, which was not called; "
             + remedy.format(name)
         ) from error
     except Exception as error:  # a damaged pickle can fail in any way
-        raise _damaged(path, reason_of(error)) from error
+        raise unreadable(path, "be a file of torch.save", error) from error
 
 
 def reason_of(error: Exception) -> str:
@@ -150,9 +150,7 @@ def parsed(path: Path, what: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except Exception as error:
-        raise DamagedCheckpointError(
-            f"`{path}` must hold {what}, but does not: {reason_of(error)}; copy it again"
-        ) from error
+        raise unreadable(path, f"hold {what}", error) from error
 
 
 @contextmanager
@@ -173,9 +171,15 @@ def _name(allowed: SafeGlobal) -> str:
     return allowed[1] if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"
 
 
-def _damaged(path: Path, reason: str) -> DamagedCheckpointError:
+def unreadable(path: Path, what: str, error: Exception) -> CheckpointError:
+    """The refusal of a file that could not be read as it must: it is damaged, unless memory was too little."""
+    if is_memory_failure(error):
+        return CheckpointError(
+            f"`{path}` must be read into memory, but there is too little ({reason_of(error)}); free some, or "
+            "raise `ulimit -v`"
+        )
     return DamagedCheckpointError(
-        f"`{path}` must be a file of torch.save, but cannot be read: {reason}; copy it again"
+        f"`{path}` must {what}, but cannot be read: {reason_of(error)}; copy it again"
     )
 
 

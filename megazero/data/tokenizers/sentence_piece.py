@@ -23,9 +23,13 @@ _TRIAL = """
 import sys
 seconds, memory, *sys.path = sys.argv[1:]
 import resource
-resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 1))
-resource.setrlimit(resource.RLIMIT_AS, (int(memory), int(memory)))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def limit(kind, soft, hard):
+    most = resource.getrlimit(kind)[1]
+    soft, hard = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (soft, hard))
+    resource.setrlimit(kind, (soft, hard))
+limit(resource.RLIMIT_CPU, int(seconds), int(seconds) + 1)
+limit(resource.RLIMIT_AS, int(memory), int(memory))
+limit(resource.RLIMIT_CORE, 0, 0)
 import sentencepiece
 model = sentencepiece.SentencePieceProcessor()
 try:
@@ -33,8 +37,10 @@ try:
     model.id_to_piece(list(range(model.get_piece_size())))
     model.decode(model.encode("Two  words, \\u00bd na\\u00efve \\u732b\\n"))
 except (RuntimeError, ValueError) as error:
-    sys.exit(str(error))
+    print(error, file=sys.stderr)
+    sys.exit(3)
 """
+_NO_MODEL = 3
 _TRIAL_SECONDS = 3
 _SECONDS_PER_MEGABYTE = 2  # 256,000 pieces are 4 MB, and load in half a second
 _TRIAL_MEMORY = 8 << 30
@@ -53,21 +59,38 @@ def load_model(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]
 
     content = path.read_bytes()
     seconds = _TRIAL_SECONDS + _SECONDS_PER_MEGABYTE * len(content) // 10**6
-    trial = subprocess.run(
-        [sys.executable, "-S", "-c", _TRIAL, str(seconds), str(_TRIAL_MEMORY), *sys.path],
-        input=content,
-        capture_output=True,
-        check=False,
-    )
+    command = [sys.executable, "-S", "-c", _TRIAL, str(seconds), str(_TRIAL_MEMORY), *sys.path]
+    try:
+        trial = subprocess.run(command, input=content, capture_output=True, check=False)
+    except OSError as error:  # there is no memory for another process
+        raise _not_tried(path, error.strerror or str(error)) from error
     if trial.returncode == -signal.SIGXCPU:
         raise _unsuitable(path, f"loading it takes more than {seconds} s")
-    if trial.returncode < 0:
-        raise _unsuitable(path, f"loading it ends the process with {signal.Signals(-trial.returncode).name}")
-    if trial.returncode > 0:
-        raise _unsuitable(path, trial.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300])
+    if trial.returncode != 0:
+        last = trial.stderr.decode(errors="replace").strip().rpartition("\n")[2][:300]
+        if trial.returncode < 0:
+            last = f"loading it ends the process with {signal.Signals(-trial.returncode).name}"
+        if trial.returncode != _NO_MODEL and 0 <= memory_limit() < _TRIAL_MEMORY:
+            raise _not_tried(path, last)
+        raise _unsuitable(path, last)
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(content)
     return content, processor
+
+
+def memory_limit() -> int:
+    """Bytes of memory that a process may have here (`ulimit -v`); -1 if there is no limit."""
+    import resource
+
+    return resource.getrlimit(resource.RLIMIT_AS)[1]
+
+
+def _not_tried(path: Path, reason: str) -> DataError:
+    limit = f"may have {memory_limit() >> 20:,} MiB" if memory_limit() >= 0 else "has no limit of its own"
+    return DataError(
+        f"`--tokenizer-model` must be loaded by a process of its own first, but {path} was not ({reason}), "
+        f"where a process {limit}; raise `ulimit -v`, or free memory."
+    )
 
 
 def _unsuitable(path: Path, reason: str) -> DataError:

@@ -10,6 +10,7 @@ import random
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -163,3 +164,21 @@ def test_what_others_have_allowed_is_not_called(tmp_path):
         assert set(torch.serialization.get_safe_globals()) == set(before)
         with pytest.raises(CheckpointError, match="names random.Random, which was not called"):
             load_pickle(tmp_path / "a.pt")
+
+
+def test_too_little_memory_does_not_make_a_file_damaged(tmp_path, monkeypatch):
+    """It was told to be copied again; and no message passes on torch's advice to lift the restrictions."""
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(2)}, path)
+    failures = [
+        (MemoryError("9 GB"), "there is too little"),
+        (RuntimeError("unable to mmap 80 bytes: Cannot allocate memory (12)"), "there is too little"),
+        (RuntimeError("unexpected end"), "copy it again"),
+        (pickle.UnpicklingError("set `weights_only` to False. WeightsUnpickler error: Bad op\n"), "Bad op"),
+    ]
+    for failure, said in failures:
+        monkeypatch.setattr(torch, "load", Mock(side_effect=failure))
+        with pytest.raises(CheckpointError, match=said) as refusal:
+            load_pickle(path)
+        assert isinstance(refusal.value, DamagedCheckpointError) == (said != "there is too little")
+        assert "weights_only" not in str(refusal.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from megazero.data.tokenizers import sentence_piece
 from megazero.data.tokenizers.build import TokenizerSpec, build_tokenizer
 from megazero.errors import DataError
+from tests.source_tree import ROOT
 
 
 @pytest.mark.parametrize("kind", ["GPTSentencePieceTokenizer", "SentencePieceTokenizer"])
@@ -41,5 +44,26 @@ def test_a_model_that_breaks_the_library_breaks_another_process(unigram_model, m
     trial = sentence_piece._TRIAL
     assert trial.count("import sentencepiece\n") == 1
     monkeypatch.setattr(sentence_piece, "_TRIAL", trial.replace("import sentencepiece\n", fate + "\n"))
+    with pytest.raises(DataError, match=reason):
+        build_tokenizer(TokenizerSpec("GPTSentencePieceTokenizer", model=unigram_model))
+
+
+def test_too_little_memory_is_no_fault_of_the_model(unigram_model, monkeypatch):
+    """Under a hard limit the trial could not set its own, and every model was "not one"."""
+    below_the_trials = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30));"
+        "from pathlib import Path; from megazero.data.tokenizers.sentence_piece import load_model;"
+        "print(load_model(Path(sys.argv[1]))[1].get_piece_size())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", below_the_trials, unigram_model], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.stdout.strip(), done.stderr) == ("120", "")
+    trial = sentence_piece._TRIAL.replace("import sentencepiece\n", "x = bytearray(1 << 40)\n")
+    monkeypatch.setattr(sentence_piece, "_TRIAL", trial)
+    monkeypatch.setattr(sentence_piece, "memory_limit", lambda: 1 << 30)
+    reason = (
+        r"by a process of its own first, but .* was not \(MemoryError\), where a process may have 1,024 MiB"
+    )
     with pytest.raises(DataError, match=reason):
         build_tokenizer(TokenizerSpec("GPTSentencePieceTokenizer", model=unigram_model))
