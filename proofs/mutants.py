@@ -109,6 +109,9 @@ def measured(folder: Path, workers: int, parts: Iterable[str] | None) -> Measure
         print(f"{' '.join(names)}: {passed} passed in {answer['seconds']} s", flush=True)
         if answer["code"] not in (0, 5):
             print(f"  not clean without a fault: {answer.get('failed') or answer['code']}", flush=True)
+            for test, entry in answer.get("tests", {}).items():
+                if "why" in entry:
+                    print(f"  {test}:\n{entry['why']}", flush=True)
 
     in_turns(places, runs_of(missing), measure)
     return tests

@@ -13,6 +13,7 @@ from megazero.ablate.progress import ProgressTable
 from megazero.ablate.runs import Command, Failure, run_all, training_command
 from megazero.ablate.study import Member, StudyOptions, chosen, read_study, with_teachers
 from megazero.ablate.trial import Trial, trials_of
+from megazero.commands.outputs import output_folder
 from megazero.config.words import split_training_flags
 from megazero.errors import ConfigError, MegazeroError, exit_status
 
@@ -60,7 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--baseline", metavar="NAME", help="the one that the others are compared with (default: the first)"
     )
     parser.add_argument(
-        "--out", type=Path, help="where everything is written (default: out/ablate/ and the folder's name)"
+        "--out",
+        type=output_folder,
+        help="where everything is written (default: out/ablate/ and the folder's name)",
     )
     return parser
 

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megazero.commands.outputs import output_folder
 from megazero.config.resolve import resolve_or_exit
 from megazero.config.tree.config import Config
 from megazero.errors import ConfigError, exit_status
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         required=True,
-        type=Path,
+        type=output_folder,
         metavar="DIR",
         help="folder of the analysis; files go to DIR/loss",
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megazero.commands.metrics_file import read_metrics
+from megazero.commands.outputs import output_picture
 from megazero.errors import ConfigError, exit_status
 from megazero.pictures import check_suffix, new_figure
 from megazero.train.observe.incidents import page, read_incidents
@@ -33,7 +34,9 @@ def build_incidents_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--metrics", type=Path, help="a file of --metrics-jsonl, whose loss and norm are drawn with them"
     )
-    parser.add_argument("--output", type=Path, help="draw them over time into this file (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--output", type=output_picture, help="draw them over time into this file (.png, .svg or .pdf)"
+    )
     return parser
 
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megazero.commands.outputs import output_file
 from megazero.errors import exit_status
 from megazero.train.profiling.merge import alignment_lines, merge_traces
 
@@ -19,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=Path, help="the folder of one step, such as profile/step11")
     parser.add_argument(
-        "--output", type=Path, help="the file to write; default: merged.json.gz in the folder"
+        "--output", type=output_file, help="the file to write; default: merged.json.gz in the folder"
     )
     return parser
 

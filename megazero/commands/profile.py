@@ -7,11 +7,11 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from megazero.commands.outputs import output_file
 from megazero.env.gather import host_memory
 from megazero.errors import ConfigError, exit_status
 from megazero.mpu.cores import usable_cores
@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="the device whose network, disks and peaks are taken, as they cannot be measured here (default: "
         "the one with the GPU's name, or cpu)",
     )
-    parser.add_argument("--output", type=Path, help="the file to write (.json)")
+    parser.add_argument("--output", type=output_file, help="the file to write (.json)")
     return parser
 
 
@@ -57,8 +57,6 @@ def _profile(flags: argparse.Namespace) -> None:
     most = torch.cuda.device_count() if kind == "cuda" else 64 * usable_cores()
     if not 1 <= ranks <= most:
         raise ConfigError(f"`--nproc` must be from 1 to {most} here, but is {ranks}; correct it")
-    if flags.output is not None and not flags.output.parent.is_dir():
-        raise ConfigError(f"`--output` must lie in a folder, but `{flags.output.parent}` is none; make it")
     like = Device.load(flags.like or name_like(kind))
     measured = Measured(**on_ranks(ranks, kind, measured_here))
     device = Device.of(document(measured, like, ranks, kind), "what was measured")

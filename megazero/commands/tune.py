@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megazero.commands.outputs import output_folder
 from megazero.commands.training_words import positive, training_words
 from megazero.config.flags import scan
 from megazero.config.resolve import parse_config
@@ -62,7 +63,7 @@ def build_tune_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_folder,
         help="a folder for the best layouts as YAML files, and for plans.jsonl, from which a search goes on",
     )
     return parser

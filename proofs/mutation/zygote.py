@@ -61,7 +61,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report) -> None:
         if report.failed:
             self.failed = self.failed or report.nodeid
-            self.tests[report.nodeid]["passed"] = False
+            self.tests[report.nodeid] |= {"passed": False, "why": report.longreprtext}
         if report.skipped:
             self.tests[report.nodeid]["passed"] = False
 

@@ -381,10 +381,6 @@ def test_where_nothing_fits_the_status_and_a_line_say_so(capsys):
     ("own", "said"),
     [
         (["--gpus", "4"], "`CONFIG` must be a YAML file of a training"),
-        (
-            ["--gpus", "4", "--output", __file__, "--", *GPT.split()],
-            "must be a file of plans that can be read",
-        ),
         (["--gpus", "4", "--device", "abacus", "--", *GPT.split()], "`--device` must be one of"),
     ],
 )

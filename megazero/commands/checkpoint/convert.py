@@ -21,6 +21,7 @@ from megazero.checkpoint.tensor_file import Later, narrowed
 from megazero.checkpoint.writer import NAMES, write_checkpoint
 from megazero.commands.checkpoint.hf import parse_size
 from megazero.commands.checkpoint.stream import whole_tensors
+from megazero.commands.outputs import output_folder
 from megazero.commands.show import printable, size_text
 from megazero.errors import CheckpointError
 from megazero.version import VERSION
@@ -41,7 +42,9 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument(
         "source", metavar="CKPT", help="a checkpoint, or a run's folder, whose newest is taken"
     )
-    parser.add_argument("out", metavar="OUT", help="folder of a run for the result, made if missing")
+    parser.add_argument(
+        "out", metavar="OUT", type=output_folder, help="folder of a run for the result, made if missing"
+    )
     parser.add_argument(
         "--dtype",
         choices=[name for name, _ in _DTYPES],
@@ -91,7 +94,7 @@ def run(flags: argparse.Namespace) -> int:
         return 0
     choice = Choice(dtype, flags.weights_only, parse_size(flags.max_shard_size))
     with CheckpointReader(one_checkpoint(Path(flags.source))) as reader:
-        written = CheckpointReader(convert(reader, Path(flags.out), choice))
+        written = CheckpointReader(convert(reader, flags.out, choice))
     print(f"read   {printable(reader.folder)}")
     size = sum(entry.size for entry in written.directory.files().values())
     files = sum(name.endswith(".safetensors") for name in written.directory.files())

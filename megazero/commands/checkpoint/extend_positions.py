@@ -18,6 +18,7 @@ from megazero.checkpoint.reader import CheckpointReader
 from megazero.checkpoint.tensor_file import Later
 from megazero.checkpoint.writer import write_checkpoint
 from megazero.commands.checkpoint.stream import whole_tensors
+from megazero.commands.outputs import output_folder
 from megazero.commands.show import printable
 from megazero.errors import CheckpointError, ConfigError
 from megazero.train.resume.saved import saved_model
@@ -38,7 +39,9 @@ def add_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     parser.add_argument(
         "source", metavar="CKPT", help="a checkpoint, or a run's folder, whose newest is taken"
     )
-    parser.add_argument("out", metavar="OUT", help="folder of the new run; it must hold no checkpoints")
+    parser.add_argument(
+        "out", metavar="OUT", type=output_folder, help="folder of the new run; it must hold no checkpoints"
+    )
     parser.add_argument(
         "--max-position-embeddings", type=int, required=True, metavar="N", help="positions of the result"
     )
@@ -49,7 +52,7 @@ def run(flags: argparse.Namespace) -> int:
     """Extend, and print how to go on."""
     folder = one_checkpoint(Path(flags.source))
     with CheckpointReader(folder) as reader:
-        written = extend_positions(reader, Path(flags.out), flags.max_position_embeddings)
+        written = extend_positions(reader, flags.out, flags.max_position_embeddings)
     print(f"read   {printable(folder)}")
     print(f"wrote  {printable(written)}: {flags.max_position_embeddings} positions")
     print(

@@ -10,6 +10,7 @@ from megazero.checkpoint.hf.approximation import APPROXIMATIONS
 from megazero.checkpoint.hf.architectures import ARCHITECTURES
 from megazero.checkpoint.hf.convert import Imported, convert_from_hf, convert_to_hf
 from megazero.checkpoint.hf.writer import DTYPES, Exported
+from megazero.commands.outputs import output_folder
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
 
@@ -31,7 +32,7 @@ def to_hf_parser() -> argparse.ArgumentParser:
         description="Write a checkpoint as a folder that transformers loads.",
     )
     parser.add_argument("checkpoint", help="a checkpoint, or a run's folder, whose newest is taken")
-    parser.add_argument("out", help="folder to write; it must be new or empty")
+    parser.add_argument("out", type=output_folder, help="folder to write; it must be new or empty")
     parser.add_argument(
         "--dtype",
         choices=[name for pair in _SHORT_DTYPES for name in pair],
@@ -65,7 +66,7 @@ def from_hf_parser() -> argparse.ArgumentParser:
         description="Write the weights of a local Hugging Face model such as Llama or BERT as a checkpoint.",
     )
     parser.add_argument("hf", help="folder with config.json and model.safetensors or its shards")
-    parser.add_argument("out", help="folder of the new run; it must hold no checkpoints")
+    parser.add_argument("out", type=output_folder, help="folder of the new run; it must hold no checkpoints")
     return parser
 
 

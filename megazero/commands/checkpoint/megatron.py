@@ -15,6 +15,7 @@ from megazero.checkpoint.megatron.convert import import_megatron
 from megazero.checkpoint.megatron.folder import Form
 from megazero.checkpoint.megatron.reader import ImportOptions, MegatronReader
 from megazero.checkpoint.part import WEIGHT
+from megazero.commands.outputs import output_folder
 from megazero.config.tree.tokenizer import TokenizerConfig
 from megazero.errors import ConfigError, exit_status
 from megazero.regular_file import read_regular_text
@@ -33,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "source", metavar="SRC", help="a run's folder, whose newest checkpoint is taken, or one checkpoint's"
     )
-    parser.add_argument("out", metavar="OUT", help="run folder for the new checkpoint")
+    parser.add_argument("out", metavar="OUT", type=output_folder, help="run folder for the new checkpoint")
     parser.add_argument(
         "--trust-pickle",
         action="store_true",

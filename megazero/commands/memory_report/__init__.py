@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megazero.commands.memory_report.picture import draw_memory
 from megazero.commands.memory_report.table import COLUMNS, merge_alike, read_memory, rows, verdict
+from megazero.commands.outputs import output_picture
 from megazero.commands.training_words import positive
 from megazero.config.resolve import parse_config
 from megazero.config.words import split_training_flags
@@ -26,7 +27,9 @@ def build_memory_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("metrics", metavar="METRICS", nargs="?", type=Path, help="a file of --metrics-jsonl")
     parser.add_argument("--nproc", type=positive, help="ranks of the training whose flags follow after `--`")
-    parser.add_argument("--output", type=Path, help="also draw it into this file (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--output", type=output_picture, help="also draw it into this file (.png, .svg or .pdf)"
+    )
     return parser
 
 

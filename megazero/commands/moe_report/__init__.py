@@ -9,6 +9,7 @@ from pathlib import Path
 from megazero.commands.moe_report.balance import COLUMNS, rows, verdict
 from megazero.commands.moe_report.loads import LoadRecord, read_loads, together
 from megazero.commands.moe_report.picture import draw, idlest_layer
+from megazero.commands.outputs import output_picture
 from megazero.errors import ConfigError, exit_status
 
 
@@ -22,7 +23,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "where", metavar="WHERE", type=Path, help="a file of --metrics-jsonl, a checkpoint, or a run's folder"
     )
-    parser.add_argument("--output", type=Path, help="also draw it into this file (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--output", type=output_picture, help="also draw it into this file (.png, .svg or .pdf)"
+    )
     parser.add_argument(
         "--threshold",
         type=float,

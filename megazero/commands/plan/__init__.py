@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
+from megazero.commands.outputs import output_file, output_picture
 from megazero.commands.training_words import positive
 from megazero.config.derive import replicas_per_node
 from megazero.config.resolve import parse_config
@@ -54,8 +54,12 @@ def build_parser() -> argparse.ArgumentParser:
     schedule.add_argument("--input", type=float, default=1.0, help="time of a stage's I (default 1)")
     schedule.add_argument("--weight", type=float, default=1.0, help="time of a stage's W (default 1)")
     schedule.add_argument("--transfer", type=float, default=0.0, help="time of a message (default 0)")
-    schedule.add_argument("--output", help="also draw it into this file (.png, .svg or .pdf)")
-    schedule.add_argument("--trace", help="also write it for chrome://tracing into this file (.json)")
+    schedule.add_argument(
+        "--output", type=output_picture, help="also draw it into this file (.png, .svg or .pdf)"
+    )
+    schedule.add_argument(
+        "--trace", type=output_file, help="also write it for chrome://tracing into this file (.json)"
+    )
     communicators = subjects.add_parser(
         "communicators",
         help="what a training opens between its ranks over NCCL",
@@ -112,7 +116,7 @@ def _plan_schedule(flags: argparse.Namespace, training: Sequence[str] | None) ->
         if flags.output is not None:
             draw(timeline, flags.output)
         if flags.trace is not None:
-            Path(flags.trace).write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
+            flags.trace.write_text(json.dumps(chrome_trace(timeline)), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"`--output` and `--trace` must be writable files, but: {error}") from error
 

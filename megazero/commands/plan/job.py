@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from megazero.commands.outputs import output_folder
 from megazero.commands.training_words import positive, training_words
 from megazero.config.resolve import BrokenRules, parse_config
 from megazero.errors import ConfigError
@@ -46,7 +47,7 @@ def build_job_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_folder,
         help="a folder for plan.json, timeline.svg, trace.json (for chrome://tracing) and memory.svg",
     )
     return parser

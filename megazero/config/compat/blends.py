@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megazero.config.words import is_number
 from megazero.errors import DataError
-from megazero.regular_file import read_regular_text
+from megazero.regular_file import read_regular_text, why_unreadable
 
 MARK = "@"
 """It begins the name of a file with a blend, where the blend itself could stand."""
@@ -26,7 +26,7 @@ def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
         split: train, valid or test, whose blend is asked for.
 
     Raises:
-        DataError: the file is not there, or of no such form.
+        DataError: the file is not there, is empty, or of no such form.
     """
     if len(entries) != 1 or not entries[0].startswith(MARK):
         return tuple(entries)
@@ -34,7 +34,10 @@ def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
     try:
         text = read_regular_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"a file with a blend must be readable text, but {path} is not ({error}).") from error
+        why = why_unreadable(error) if isinstance(error, OSError) else error
+        raise DataError(f"a file with a blend must be readable text, but {path} is not: {why}.") from error
+    if not text.strip():
+        raise DataError(f"a file with a blend must name datasets, but {path} is empty; write one into it.")
     if text.lstrip().startswith("{"):
         return _of_json(text, split, path)
     if re.search(r"[\d.]+:[\d.]+\s", text):
@@ -48,8 +51,10 @@ def expanded(entries: Sequence[str], split: str) -> tuple[str, ...]:
 def _of_json(text: str, split: str, path: Path) -> tuple[str, ...]:
     try:
         blend = json.loads(text)[split]
-    except (ValueError, KeyError) as error:
-        raise DataError(f"{path} must be a JSON with a blend for {split}, but is not ({error!r}).") from error
+    except ValueError as error:
+        raise DataError(f"a file with a blend must be valid JSON, but {path} is not: {error}.") from error
+    except KeyError:
+        raise DataError(f"{path} must have a blend for {split}, but has no such key; add it.") from None
     words = blend if isinstance(blend, list) else str(blend).split()
     return tuple(str(word) for word in words)
 

@@ -38,7 +38,7 @@ class Reading:
         assumed: forks whose flags are on it, though none is named.
         ignored: flags without effect.
         problems: why it cannot be read.
-        replaced: the flag of a fork, with its values -> what is read instead.
+        replaced: the flag of a fork or another trainer, with its values -> what is read instead.
         given: every flag of the line, with dashes -> its values.
         left_out: what it leaves out.
     """
@@ -52,12 +52,21 @@ class Reading:
     left_out: Meant = Meant()
 
     def warnings(self) -> list[str]:
-        """The line on what was read as something else; none if nothing was."""
-        if not self.replaced:
-            return []
-        pairs = "; ".join(f"`{theirs}` as `{ours}`" for theirs, ours in self.replaced.items())
+        """A line on the flags of a fork that were read as others, and one on names that any trainer uses."""
         whose = f" (`{COMMAND} {self.assumed[0]}` says so)" if self.assumed else ""
-        return [f"flags of a fork are read as what they mean here{whose}: {pairs}."]
+        named = {theirs: dashed(theirs.partition(" ")[0]) in SYNONYMS for theirs in self.replaced}
+        lines = []
+        for whoever, what in (
+            (False, f"of a fork are read as what they mean here{whose}"),
+            (True, "are read as what they mean here"),
+        ):
+            pairs = [
+                f"`{theirs}` as `{ours}`"
+                for theirs, ours in self.replaced.items()
+                if named[theirs] is whoever
+            ]
+            lines += [f"flags {what}: {'; '.join(pairs)}."] if pairs else []
+        return lines
 
 
 def translate(argv: Sequence[str], known: Mapping[str, str]) -> Reading:

@@ -37,12 +37,20 @@ def test_what_is_no_file_stays() -> None:
     assert expanded(("1", "a", "2", "b"), "train") == ("1", "a", "2", "b")
 
 
-def test_a_file_that_is_not_there_or_says_nothing_of_the_split(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="must be readable text"):
-        expanded((f"@{tmp_path}/none",), "train")
-    (tmp_path / "blend").write_text('{"valid": []}', encoding="utf-8")
-    with pytest.raises(DataError, match="must be a JSON with a blend for train"):
-        expanded((f"@{tmp_path}/blend",), "train")
+def test_a_file_without_a_blend_of_the_split_is_named(tmp_path: Path) -> None:
+    """An empty file was said to be a data source that is none."""
+    contents = {
+        "empty": (b" \n", "must name datasets, but .*empty is empty"),
+        "binary": (b"\x80", "must be readable text, but .*binary is not"),
+        "cut": (b'{"train": [', "must be valid JSON, but .*cut is not: .*line 1 column 12"),
+        "another": (b'{"valid": []}', "another must have a blend for train"),
+    }
+    for name, (content, _) in contents.items():
+        (tmp_path / name).write_bytes(content)
+    said = {name: reason for name, (_, reason) in contents.items()}
+    for name, reason in (said | {"none": "must be readable text, but .*none is not: No such file"}).items():
+        with pytest.raises(DataError, match=reason):
+            expanded((f"@{tmp_path}/{name}",), "train")
 
 
 def test_parts_are_shares_of_the_sequences() -> None:

@@ -1,0 +1,46 @@
+"""Types of flags that name what a command writes at its end: refused by argparse, before any work is done."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from megazero.pictures import SUFFIXES
+
+
+def output_file(text: str) -> Path:
+    """A file that can be written, in a folder that is there; what it holds is replaced."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, but {path} is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"must lie in a folder, but `{path.parent}` is none; make it")
+    _check_writable(path if path.exists() else path.absolute().parent)
+    return path
+
+
+def output_picture(text: str) -> Path:
+    """A file that can be written and drawn into."""
+    path = output_file(text)
+    if path.suffix.lower() not in SUFFIXES:
+        raise argparse.ArgumentTypeError(f"must end in one of {', '.join(SUFFIXES)}, but is {path.name}")
+    if find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("needs matplotlib, which is not installed; `pip install matplotlib`")
+    return path
+
+
+def output_folder(text: str) -> Path:
+    """A folder that can be written to, or made."""
+    path = Path(text)
+    above = next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
+    if not above.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a folder, but {above} is none; name another")
+    _check_writable(above)
+    return path
+
+
+def _check_writable(path: Path) -> None:
+    if not os.access(path, os.W_OK):
+        raise argparse.ArgumentTypeError(f"must be writable, but {path} may not be written; name another")
