@@ -36,7 +36,6 @@ from itertools import combinations, islice, permutations
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
@@ -358,8 +357,17 @@ class Peer:
     load: Callable[[dict[str, Tensor], Path], dict[str, Tensor]]
 
 
+def save_dcp(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Save by torch's own writer."""
+    import torch.distributed.checkpoint as dcp  # takes seconds
+
+    dcp.save(tensors, checkpoint_id=folder, no_dist=True)
+
+
 def load_dcp(like: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """Load into new tensors of the same shapes."""
+    import torch.distributed.checkpoint as dcp
+
     state = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
@@ -376,11 +384,7 @@ PEERS = (
         lambda tensors, folder: save_file(tensors, folder / "all.safetensors"),
         lambda like, folder: load_file(folder / "all.safetensors"),
     ),
-    Peer(
-        "torch.distributed.checkpoint",
-        lambda tensors, folder: dcp.save(tensors, checkpoint_id=folder, no_dist=True),
-        load_dcp,
-    ),
+    Peer("torch.distributed.checkpoint", save_dcp, load_dcp),
 )
 
 

@@ -19,12 +19,24 @@ from megazero.mpu.group import Group
 from megazero.mpu.thread_group import ThreadWorld
 
 transformers = pytest.importorskip("transformers")
-sdpa = pytest.importorskip("transformers.integrations.sdpa_attention")
-masking = pytest.importorskip("transformers.masking_utils")
 
 LENGTH, VOCABULARY, STEPS, RATE, CLIP = 16, 61, 3, 0.2, 0.3
 SHAPE = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
+
+
+def sdpa_attention_forward() -> Any:
+    """The attention that models of transformers call; its modules take seconds to import."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    return sdpa_attention_forward
+
+
+def masking() -> Any:
+    """The module that makes their masks."""
+    import transformers.masking_utils
+
+    return transformers.masking_utils
 
 
 def llama() -> nn.Module:
@@ -110,7 +122,7 @@ def _trains(rank: int, size: int, ranks: int, stage: int, recipe: str) -> None:
                 torch.testing.assert_close(param.detach(), weights[name].detach(), rtol=1e-4, atol=1e-6)
     finally:
         del attentions["sdpa"]
-        del masking.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+        del masking().ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -142,9 +154,9 @@ def asked(positions: Tensor, length: int, padding: Tensor | None, **config: Any)
     """What a model asks the table of masks for, with or without a window."""
     shape = transformers.LlamaConfig(attn_implementation="sdpa", **config)
     ask = (
-        masking.create_sliding_window_causal_mask
+        masking().create_sliding_window_causal_mask
         if "sliding_window" in config
-        else masking.create_causal_mask
+        else masking().create_causal_mask
     )
     return ask(shape, torch.zeros(len(positions), length, 1), padding, None, position_ids=positions)
 
@@ -153,7 +165,7 @@ def attended(
     monkeypatch, parts: list[Tensor], positions: Tensor, padding: Tensor | None, ranks: int, **config: Any
 ) -> Tensor:
     """[b, s, n d], by so many ranks that are threads; one asks transformers alone."""
-    attend = sdpa.sdpa_attention_forward
+    attend = sdpa_attention_forward()
     layer = [Layer(2) for _ in range(ranks)]
     if ranks == 1:
         mask = asked(positions, LENGTH, padding, **config)
@@ -174,8 +186,8 @@ def attended(
         return result.flatten(2)
 
     with monkeypatch.context() as patch:
-        table = masking.ALL_MASK_ATTENTION_FUNCTIONS
-        patch.setitem(table._local_mapping, "sdpa", lambda **call: PieceMask(masking.sdpa_mask, call))
+        table = masking().ALL_MASK_ATTENTION_FUNCTIONS
+        patch.setitem(table._local_mapping, "sdpa", lambda **call: PieceMask(masking().sdpa_mask, call))
         return torch.cat(threads.run(work), 1)
 
 
@@ -242,7 +254,7 @@ def refusal(mask: Any = None, positions: Any = "whole", **more: Any) -> str:
 
 def bidirectional(own: Tensor) -> PieceMask:
     call = {"batch_size": 1, "q_length": 8, "kv_length": 8, "use_vmap": False, "attention_mask": None}
-    return PieceMask(masking.sdpa_mask, {**call, "mask_function": masking.bidirectional_mask_function})
+    return PieceMask(masking().sdpa_mask, {**call, "mask_function": masking().bidirectional_mask_function})
 
 
 def test_what_cannot_be_honoured_is_refused_by_name():
@@ -258,19 +270,19 @@ def test_what_cannot_be_honoured_is_refused_by_name():
 
 
 def chunked(own: Tensor) -> PieceMask:
-    function = masking.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
+    function = masking().chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
     call = {"batch_size": 1, "q_length": 8, "kv_length": 8, "attention_mask": None}
-    return PieceMask(masking.sdpa_mask, {**call, "mask_function": function})
+    return PieceMask(masking().sdpa_mask, {**call, "mask_function": function})
 
 
 def cached(own: Tensor) -> PieceMask:
     call = {"batch_size": 1, "q_length": 8, "kv_length": 9, "attention_mask": None}
-    return PieceMask(masking.sdpa_mask, {**call, "mask_function": masking.causal_mask_function})
+    return PieceMask(masking().sdpa_mask, {**call, "mask_function": masking().causal_mask_function})
 
 
 def overlaid(own: Tensor) -> PieceMask:
     call = {"batch_size": 1, "q_length": 8, "kv_length": 8, "attention_mask": None, "use_vmap": True}
-    return PieceMask(masking.sdpa_mask, {**call, "mask_function": masking.causal_mask_function})
+    return PieceMask(masking().sdpa_mask, {**call, "mask_function": masking().causal_mask_function})
 
 
 def test_masks_of_other_kinds_are_refused_by_name():
@@ -281,7 +293,7 @@ def test_masks_of_other_kinds_are_refused_by_name():
 
 def test_a_module_that_is_not_in_training_may_attend_alone():
     world, parts = ThreadWorld(2), drawn(1)
-    attend = sdpa.sdpa_attention_forward
+    attend = sdpa_attention_forward()
     layer = Layer(2).eval()
     ulysses = UlyssesSPAttentionHF(attend, world.group("cp", 0, (0, 1)), None, True)
     assert torch.equal(ulysses(layer, *parts, None)[0], attend(layer, *parts, None)[0])

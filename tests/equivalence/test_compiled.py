@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
 
 from megazero.config.training_plan import training_plan_of
 from megazero.errors import ConfigError
@@ -31,11 +30,18 @@ MORE_LAYOUTS = (
 )
 
 
+def counters():
+    """What the compiler has counted. Its module takes seconds to import."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
 @pytest.fixture(autouse=True)
 def forgotten():
     """What is compiled for one test is not for another."""
     torch._dynamo.reset()
-    counters.clear()
+    counters().clear()
     yield
     torch._dynamo.reset()
 
@@ -47,7 +53,7 @@ def forgotten():
 )
 def test_compiled_layers_train_like_one_process(layout):
     check_as_threads(layout)
-    assert counters["stats"]["unique_graphs"] > 0
+    assert counters()["stats"]["unique_graphs"] > 0
 
 
 def losses_of(config, steps=2):
@@ -67,14 +73,14 @@ def test_all_layers_share_one_graph_without_breaks():
     """A layer's number was once a constant of its graph, so each was compiled, and from the ninth on none."""
     config = Layout(layers=10, dropout=0.1, compiled="eager", samples=2).config()
     losses_of(config)
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
+    assert counters()["stats"]["unique_graphs"] == 1
+    assert not counters()["graph_break"]
 
 
 def test_layers_of_a_kind_share_a_graph_in_a_hybrid_model():
     losses_of(Layout(letters="M", layers=10, compiled="eager", samples=2).config())
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
+    assert counters()["stats"]["unique_graphs"] == 1
+    assert not counters()["graph_break"]
 
 
 def test_a_compiler_that_is_missing_is_named(monkeypatch):
@@ -98,4 +104,4 @@ def test_evaluations_are_not_compiled():
     engine = engine_of(Layout(compiled="eager", samples=2))
     training_plan = training_plan_of(config, 1)
     engine.evaluate([micro_batches(config, solo_context(), training_plan.at(training_plan.before(0)))])
-    assert counters["stats"]["unique_graphs"] == 0
+    assert counters()["stats"]["unique_graphs"] == 0

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
 from megazero.ops.attention import (
     ATTENTION,
@@ -102,6 +101,8 @@ def test_tiles_hold_all_that_is_allowed_and_full_ones_nothing_else(name):
 @each_pattern
 @pytest.mark.parametrize("bias", [None, Slopes(torch.tensor([0.5, 0.01])), Softcap(0.7)], ids=str)
 def test_forward_is_the_references(name, bias, monkeypatch):
+    from torch.nn.attention.flex_attention import flex_attention  # takes seconds
+
     # torch's own way to run it without tracing each call, which takes most of the time.
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     for _, _, call, q, k, v in cases(name):

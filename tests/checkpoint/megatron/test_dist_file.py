@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.megatron.dist_file import read_array, read_metadata
 from megazero.checkpoint.megatron.reader import MegatronReader
 from megazero.errors import CheckpointError, DamagedCheckpointError
-from tests.checkpoint.megatron.test_distributed import GOES_ON, foreign
+from tests.checkpoint.megatron.test_distributed import GOES_ON, foreign, save_by_torch
 from tests.tables import over_table
 
 
@@ -42,7 +41,7 @@ def test_state_of_another_shape_is_refused(tmp_path, name, shape, match):
     folder, _ = foreign(tmp_path / "theirs")
     state = saved_tensors(folder)
     state[f"optimizer.state.{name}"] = torch.ones(shape)
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    save_by_torch(state, folder)
     with pytest.raises(CheckpointError, match=match):
         MegatronReader(folder, GOES_ON)
 
@@ -50,7 +49,7 @@ def test_state_of_another_shape_is_refused(tmp_path, name, shape, match):
 def test_moments_of_integers_are_refused(tmp_path):
     folder, _ = foreign(tmp_path / "theirs")
     name = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
-    dcp.save({**saved_tensors(folder), name: torch.ones(24, dtype=torch.int32)}, checkpoint_id=folder)
+    save_by_torch({**saved_tensors(folder), name: torch.ones(24, dtype=torch.int32)}, folder)
     with pytest.raises(CheckpointError, match="must hold masters and moments as floats in the shapes of"):
         MegatronReader(folder, GOES_ON)
 
@@ -59,7 +58,7 @@ def test_moments_of_integers_are_refused(tmp_path):
 def test_a_stack_without_layers_is_refused(tmp_path, shape):
     folder, _ = foreign(tmp_path / "theirs")
     state = {**saved_tensors(folder), "decoder.layers.mlp.linear_fc2.weight": torch.ones(shape)}
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    save_by_torch(state, folder)
     with pytest.raises(CheckpointError, match=r"but holds decoder\.layers\.mlp\.linear_fc2\.weight"):
         MegatronReader(folder, GOES_ON)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from megazero.checkpoint.megatron.arguments import arguments_of as megatron_arguments
 from megazero.checkpoint.megatron.arguments import optimizer_of
@@ -58,6 +57,13 @@ MOE = {
 }
 
 
+def save_by_torch(state: dict, folder: Path) -> None:
+    """Write a distributed checkpoint."""
+    import torch.distributed.checkpoint as dcp  # takes seconds, and few tests need it
+
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
 def stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Layers that are alike in one tensor each, and norms by the names that they have there."""
     out, layers = {}, {}
@@ -86,7 +92,7 @@ def flattened(tensor: torch.Tensor, cuts: tuple[int, ...]) -> torch.Tensor:
 def save_distributed(run: Path, state: dict[str, torch.Tensor], arguments: dict, optimizer: object) -> Path:
     folder = run / "iter_0000100"
     folder.mkdir(parents=True)
-    dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+    save_by_torch(dict(state), folder)
     common = {"args": Namespace(**arguments), "iteration": 100, "checkpoint_version": 3.0}
     torch.save({**common, "optimizer": optimizer}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
