@@ -182,8 +182,8 @@ class BlendedDataset(SampleDataset):
     def notes(self) -> tuple[str, ...]:
         """The notes of all datasets, and those that were named several times."""
         merged = [
-            f"{getattr(getattr(dataset, 'indexed', None), 'prefix', dataset.name)} is named {times} times in a "
-            "blend: it is one dataset there, with the sum of its weights."
+            f"{getattr(getattr(dataset, 'indexed', None), 'prefix', dataset.name)} is named {times} times in "
+            "a blend: it is one dataset there, with the sum of its weights."
             for dataset, times in zip(self.datasets, self.mentions, strict=True)
             if times > 1
         ]
