@@ -54,7 +54,7 @@ def test_it_takes_a_tenth_of_a_second_or_a_hundred_products(monkeypatch, seconds
 
 
 def test_a_product_that_has_lost_its_core_does_not_make_a_rate_of_nothing(monkeypatch):
-    """On a busy machine the first trial took 0.4 s, the products were of 32 rows, and bf16 ran at 0 GFLOP/s."""
+    """On a busy machine the first trial took 0.4 s, products had 32 rows, and bf16 ran at 0 GFLOP/s."""
     seconds = iter([0.4, 0.001, 0.002])
     monkeypatch.setattr(host, "_product_seconds", lambda left, right: next(seconds, 0.02 * len(left) / 960))
     assert measure_matmul_rate(torch.bfloat16) == pytest.approx(2 * 960 * 512 * 2048 / 0.02)
