@@ -8,7 +8,7 @@ from megazero.env.facts import Environment
 from megazero.env.node_problems import NODE_LOOKS
 from megazero.env.trouble import Trouble
 from megazero.ops.cuda import OLDEST_CAPABILITY
-from megazero.train.observe.host import BUSY, SLOWER
+from megazero.train.observe.host import BUSY, SLOWER, giga
 
 DISK_BYTES = 1 << 30
 
@@ -148,12 +148,13 @@ def _busy(env: Environment) -> Iterator[Trouble]:
 
 
 def _slow_precision(env: Environment) -> Iterator[Trouble]:
-    rates = env.processors.rates
-    if not env.gpus and rates and rates["bf16"] < SLOWER * rates["fp32"]:
+    rates, load = env.processors.rates, env.processors.load
+    busy = load is not None and load > BUSY * env.processors.usable  # then times say little of a precision
+    if not env.gpus and not busy and rates and rates["bf16"] < SLOWER * rates["fp32"]:
         yield Trouble(
             "bf16_slower_than_fp32",
-            f"bf16 must run at least as fast as fp32 ({rates['fp32'] / 1e9:.0f} GFLOP/s) to pay, but runs at "
-            f"{rates['bf16'] / 1e9:.0f}",
+            f"bf16 must run at least as fast as fp32 ({giga(rates['fp32'])} GFLOP/s) to pay, but runs at "
+            f"{giga(rates['bf16'])}",
             "train in fp32 on this CPU",
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from megazero.env.facts import Environment, OperatorRow
 from megazero.env.node import GPU_COLUMNS, UNLIMITED, GpuState
 from megazero.env.problems import troubles
+from megazero.train.observe.host import giga
 
 
 def document(env: Environment) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def _processors(env: Environment) -> Iterator[tuple[str, str]]:
     if processors.load is not None:
         yield "load of the last minute", f"{processors.load:.1f}"
     for precision, rate in processors.rates.items():
-        yield f"products in {precision}", f"{rate / 1e9:.0f} GFLOP/s"
+        yield f"products in {precision}", f"{giga(rate)} GFLOP/s"
 
 
 def _network(env: Environment) -> Iterator[tuple[str, str]]:

@@ -171,6 +171,15 @@ def test_ignored_flags_are_named_in_one_warning() -> None:
     )
 
 
+def test_a_launchers_own_local_rank_is_no_news(monkeypatch) -> None:
+    """It was warned about on each node, where the launcher had added it."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    (warning,) = parse_config([*BASE_FLAGS, "--local_rank=3"]).warnings
+    assert "--local_rank" in warning
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert parse_config([*BASE_FLAGS, "--local_rank=3", "--local-rank", "3"]).warnings == ()
+
+
 def exit_code(argv: list[str]) -> object:
     with pytest.raises(SystemExit) as caught:
         resolve_or_exit(argv)

@@ -142,6 +142,11 @@ PROBLEMS = {
 }
 
 
+def test_rates_on_a_busy_machine_are_no_verdict():
+    slow = replace(SOUND.processors, load=9.0, rates={"fp32": 1e9, "bf16": 1e8})
+    assert [trouble.name for trouble in troubles(replace(ON_CPU, processors=slow))] == ["machine_busy"]
+
+
 @over_table("name", PROBLEMS)
 def test_a_problem_is_named_alone_with_its_remedy(name):
     env, text = PROBLEMS[name]

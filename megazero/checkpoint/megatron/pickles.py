@@ -172,7 +172,7 @@ def _name(allowed: SafeGlobal) -> str:
 
 
 def unreadable(path: Path, what: str, error: Exception) -> CheckpointError:
-    """The refusal of a file that could not be read as it must: it is damaged, unless memory was too little."""
+    """The refusal of a file that could not be read: it is damaged, unless memory was too little."""
     if is_memory_failure(error):
         return CheckpointError(
             f"`{path}` must be read into memory, but there is too little ({reason_of(error)}); free some, or "

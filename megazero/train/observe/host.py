@@ -32,7 +32,8 @@ def measure_matmul_rate(dtype: torch.dtype, device: torch.device | str = "cpu") 
     left = torch.randn(rows, inner, generator=draw, device=device).to(dtype)
     right = torch.randn(inner, columns, generator=draw, device=device).to(dtype)
     left[:FEW_ROWS] @ right  # warm-up: the library picks its kernel and threads start
-    affordable = FEW_ROWS * PRODUCT_SECONDS / _product_seconds(left[:FEW_ROWS], right)
+    quickest = min(_product_seconds(left[:FEW_ROWS], right) for _ in range(3))  # others may take the core
+    affordable = FEW_ROWS * PRODUCT_SECONDS / quickest
     left = left[: max(FEW_ROWS, int(affordable))]
     seconds = [_product_seconds(left, right)]
     while sum(seconds) < 0.1 and len(seconds) < 100:
@@ -90,6 +91,11 @@ BUSY = 0.5
 """Share of the cores that others may use before it is worth a line."""
 
 
+def giga(rate: float) -> str:
+    """A rate in units of 1e9, in words: below ten with two digits, as none that runs is 0."""
+    return f"{rate / 1e9:.0f}" if rate >= 1e10 else f"{rate / 1e9:.2g}"
+
+
 def precision_remark(dtype: torch.dtype, rate: float, rate_in_fp32: float) -> str | None:
     """A sentence if products in `dtype` are much slower than in fp32 here; rates in FLOP/s."""
     if rate >= SLOWER * rate_in_fp32:
@@ -97,7 +103,7 @@ def precision_remark(dtype: torch.dtype, rate: float, rate_in_fp32: float) -> st
     name = _NAMES[dtype]
     return (
         f"warning: products in {name} run at {rate / rate_in_fp32:.2f} of fp32's rate on this CPU "
-        f"({rate / 1e9:.0f} and {rate_in_fp32 / 1e9:.0f} GFLOP/s); training is faster without --{name}"
+        f"({giga(rate)} and {giga(rate_in_fp32)} GFLOP/s); training is faster without --{name}"
     )
 
 
