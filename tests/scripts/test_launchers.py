@@ -98,7 +98,7 @@ def test_a_launcher_refuses_a_number_that_is_none():
 
 
 def test_a_launcher_takes_its_place_from_slurm_and_refuses_a_rank_that_is_none(tmp_path):
-    """It took one node of two; a rank that is none, and a batch script without SLURM, were not refused in words."""
+    """It took one node of two; a rank that is none, and a batch script without SLURM, had no words."""
     run = bash("pretrain_gpt_345m.sh", NODE_RANK="x")
     assert (run.returncode, run.stdout) == (2, "")
     assert "`NODE_RANK` must be this node's number, from 0, but is `x`." in run.stderr

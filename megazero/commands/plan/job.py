@@ -64,7 +64,7 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
         _show_like(Search(refusal.config, flags.nproc, device, per_node))
         raise
     print(
-        f"planning {flags.nproc} ranks on {flags.device}: each kind of stage is traced, the larger the longer",
+        f"planning {flags.nproc} ranks on {flags.device}: each kind of stage is traced, which takes a while",
         file=sys.stderr,
         flush=True,
     )
