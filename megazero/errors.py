@@ -63,6 +63,10 @@ class ConfigError(MegazeroError):
         super().__init__("\n".join(self.violations))
 
 
+class HostConfigError(ConfigError):
+    """The configuration is refused for what the host lacks, on all its ranks alike; the first one says so."""
+
+
 class DataError(MegazeroError):
     """A corpus, dataset, index or tokenizer file is missing, damaged or unsuitable."""
 
@@ -109,7 +113,8 @@ def exit_status(work: Callable[[], object]) -> int:
         work()
         sys.stdout.flush()
     except MegazeroError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if not isinstance(error, HostConfigError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
         if not _nobody_reads(sys.stdout):

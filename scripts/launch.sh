@@ -21,6 +21,13 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -z ${VIRTUAL_ENV:-} && -x .venv/bin/python ]]; then PATH=$PWD/.venv/bin:$PATH; fi
 
 GPUS_PER_NODE=${GPUS_PER_NODE:-8}
+if [[ -z ${NNODES:-}${CHECK:-}${PLAN:-} && -n ${SLURM_NNODES:-} ]]; then # a step of a SLURM job
+    NNODES=$SLURM_NNODES
+    NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
+    if [[ -z ${MASTER_ADDR:-} ]] && command -v scontrol > /dev/null; then
+        MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | head -n 1)
+    fi
+fi
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MASTER_ADDR=${MASTER_ADDR:-localhost}
@@ -32,6 +39,10 @@ for name in GPUS_PER_NODE NNODES; do
         exit 2
     fi
 done
+if ! [[ $NODE_RANK =~ ^[0-9]+$ ]]; then
+    echo "error: \`NODE_RANK\` must be this node's number, from 0, but is \`$NODE_RANK\`." >&2
+    exit 2
+fi
 
 # Usage: launch ENTRY [flag ...], where ENTRY is pretrain_gpt.py or pretrain_bert.py. FLAGS come before the flags given.
 launch() {
@@ -45,16 +56,12 @@ launch() {
     local plan=(python -m megazero.cli plan --nproc $((GPUS_PER_NODE * NNODES)) --gpus-per-node "$GPUS_PER_NODE"
         --device "${PLAN_DEVICE:-h100}" -- ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@")
     if [[ -n ${PLAN:-} ]]; then exec "${plan[@]}"; fi
-    if ! python -m megazero.env.launch_check --gpus-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
-        --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --script "$launch_name" -- \
-        ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@"; then
-        # Nothing is wrong with the settings: then this is what the job would be.
-        if WORLD_SIZE=$((GPUS_PER_NODE * NNODES)) python "$entry" "${FLAGS[@]}" --check-config "$@" > /dev/null 2>&1; then
-            printf '\nOn the machines that it needs:\n\n'
-            "${plan[@]}" || true
-        fi
-        exit 2
+    if [[ ${SLURM_NNODES:-$NNODES} != "$NNODES" ]]; then
+        echo "$launch_name: this SLURM job has $SLURM_NNODES nodes, and NNODES is $NNODES" >&2
     fi
+    python -m megazero.env.launch_check --gpus-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" \
+        --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --script "$launch_name" -- \
+        ${family[@]+"${family[@]}"} "${FLAGS[@]}" "$@" || exit 2 # it has said why
     if [[ $NNODES == 1 ]]; then prefix=(--no-prefix); fi
     # Signals, exit statuses and the list of missing nodes are those of docs/launch.md.
     exec python -m megazero.cli launch --no-ssh --num-nodes "$NNODES" --node-rank "$NODE_RANK" --num-gpus "$GPUS_PER_NODE" \

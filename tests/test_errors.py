@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from megazero.errors import CheckpointError, ConfigError, DataError, MegazeroError, exit_status, printable
+from megazero.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    HostConfigError,
+    MegazeroError,
+    exit_status,
+    printable,
+)
 from tests.tables import over_table
 
 QUOTED = "a\x1b[31mb\u202ec\x00d\ud800e\x85f\u2028g é猫👩"
@@ -52,3 +60,15 @@ def test_a_violation_is_one_line_so_that_a_value_cannot_pretend_to_be_another():
     error = ConfigError(["`a` must be x, but is y\n`b` must be z.", f"`c` is {QUOTED}."])
     assert error.violations == ["`a` must be x, but is y\\n`b` must be z.", f"`c` is {SHOWN}."]
     assert str(error).count("\n") == 1
+
+
+def test_what_a_host_lacks_is_said_once_for_all_its_ranks(monkeypatch, capsys):
+    """NCCL on a CPU was refused by every rank."""
+
+    def lacks() -> None:
+        raise HostConfigError("no NCCL")
+
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert exit_status(lacks) == 2
+    assert capsys.readouterr().err == "error: no NCCL\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -10,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any, cast
 
 from megazero.env.trouble import Trouble
+from megazero.errors import printable
 
 Document = Mapping[str, Any]
 """The JSON of `megazero env` on a host."""
@@ -20,6 +23,8 @@ Document = Mapping[str, Any]
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10"
 _AT_ONCE = 16  # an sshd drops connections beyond ten that it has not let in yet, one in three at first
 _SECONDS = 180
+_MOST_BYTES = 1 << 22
+_SENSELESS = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 _ROOT = Path(__file__).parents[2]
 
 
@@ -146,23 +151,33 @@ def gather_hosts(ranks: Mapping[str, int | None], ssh: str = SSH) -> Hosts:
 
 def _ask(command: Sequence[str]) -> Document | str:
     """The report that a command prints, or the reason why there is none."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"gave no answer within {_SECONDS} s"
-    except OSError as error:
-        return f"`{command[0]}` cannot be run: {error.strerror}"
-    for line in reversed(done.stdout.splitlines()):  # a shell's greeting may come first
+    # Into files: a pipe has no end while a stray process holds it, such as the one of ssh's ControlPersist.
+    with TemporaryFile() as out, TemporaryFile() as err:
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, timeout=_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"gave no answer within {_SECONDS} s"
+        except OSError as error:
+            return f"`{command[0]}` cannot be run: {error.strerror}"
+        said, errors = (_text_of(file) for file in (out, err))
+    for line in reversed(said.splitlines()):  # a shell's greeting may come first
         try:
             document = json.loads(line)
-        except ValueError:
+            hosts_report(Hosts({"": document}, {}))
+        except _SENSELESS:
             continue
-        if isinstance(document, dict) and "versions" in document:
-            return document
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    return f"status {done.returncode}: {said[-1] if said else 'no report'}"
+        return cast("Document", document)
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return f"status {done.returncode}: {printable(lines[-1]) if lines else 'no report'}"
+
+
+def _text_of(file: IO[bytes]) -> str:
+    """The end of what a command has written."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _MOST_BYTES))
+    return file.read().decode(errors="replace")
 
 
 def differences(documents: Mapping[str, Document]) -> tuple[Trouble, ...]:
@@ -215,7 +230,7 @@ def hosts_report(hosts: Hosts) -> str:
         text = f"{problem['message']}; {problem['remedy']} [{problem['name']}]"
         shared.setdefault(text, []).append(name)
     lines += [f"  {_named(names)}: {text}" for text, names in shared.items()]
-    return "\n".join(lines)
+    return printable("\n".join(lines))
 
 
 def hosts_document(hosts: Hosts) -> dict[str, Any]:

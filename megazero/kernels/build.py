@@ -106,8 +106,8 @@ def known_architectures() -> tuple[str, ...]:
     """
     nvcc = _nvcc()
     try:
-        ended = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
-    except OSError as error:
+        ended = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"`{nvcc}` must run, but does not: {error}.") from error
     listed = ended.stdout.split()
     known = tuple(name for name in ARCHITECTURES if _virtual(name) in listed)

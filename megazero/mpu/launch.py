@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 
 from megazero.config.tree.parallel import ParallelConfig
-from megazero.errors import ConfigError
+from megazero.errors import ConfigError, HostConfigError
 from megazero.mpu.agreement import Facts, agree_by_notes
 from megazero.mpu.communicators import CommunicatorPlan, second_communicators
 from megazero.mpu.context import ParallelContext, make_context, solo_context
@@ -93,7 +93,7 @@ def choose_device(wanted: str, local_rank: int | None) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("`device` must be cpu on a machine without CUDA, but is cuda; set --device cpu")
+        raise HostConfigError("`device` must be cpu on a machine without CUDA, but is cuda; set --device cpu")
     count = torch.cuda.device_count()
     if count == 1:
         return torch.device("cuda", 0)
@@ -114,12 +114,12 @@ def choose_backend(wanted: str, device: torch.device) -> str:
     """The library that ranks talk through: ``auto`` means NCCL on CUDA, else Gloo.
 
     Raises:
-        ConfigError: NCCL was requested for ranks on the CPU, or from a torch that is built without it.
+        HostConfigError: NCCL was requested for ranks on the CPU, or from a torch that is built without it.
     """
     backend = ("nccl" if device.type == "cuda" else "gloo") if wanted == "auto" else wanted
     if backend == "nccl" and (device.type != "cuda" or backends()["nccl"] is None):
         have = f"torch {torch.__version__} has " + ("NCCL" if backends()["nccl"] else "no NCCL built in")
-        raise ConfigError(
+        raise HostConfigError(
             f"`distributed_backend` must be gloo or auto here, but is nccl, while {have} and this rank runs "
             f"on {device.type.upper()}; leave `--distributed-backend` out"
         )

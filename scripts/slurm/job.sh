@@ -20,7 +20,9 @@ train() {
     MASTER_ADDR=$(scontrol show node "$node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
     NNODES=$SLURM_NNODES
-    export MASTER_ADDR MASTER_PORT NNODES
+    # srun hands it to all tasks; it is on no command line.
+    MEGAZERO_LAUNCH_SECRET=${MEGAZERO_LAUNCH_SECRET:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+    export MASTER_ADDR MASTER_PORT NNODES MEGAZERO_LAUNCH_SECRET
     # SLURM_NODEID must be expanded by each task, not here, where it is 0.
     # shellcheck disable=SC2016
     srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=60 --unbuffered \

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import shlex
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,18 @@ def test_all_hosts_are_asked_and_those_that_do_not_answer_are_named(
             f"  gone  unreachable: {gone.format('gone')}\n  lost  unreachable: {gone.format('lost')}\n"
             in said
         )
+
+
+def test_what_a_host_leaves_behind_or_says_besides_does_no_harm(tmp_path) -> None:
+    """What ssh leaves (ControlPersist) held the output for minutes; `{"versions": 5}` was a traceback."""
+    (tmp_path / "report").write_text(json.dumps(DOCUMENT))
+    began = time.monotonic()
+    hosts = gather_hosts({"a": None}, f"sh -c 'sleep 20 & cat {tmp_path}/report'")
+    assert hosts.documents == {"a": DOCUMENT}
+    assert time.monotonic() - began < 15
+    odd = 'echo \'{"versions": 5, "problems": 7}\'; printf "\\033[31mred\\n" >&2; exit 3'
+    hosts = gather_hosts({"a": None}, shlex.join(["sh", "-c", odd]))
+    assert hosts.unreachable == {"a": "status 3: \\x1b[31mred"}
 
 
 @pytest.mark.slow

@@ -74,8 +74,7 @@ LAUNCHERS = sorted(path.name for path in (ROOT / "scripts").glob("pretrain_*.sh"
 
 @pytest.mark.parametrize(
     "script",
-    # Those of larger jobs than 175B plan for longer.
-    [pytest.param(s, marks=[pytest.mark.slow] * s.endswith(("_530b.sh", "_1t.sh"))) for s in LAUNCHERS],
+    LAUNCHERS,
 )
 def test_a_launcher_on_the_wrong_machine_says_so_instead_of_waiting(script):
     nodes = {"pretrain_gpt_175b.sh": "8", "pretrain_gpt_530b.sh": "140", "pretrain_gpt_1t.sh": "32"}.get(
@@ -104,6 +103,29 @@ def test_a_launcher_refuses_a_number_that_is_none():
     run = bash("pretrain_gpt_345m.sh", NNODES="two")
     assert (run.returncode, run.stdout) == (2, "")
     assert "`NNODES` must be a positive integer, but is `two`." in run.stderr
+
+
+def test_a_launcher_takes_its_place_from_slurm_and_refuses_a_rank_that_is_none(tmp_path):
+    """It took one node of two; a rank that is none, and a batch script without SLURM, had no words."""
+    run = bash("pretrain_gpt_345m.sh", NODE_RANK="x")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert "`NODE_RANK` must be this node's number, from 0, but is `x`." in run.stderr
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s " "$@"; echo\n')
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'w-7\\nw-8\\n'\n")
+    for program in (python, scontrol):
+        program.chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "w-[7-8]"}
+    path = f"{tmp_path}:{PATH}"
+    check, launch = bash("pretrain_gpt_345m.sh", PATH=path, **slurm).stdout.splitlines()
+    assert "--nnodes 2 --node-rank 1 --master-addr w-7 --master-port 6000" in check
+    assert "--num-nodes 2 --node-rank 1" in launch
+    run = bash("pretrain_gpt_345m.sh", PATH=path, NNODES="1", **slurm)
+    assert "this SLURM job has 2 nodes, and NNODES is 1" in run.stderr
+    batch = bash("slurm/pretrain_gpt_175b.sbatch", SLURM_SUBMIT_DIR="")
+    assert batch.returncode == 2
+    assert "must be started with sbatch" in batch.stderr
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -64,6 +65,11 @@ def plan_job(own: Sequence[str], training: Sequence[str] | None) -> int:
     except BrokenRules as refusal:
         _show_like(Search(refusal.config, flags.nproc, device, per_node))
         raise
+    print(
+        f"planning {flags.nproc} ranks on {flags.device}: each kind of stage is traced, which takes a while",
+        file=sys.stderr,
+        flush=True,
+    )
     report = report_on(config, flags.nproc, device, per_node)
     show(report)
     if not report.fits:
