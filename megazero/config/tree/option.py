@@ -21,6 +21,7 @@ def option(
     refused: Mapping[str, str] | None = None,
     unit: str | None = None,
     needs: str | tuple[str, ...] | None = None,
+    package: str | None = None,
 ) -> Any:
     """Declare one field of a section.
 
@@ -40,6 +41,7 @@ def option(
         needs: what must hold where the field is not left at its default: ``optimizer=lamb,muon``, ``kd`` (it
             is set), or ``save or load: the reason``, or for some values alone ``nvme => path``; several must
             all hold. A field of another section is written with it. None for the needs of the class.
+        package: the Python package without which a run cannot do what the field says.
     """
     extra: dict[str, Any] = {
         "flag": flag,
@@ -51,6 +53,7 @@ def option(
         "refused": dict(refused or {}),
         "unit": unit,
         "needs": needs,
+        "package": package,
     }
     return Field(default, description=help, json_schema_extra=extra)
 
