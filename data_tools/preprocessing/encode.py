@@ -132,15 +132,15 @@ class ChunkEncoder:
         return parse_carefully(lines, self.job.keys, self.tokenizer.encode, self._split)
 
     def _finish(self, chunk: Chunk, size: int, parsed: Parsed) -> EncodedChunk:
+        counts = Counter(problem.reason for problem in parsed.problems)
         if parsed.problems and not self.job.skip_bad_lines:
-            return EncodedChunk(chunk.path, parsed.lines, size, [], parsed.problems[:1])
+            return EncodedChunk(chunk.path, parsed.lines, size, [], parsed.problems[:1], counts)
         columns = []
         for key, column in zip(self.job.keys, parsed.columns, strict=True):
             batch, disagreement = self._encode(column, chunk, key)
             if batch is None:
                 return EncodedChunk(chunk.path, parsed.lines, size, [], disagreement=disagreement)
             columns.append(self._assemble(batch, column.counts))
-        counts = Counter(problem.reason for problem in parsed.problems)
         return EncodedChunk(chunk.path, parsed.lines, size, columns, parsed.problems[:KEPT_PROBLEMS], counts)
 
     def _encode(self, column: Column, chunk: Chunk, key: str) -> tuple[TokenBatch | None, str | None]:

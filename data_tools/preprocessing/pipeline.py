@@ -176,7 +176,11 @@ def _write(
             raise _Disagreement(f"{facts.fast} and {facts.tokenizer} differ in {chunk.disagreement}")
         problems = [_describe(chunk.path, first_line, problem) for problem in chunk.problems]
         if problems and not run.job.skip_bad_lines:
-            raise DataError(f"{problems[0]}; correct the line or pass `--on-error skip`.")
+            remedy = "correct the line or pass `--on-error skip`"
+            if chunk.problem_counts.total() == tally.totals.lines + chunk.lines > 1:
+                lines = f"{chunk.lines:,} lines"
+                remedy = f"none of the first {lines} can be used, so look at `--json-keys` and the file"
+            raise DataError(f"{problems[0]}; {remedy}.")
         skipped += problems[: KEPT_PROBLEMS - len(skipped)]
         for writer, column in zip(writers, chunk.columns, strict=True):
             writer.add_raw(column.tokens, column.lengths, column.document_lengths)

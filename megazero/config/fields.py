@@ -60,6 +60,7 @@ class FieldSpec:
     synonyms: Mapping[str, Any]
     refused: Mapping[str, str]
     unit: str | None
+    package: str | None
 
     @property
     def path(self) -> str:
@@ -180,6 +181,7 @@ def _field_spec(section: str, name: str, annotation: Any, info: FieldInfo) -> Fi
         synonyms=types.MappingProxyType(extra["synonyms"]),
         refused=types.MappingProxyType(extra["refused"]),
         unit=extra["unit"],
+        package=extra["package"],
     )
 
 

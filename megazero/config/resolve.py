@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
@@ -243,6 +244,8 @@ def resolve_or_exit(
         raise SystemExit(0)
     try:
         resolved = parse_config(argv, reader=reader)
+        if resolved.check_only and (missing := _missing_packages(resolved.config)):
+            raise ConfigError(missing)
     except ConfigError as error:
         count = len(error.violations)
         heading = f"{program}: the configuration is refused for {count} reason{'s' if count > 1 else ''}:"
@@ -256,6 +259,16 @@ def resolve_or_exit(
         _say(shown_config(resolved.config, ranks).rstrip(), speaks, sys.stdout)
         raise SystemExit(0)
     return resolved.config
+
+
+def _missing_packages(config: Config) -> list[str]:
+    """The reasons of a check alone: a run needs a package on the rank that writes, which may be elsewhere."""
+    return [
+        f"`{spec.flag}` must be left out where the package {spec.package} is not installed, but is "
+        f"{value_at(config, spec.path)}; run `pip install {spec.package}`."
+        for spec in FIELDS
+        if spec.package and value_at(config, spec.path) is not None and find_spec(spec.package) is None
+    ]
 
 
 def _say(text: str, speaks: bool, stream: Any) -> None:

@@ -78,7 +78,6 @@ def test_they_are_drawn(run, metrics, tmp_path, with_metrics, capsys):
             ["--metrics", "nowhere.jsonl", "--output", "a.png"],
             "`--metrics` must be a file that can be read, but nowhere.jsonl: No such file",
         ),
-        (["--output", "a.bmp"], "`--output` must end in one of"),
     ],
 )
 def test_wrong_flags_are_refused(run, capsys, flags, said):

@@ -119,18 +119,11 @@ def test_the_picture_has_layers_and_a_layer_over_time():
     assert len(figure_of(records, records[0], 1, 0.1).axes) == 2  # one panel and its colours
 
 
-def test_the_picture_is_written(tmp_path, capsys):
+def test_the_picture_is_written(tmp_path):
     pytest.importorskip("matplotlib")
     path = metrics(tmp_path / "m.jsonl", {1: EVEN, 3: EVEN}, {1: EVEN, 3: TILTED})
     assert main([str(path), "--output", str(tmp_path / "a.png"), "--layer", "1"]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    capsys.readouterr()
-    assert main([str(path), "--output", str(tmp_path / "a.txt")]) == 2
-    assert capsys.readouterr().err == (
-        "error: `--output` must end in one of .png, .svg, .pdf, but is a.txt; rename it\n"
-    )
-    assert main([str(path), "--output", str(tmp_path / "none/a.png")]) == 2
-    assert capsys.readouterr().err.startswith("error: `--output` must be a file that can be written, but: ")
 
 
 @over_table(

@@ -79,8 +79,7 @@ def test_writes_picture_and_trace(tmp_path, capsys):
         (("--kind", "1f1b", "--weight", "0"), "`--weight` must be a finite number above 0, but is 0"),
         (("--kind", "1f1b", "--forward", "inf"), "`--forward` must be a finite number above 0, but is inf"),
         (("--kind", "1f1b", "--transfer", "nan"), "`--transfer` must be a finite number of at least 0"),
-        (("--kind", "1f1b", "--output", "a.gif"), "must end in one of .png, .svg, .pdf"),
-        (("--kind", "1f1b", "--trace", "no/such/folder/a.json"), "must be writable files"),
+        (("--kind", "1f1b", "--microbatches", "1" + "0" * 14), "must be at most 1,000,000, but is 200,000,"),
     ],
 )
 def test_bad_input_exits_with_2_and_the_reason(tmp_path, monkeypatch, capsys, flags, message):

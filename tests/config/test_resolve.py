@@ -195,6 +195,16 @@ def test_check_config_prints_the_tree(capsys: pytest.CaptureFixture[str]) -> Non
     assert values["optimizer.lr"] == 1e-3
 
 
+def test_a_check_names_a_package_that_is_not_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("megazero.config.resolve.find_spec", lambda name: None)
+    assert exit_code([*BASE_FLAGS, "--wandb-project", "p", "--tensorboard-dir", "t", "--check-config"]) == 2
+    said = capsys.readouterr().err
+    assert "`--wandb-project` must be left out where the package wandb is not installed" in said
+    assert "refused for 2 reasons" in said
+
+
 def test_refused_prints_every_reason_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code([*BASE_FLAGS, "--check-config", "--min-lr", "1", "--hiden-size", "3"]) == 2
     printed = capsys.readouterr()

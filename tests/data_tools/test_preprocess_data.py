@@ -145,6 +145,14 @@ def test_bad_line_stops_the_run_naming_file_line_and_reason(tmp_path, out, capsy
     assert visible(out) == []
 
 
+def test_skipping_is_not_advised_where_it_leaves_nothing(tmp_path, out, capsys):
+    path = write_jsonl(tmp_path / "f.jsonl", [{"content": "1"}] * 3)
+    assert main(["--input", path, "--output-prefix", str(out / "p"), *NULL]) == 1
+    error = capsys.readouterr().err
+    assert "line 1: missing key: key `text` is missing (keys: content); none of the first 3 lines" in error
+    assert "--on-error" not in error
+
+
 def test_skipped_lines_are_counted_by_reason_and_the_first_listed(tmp_path, out, capsys):
     rows = [{"text": "1"}, b"{", b"", {"text": "2"}, b"[]", b"{", {"text": "x"}, {"text": "3"}]
     path = write_jsonl(tmp_path / "f.jsonl", rows)

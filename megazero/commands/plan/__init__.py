@@ -20,6 +20,7 @@ from megazero.pipeline.simulate import Costs, Timeline, simulate
 from megazero.train.folders import read_folder
 
 SUBJECTS = ("schedule", "communicators")
+_MOST_PASSES = 1_000_000
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -136,6 +137,10 @@ def _check_sizes(flags: argparse.Namespace, configured: bool) -> None:
     ]
     if not configured and flags.group is not None and flags.kind not in (None, "interleaved"):
         violations.append(f"`--group` must be left out with `--kind {flags.kind}`; it is for interleaved")
+    if not violations and not configured and (passes := flags.stages * flags.microbatches) > _MOST_PASSES:
+        violations.append(
+            f"`--stages` x `--microbatches` must be at most {_MOST_PASSES:,}, but is {passes:,}; draw fewer"
+        )
     if violations:
         raise ConfigError(violations)
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 
 from megazero.config.compat.blends import weighted
 from megazero.config.compat.foreign import Foreign, Ignored
-from megazero.config.compat.layouts import of_ends, of_layout
+from megazero.config.compat.layouts import of_ends, of_evaluations, of_layout, of_split
 from megazero.config.compat.rows import DIALECTS, LEFT_OUT, SYNONYMS, Row, first, of_family
 from megazero.config.words import dashed, is_flag, says_on, values_after
 from megazero.errors import DataError
 
 COMMAND = "--dialect"
 """The flag that names the fork whose line follows."""
+_SAME = "it is so without it"
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,10 @@ def _read(
             )
             return len(taken)
         reading.argv += tokens
-        reading.replaced[given] = " ".join(tokens)
+        if tokens:
+            reading.replaced[given] = " ".join(tokens)
+        else:
+            reading.ignored.append(Ignored(name, _SAME, Foreign(name, accepted=_SAME)))
     elif row.accepted is not None:
         reading.ignored.append(Ignored(name, row.accepted, Foreign(name, accepted=row.accepted)))
     else:
@@ -188,8 +192,8 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
 
     ``{}`` are the values, ``{n}`` is how many parts commas make of the first, ``{--flag}`` is the value of
     another flag and ``{/--flag}`` the first divided by that, ``{range}`` are the steps 5-7 9-10 and
-    ``{pairs}`` the steps 5 7 9 10, ``{weighted}`` is a blend of parts of datasets, ``{layout}`` and
-    ``{ends}`` are the arguments about the layers of stages.
+    ``{pairs}`` the steps 5 7 9 10, ``{weighted}`` is a blend of parts of datasets, ``{layout}``, ``{ends}``
+    and ``{split}`` are the arguments about layers of stages, and ``{evals}`` those about evaluations.
     """
     first = values[0] if values else ""
     other = given.get(token.strip("{/}"), [])
@@ -201,6 +205,10 @@ def _filled(token: str, values: Sequence[str], given: Mapping[str, list[str]]) -
         return of_layout(" ".join(values), given)
     if token == "{ends}":
         return of_ends(given)
+    if token == "{split}":
+        return of_split(int(first), given)
+    if token == "{evals}":
+        return of_evaluations(int(first), given)
     if token == "{weighted}":
         return list(weighted(" , ".join(values)))
     if token in ("{range}", "{pairs}"):

@@ -1,4 +1,4 @@
-"""Layers dealt over pipeline stages as Megatron-LM's flags say it, as arguments of `--pipeline-partition`."""
+"""Flags of Megatron-LM whose meaning depends on others: layers on stages, and batches of evaluations."""
 
 from __future__ import annotations
 
@@ -66,6 +66,43 @@ def of_ends(given: Given) -> list[str]:
             f"{layers} layers do not come out even over {stages} stages; use `--pipeline-partition`"
         )
     return _partition(counts, given)
+
+
+def of_split(rank: int, given: Given) -> list[str]:
+    """The arguments where the stages before this one have T5's encoder, and the others its decoder.
+
+    Both Megatrons read it of a model with both on several stages; for others there is nothing to say.
+    Raises ValueError if a stack's layers do not come out even over its stages, or has none.
+    """
+    stages = _number(given, (_STAGES,)) or 1
+    if stages == 1 or given.get("--model-family") != ["t5"]:
+        return []
+    counts: list[int] = []
+    for stack, on in (("--encoder-num-layers", rank), ("--decoder-num-layers", stages - rank)):
+        layers = _number(given, (stack, _LAYERS)) or 0
+        if on < 1 or layers % on:
+            raise ValueError(
+                f"{layers} layers do not come out even over {on} stages; use `--pipeline-partition`"
+            )
+        counts += [layers // on] * on
+    return _partition(counts, given)
+
+
+def of_evaluations(size: int, given: Given) -> list[str]:
+    """No arguments where evaluations take batches of the training, as they do here.
+
+    Raises ValueError for another size, with the number of batches here that have as many samples.
+    """
+    batch, evaluations = _number(given, ("--global-batch-size",)), _number(given, ("--eval-iters",)) or 100
+    if batch == size:
+        return []
+    same = "--eval-iters N"
+    if batch and size * evaluations % batch == 0:
+        same = f"--eval-iters {size * evaluations // batch}"
+    raise ValueError(
+        f"an evaluation has batches of `--global-batch-size` samples; for as many samples leave it out and "
+        f"give `{same}`"
+    )
 
 
 def _number(given: Given, names: Sequence[str]) -> int | None:

@@ -19,7 +19,7 @@ class LoggingConfig(Section):
 
     log_interval: PositiveInt = option(100, "iterations between log lines", unit="iterations")
     metrics_jsonl: str | None = option(None, "file that gets one JSON object per iteration")
-    tensorboard_dir: str | None = option(None, "folder for TensorBoard events")
+    tensorboard_dir: str | None = option(None, "folder for TensorBoard events", package="tensorboard")
     tensorboard_log_interval: PositiveInt = option(1, "iterations between events", unit="iterations")
     tensorboard_queue_size: PositiveInt = option(1000, "events held before they are written")
     log_validation_ppl_to_tensorboard: bool = option(False, "also record validation perplexity")
@@ -54,7 +54,9 @@ class LoggingConfig(Section):
         unit="iterations",
     )
     log_num_zeros_in_grad: bool = option(False, "also record how many gradient elements are zero")
-    wandb_project: str | None = option(None, "Weights & Biases project; needs the wandb package")
+    wandb_project: str | None = option(
+        None, "Weights & Biases project; needs the wandb package", package="wandb"
+    )
     wandb_exp_name: str | None = option(None, "Weights & Biases run name")
     wandb_save_dir: str | None = option(None, "Weights & Biases local folder")
     wandb_entity: str | None = option(None, "Weights & Biases team")

@@ -22,6 +22,7 @@ def option(
     unit: str | None = None,
     instead_of: tuple[str, ...] = (),
     needs: str | tuple[str, ...] | None = None,
+    package: str | None = None,
 ) -> Any:
     """Declare one field of a section.
 
@@ -42,6 +43,7 @@ def option(
         needs: what must hold where the field is not left at its default: ``optimizer=lamb,muon``, ``kd`` (it
             is set), or ``save or load: the reason``, or for some values alone ``nvme => path``; several must
             all hold. A field of another section is written with it. None for the needs of the class.
+        package: the Python package without which a run cannot do what the field says.
     """
     extra: dict[str, Any] = {
         "flag": flag,
@@ -54,6 +56,7 @@ def option(
         "unit": unit,
         "instead_of": list(instead_of),
         "needs": needs,
+        "package": package,
     }
     return Field(default, description=help, json_schema_extra=extra)
 

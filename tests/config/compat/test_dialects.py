@@ -173,6 +173,9 @@ def test_rows_of_a_table_fit_the_ranks_and_the_vocabulary() -> None:
         ("--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --num-layers 6",
          ("3,3", None)),
         ("--account-for-loss-in-pipeline-split --num-layers 7", ("4,3", None)),
+        ("--model-family t5 --num-layers 4 --pipeline-model-parallel-split-rank 1", ("4,4", None)),
+        ("--model-family t5 --num-layers 4 --decoder-num-layers 3 --pipeline-model-parallel-split-rank 1",
+         ("4,3", None)),
     ],
 )  # fmt: skip
 def test_layers_are_dealt_as_megatrons_flags_say(argv: str, expected: tuple[str, int | None]) -> None:
@@ -198,6 +201,15 @@ def test_layers_are_dealt_as_megatrons_flags_say(argv: str, expected: tuple[str,
         (
             "--account-for-loss-in-pipeline-split --num-layers 7 --num-virtual-stages-per-pipeline-rank 2",
             "with several chunks on a stage",
+        ),
+        (
+            "--pipeline-model-parallel-size 3 --model-family t5 --num-layers 3 "
+            "--pipeline-model-parallel-split-rank 1",
+            "3 layers do not come out even over 2 stages",
+        ),
+        (
+            "--model-family t5 --num-layers 3 --pipeline-model-parallel-split-rank 2",
+            "3 layers do not come out even over 0 stages",
         ),
     ],
 )
@@ -388,6 +400,17 @@ def test_a_fork_is_not_assumed_from_names_that_anyone_uses() -> None:
         "model.use_rope_scaling": True,
         "model.rope_scaling_factor": 8.0,
     }
+
+
+def test_flags_of_megatron_lm_itself_are_not_those_of_a_fork() -> None:
+    """`--data-args-path`, and what says that all is as it is here, or how to have it so."""
+    (said,) = scan(["--data-args-path", "f"]).warnings
+    assert said == "flags are read as what they mean here: `--data-args-path f` as `--data-path @f`."
+    line = "--pipeline-model-parallel-split-rank 1 --test-mode --global-batch-size 8 --eval-iters 10"
+    same = scan([*line.split(), "--eval-global-batch-size", "8"])
+    assert (same.problems, len(same.ignored)) == ([], 3)
+    (refused,) = scan([*line.split(), "--eval-global-batch-size", "16"]).problems
+    assert refused.endswith("for as many samples leave it out and give `--eval-iters 20`")
 
 
 def test_the_encoder_s_layers_are_those_of_t5() -> None:

@@ -593,6 +593,7 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
         ({"zero_optimisation": {}}, "unknown key `zero_optimisation`; did you mean `zero_optimization`?"),
         ({"fp16.hysterisis": 2}, "unknown key `fp16.hysterisis`; did you mean `fp16.hysteresis`?"),
         ({"stage": 3}, "unknown key `stage`; did you mean `zero_optimization.stage`?"),
+        ({"profiling": {}, "elastic_checkpoint": True, "stage": 1}, "unknown key `stage`; did you mean"),
         ({"qwertyuiop": 3}, "unknown key `qwertyuiop`; docs/deepspeed_json.md lists the keys."),
     ],
 )

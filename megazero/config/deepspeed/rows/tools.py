@@ -94,6 +94,7 @@ LOGGING_ROWS: tuple[KeyRow, ...] = (
     sets("wall_clock_breakdown", BOOL, "logging.wall_clock_breakdown"),
     *ignores(_FIXED_METRICS, BOOL, "memory_breakdown"),
     *ignores("all messages have one level", TEXT, "log_level"),
+    *ignores("DeepSpeed reads no section of this name", ANYTHING, "profiling", "elastic_checkpoint"),
     KeyRow("dump_state", BOOL, extra="dump_state", accepted="`--check-config` prints the resolved settings"),
     KeyRow(
         "dataloader_drop_last",
