@@ -40,7 +40,10 @@ class LayerFiles:
         return sorted(str(path) for path in Path(ckpt_dir).glob(name))
 
     def save_state_dict(
-        self, save_dir: str | os.PathLike[str], checkpoint_engine: Any = None, exclude_frozen_params: bool = False
+        self,
+        save_dir: str | os.PathLike[str],
+        checkpoint_engine: Any = None,
+        exclude_frozen_params: bool = False,
     ) -> None:
         """Write the weights and buffers of each layer to its file; every rank calls this.
 
