@@ -177,8 +177,8 @@ def _check_form(kind: type, form: Sequence[_Entry], state: Mapping[str, Any]) ->
     ]:
         raise ConfigError(
             "`optimizer` must keep the same kinds of state from its first update on, but "
-            f"{kind.__name__} keeps {', '.join(entry.name for entry in form)} at first and {', '.join(state)} "
-            "later; choose another"
+            f"{kind.__name__} keeps {', '.join(entry.name for entry in form)} at first and "
+            f"{', '.join(state)} later; choose another"
         )
 
 
