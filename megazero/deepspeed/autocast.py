@@ -39,7 +39,7 @@ class Autocast:
         """The JSON's section. Gradients are summed over the ranks in the weights' own type.
 
         Raises:
-            ConfigError: it has unknown keys, or a type that is not the 16-bit weights' nor bf16 with fp32.
+            ConfigError: it has unknown keys, or another type than 16-bit weights, or bf16 for fp32.
         """
         section: Mapping[str, Any] = settings.extras.sections.get(SECTION, {})
         problems = [f"unknown key `{SECTION}.{key}`; remove it" for key in section if key not in _KEYS]

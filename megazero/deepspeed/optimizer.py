@@ -145,7 +145,13 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
 
     @property
     def shows_gradients(self) -> bool:
-        """Whether gradients lie whole on each rank, where they can be seen as means: copies in 16 bits."""
+        """Whether scripts see gradients, as means, and copies in 16 bits: at stage 0, if they lie whole here.
+
+        At other stages they do not, on one rank neither: what a script does to them, such as clipping, would
+        count there alone.
+        """
+        if self.parallel.stage != 0:
+            return False
         store = self.parallel.store
         trained = [bucket for bucket in store.buckets if bucket.key.trainable]
         return not (
@@ -191,8 +197,8 @@ class DeepSpeedOptimizer(OptimizerCalls, ScaleAndRate, torch.optim.Optimizer):
         if thawed := {id(param) for param in fixed if param.requires_grad}:
             name = next(name for name, p in self.parallel.module.named_parameters() if id(p) in thawed)
             raise ConfigError(
-                "`requires_grad` of a parameter that was frozen when the engine was made must stay False, but "
-                f"is True for {name}; freeze it after `initialize`, or call `initialize` again"
+                "`requires_grad` of a parameter that was frozen when the engine was made must stay False, "
+                f"but is True for {name}; freeze it after `initialize`, or call `initialize` again"
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -120,7 +120,7 @@ class WholeRule(TorchRule):
 
 
 def keeps_shape(rule: TorchRule, shapes: Iterable[Shape]) -> bool:
-    """Whether the state of parameters of these shapes, up to a size, is of their shape, a count or nothing."""
+    """Whether the state of parameters of these shapes, up to a size, is of their shape, or a count."""
     whole = _whole(rule)
     capped = {tuple(min(size, _LARGE) for size in shape) for shape in shapes}
     tensors = [(s, e.like) for s in capped for e in whole.form(s) if isinstance(e.like, Tensor)]
@@ -135,7 +135,7 @@ def on_whole(rules: Sequence[TorchRule], shapes: Iterable[Shape]) -> list[WholeR
         shapes: the shapes of all parameters.
 
     Raises:
-        ConfigError: the class fails, does not update each parameter by itself, or keeps what cannot be packed.
+        ConfigError: the class fails, does not update each parameter by itself, or keeps other things.
     """
     kind, shapes = rules[0].kind, sorted(set(shapes))
     wholes = [_whole(rule) for rule in rules]
@@ -150,8 +150,8 @@ def on_whole(rules: Sequence[TorchRule], shapes: Iterable[Shape]) -> list[WholeR
         raise
     except Exception as error:
         raise ConfigError(
-            f"`optimizer` must be one that can update tensors from their gradients alone, but {kind.__name__} "
-            f"fails there ({type(error).__name__}: {error}); choose another, such as torch.optim.AdamW"
+            "`optimizer` must be one that can update tensors from their gradients alone, but "
+            f"{kind.__name__} fails there ({type(error).__name__}: {error}); choose another, such as AdamW"
         ) from error
     if not alone:
         raise ConfigError(
@@ -176,8 +176,9 @@ def _check_form(kind: type, form: Sequence[_Entry], state: Mapping[str, Any]) ->
         (entry.name, shape) for entry, shape in zip(form, shape_of, strict=True)
     ]:
         raise ConfigError(
-            f"`optimizer` must keep the same kinds of state from its first update on, but {kind.__name__} keeps "
-            f"{', '.join(entry.name for entry in form)} at first and {', '.join(state)} later; choose another"
+            "`optimizer` must keep the same kinds of state from its first update on, but "
+            f"{kind.__name__} keeps {', '.join(entry.name for entry in form)} at first and "
+            f"{', '.join(state)} later; choose another"
         )
 
 

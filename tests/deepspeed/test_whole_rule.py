@@ -1,4 +1,4 @@
-"""Optimizers whose update looks at whole tensors: each parameter is put together wherever a part of it lies."""
+"""Optimizers whose update looks at whole tensors: parameters are put together wherever a part lies."""
 
 from __future__ import annotations
 

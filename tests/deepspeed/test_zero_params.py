@@ -293,7 +293,6 @@ def test_hooks_may_be_taken_off_around_generation():
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-
 def test_a_forward_within_a_gather_keeps_what_was_gathered():
     """Each layer's end used to free its weights, which then read as NaN within the context."""
 

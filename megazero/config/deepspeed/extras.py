@@ -66,7 +66,7 @@ class Extras:
         gradient_predivide_factor: without `prescale_gradients`, divide by this before the sum and by the
     rest after it.
         dataloader_drop_last: leave out the last batch if it is short.
-        zero_allow_untested_optimizer: not asked: any optimizer runs on pieces or whole parameters, as it needs.
+        zero_allow_untested_optimizer: not asked; each optimizer runs on pieces or whole parameters.
         gather_16bit_weights_on_save: write whole weights in the model's type beside a checkpoint.
         dump_state: print the configuration at start.
         consecutive_hysteresis: every step without an overflow gives the tolerated overflows back.

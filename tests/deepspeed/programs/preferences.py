@@ -58,9 +58,7 @@ if __name__ == "__main__":
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     rewards = {"reward_funcs": rewarded} if task in ("grpo", "rloo") else {}
     trainer_kind = getattr(trl, f"{task.upper()}Trainer")
-    trainer = trainer_kind(
-        model=model, args=args, train_dataset=data, processing_class=tokenizer, **rewards
-    )
+    trainer = trainer_kind(model=model, args=args, train_dataset=data, processing_class=tokenizer, **rewards)
     trainer.train()
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     found = {
