@@ -140,7 +140,7 @@ def _most_divisible(limit: int) -> int:
     """The greatest number up to `limit` with more divisors than any smaller one."""
     best = (1, -1)
     # A number, its divisors, the primes after its own, and the greatest exponent of the next of them.
-    begun = [(1, 1, _PRIMES, limit)]
+    begun: list[tuple[int, int, tuple[int, ...], int]] = [(1, 1, _PRIMES, limit)]
     while begun:
         number, divisors, primes, most = begun.pop()
         best = max(best, (divisors, -number))

@@ -110,7 +110,6 @@ def test_levels_need_no_minimum():
 @over_table(
     ("change", "said"),
     [
-        ({"schedule_type": "custom"}, "must be fixed_linear, fixed_root or fixed_discrete here"),
         ({"max_difficulty": None}, "must say how lengths grow, but does not"),
         ({"min_difficulty": 6}, "must say how lengths grow, but does not"),
         ({"schedule_type": "fixed_root"}, "with `root_degree` for fixed_root"),
