@@ -159,17 +159,17 @@ def test_a_ramp_of_endless_increments_is_refused_at_once() -> None:
 
 def test_thousands_of_unknown_names_are_counted(tmp_path: Path) -> None:
     """They were once a line each, and each was compared with every known name: minutes."""
-    names = [f"strange_{number}" for number in range(20_000)]
+    names = [f"strange_{number}" for number in range(2_000)]
     (tmp_path / "run.yaml").write_text("".join(f"{name}: 1\n" for name in names))
     (tmp_path / "ds.json").write_text("{" + ", ".join(f'"{name}": 1' for name in names) + "}")
-    flags = ["stray"] * 20_000 + [f"--{name}" for name in names]
+    flags = ["stray"] * 2_000 + [f"--{name}" for name in names]
     files = ["--config", str(tmp_path / "run.yaml")]
     document = ["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")]
     lines = violations([*BASE_FLAGS, *files, *document, *flags])
     assert len([line for line in lines if "unknown" in line or "stray" in line]) <= 4 * 21
-    assert f"{tmp_path}/run.yaml: there are 19,980 more unknown keys." in lines
-    assert f"{tmp_path}/ds.json: there are 19,980 more unknown keys." in lines
-    assert "there are 19,980 more unknown flags." in lines
-    assert "there are 19,980 more unexpected arguments." in lines
+    assert f"{tmp_path}/run.yaml: there are 1,980 more unknown keys." in lines
+    assert f"{tmp_path}/ds.json: there are 1,980 more unknown keys." in lines
+    assert "there are 1,980 more unknown flags." in lines
+    assert "there are 1,980 more unexpected arguments." in lines
     assert f"{tmp_path}/run.yaml:20: unknown key `strange_19`; docs/configuration.md lists the keys." in lines
     assert len(lines) < 100

@@ -51,8 +51,8 @@ class Own:
         loss.backward()
 
 
-@over_table("accumulation", [1, 3])
-@over_table("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_backward_of_the_scripts_own_trains_as_the_engines(stage, accumulation):
     def work(context: ParallelContext):
         engine = start(context, build(Tied), settings(stage, accumulation, optimizer=ADAMW))
@@ -191,8 +191,8 @@ def test_fp16_takes_a_scaled_loss_alone(stage):
         trained(lambda engine, loss: loss.backward())
 
 
-@over_table("second", [0, 2, 3])
-@over_table("first", [0, 2, 3])
+@pytest.mark.parametrize("second", [0, 2, 3])
+@pytest.mark.parametrize("first", [0, 2, 3])
 def test_a_second_engine_takes_the_model_over(first, second):
     def work(context: ParallelContext):
         model = build(Tied)
@@ -221,7 +221,7 @@ def test_a_second_engine_takes_the_model_over(first, second):
     torch.testing.assert_close(on_ranks(2, work)[0], expected, rtol=1e-4, atol=1e-5)
 
 
-@over_table("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_without_an_optimizer_an_engine_evaluates(stage):
     def work(context: ParallelContext):
         model = build(Tied)

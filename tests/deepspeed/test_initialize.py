@@ -41,9 +41,9 @@ def adamw(model: nn.Module, **options) -> torch.optim.Optimizer:
 
 
 @pytest.mark.fast
-@over_table("accumulation", [1, 3])
-@over_table("ranks", [1, 2, 4])
-@over_table("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_trains_as_plain_torch(stage, ranks, accumulation):
     def work(context: ParallelContext):
         engine = start(context, build(Tied), settings(stage, accumulation, optimizer=ADAMW))
@@ -55,8 +55,8 @@ def test_every_stage_trains_as_plain_torch(stage, ranks, accumulation):
         assert_same(record, expected)
 
 
-@over_table("ranks", [1, 3])
-@over_table("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_json_of_type_lamb_trains_as_whole_tensors_would(stage, ranks):
     told = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1, "max_coeff": 2.0, "min_coeff": 0.1}
     optimizer = {"type": "Lamb", "params": {**told, "betas": [0.8, 0.95], "bias_correction": True}}
@@ -72,8 +72,8 @@ def test_a_json_of_type_lamb_trains_as_whole_tensors_would(stage, ranks):
         assert_same(record, expected)
 
 
-@over_table("live", [0, 10**9])
-@over_table("stage", [2, 3])
+@pytest.mark.parametrize("live", [0, 10**9])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_transformer_of_torch_trains(stage, live):
     # The gradient of a bias of keys is rounding alone, which a small eps would blow up.
     optimizer = {"type": "AdamW", "params": {**ADAMW["params"], "eps": 1e-3}}
@@ -113,7 +113,7 @@ OPTIMIZERS = {
 }
 
 
-@over_table("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_of_torch_with_two_groups_and_a_schedule(name):
     make = OPTIMIZERS[name]
 
@@ -184,8 +184,8 @@ def test_a_function_makes_the_optimizer_of_the_given_parameters():
     assert {name for name in before if not torch.equal(before[name], after[name])} == {"up.weight", "up.bias"}
 
 
-@over_table("dtype", ["bf16", "fp16"])
-@over_table("stage", [0, 2, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_reduced_precision_trains(stage, dtype):
     def work(context: ParallelContext):
         section = {"enabled": True, **({"initial_scale_power": 4} if dtype == "fp16" else {})}
@@ -220,7 +220,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert on_ranks(2, work) == [(True, True, (1, 1, 128.0, False), -1)] * 2
 
 
-@over_table(
+@pytest.mark.parametrize(
     "scaling",
     [{"prescale_gradients": True}, {"gradient_predivide_factor": 8.0}, {"communication_data_type": "bf16"}],
 )

@@ -26,7 +26,6 @@ from tests.deepspeed.user_models import (
     train_engine,
     train_plain,
 )
-from tests.tables import over_table
 
 
 def build_cut(kind, context: ParallelContext, seed: int = 0, **config) -> nn.Module:
@@ -40,9 +39,9 @@ def build_cut(kind, context: ParallelContext, seed: int = 0, **config) -> nn.Mod
     return model
 
 
-@over_table("kind", [Tied, Encoder])
-@over_table("stage", [1, 3])
-@over_table("ranks", [1, 2])
+@pytest.mark.parametrize("kind", [Tied, Encoder])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_model_that_is_cut_while_built_trains_as_plain_torch(kind, stage, ranks):
     optimizer = {"type": "AdamW", "params": {**ADAMW["params"], "eps": 1e-3}}
 

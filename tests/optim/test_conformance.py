@@ -104,28 +104,31 @@ def torch_row(name: str, **options) -> RuleRow:
     return RuleRow(rule, None, decay="gradient")
 
 
-ROWS = (
-    RuleRow(Adam(), adam),
-    RuleRow(Adam(0.8, 0.95, 1e-4), adam),
-    RuleRow(Sgd(0.9), heavy_ball, decay="gradient"),
-    RuleRow(Sgd(0.0), heavy_ball, decay="gradient"),
-    RuleRow(Lars(0.9), heavy_ball, lars),
-    lamb_row(),
-    lamb_row(beta1=0.8, beta2=0.95, eps=1e-4, adapt_all=True),
-    lamb_row(min_coeff=0.9, max_coeff=1.1, bias_correction="none", eps=1e-4),
-    lamb_row(bias_correction="rate", adapt_all=True),
-    RuleRow(OnebitAdam(freeze_step=100), adam, stages=(0,)),
-    RuleRow(ZeroOneAdam(ZeroOneSteps(var_freeze_step=100, var_update_scaler=100)), adam, stages=(0,)),
-    RuleRow(Lion(), sign),
-    RuleRow(Adagrad(), shrinking, decay="gradient"),
-    torch_row("adadelta", adadelta_eps=1e-3),
-    torch_row("adamax", adam_beta2=0.95),
-    torch_row("nadam", adam_beta1=0.5, adam_eps=1e-4),
-    torch_row("radam", adam_beta2=0.9),
-    torch_row("rmsprop", rmsprop_alpha=0.9, adam_eps=1e-4),
-    RuleRow(SelfSumming(0.9), heavy_ball, decay="gradient", stages=(0,)),
-    RuleRow(SelfSummingLars(0.8), heavy_ball, lars, stages=(0,)),
-)
+@cache
+def rows() -> tuple[RuleRow, ...]:
+    """Every rule. Those that are torch's take seconds to import."""
+    return (
+        RuleRow(Adam(), adam),
+        RuleRow(Adam(0.8, 0.95, 1e-4), adam),
+        RuleRow(Sgd(0.9), heavy_ball, decay="gradient"),
+        RuleRow(Sgd(0.0), heavy_ball, decay="gradient"),
+        RuleRow(Lars(0.9), heavy_ball, lars),
+        lamb_row(),
+        lamb_row(beta1=0.8, beta2=0.95, eps=1e-4, adapt_all=True),
+        lamb_row(min_coeff=0.9, max_coeff=1.1, bias_correction="none", eps=1e-4),
+        lamb_row(bias_correction="rate", adapt_all=True),
+        RuleRow(OnebitAdam(freeze_step=100), adam, stages=(0,)),
+        RuleRow(ZeroOneAdam(ZeroOneSteps(var_freeze_step=100, var_update_scaler=100)), adam, stages=(0,)),
+        RuleRow(Lion(), sign),
+        RuleRow(Adagrad(), shrinking, decay="gradient"),
+        torch_row("adadelta", adadelta_eps=1e-3),
+        torch_row("adamax", adam_beta2=0.95),
+        torch_row("nadam", adam_beta1=0.5, adam_eps=1e-4),
+        torch_row("radam", adam_beta2=0.9),
+        torch_row("rmsprop", rmsprop_alpha=0.9, adam_eps=1e-4),
+        RuleRow(SelfSumming(0.9), heavy_ball, decay="gradient", stages=(0,)),
+        RuleRow(SelfSummingLars(0.8), heavy_ball, lars, stages=(0,)),
+    )
 
 
 def name(row: RuleRow) -> str:
@@ -133,7 +136,7 @@ def name(row: RuleRow) -> str:
     return f"{rule.kind.__name__}({dict(rule.options)})" if isinstance(rule, TorchRule) else repr(rule)
 
 
-EVERY_ROW = over_table("row", ROWS, ids=name)
+EVERY_ROW = over_table("row", rows, ids=name)
 
 
 def expected(row: RuleRow, param: Tensor, grads: list[Tensor], decay: float) -> Tensor:

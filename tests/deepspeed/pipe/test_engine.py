@@ -28,8 +28,10 @@ def solo(work):
     return on_stages(1, 1, work)[0]
 
 
-@over_table("zero", [0, 2, 3])
-@over_table(("before", "after"), [((2, 1), (1, 1)), ((1, 1), (4, 1)), ((2, 2), (4, 1)), ((4, 1), (2, 2))])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("before", "after"), [((2, 1), (1, 1)), ((1, 1), (4, 1)), ((2, 2), (4, 1)), ((4, 1), (2, 2))]
+)
 def test_a_checkpoint_loads_on_other_stages(tmp_path, zero, before, after):
     expected = {}
 

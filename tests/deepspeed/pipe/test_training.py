@@ -21,7 +21,6 @@ from tests.deepspeed.pipe.models import (
     settings,
     train,
 )
-from tests.tables import over_table
 
 CLIP = 0.5
 LAYOUTS = [(1, 1), (2, 1), (4, 1), (2, 2)]
@@ -58,8 +57,8 @@ def plain(
     return losses, norms, {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@over_table("zero", range(4))
-@over_table(("stages", "replicas"), LAYOUTS)
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(("stages", "replicas"), LAYOUTS)
 def test_a_pipeline_is_one_process(stages, replicas, zero):
     def work(context):
         engine = engine_of(context, settings(zero))
@@ -76,8 +75,8 @@ def test_a_pipeline_is_one_process(stages, replicas, zero):
             )
 
 
-@over_table("zero", [0, 3])
-@over_table("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_is_one_process(dtype, zero):
     config = settings(zero, **{dtype: {"enabled": True}})
     expected = on_stages(1, 1, lambda context: train(engine_of(context, config)))[0]
@@ -101,7 +100,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all():
     assert on_stages(2, 1, work) == [(1, 2.0**23, True)] * 2
 
 
-@over_table("interval", [1, 2, 3])
+@pytest.mark.parametrize("interval", [1, 2, 3])
 def test_recomputation_changes_nothing(interval):
     def work(context):
         return train(engine_of(context, settings(3), activation_checkpoint_interval=interval))
