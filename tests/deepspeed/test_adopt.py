@@ -83,7 +83,7 @@ def test_a_world_that_may_not_be_joined(monkeypatch):
 
 
 def test_a_second_partition_needs_as_many_replicas():
-    with pytest.raises(ConfigError, match="`hpz_partition_size` must divide"):
+    with pytest.raises(ConfigError, match="must divide the data-parallel x context-parallel ranks"):
         find_context(node_size=2)
 
 

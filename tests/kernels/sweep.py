@@ -125,7 +125,7 @@ def check_nothing(trial: Trial) -> None:
     for ours, theirs in zip(found, true, strict=True):
         assert ours.shape == theirs.shape
         assert torch.equal(ours, theirs)
-    sums = ("column_sum", "_backward", "embedding", "clear")
+    sums = ("column_sum", "_backward", "embedding", "clear", "bias_gelu_forward")  # this one clears, too
     assert [name for name in library.report().kernels if not name.endswith(sums)] == []
 
 

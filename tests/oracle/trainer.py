@@ -216,22 +216,23 @@ def follow(flags: Flags, initial: Weights, steps: int, of_step: Callable) -> Tra
     wide = torch.float64 if flags["params-dtype"] == "fp32" else torch.float32
     master = {name: each.to(wide, copy=True) for name, each in initial.items()}
     scale, run, total = Scale(flags), Training(), total_samples(flags, steps)
-    done, updates = 0, 0
-    for step in range(steps):
+    done, updates, learned = 0, 0, 0  # samples, updates, and the samples of these
+    for _ in range(steps):
         size = batch_size(flags, done)
         loss, grads = of_step(master, done, size, scale.value)
         norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
         skipped = loss is None or not math.isfinite(norm)  # without a loss there is nothing to learn from
-        lr = learning_rate(flags, (step, done), (steps, total))
-        rates = decoupled_rates(flags, (step, done), (steps, total))
-        decay = weight_decay(flags, done / total)
+        # A step without an update moves no schedule.
+        lr = learning_rate(flags, (updates, learned), (steps, total))
+        rates = decoupled_rates(flags, (updates, learned), (steps, total))
+        decay = weight_decay(flags, learned / total)
         done += size
         facts = {"lm_loss": loss, "grad_norm": norm, "learning_rate": lr, "loss_scale": scale.value}
         run.steps.append({**facts, "skipped": skipped, "consumed_samples": done})
         scale.after(skipped)
         if skipped:
             continue
-        updates += 1
+        updates, learned = updates + 1, learned + size
         clip = min(1.0, flags["clip-grad"] / (norm + 1e-6)) if flags["clip-grad"] else 1.0
         for name, each in master.items():
             # As in GPT-2: neither norms nor biases; nor the numbers of a state-space layer's heads.

@@ -74,7 +74,8 @@ def train(
     if "--train-samples" in more:
         del flags["--train-iters"]
     argv = [*MODEL.split(), "--data-path", *data, "--micro-batch-size", str(micro)]
-    argv += [*(f"--save {folder} --load {folder}".split() if folder else []), *more.split()]
+    kept = f"--save {folder} --load {folder} --override-opt_param-scheduler"
+    argv += [*(kept.split() if folder else []), *more.split()]
     argv += [word for flag, value in flags.items() if flag not in argv for word in (flag, value)]
     config = parse_config(argv, world_size=ranks).config
     world = ThreadWorld(ranks, 60.0)

@@ -138,7 +138,7 @@ def test_the_update_is_queued_before_the_host_waits(monkeypatch):
 def test_a_guard_that_may_hold_an_update_judges_first(monkeypatch, guards, first):
     def run(engine, batches, progress):
         step = SimpleNamespace(before=progress)
-        state = SimpleNamespace(recent=None)
+        state = SimpleNamespace(recent=None, updated=progress)
         loop_of(engine, **guards)._made(state, step, batches)
 
     assert events(monkeypatch, run)[0] == first

@@ -39,7 +39,7 @@ class T5Settings(BERTSettings):
         most, given = max(1, int(self.mask_prob * self.target)), len(self.vocabulary.sentinels)
         if given < most:
             raise DataError(
-                f"`--vocab-extra-ids` must be at least {most} for T5, as that many spans may be cut out of a "
+                f"`vocab_extra_ids` must be at least {most} for T5, as that many spans may be cut out of a "
                 f"sample, but the vocabulary has {given} sentinels; add some, or set a shorter "
                 "`--encoder-seq-length` or a smaller `--mask-prob`."
             )

@@ -88,7 +88,7 @@ def memory_limit() -> int:
 def _not_tried(path: Path, reason: str) -> DataError:
     limit = f"may have {memory_limit() >> 20:,} MiB" if memory_limit() >= 0 else "has no limit of its own"
     return DataError(
-        f"`--tokenizer-model` must be loaded by a process of its own first, but {path} was not ({reason}), "
+        f"`tokenizer_model` must be loaded by a process of its own first, but {path} was not ({reason}), "
         f"where a process {limit}; raise `ulimit -v`, or free memory."
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megazero.checkpoint.manifest import STATE
 from megazero.config.difficulties import Difficulties
+from megazero.config.fields import FIELD_BY_PATH
 from megazero.config.steps import Step
 from megazero.config.training_plan import LrLengths, TrainingPlan, training_plan_of
 from megazero.config.tree.config import Config
@@ -163,6 +164,7 @@ def _value(pieces: _Pieces, place: int) -> object:
 def _ways_out(rates: Collection[str], lengths: LrLengths, others: Collection[str]) -> str:
     if others:
         return f"give the settings that it had, or set {_OVERRIDE} to take the new ones"
-    same_decay = f"--lr-decay-{lengths.unit} {lengths.decay} or "
+    flag = FIELD_BY_PATH[f"optimizer.lr_decay_{lengths.unit}"].flag
+    same_decay = f"{flag} {lengths.decay} or "
     keep = (same_decay if [*rates] == ["decay length of the learning rate"] else "") + _KEEP
     return f"set {keep} to keep the checkpoint's, or {_OVERRIDE} to take the new one"

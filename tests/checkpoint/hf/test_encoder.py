@@ -265,7 +265,7 @@ def test_megatron_s_mix_of_gelus_has_no_exact_form():
         architecture_of(MIXED)
     message = str(refusal.value)
     assert "MegatronBertForPreTraining: `bert_head_activation` must be `activation`" in message
-    assert "`--no-bias-gelu-fusion`" in message
+    assert "`pretrain_bert.py --no-bias-gelu-fusion`" in message
     assert "`--approximate-gelu`" in message
     assert "ForMaskedLM" not in message  # against which there is the same, and more
 

@@ -85,7 +85,8 @@ def test_weights_alone_in_bf16_start_a_training(run, tmp_path, capsys):
         str(tmp_path / "c"),
     ]
     with pytest.raises(CheckpointError, match="must hold optimizer state"):
-        pretrain(parse_config(argv, world_size=1).config, Launch())
+        more = ["--override-opt_param-scheduler"]
+        pretrain(parse_config([*argv, *more], world_size=1).config, Launch())
     assert pretrain(parse_config([*argv, "--finetune"], world_size=1).config, Launch()).iteration == 1
 
 

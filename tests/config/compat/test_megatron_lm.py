@@ -133,7 +133,6 @@ def test_beside_a_file_that_is_not_read_nothing_is_missing() -> None:
         "--save-wgrads-interval 5",
         "--rerun-mode disabled",
         "--rerun-mode validate_results",
-        "--use-checkpoint-opt_param-scheduler",
         "--moe-grouped-gemm",
         "--moe-permute-fusion",
         "--moe-router-fusion",

@@ -554,10 +554,6 @@ def test_the_loss_scale_zero_is_dynamic() -> None:
             "`optimizer.params.var_freeze_step` must not be 7 with OneBitAdam; leave it out.",
         ),
         (
-            {"optimizer.type": "OneBitAdam", "optimizer.params.bias_correction": False},
-            "`optimizer.params.bias_correction` must not be false with OneBitAdam; leave it out.",
-        ),
-        (
             {"optimizer.type": "OneBitLamb", "optimizer.params.factor_min": 5.0},
             "`optimizer.params.factor_min` must be at most `optimizer.params.factor_max`; lower it.",
         ),
