@@ -60,6 +60,7 @@ def pytest_generate_tests(metafunc):
         )
 
 
+@pytest.mark.seconds(12)
 def test_there_and_back(tmp_path, circle):
     assert check(circle, tmp_path).wrong == ()
 

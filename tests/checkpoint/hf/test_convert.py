@@ -315,7 +315,7 @@ def test_the_commands_say_what_they_wrote_and_how_to_go_on(tmp_path, capsys, bpe
     said = capsys.readouterr().out
     assert "GPT2LMHeadModel: 28 tensors, 33,076 parameters, written to" in said
     assert "tokenizer: HFTokenizer" in said
-    assert f"`--load {run} --finetune` and the flags of data, length and optimizer" in said
+    assert f"--load {run} --finetune` and the flags of data, length and optimizer" in said
     assert main_to_hf([run, out, "--dtype", "bf16", "--max-shard-size", "50KB"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"GPT2LMHeadModel: 28 tensors, 33,076 parameters in bfloat16, written to {out}"

@@ -84,8 +84,8 @@ def test_weights_alone_in_bf16_start_a_training(run, tmp_path, capsys):
         "--save",
         str(tmp_path / "c"),
     ]
+    more = ["--override-opt_param-scheduler"]
     with pytest.raises(CheckpointError, match="must hold optimizer state"):
-        more = ["--override-opt_param-scheduler"]
         pretrain(parse_config([*argv, *more], world_size=1).config, Launch())
     assert pretrain(parse_config([*argv, "--finetune"], world_size=1).config, Launch()).iteration == 1
 
