@@ -340,8 +340,8 @@ def _warnings(flags: Scan, deepspeed: DeepSpeedSettings) -> tuple[str, ...]:
     """The warnings: at most one line on ignored flags and one on ignored keys, then the rest."""
     keys = [*deepspeed.ignored, *deepspeed.script_ignored]
     # A launcher adds it to each rank's words, and says the same in the environment.
-    own = ("--local-rank", "--local_rank") if "LOCAL_RANK" in os.environ else ()
-    heard = [flag for flag in flags.ignored if not flag.foreign.silent and flag.name not in own]
+    own = "--local-rank" if "LOCAL_RANK" in os.environ else None
+    heard = [flag for flag in flags.ignored if not flag.foreign.silent and flag.name != own]
     return (
         *_without_effect("flags", [(flag.name, flag.reason) for flag in heard]),
         *_without_effect(f"keys of {deepspeed.name}", [(key.key, key.reason) for key in keys]),

@@ -175,7 +175,7 @@ def test_a_launchers_own_local_rank_is_no_news(monkeypatch) -> None:
     """It was warned about on each node, where the launcher had added it."""
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     (warning,) = parse_config([*BASE_FLAGS, "--local_rank=3"]).warnings
-    assert "--local_rank" in warning
+    assert "--local-rank" in warning
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert parse_config([*BASE_FLAGS, "--local_rank=3", "--local-rank", "3"]).warnings == ()
 

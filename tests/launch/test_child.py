@@ -13,7 +13,7 @@ import pytest
 
 from megazero.errors import LaunchError
 from megazero.launch import ssh
-from megazero.launch.agent import can_reach
+from megazero.launch.agent import _write_anew, can_reach
 from megazero.launch.channel import LINE_LIMIT, message_of
 from megazero.launch.child import Child
 from megazero.launch.conductor import line_bytes, say
@@ -142,3 +142,14 @@ def test_an_address_that_answers_without_end_is_not_reached():
             server.close()
 
     assert asyncio.run(run()) is False
+
+
+def test_the_pid_file_is_made_anew_and_follows_no_link(tmp_path):
+    """`--save-pid` wrote through a link that somebody had put into the temporary folder."""
+    mine, planted = tmp_path / "mine", tmp_path / "7.deepspeed"
+    mine.write_text("all I have")
+    planted.symlink_to(mine)
+    _write_anew(planted, "7")
+    assert (mine.read_text(), planted.read_text(), planted.is_symlink()) == ("all I have", "7", False)
+    with pytest.raises(LaunchError, match="`--save-pid` must write"):
+        _write_anew(tmp_path, "7")

@@ -55,7 +55,7 @@ def test_an_environment_file_as_people_write_it():
     }
 
 
-@over_table("line", ["NCCL_DEBUG", "=x", "1A=x", "A B=x", "A='x", "A='x' y"])
+@over_table("line", ["NCCL_DEBUG", "=x", "1A=x", "A B=x", "A='x", "A='x' y", "A=x\0y"])
 def test_a_line_that_is_none_is_named(line):
     with pytest.raises(ConfigError, match=r"file, line 2: a line must be NAME=VALUE"):
         parse_environment(f"A=1\n{line}\n", "file")

@@ -35,6 +35,8 @@ from tests.tables import over_table
         (["--master_port", "65536", "x.py"], "0 to 65535, but is 65536"),
         (["--master_port", "0", "--launcher", "srun", "x.py"], "must name a port"),
         (["--fan-out", "0", "x.py"], "`--fan-out` must be at least 1"),
+        (["--num-gpus", "99999999999", "x.py"], "`--num-gpus` must be at most 4096"),
+        (["--no-ssh", "--node-rank", "1", "--num-nodes", "2", "x.py"], "`--master-addr` must be the address"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(words, reason):
@@ -57,7 +59,7 @@ def test_deepspeeds_spellings_and_the_scripts_own_flags():
 
 def test_cores_by_number_and_range():
     assert cores_of("0-3,8") == (0, 1, 2, 3, 8)
-    for text in ("", "a", "0-", "1,1", "-3"):
+    for text in ("", "a", "0-", "1,1", "-3", "²", "0-99999999999"):
         with pytest.raises(ConfigError, match="`--bind-core-list`"):
             cores_of(text)
 
