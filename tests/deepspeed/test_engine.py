@@ -278,6 +278,21 @@ def test_weights_that_are_frozen_later_stay(stage):
         assert not torch.equal(after[0], before[0]), optimizer
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_scripts_own_clipping_counts_on_no_number_of_ranks_where_state_is_sharded(stage):
+    """On one rank alone it used to, so that a training went on otherwise than on two, and in DeepSpeed."""
+
+    def work(context: ParallelContext):
+        engine = start(context, build(Tied), settings(stage, optimizer=ADAMW))
+        engine.backward(engine(*batch(0, 0, context.data.rank)))
+        shown = [param.grad for param in engine.module.parameters()]
+        nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-3)
+        engine.step()
+        return shown == [None] * len(shown), engine.get_global_grad_norm() > 1e-2
+
+    assert on_ranks(1, work) == [(True, True)]
+
+
 def test_a_destroyed_engine_leaves_the_weights():
     model = build(Tied)
     engine = start(solo_context(), model, settings(3, optimizer=ADAMW))
