@@ -1,6 +1,6 @@
 """The commands `deepspeed` and `ds_report`, for job scripts that call them by name.
 
-``pip install ./packages/deepspeed_commands`` puts them on the path. megazero itself does not, so that it can
+``pip install ./scripts/deepspeed_commands`` puts them on the path. megazero itself does not, so that it can
 be installed beside DeepSpeed.
 """
 

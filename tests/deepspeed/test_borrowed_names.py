@@ -324,7 +324,7 @@ def test_every_sample_is_in_a_batch():
 
 
 def test_deepspeed_and_ds_report_are_commands(monkeypatch, capsys):
-    project = tomllib.loads((ROOT / "packages/deepspeed_commands/pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "scripts/deepspeed_commands/pyproject.toml").read_text())["project"]
     assert {home.partition(":")[2] for home in project["scripts"].values()} == {"deepspeed", "ds_report"}
     assert {home.partition(":")[0] for home in project["scripts"].values()} == {as_deepspeed.__name__}
     script = str(ROOT / "examples_3d/deepspeed/gan.py")
