@@ -31,6 +31,8 @@ class RandomLTDScheduler:
         config: the section `random_ltd`, with `global_batch_size`.
     """
 
+    state: dict[str, Any]
+
     def __init__(self, config: Mapping[str, Any]):
         self.model_layer_num = int(config["total_layer_num"])
         self.random_ltd_layer_num = int(config["random_ltd_layer_num"])
@@ -44,7 +46,8 @@ class RandomLTDScheduler:
         """The tokens to keep after so many optimizer steps."""
         least, most = self.state["min_value"], self.state["max_value"]
         grown = int(global_steps / self._steps * (most - least) + least)
-        return min(grown - grown % self._stride, most)
+        value: int = min(grown - grown % self._stride, most)
+        return value
 
     def get_current_seq(self) -> int:
         """The tokens to keep now."""
@@ -87,7 +90,7 @@ class RandomLTDScheduler:
     def reset_to_init(self) -> None:
         """Go back to before the first step."""
         least, most = (int(self.config_schedule[name]) for name in ("min_value", "max_value"))
-        self.state: dict[str, Any] = {
+        self.state = {
             "consumed_layer_tokens": 0,
             "current_steps": -1,
             "current_value": least,

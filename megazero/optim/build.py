@@ -36,7 +36,7 @@ def takes_signs(config: OptimizerConfig) -> bool:
     return any(rule.takes_signs for name, rule in ELEMENTWISE.items() if name in used)
 
 
-def _adam(config: OptimizerConfig) -> dict[str, float]:
+def _adam(config: OptimizerConfig) -> dict[str, Any]:
     return {"beta1": config.adam_beta1, "beta2": config.adam_beta2, "eps": config.adam_eps}
 
 

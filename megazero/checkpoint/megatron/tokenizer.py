@@ -19,7 +19,7 @@ def tokenizer_said(arguments: Mapping[str, Any], folder: Path) -> TokenizerConfi
     kind = str(given.get("tokenizer_type"))
     given["tokenizer_type"] = FIELD_BY_PATH["tokenizer.tokenizer_type"].synonyms.get(kind, kind)
     try:
-        section = TokenizerConfig(**given).located(folder, folder.parent)
+        section = TokenizerConfig.model_validate(given).located(folder, folder.parent)
     except ValidationError:  # a kind that only Megatron has
         return None
     return section if all(path.exists() for path in section.files.values()) else None
@@ -33,6 +33,11 @@ def entries(section: TokenizerConfig | None) -> int | None:
     """
     if section is None or section.tokenizer_type in (None, "NullTokenizer"):
         return None
-    files = {"vocab_file": section.vocab_file, "merge_file": section.merge_file}
-    kind, model, extra = section.tokenizer_type, section.tokenizer_model, section.vocab_extra_ids
-    return build_tokenizer(TokenizerSpec(kind, **files, model=model, extra_ids=extra)).vocab_size
+    spec = TokenizerSpec(
+        section.tokenizer_type,
+        vocab_file=section.vocab_file,
+        merge_file=section.merge_file,
+        model=section.tokenizer_model,
+        extra_ids=section.vocab_extra_ids,
+    )
+    return build_tokenizer(spec).vocab_size

@@ -45,8 +45,14 @@ class TorchBackend:
         world_size: int = -1,
     ) -> None:
         """Join the world; see the class."""
-        given = {"rank": rank, "world_size": world_size}
-        init_distributed(backend, timeout=timeout, init_method=init_method, verbose=False, **given)
+        init_distributed(
+            backend,
+            timeout=timeout,
+            init_method=init_method,
+            verbose=False,
+            rank=rank,
+            world_size=world_size,
+        )
 
     @property
     def initialized(self) -> bool:

@@ -144,7 +144,7 @@ class MoE(nn.Module):
         router = Router(0, gate.get_parameter("weight"), self.config)
         experts = ExpertCopies(expert, num_experts)
         self.deepspeed_moe = _Parts(gate=_Parts(wg=router), experts=_Parts(deepspeed_experts=experts))
-        self.register_load_state_dict_pre_hook(_rename)
+        self.register_load_state_dict_pre_hook(_rename)  # type: ignore[no-untyped-call]  # torch's
         self.mlp: nn.Module | None = None
         self.coefficient: nn.Linear | None = None
         if use_residual:
