@@ -37,7 +37,7 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 @dataclass(frozen=True)
 class _Section:
-    """A section's request: a batch of at most so many samples. `node_ranks` is 0 where nodes do not matter."""
+    """A section's request: a batch of at most so many samples; `node_ranks` is 0 if nodes do not matter."""
 
     largest: int
     micro_batches: tuple[int, ...]
