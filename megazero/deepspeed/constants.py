@@ -1,4 +1,4 @@
-"""What scripts import from DeepSpeed's modules of constants; words are in the tables of names."""
+"""Numbers that scripts import from DeepSpeed's modules of constants; words are in the tables of names."""
 
 from __future__ import annotations
 

@@ -37,14 +37,13 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 @dataclass(frozen=True)
 class _Section:
-    """What a section asks for: a batch of at most so many samples, for so many ranks."""
+    """A section's request: a batch of at most so many samples; `node_ranks` is 0 if nodes do not matter."""
 
     largest: int
     micro_batches: tuple[int, ...]
     least_ranks: int
     most_ranks: int
     prefers_larger: bool
-    by_node: bool
     node_ranks: int
     model_ranks: int
 
@@ -85,14 +84,13 @@ class _Section:
             counts["min_gpus"],
             counts["max_gpus"],
             bool(given.get("prefer_larger_batch", True)),
-            version == "0.2",
-            counts["num_gpus_per_node"],
+            counts["num_gpus_per_node"] if version == "0.2" else 0,
             model,
         )
 
     def solve(self, ranks: int) -> tuple[int, list[int]]:
         """The batch size, and the numbers of data-parallel ranks that fit it; `ranks` is 0 if unknown."""
-        if not self.by_node:
+        if not self.node_ranks:
             return self._best(self.largest, self.least_ranks, self.most_ranks)
         nodes, per_node = self.node_ranks, self.node_ranks // self.model_ranks
         batch, fitting = self._best(
@@ -182,15 +180,17 @@ def compute_elastic_config(
             f"`target_deepspeed_version` must be 0.3.8 or later, but is {target_deepspeed_version}"
         )
     section = _Section.of(given)
-    told = world_size or int(os.environ.get("WORLD_SIZE") or 0) * (section.by_node or return_microbatch)
-    if return_microbatch and not told:
+    ranks = world_size or int(os.environ.get("WORLD_SIZE") or 0) * bool(
+        section.node_ranks or return_microbatch
+    )
+    if return_microbatch and not ranks:
         raise ElasticityConfigError(
             "`world_size` must be given for a micro-batch, here or as WORLD_SIZE, but is not; pass it"
         )
-    batch, fitting = section.solve(told)
+    batch, fitting = section.solve(ranks)
     if not (world_size or return_microbatch):
         return batch, fitting
-    replicas = told // section.model_ranks
+    replicas = ranks // section.model_ranks
     if replicas not in fitting:
         raise ElasticityIncompatibleWorldSize(
             f"`world_size` must give a number of replicas that fits a batch of {batch}, one of {fitting}, "

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megazero.checkpoint.folder import candidates
 from megazero.checkpoint.megatron.zero_states import Scale
-from megazero.checkpoint.part import WEIGHT, Key, Part
+from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.reader import CheckpointReader
 from megazero.deepspeed.counters import EngineCounters
 from megazero.deepspeed.foreign.files import Files, find_files, inventory
@@ -50,6 +50,9 @@ class Renamed:
     def read(self, parts: Iterable[Part]) -> None:
         """Fill the memory of parts; see `Source`."""
         self._source.read([replace(part, key=self._there[part.key]) for part in parts])
+
+
+_: type[Source] = Renamed
 
 
 Tensors = CheckpointReader | ForeignFolder | Renamed
