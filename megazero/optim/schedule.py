@@ -118,7 +118,7 @@ class LearningRate:
         return self.floor + self._height(count) * (self.peak - self.floor)
 
     def values(self) -> dict[str, object]:
-        """What the rate depends on, by name; two schedules with the same values have the same rates."""
+        """The numbers that the rate depends on, by name; two schedules with the same values have the same rates."""
         style, unit = self.decay.style, self.unit
         given = self.warmup.as_given or WarmupLength(self.warmup.length, unit)
         values: dict[str, object] = {"peak": self.peak, "decay style": style}
@@ -196,7 +196,7 @@ class WeightDecay:
             )
 
     def values(self) -> dict[str, object]:
-        """What the decay depends on, by name."""
+        """The numbers that the decay depends on, by name."""
         if self.style == "constant":
             return {"weight decay": self.end}
         ramp = f"from {self.start} to {self.end}"
@@ -252,7 +252,7 @@ class UpdateSchedule:
         return rate if other is None else (rate, other.at(progress))
 
     def values(self) -> dict[str, object]:
-        """What all rates and the decay depend on, by name."""
+        """The numbers that all rates and the decay depend on, by name."""
         values = {
             f"{name} of the learning rate": value for name, value in self.learning_rate.values().items()
         }

@@ -1,4 +1,4 @@
-"""What libraries take off a model of ZeRO stage 3 around generation, and put back afterwards."""
+"""The hooks that libraries take off a model of ZeRO stage 3 around generation, and put back."""
 
 from __future__ import annotations
 
