@@ -118,7 +118,7 @@ class LearningRate:
         return self.floor + self._height(count) * (self.peak - self.floor)
 
     def values(self) -> dict[str, object]:
-        """The numbers that the rate depends on, by name; two schedules with the same values have the same rates."""
+        """The numbers that the rate depends on, by name: schedules with the same have the same rates."""
         style, unit = self.decay.style, self.unit
         given = self.warmup.as_given or WarmupLength(self.warmup.length, unit)
         values: dict[str, object] = {"peak": self.peak, "decay style": style}
