@@ -233,8 +233,8 @@ def test_a_schedule_that_began_in_the_middle_is_the_same_at_each_resume() -> Non
     began = training_plan_of(first, 1).before(3)
     plan = training_plan_of(second, 1, began)
     run = facts(second, plan, plan.before(9))
-    again = training_plan_of(second, 1, plan.before(9), run.origin.progress())
-    assert run.origin.progress() == again.steps.began == began
+    again = training_plan_of(second, 1, plan.before(9), run.origin)
+    assert run.origin == again.steps.began == began
     assert again.lr == plan.lr != training_plan_of(second, 1, plan.before(9)).lr
     assert on_schedule(second, again, run, Path("run")) == (second, again, [])
     assert training_plan_of(first, 1, began, plan.before(9)).steps.began == began

@@ -68,7 +68,7 @@ def fit(
         raise ConfigError(
             [f"the global batch of {reader.folder} is kept, but does not fit here: {p}" for p in problems]
         )
-    plan = training_plan_of(kept, replicas, run.state.train_state().progress, run.origin.progress())
+    plan = training_plan_of(kept, replicas, run.state.train_state().progress, run.origin)
     kept, plan, remarks = on_schedule(kept, plan, run, reader.folder)
     changes = [
         f"{where}: {before} -> {now}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -31,8 +31,8 @@ from megazero.checkpoint.manifest import STATE, parse
 from megazero.checkpoint.part import Key
 from megazero.checkpoint.reader import CheckpointReader, Verify
 from megazero.checkpoint.saver import together
-from megazero.config.steps import Progress, Unit
-from megazero.config.training_plan import LrLengths, WarmupLength
+from megazero.config.steps import BEGINNING, Progress
+from megazero.config.training_plan import LrLengths
 from megazero.config.tree.config import Config
 from megazero.config.tree.model import ModelConfig
 from megazero.config.tree.option import Section
@@ -85,42 +85,6 @@ class RecentFacts(_FactsModel):
     spike: PositiveInt | None
 
 
-class ProgressFacts(_FactsModel):
-    """The fields of `Progress`."""
-
-    iteration: NonNegativeInt = 0
-    samples: NonNegativeInt = 0
-    tokens: NonNegativeInt = 0
-
-    def progress(self) -> Progress:
-        """The progress itself."""
-        return Progress(**dict(self))
-
-
-class WarmupFacts(_FactsModel):
-    """The fields of `WarmupLength`."""
-
-    length: NonNegativeFloat
-    unit: Unit
-
-
-class LengthsFacts(_FactsModel):
-    """The fields of `LrLengths`."""
-
-    unit: Unit
-    warmup: NonNegativeFloat
-    decay: PositiveInt
-    wsd_decay: PositiveInt | None
-    warmup_as_given: WarmupFacts | None
-    weight_decay: NonNegativeInt
-
-    def lengths(self) -> LrLengths:
-        """The lengths themselves."""
-        given = self.warmup_as_given
-        own = None if given is None else WarmupLength(given.length, given.unit)
-        return LrLengths(**{**dict(self), "warmup_as_given": own})
-
-
 class StateFacts(_FactsModel):
     """The fields of `TrainState`."""
 
@@ -133,13 +97,12 @@ class StateFacts(_FactsModel):
     bad_in_a_row: NonNegativeInt = 0
     recent: RecentFacts | None = None
     set_aside: tuple[tuple[NonNegativeInt, NonNegativeInt], ...] = ()
-    not_updated: ProgressFacts = ProgressFacts()
+    not_updated: Progress = BEGINNING
 
     @model_validator(mode="after")
     def _made_updates(self) -> StateFacts:
-        left = self.not_updated
-        rest = (self.iteration - left.iteration, self.consumed_samples - left.samples)
-        if min(*rest, self.consumed_tokens - left.tokens) < 0:
+        left, whole = self.not_updated, (self.iteration, self.consumed_samples, self.consumed_tokens)
+        if not all(0 <= part <= total for part, total in zip(astuple(left), whole, strict=True)):
             raise ValueError("`not_updated` must be a part of the progress")
         return self
 
@@ -154,8 +117,7 @@ class StateFacts(_FactsModel):
             saved = dict(self.stability)
             spreads = {name: Spread(**dict(saved[name])) for name in ("loss", "grad_norm")}
             stability = Stability(**{**saved, **spreads})
-        own = {"stability": stability, "recent": recent, "not_updated": self.not_updated.progress()}
-        return TrainState(progress, **{**facts, **own})
+        return TrainState(progress, **{**facts, "stability": stability, "recent": recent})
 
 
 class ScalerFacts(_FactsModel):
@@ -211,8 +173,8 @@ class RunFacts(_FactsModel):
     healthy: bool = True
     data: list[DataFacts] | None = None  # checkpoints of earlier versions have none
     written_by: WriterFacts = WriterFacts()
-    lengths: LengthsFacts | None = None
-    origin: ProgressFacts = ProgressFacts()
+    lengths: LrLengths | None = None
+    origin: Progress = BEGINNING
 
 
 class _ModelFacts(_FactsModel):

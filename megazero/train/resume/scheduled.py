@@ -102,7 +102,7 @@ def _saved(now: Config, run: RunFacts, plan: TrainingPlan, folder: Path) -> tupl
             raise CheckpointError(f"its sequence lengths are those of {custom}, which this run does not name")
         config = config.model_copy(update={"curriculum": now.curriculum})
     before = training_plan_of(config, 1, plan.steps.start, plan.steps.origin)
-    return config, before if run.lengths is None else replace(before, lr=run.lengths.lengths())
+    return config, before if run.lengths is None else replace(before, lr=run.lengths)
 
 
 def _updates(config: Config, plan: TrainingPlan) -> dict[str, object]:
