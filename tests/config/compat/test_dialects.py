@@ -207,8 +207,8 @@ def test_layers_are_dealt_as_megatrons_flags_say(argv: str, expected: tuple[str,
             "3 layers do not come out even over 2 stages",
         ),
         (
-            "--model-family t5 --num-layers 3 --pipeline-model-parallel-split-rank 2",
-            "3 layers do not come out even over 0 stages",
+            "--model-family t5 --num-layers 4 --pipeline-model-parallel-split-rank 2",
+            "4 layers do not come out even over 0 stages",
         ),
     ],
 )
