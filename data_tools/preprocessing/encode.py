@@ -119,7 +119,8 @@ class ChunkEncoder:
             parsed = parse(lines, self.job.keys, self._split)
             if parsed.problems and not self.job.skip_bad_lines:
                 # The run ends here; an earlier line that cannot be tokenized must be named before this one.
-                parsed = self._try_each(lines[: parsed.problems[0].line + 1])
+                (first, *_) = self._try_each(lines[: parsed.problems[0].line + 1]).problems
+                parsed = Parsed(parsed.lines, [], [first, *parsed.problems[1:]])
             return self._finish(chunk, len(data), parsed)
         except DataError:
             # Only now is each text tried by itself, to find the line.
