@@ -182,7 +182,7 @@ def open_port_at(address: str, port: int) -> socket.socket | None:
         if own.is_loopback and address not in (place[0], "localhost"):
             continue
         try:
-            return socket.create_server(place[:2], family=family, backlog=_BACKLOG)  # type: ignore[arg-type]  # TCP's
+            return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
