@@ -44,15 +44,15 @@ def test_a_process_has_ended_though_a_descendant_holds_its_output(monkeypatch):
 
 def test_a_launch_ends_with_its_ranks_whatever_they_leave_behind(tmp_path):
     """Children of the script that hosts source, and of a rank, hold outputs; the launch waited for ever."""
-    (tmp_path / "venv.sh").write_text("sleep 60 &\necho $! >> pids\n")
+    (tmp_path / "venv.sh").write_text("sleep 90 &\necho $! >> pids\n")
     (tmp_path / "leave.py").write_text(
         "import subprocess\n"
-        "child = subprocess.Popen(['env', '-i', '/bin/sleep', '60'], start_new_session=True)\n"
+        "child = subprocess.Popen(['env', '-i', '/bin/sleep', '90'], start_new_session=True)\n"
         "open('pids', 'a').write(f'{child.pid}\\n')\nprint('done')\n"
     )
     one = Launch(["--num-gpus", "1", "--venv-script", "./venv.sh", "leave.py"], tmp_path, {})
     try:
-        assert one.status(20) == 0, one.notices()
+        assert one.status() == 0, one.notices()  # which waits for a minute, as the strays would
         assert one.lines() == ["localhost[0]: done"]
         assert "Event loop is closed" not in one.notices()
     finally:
@@ -91,7 +91,7 @@ def test_hosts_that_answer_with_anything_are_named_together(monkeypatch):
         "printf '\\033]0;title\\007\\n'; printf '%2000000s\\n' x >&2; exit 1",
         "seq 1000; exit 1",
     )
-    assert time.monotonic() - began < 10  # one that waits, waits for 20 s
+    assert time.monotonic() - began < 30  # one that waits takes 40 s
     gc.collect()
     assert complaints == []
     assert "w-0: refused" in text
