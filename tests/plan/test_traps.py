@@ -176,7 +176,7 @@ def test_31_experts_are_taken_to_be_evenly_used_and_the_report_says_so():
 def test_19_loading_and_evaluating_take_no_more_than_training(tmp_path):
     """The whole run makes what is planned, to the byte, and so does one that loads, trains and evaluates."""
     flags = f"{GPT} --vocab-size 50000 --recompute-granularity full --global-batch-size 4 --device cpu"
-    flags += f" --eval-iters 2 --eval-interval 1 --save {tmp_path} --train-iters"
+    flags += f" --eval-iters 2 --eval-interval 1 --save {tmp_path} --lr-decay-iters 10 --train-iters"
     planned, peaks = 0, []
     for more in ("2", f"2 --load {tmp_path}", f"3 --load {tmp_path}"):
         config = parse_config(f"{flags} {more}".split(), world_size=1).config
