@@ -224,9 +224,9 @@ def test_a_lock_file_of_an_earlier_version_gets_an_identity(tmp_path):
 
 
 def test_a_checkpoint_that_was_saved_elsewhere_is_told(tmp_path, capsys):
-    runs = [tmp_path / "a", tmp_path / "b"]
+    runs, small = [tmp_path / "a", tmp_path / "b"], [*SMALL.split(), "--lr-decay-iters", "6"]
     for directory, iterations in zip(runs, ("2", "4"), strict=True):
-        argv = [*SMALL.split(), "--train-iters", iterations, "--save", str(directory)]
+        argv = [*small, "--train-iters", iterations, "--save", str(directory)]
         pretrain(parse_config(argv).config)
     shutil.copytree(iteration_folder(runs[1], 4), iteration_folder(runs[0], 4))
     argv = [*SMALL.split(), "--train-iters", "6", "--load", str(runs[0]), "--override-opt_param-scheduler"]
