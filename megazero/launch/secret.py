@@ -89,7 +89,7 @@ def known_secret(variables: Mapping[str, str]) -> bytes | None:
 
 
 def proof_of(secret: bytes, *words: object) -> str:
-    """What one who knows the secret can say of some words, and nobody else."""
+    """Say of some words what only those can say who know the secret."""
     return hmac.new(secret, json.dumps(words).encode(), hashlib.sha256).hexdigest()
 
 
