@@ -6,17 +6,13 @@ message without a traceback and exit with `exit_code`.
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import select
 import sys
 from collections.abc import Callable
 from typing import TextIO
 
 _CLOSED_PIPE = 128 + 13  # SIGPIPE
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
-NOT_SHOWN = "(not shown)"
 
 
 def printable(text: str, kept: str = "\n") -> str:
@@ -28,17 +24,6 @@ def printable(text: str, kept: str = "\n") -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else ascii(c)[1:-1] for c in text)
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable's name says that its value is not to be shown."""
-    return _SECRET.search(name) is not None
-
-
-def is_memory_failure(error: BaseException) -> bool:
-    """Whether something failed for want of memory, which says nothing of the file that was read."""
-    out_of_it = isinstance(error, OSError) and error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or out_of_it or "allocate memory" in str(error)
 
 
 class MegazeroError(Exception):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megazero.env.gather import gather
 from megazero.env.hosts import SSH, gather_hosts, hosts_document, hosts_report, hosts_status
 from megazero.env.problems import troubles
 from megazero.env.report import document, report
 from megazero.errors import ConfigError, exit_status
+from megazero.launch.environment import NOT_SHOWN, is_secret
 from megazero.launch.hosts import read_hostfile
 
 
@@ -44,6 +46,8 @@ def main(argv: Sequence[str] = ()) -> int:
             raise ConfigError(f"`--nproc` must be at least 1, but is {flags.nproc}; correct it")
         if flags.hosts is None and flags.hostfile is None:
             env = gather(flags.nproc)
+            values = {n: NOT_SHOWN if is_secret(n) else value for n, value in env.variables.items()}
+            env = replace(env, variables=values)
             stops = [trouble.stops for trouble in troubles(env)]
             wrong[:] = bool(stops), any(stops)
             print(json.dumps(document(env)) if flags.json else report(env))

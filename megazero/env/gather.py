@@ -30,7 +30,6 @@ from megazero.env.facts import (
     operator_rows,
 )
 from megazero.env.node import node_facts
-from megazero.errors import NOT_SHOWN, is_secret
 from megazero.kernels.build import BuildError
 from megazero.mpu.cores import CGROUP, core_quota, load_average
 from megazero.mpu.transports import backends
@@ -83,15 +82,9 @@ def gather(ranks: int | None = None) -> Environment:
         writes_bytecode=not sys.dont_write_bytecode,
         interfaces=_interfaces(),
         topology=_output("nvidia-smi", "topo", "-m"),
-        variables=_variables(os.environ),
+        variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
         node=node_facts(_output, code_digest()),
     )
-
-
-def _variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that bear on a training, without the values that are secrets."""
-    named = {name: value for name, value in sorted(environment.items()) if _VARIABLES.fullmatch(name)}
-    return {name: NOT_SHOWN if is_secret(name) else value for name, value in named.items()}
 
 
 def _output(*command: str) -> str | None:

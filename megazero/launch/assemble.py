@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megazero.errors import NOT_SHOWN, ConfigError
+from megazero.errors import ConfigError
 from megazero.launch import commands, environment
 from megazero.launch.flags import cores_of
 from megazero.launch.hosts import Host, exclude, first, include, read_hostfile
@@ -265,7 +265,7 @@ def described(flags: argparse.Namespace, reach: commands.Reach, job: Job) -> Ite
     if flags.no_ssh:
         yield f"  none: this node starts its ranks, as node {flags.node_rank} of {len(job.hosts)}"
     elif flags.launcher in ("pdsh", "srun", "mpirun"):
-        yield f"  {shlex.join(command_of(flags, reach, job, NOT_SHOWN))}"
+        yield f"  {shlex.join(command_of(flags, reach, job, environment.NOT_SHOWN))}"
     else:
         for node in range(len(job.hosts)):
             yield f"  {shlex.join(commands.agent_command(reach, job, node))}"

@@ -46,7 +46,7 @@ class Child(asyncio.subprocess.Process):
         super().__init__(transport, protocol, loop)
         self._pipes = transport
 
-    async def wait(self) -> int:
+    async def ended(self) -> int:
         """Wait until the process has ended, whoever still holds its output; returns its return code."""
         while self.returncode is None:
             await asyncio.sleep(_LOOK)
@@ -57,7 +57,7 @@ class Child(asyncio.subprocess.Process):
         with suppress(ProcessLookupError):
             self.kill()
         with suppress(asyncio.TimeoutError):  # it hangs in the kernel
-            await asyncio.wait_for(self.wait(), _GONE)
+            await asyncio.wait_for(self.ended(), _GONE)
 
     async def close(self) -> None:
         """Kill the process if it still runs, and let go of its pipes."""

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megazero.errors import NOT_SHOWN, ConfigError, is_secret
+from megazero.errors import ConfigError
 from megazero.regular_file import read_regular, why_unreadable
 
 SENT_PREFIXES = (
@@ -19,6 +19,8 @@ SENT_PREFIXES = (
 )
 NEVER_SENT = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "MEGAZERO_LAUNCH", "PYTHONUNBUFFERED")
 """They describe this machine or a launch around this one."""
+NOT_SHOWN = "(not shown)"
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.I)
 _NO_DEVICES = ("", "-1", "NoDevFiles")  # the last is SLURM's
 _NAME = re.compile(r"[A-Za-z_]\w*")
 
@@ -30,6 +32,11 @@ def inherited(variables: Mapping[str, str]) -> dict[str, str]:
         for name, value in sorted(variables.items())
         if name.startswith(SENT_PREFIXES) and not name.startswith(NEVER_SENT)
     }
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's name says that its value is not to be shown."""
+    return _SECRET.search(name) is not None
 
 
 def without_secrets(variables: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:

@@ -121,7 +121,7 @@ class Meeting:
             self._all.set()
 
     async def _introduced(self, channel: Channel) -> Message | None:
-        """The words of a node about itself; None if it does not prove that it knows the secret."""
+        """Hear what a node says of itself; None if it does not prove that it knows the secret."""
         challenge = secrets.token_hex(16)
         await channel.send("challenge", nonce=challenge)
         hello = await channel.receive()
@@ -177,7 +177,7 @@ def _place(master: tuple[str, int]) -> str:
 
 
 def _claims(hello: Message) -> list[object]:
-    """The words of a node about itself, in the order in which it proves it."""
+    """List what a node says of itself, in the order in which it proves it."""
     return [hello[name] for name in ("nonce", "node", "nodes", "world", "host")]
 
 

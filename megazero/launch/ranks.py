@@ -109,7 +109,7 @@ class Ranks:
             asyncio.create_task(listen(child.stdout, False)),
             asyncio.create_task(listen(child.stderr, True)),
         ]
-        status = status_of(await child.wait())
+        status = status_of(await child.ended())
         _, late = await asyncio.wait(streams, timeout=_LAST_WORDS)
         for task in late:
             task.cancel()

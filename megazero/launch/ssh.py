@@ -126,7 +126,7 @@ class Connections:
             return message
 
         async def end() -> None:
-            await child.wait()
+            await child.ended()
             await asyncio.sleep(_PAUSE)  # for its last words; a stray process may hold the output open
 
         listening, ending = asyncio.create_task(listen()), asyncio.create_task(end())
@@ -143,7 +143,7 @@ class Connections:
         child = await Child.start(*words, stdin=null, stdout=null, stderr=null, start_new_session=True)
         self._children.append(child)
         try:
-            return await asyncio.wait_for(child.wait(), _PATIENCE) == 0
+            return await asyncio.wait_for(child.ended(), _PATIENCE) == 0
         except asyncio.TimeoutError:
             return False
 
@@ -170,7 +170,7 @@ async def _close(child: Child) -> int | None:
     assert child.stdin is not None
     child.stdin.close()
     try:
-        return status_of(await asyncio.wait_for(child.wait(), _CLOSING))
+        return status_of(await asyncio.wait_for(child.ended(), _CLOSING))
     except asyncio.TimeoutError:
         await child.end()
         return None if child.returncode is None else status_of(child.returncode)

@@ -229,7 +229,7 @@ def test_a_checkpoint_that_was_saved_elsewhere_is_told(tmp_path, capsys):
         argv = [*small, "--train-iters", iterations, "--save", str(directory)]
         pretrain(parse_config(argv).config)
     shutil.copytree(iteration_folder(runs[1], 4), iteration_folder(runs[0], 4))
-    argv = [*SMALL.split(), "--train-iters", "6", "--load", str(runs[0]), "--override-opt_param-scheduler"]
+    argv = [*small, "--train-iters", "6", "--load", str(runs[0])]
     copied = iteration_folder(runs[0], 4)
     told = f"{copied} was saved into another folder: it was copied to this one, or two jobs wrote here"
     capsys.readouterr()

@@ -32,7 +32,7 @@ def test_a_process_has_ended_though_a_descendant_holds_its_output(monkeypatch):
     async def run() -> tuple[int, bytes]:
         child = await Child.start("sh", "-c", "sleep 30 & echo $!; exit 3", stdout=PIPE, stderr=PIPE)
         pid = await child.stdout.readline()
-        status = await asyncio.wait_for(child.wait(), 5)
+        status = await asyncio.wait_for(child.ended(), 5)
         await child.close()
         return status, pid
 

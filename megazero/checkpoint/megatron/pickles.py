@@ -8,6 +8,7 @@ wanted; `Inert` stands in for the other classes, by their names: none is called 
 from __future__ import annotations
 
 import argparse
+import errno
 import pickle
 import re
 import signal
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from megazero.errors import CheckpointError, DamagedCheckpointError, is_memory_failure
+from megazero.errors import CheckpointError, DamagedCheckpointError
 from megazero.regular_file import open_regular
 
 # What is stored besides tensors and plain values: states of numpy's generators, enums among the arguments,
@@ -173,7 +174,8 @@ def _name(allowed: SafeGlobal) -> str:
 
 def unreadable(path: Path, what: str, error: Exception) -> CheckpointError:
     """The refusal of a file that could not be read: it is damaged, unless memory was too little."""
-    if is_memory_failure(error):
+    out_of_it = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if out_of_it or isinstance(error, MemoryError) or "allocate memory" in str(error):
         return CheckpointError(
             f"`{path}` must be read into memory, but there is too little ({reason_of(error)}); free some, or "
             "raise `ulimit -v`"

@@ -23,13 +23,9 @@ _TRIAL = """
 import sys
 seconds, memory, *sys.path = sys.argv[1:]
 import resource
-def limit(kind, soft, hard):
-    most = resource.getrlimit(kind)[1]
-    soft, hard = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (soft, hard))
-    resource.setrlimit(kind, (soft, hard))
-limit(resource.RLIMIT_CPU, int(seconds), int(seconds) + 1)
-limit(resource.RLIMIT_AS, int(memory), int(memory))
-limit(resource.RLIMIT_CORE, 0, 0)
+for kind, most in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, memory), (resource.RLIMIT_CORE, 0)):
+    hard = resource.getrlimit(kind)[1]  # of this process's own surroundings
+    resource.setrlimit(kind, (int(most) if hard == resource.RLIM_INFINITY else min(int(most), hard), hard))
 import sentencepiece
 model = sentencepiece.SentencePieceProcessor()
 try:
@@ -60,10 +56,7 @@ def load_model(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]
     content = path.read_bytes()
     seconds = _TRIAL_SECONDS + _SECONDS_PER_MEGABYTE * len(content) // 10**6
     command = [sys.executable, "-S", "-c", _TRIAL, str(seconds), str(_TRIAL_MEMORY), *sys.path]
-    try:
-        trial = subprocess.run(command, input=content, capture_output=True, check=False)
-    except OSError as error:  # there is no memory for another process
-        raise _not_tried(path, error.strerror or str(error)) from error
+    trial = subprocess.run(command, input=content, capture_output=True, check=False)
     if trial.returncode == -signal.SIGXCPU:
         raise _unsuitable(path, f"loading it takes more than {seconds} s")
     if trial.returncode != 0:
@@ -71,7 +64,10 @@ def load_model(path: Path) -> tuple[bytes, sentencepiece.SentencePieceProcessor]
         if trial.returncode < 0:
             last = f"loading it ends the process with {signal.Signals(-trial.returncode).name}"
         if trial.returncode != _NO_MODEL and 0 <= memory_limit() < _TRIAL_MEMORY:
-            raise _not_tried(path, last)
+            raise DataError(
+                f"`tokenizer_model` must be tried by another process first, but {path} was not ({last}), "
+                f"where a process may have {memory_limit() >> 20:,} MiB; raise `ulimit -v`."
+            )
         raise _unsuitable(path, last)
     processor = sentencepiece.SentencePieceProcessor()
     processor.LoadFromSerializedProto(content)
@@ -83,14 +79,6 @@ def memory_limit() -> int:
     import resource
 
     return resource.getrlimit(resource.RLIMIT_AS)[1]
-
-
-def _not_tried(path: Path, reason: str) -> DataError:
-    limit = f"may have {memory_limit() >> 20:,} MiB" if memory_limit() >= 0 else "has no limit of its own"
-    return DataError(
-        f"`tokenizer_model` must be loaded by a process of its own first, but {path} was not ({reason}), "
-        f"where a process {limit}; raise `ulimit -v`, or free memory."
-    )
 
 
 def _unsuitable(path: Path, reason: str) -> DataError:

@@ -65,8 +65,6 @@ def test_too_little_memory_is_no_fault_of_the_model(unigram_model, monkeypatch):
     trial = sentence_piece._TRIAL.replace("import sentencepiece\n", "x = bytearray(1 << 40)\n")
     monkeypatch.setattr(sentence_piece, "_TRIAL", trial)
     monkeypatch.setattr(sentence_piece, "memory_limit", lambda: 1 << 30)
-    reason = (
-        r"by a process of its own first, but .* was not \(MemoryError\), where a process may have 1,024 MiB"
-    )
+    reason = r"by another process first, but .* was not \(MemoryError\), where a process may have 1,024 MiB"
     with pytest.raises(DataError, match=reason):
         build_tokenizer(TokenizerSpec("GPTSentencePieceTokenizer", model=unigram_model))
