@@ -53,7 +53,9 @@ def over_table(
     """
     split = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
     table = Table(
-        split, rows if callable(rows) else tuple(rows), ids if ids is None or callable(ids) else tuple(ids)
+        split,
+        tuple(rows) if isinstance(rows, Iterable) else rows,
+        ids if ids is None or callable(ids) else tuple(ids),
     )
 
     def decorate(decorated: Callable[..., None]) -> Callable[..., None]:
