@@ -54,7 +54,7 @@ def over_table(
     split = tuple(name.strip() for name in names.split(",")) if isinstance(names, str) else tuple(names)
     table = Table(
         split,
-        tuple(rows) if isinstance(rows, Iterable) else rows,  # an enumeration can be called, too
+        tuple(rows) if isinstance(rows, Iterable) else rows,
         ids if ids is None or callable(ids) else tuple(ids),
     )
 

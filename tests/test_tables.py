@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 
 import pytest
@@ -61,6 +62,16 @@ def test_marks_and_fixtures_are_those_of_one_test(tmp_path):
     for run in ("first", "again"):
         (tmp_path / run).mkdir()
         marked(name="one", tmp_path=tmp_path / run)
+
+
+class Letter(enum.Enum):
+    A = 1
+    B = 2
+
+
+@over_table("letter", Letter)
+def test_rows_may_be_members_of_an_enum(letter):
+    assert letter in (Letter.A, Letter.B)
 
 
 def test_skipped_if_every_row_is():

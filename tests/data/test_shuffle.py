@@ -6,6 +6,7 @@ import time
 import tracemalloc
 
 import numpy as np
+import pytest
 
 from megazero.data import shuffle
 from megazero.data.shuffle import cyclic_sample
@@ -36,7 +37,7 @@ def test_seeds_and_epochs_have_orders_of_their_own():
     assert len(orders) == 400
 
 
-@over_table("size", [5, 8, 12])
+@pytest.mark.parametrize("size", [5, 8, 12])
 def test_an_order_cannot_be_told_from_a_random_one(size):
     """Which sample stands where, and which follows which: chi-square, at most five deviations off."""
     count = 1500

@@ -152,7 +152,7 @@ def test_a_step_with_nothing_to_learn_from_changes_nothing():
         assert weight.double().equal(weights[name].detach()), name
 
 
-@over_table("partition", ["parameters", "cost", "measured", "1,2", "type:Transformer"])
+@pytest.mark.parametrize("partition", ["parameters", "cost", "measured", "1,2", "type:Transformer"])
 def test_layers_may_be_dealt_in_any_way(partition):
     layout = Layout(shape="bert", pp=2, layers=3, micro_batch=2)
     config = layout.config()

@@ -126,7 +126,7 @@ VARIANTS = {
 }
 
 
-@over_table("name", VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS)
 def test_variants_of_attention_equal_whole_forwards(name):
     """Keys that no later token sees are dropped; nothing comes out otherwise."""
     model = build(VARIANTS[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megazero.config.derive import PipelineShape
@@ -13,7 +14,6 @@ from megazero.mpu.thread_group import ThreadWorld
 from megazero.train.parts.chunks import build_chunks, schedule_of
 from megazero.train.parts.vocabulary import Vocabulary
 from tests.layouts.layout import VOCABULARY, Layout
-from tests.tables import over_table
 
 PROMPTS = [[5, 17, 3, 44], [52], [0, 1, 2, 7, 7]]
 
@@ -35,8 +35,8 @@ def tokens(layout: Layout) -> list[list[list[int]]]:
     return world.run(work)
 
 
-@over_table("shape", ["gpt2", "llama"])
-@over_table(
+@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize(
     "layout",
     [
         {"pp": 2},
@@ -47,7 +47,7 @@ def tokens(layout: Layout) -> list[list[list[int]]]:
     ],
     ids=lambda settings: Layout(**settings).name,
 )
-@over_table(
+@pytest.mark.parametrize(
     ("letters", "widths"), [("", ""), ("-M*M", ""), ("", "empty")]
 )  # with positions from a stage that remembers nothing
 def test_every_stage_knows_the_serial_tokens(layout, shape, letters, widths):

@@ -53,7 +53,7 @@ def check(x, how, key=None, first=0):
 
 @KINDS
 @KEYS
-@over_table("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_remainder(kind, key, dtype):
     for numel in range(1, 35):
         check(random(1 + numel % 3, numel, dtype), Quantization(kind, 8), key)

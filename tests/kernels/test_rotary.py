@@ -1,5 +1,6 @@
 """Rotary's kernel against the formula in fp64: any heads, halves, strides and tables."""
 
+import pytest
 import torch
 
 from megazero.ops.rotary import apply_rotary_cuda, apply_rotary_reference, rotary_table
@@ -41,7 +42,7 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-@over_table("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_width(dtype):
     """With all channels turned, with some, and with one pair."""
     for dim in (*range(2, 35), 63, 64, 65, 80, 96, 128, 129, 256, 257):

@@ -50,7 +50,7 @@ def check(scores, scale=0.7, causal=False, mask=None, document_ids=None):
     assert Bound(1, 4 * tiny * floor).holds(grad_scores, true)
 
 
-@over_table("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_width(dtype):
     for width in WIDTHS:
         check(random(1, 1, 1 + width % 3 if width < 70 else 1, width, dtype=dtype))
@@ -84,8 +84,8 @@ def test_masks_of_every_shape(shape, k, causal):
     check(random(2, 3, 4, k, dtype=torch.bfloat16), 0.3, causal, mask)
 
 
-@over_table("dtype", DTYPES, ids=str)
-@over_table("width", [8193, 8200])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [8193, 8200])
 def test_rows_of_several_tiles(dtype, width):
     check(random(1, 1, 2, width, dtype=dtype), 0.5, False, mask_of(2, width))
     check(random(1, 1, 1, width, dtype=dtype), 0.5, True)
@@ -145,7 +145,7 @@ def documents(b, k, *, ones=True, seed=0):
     return torch.stack(rows).to(torch.int32)
 
 
-@over_table("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_documents_of_every_width(dtype):
     """With documents of length 1 and without, causal or not by turns; at times fewer queries than keys."""
     for number, width in enumerate(each for each in WIDTHS if each not in (1023, 2048, 4093, 4098)):

@@ -38,7 +38,7 @@ def test_every_size(dtype):
     check(drawn((*WIDTHS[60:], 0), dtype))
 
 
-@over_table("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_several_chunks_and_launches(dtype):
     check(drawn((33_001, *[3] * 130, 16_384), dtype))
 

@@ -13,7 +13,7 @@ OPERATORS = over_table("name", TRIALS)
 
 
 @OPERATORS
-@over_table("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_width(name, dtype):
     make, widths = TRIALS[name]
     for width in widths:

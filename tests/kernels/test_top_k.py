@@ -1,5 +1,6 @@
 """The choice of the highest: the columns of a stable descending sort, bit for bit."""
 
+import pytest
 import torch
 
 from megazero.ops.top_k import top_k_cuda, top_k_reference
@@ -21,7 +22,7 @@ def few_values(rows, experts, dtype, seed):
     return torch.randint(-3, 4, (rows, experts), generator=g).to(dtype)
 
 
-@over_table("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_number_of_experts(dtype):
     for experts in EXPERTS:
         g = torch.Generator().manual_seed(experts)

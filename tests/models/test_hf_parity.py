@@ -31,7 +31,6 @@ from tests.models.hf_weights import (
     qwen2_model,
     to_theirs,
 )
-from tests.tables import over_table
 
 pytest.importorskip("transformers")
 
@@ -147,7 +146,7 @@ def run_ours(config: ModelConfig, tp: int) -> tuple:
     return world.run(work)[-1]
 
 
-@over_table(
+@pytest.mark.parametrize(
     ("shape", "tp"),
     [(shape, 1) for shape in SHAPES]
     + [("gpt2", 2), ("llama", 2), ("llama-tied", 2), ("qwen2", 2), ("mistral", 2), ("bloom", 2)],

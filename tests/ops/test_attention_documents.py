@@ -34,14 +34,14 @@ def test_other_ids_need_a_mask(ids, why):
     assert Documents(ids).lengths is None, why
 
 
-@over_table("causal", [False, True])
-@over_table("dropped", [False, True])
-@over_table(
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize(
     "positions",
     [range(3, 3 + S), torch.arange(S).flip(0), (torch.arange(3 * S) * 7 % 999).view(S, 3)],
     ids=["range", "of all rows", "of each row"],
 )
-@over_table(
+@pytest.mark.parametrize(
     "ids",
     [
         [[4] * 300 + [0] * 120, [7] * 420, [1] * 180 + [2] * 120 + [-1] * 120],

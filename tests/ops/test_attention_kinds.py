@@ -87,7 +87,7 @@ def agree(inputs: list[Tensor], call: AttentionCall, bound: float = 1e-5) -> lis
     return ours
 
 
-@over_table("name", PATTERNS)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(name):
     """At every size, with all that a call may have besides: slopes, dropout, documents, a mask."""
     slopes = Slopes(torch.tensor([0.5, -0.25, 0.0, 1.0]))
@@ -106,7 +106,7 @@ def test_patterns(name):
             agree(inputs, replace(plain, documents=Documents(ids), bias=slopes))
 
 
-@over_table("name", PATTERNS)
+@pytest.mark.parametrize("name", PATTERNS)
 def test_patterns_of_parts(name):
     """Queries and keys anywhere in their sequence, keys before or behind queries, with documents of both."""
     whole = Documents(torch.stack((torch.arange(400) // 77, torch.arange(400) // 150)))

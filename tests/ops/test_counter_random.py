@@ -62,7 +62,7 @@ def test_a_block_is_the_slice_of_the_whole(full: tuple[int, ...]) -> None:
     assert torch.equal(block, whole[slices])
 
 
-@over_table("full", [(7,), (300, 7), (3, 4, 5), (2, 1001)])
+@pytest.mark.parametrize("full", [(7,), (300, 7), (3, 4, 5), (2, 1001)])
 def test_numbers_do_not_depend_on_how_many_are_drawn_at_once(full, monkeypatch) -> None:
     whole, sizes, normal_at = normal(9, full, 0.02), [], counter_random._normal_at
     monkeypatch.setattr(

@@ -123,8 +123,8 @@ def test_share_must_be_below_one(make) -> None:
         make()
 
 
-@over_table("name", ["chunked", "native_cpu", "reference"])
-@over_table("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["chunked", "native_cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_implementation_drops_the_same_elements(name: str, dtype: torch.dtype) -> None:
     """At any width and any number of rows, none among them; backward drops what forward does."""
     if name == "native_cpu" and not native.available():

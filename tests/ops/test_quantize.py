@@ -146,7 +146,7 @@ def sweep() -> list[tuple[Tensor, int]]:
 
 @NATIVE
 @KEYS
-@over_table("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_is_bit_for_bit_the_reference(kind, key):
     (packs, *_), (unpacks, *_) = QUANTIZE.implementations, DEQUANTIZE.implementations
     for x, block in sweep():

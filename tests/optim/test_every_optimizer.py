@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -140,7 +141,7 @@ def test_clipped_gradients_are_shorter_by_the_norm_of_all(name):
 
 
 @EVERY
-@over_table("done", [0, 3])
+@pytest.mark.parametrize("done", [0, 3])
 def test_state_moves_between_layouts_bit_for_bit_and_goes_on(name, done):
     """Also before the first update, when some classes of torch have no state of their own yet."""
     before, after = range(1, done + 1), range(done + 1, 6)

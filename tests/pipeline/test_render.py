@@ -12,7 +12,6 @@ from megazero.pipeline.lower import lower
 from megazero.pipeline.render import COLOURS, chrome_trace, draw, figure_of, render_text
 from megazero.pipeline.schedules import interleaved, one_f_one_b, zb_h1, zb_v
 from megazero.pipeline.simulate import Costs, simulate
-from tests.tables import over_table
 
 
 def test_text():
@@ -71,7 +70,7 @@ def test_trace_of_collectives_is_a_thread_beside_the_stage():
     ]
 
 
-@over_table("schedule", [one_f_one_b(3, 4), interleaved(2, 4, 3), zb_h1(2, 3), zb_v(2, 3)])
+@pytest.mark.parametrize("schedule", [one_f_one_b(3, 4), interleaved(2, 4, 3), zb_h1(2, 3), zb_v(2, 3)])
 def test_picture_has_a_numbered_box_per_action(schedule):
     pytest.importorskip("matplotlib")
     timeline = simulate(schedule)
@@ -98,7 +97,7 @@ def test_colours_tell_operations_apart():
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
-@over_table(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
 def test_picture_is_written_in_the_format_of_its_suffix(tmp_path, suffix, start):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"timeline.{suffix}"

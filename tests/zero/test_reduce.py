@@ -101,7 +101,9 @@ def test_a_step_without_any_backward_has_gradients_zero(stage):
     assert in_threads(2, work) == [{"w": [0.0] * 3}] * 2
 
 
-@over_table(("stage", "accumulation"), [*((stage, F32) for stage in range(len(STAGES))), (1, BF16)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), [*((stage, F32) for stage in range(len(STAGES))), (1, BF16)]
+)
 def test_a_thousand_bf16_micro_batches(stage, accumulation):
     """A bf16 sum sticks where an increment is below half its last digit: at 256 for ones."""
 

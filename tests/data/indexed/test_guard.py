@@ -56,8 +56,8 @@ def refused(dataset, sample: int) -> bool:
     return False
 
 
-@over_table("extra", [True, False])
-@over_table("length", [16, 90])
+@pytest.mark.parametrize("extra", [True, False])
+@pytest.mark.parametrize("length", [16, 90])
 def test_a_gpt_sample_is_refused_exactly_if_a_block_of_it_is_damaged(tmp_path, length, extra):
     prefix = write_lengths(tmp_path / "d", LENGTHS)
     sound = gpt(prefix, extra=extra, length=length)
