@@ -279,7 +279,7 @@ def test_weights_that_are_frozen_later_stay(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_scripts_own_clipping_counts_on_no_number_of_ranks_where_state_is_sharded(stage):
-    """On one rank alone it used to, so that a training went on otherwise than on two, and than in DeepSpeed."""
+    """On one rank alone it used to, unlike on two, and unlike in DeepSpeed."""
 
     def work(context: ParallelContext):
         engine = start(context, build(Tied), settings(stage, optimizer=ADAMW))

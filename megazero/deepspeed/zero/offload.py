@@ -1,4 +1,4 @@
-"""What libraries take off a model of ZeRO stage 3 around generation, and put back afterwards."""
+"""The hooks of a model of ZeRO stage 3 as libraries take them off around generation, and put them back."""
 
 from __future__ import annotations
 
