@@ -65,7 +65,7 @@ def together(rules: Sequence[UpdateRule], groups: Groups, kind: str) -> UpdateRu
     first = rules[0]
     if all(rule == first for rule in rules):
         return first
-    alone = Needs(one_pass=first.needs.one_pass, whole=first.needs.whole)
+    alone = Needs(one_pass=first.needs.one_pass)
     if any(rule.needs != alone or rule.state_names != first.state_names for rule in rules):
         left = ("params", "lr", "weight_decay")
         differ = [k for k in groups[0] if k not in left and any(g.get(k) != groups[0][k] for g in groups)]

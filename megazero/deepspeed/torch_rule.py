@@ -87,12 +87,12 @@ def _of_itself(optimizer: torch.optim.Optimizer) -> RuleOf:
         )
     except ConfigError:
         by_elements = False
-    rules: Sequence[TorchRule] = tried if by_elements else on_whole(asked, shapes)
+    whole = None if by_elements else on_whole(asked, shapes)
 
     def rule_of(groups: Groups) -> UpdateRule:
-        pairs = zip(rules, groups, strict=True)
+        pairs = zip(tried if whole is None else asked, groups, strict=True)
         now = [replace(rule, options=_options(group, shared)) for rule, group in pairs]
-        return together(now, groups, kind.__name__)
+        return together(now, groups, kind.__name__) if whole is None else replace(whole, rules=tuple(now))
 
     return rule_of
 

@@ -24,7 +24,6 @@ class Needs:
         scalars: names of further state, one number for each whole parameter.
         in_use: whether the model uses other weights than the masters; the rule's `in_use` makes them.
         matrices: whether it updates whole matrices, and another rule the rest, see `MatrixRule`.
-        whole: whether each piece must be a whole parameter in its shape, on each rank with a part of it.
         one_pass: whether it reads gradients as they are stored and writes the model's weights while it moves
             the masters; its pieces then have `ends`.
     """
@@ -35,7 +34,6 @@ class Needs:
     scalars: tuple[str, ...] = ()
     in_use: bool = False
     matrices: bool = False
-    whole: bool = False
     one_pass: bool = False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from megazero.optim.rule import (
     is_norm_rule,
     is_reducing_rule,
 )
-from megazero.zero.bucket import whole_state
 from megazero.zero.matrices import WholeMatrices
 from megazero.zero.norms import ParameterNorms, reduce_over_slices
 from megazero.zero.store.store import GRADIENT, WEIGHT, LoadedBucket
@@ -52,6 +51,14 @@ class UpdateFacts:
     weight_decay: PerGroup
     factor: float
     signals: DeviceSignals = NO_SIGNALS
+
+
+@runtime_checkable
+class BucketRule(UpdateRule, Protocol):
+    """A rule that moves a bucket as it likes, such as whole parameters, gathered where parts of them lie."""
+
+    def move(self, loaded: LoadedBucket, facts: UpdateFacts, context: ParallelContext) -> None:
+        """Update masters and state in place; gradients are ready for use, and frozen parameters stay."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +194,7 @@ class Update:
                 loaded.flats[WORKER_ERROR],
                 loaded.flats[SERVER_ERROR],
                 partial(reduce_over_slices, loaded.bucket, self.context),
-                [_of_group(self.facts.lr, member.group) for member in loaded.bucket.layout.members],
+                [of_group(self.facts.lr, member.group) for member in loaded.bucket.layout.members],
             )
             state = state_of(self.rule, loaded)
             spans = [slice(*loaded.bucket.layout.spans[number]) for number in loaded.bucket.frozen()]
@@ -227,9 +234,9 @@ class Update:
         )
 
     def _move(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
-        if self.rule.needs.whole:
-            for loaded in loaded_buckets:  # one bucket's parameters at a time are whole
-                self._move_whole(loaded)
+        if isinstance(self.rule, BucketRule):
+            for loaded in loaded_buckets:
+                self.rule.move(loaded, self.facts, self.context)
             return
         if self.matrices is None:
             self._step(list(self._pieces(loaded_buckets)), None)
@@ -237,27 +244,6 @@ class Update:
         for loaded in loaded_buckets:  # one bucket's matrices at a time are whole
             pieces = list(self._pieces([loaded]))
             self._step(pieces, self._updates(self.matrices, loaded, pieces))
-
-    def _move_whole(self, loaded: LoadedBucket) -> None:
-        """Let the rule update whole parameters; each rank does so for those of which it keeps a part."""
-        layout, frozen, context = loaded.bucket.layout, loaded.bucket.frozen(), self.context
-        kinds = (GRADIENT, WEIGHT, *self.rule.state_names)
-        views = [layout.views(whole_state(loaded.bucket, loaded.flats[kind])) for kind in kinds]
-        for number, segment in enumerate(layout.member_segments):
-            where, spec = layout.overlap(segment.start, segment.stop), layout.specs[number]
-            if where.start == where.stop or number in frozen:
-                continue
-            grad, weight, *states = (
-                spec.unshard(parts[number], context.groups).contiguous() for parts in views
-            )
-            state = dict(zip(self.rule.state_names, states, strict=True))
-            decay = _of_group(self.facts.weight_decay, segment.group) if segment.weight_decay else 0.0
-            pieces = Pieces([weight], [grad], [state], [decay], self.facts.number)
-            self.rule.step(pieces, _of_group(self.facts.lr, segment.group))
-            first = max(0, layout.state_range.start - segment.start)
-            for kind, whole in zip(kinds[1:], (weight, *states), strict=True):
-                mine = spec.shard(whole, context.place).reshape(-1)
-                loaded.flats[kind][where].copy_(mine[first : first + where.stop - where.start])
 
     def _updates(self, matrices: WholeMatrices, loaded: LoadedBucket, pieces: Sequence[_RulePiece]) -> Tensor:
         """The updates of a bucket by a rule for whole matrices, flat over its `state_range`."""
@@ -302,8 +288,8 @@ class Update:
                     yield _RulePiece(
                         {kind: flats[kind][where] for kind in self.rule.state_names}
                         | {kind: flats[kind][number : number + 1] for kind in scalars},
-                        _of_group(self.facts.lr, segment.group),
-                        _of_group(self.facts.weight_decay, segment.group) if segment.weight_decay else 0.0,
+                        of_group(self.facts.lr, segment.group),
+                        of_group(self.facts.weight_decay, segment.group) if segment.weight_decay else 0.0,
                         not segment.weight_decay or self._group_is_exempt(segment.group),
                         loaded,
                         number,
@@ -329,5 +315,6 @@ def state_of(rule: UpdateRule, loaded: LoadedBucket) -> dict[str, Tensor]:
     return {kind: loaded.flats[kind] for kind in (*rule.state_names, *rule.needs.scalars)}
 
 
-def _of_group(value: PerGroup, group: int) -> float:
+def of_group(value: PerGroup, group: int) -> float:
+    """The value of a parameter group."""
     return value if isinstance(value, (int, float)) else value[group]

@@ -28,7 +28,6 @@ from tests.deepspeed.user_models import (
     train_plain,
 )
 from tests.source_tree import ROOT
-from tests.tables import over_table
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -74,7 +73,7 @@ def test_gradients_for_the_script_alone_are_no_backward():
     assert engine.was_step_applied()
 
 
-@over_table("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_backward_that_fails_leaves_nothing_behind(stage):
     class Fails(torch.autograd.Function):
         @staticmethod
@@ -131,8 +130,8 @@ def test_a_loss_of_two_engines():
         torch.testing.assert_close(mine.module_state_dict(), dict(theirs.state_dict()))
 
 
-@over_table("bf16", [False, True])
-@over_table("drop", ["module", "None", "zeros"])
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("drop", ["module", "None", "zeros"])
 def test_gradients_that_a_script_drops_do_not_count(drop, bf16):
     """A GAN drops what the generator's loss has left in the discriminator; it was added to the next one."""
 
@@ -280,7 +279,7 @@ def test_weights_that_are_frozen_later_stay(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_scripts_own_clipping_counts_on_no_number_of_ranks_where_state_is_sharded(stage):
-    """On one rank alone it used to, so that a training went on otherwise than on two, and in DeepSpeed."""
+    """On one rank alone it used to, unlike on two, and unlike in DeepSpeed."""
 
     def work(context: ParallelContext):
         engine = start(context, build(Tied), settings(stage, optimizer=ADAMW))
@@ -322,7 +321,7 @@ def test_each_getter_answers():
         getattr(engine, name)()
 
 
-@over_table(
+@pytest.mark.parametrize(
     ("config", "value"),
     [
         ({}, 5),
@@ -348,7 +347,7 @@ def test_tags_must_agree_where_asked():
     on_ranks(2, work)
 
 
-@over_table("folder", [None, "", 3])
+@pytest.mark.parametrize("folder", [None, "", 3])
 def test_a_folder_must_be_one(folder):
     engine = start(solo_context(), nn.Linear(2, 1), settings(1, optimizer=ADAMW))
     for name, call in (("save_dir", engine.save_checkpoint), ("load_dir", engine.load_checkpoint)):
