@@ -73,7 +73,7 @@ class WholeRule(GroupedRule, BucketRule):
     def state_names(self) -> tuple[str, ...]:
         return self.names
 
-    def move(self, loaded: LoadedBucket, facts: UpdateFacts, context: ParallelContext) -> None:
+    def move_bucket(self, loaded: LoadedBucket, facts: UpdateFacts, context: ParallelContext) -> None:
         """Update the parameters of which this rank keeps a part, as every rank does that has one."""
         layout, frozen = loaded.bucket.layout, loaded.bucket.frozen()
         kinds = (GRADIENT, WEIGHT, *self.names)

@@ -57,7 +57,7 @@ class UpdateFacts:
 class BucketRule(UpdateRule, Protocol):
     """A rule that moves a bucket as it likes, such as whole parameters, gathered where parts of them lie."""
 
-    def move(self, loaded: LoadedBucket, facts: UpdateFacts, context: ParallelContext) -> None:
+    def move_bucket(self, loaded: LoadedBucket, facts: UpdateFacts, context: ParallelContext) -> None:
         """Update masters and state in place; gradients are ready for use, and frozen parameters stay."""
 
 
@@ -236,7 +236,7 @@ class Update:
     def _move(self, loaded_buckets: Sequence[LoadedBucket]) -> None:
         if isinstance(self.rule, BucketRule):
             for loaded in loaded_buckets:
-                self.rule.move(loaded, self.facts, self.context)
+                self.rule.move_bucket(loaded, self.facts, self.context)
             return
         if self.matrices is None:
             self._step(list(self._pieces(loaded_buckets)), None)

@@ -180,7 +180,14 @@ def project(tmp_path):
     shutil.copytree(ROOT / "proofs/mutation", root / "proofs/mutation")
     texts = {"megazero/optim/total.py": SUM, "tests/optim/test_total.py": TESTS, "tests/test_loss.py": ""}
     texts |= dict.fromkeys(
-        ("benchmarks/__init__.py", "megazero/optim/__init__.py", "pytest.ini", "tests/test_end_to_end.py"), ""
+        (
+            "benchmarks/__init__.py",
+            "megazero/__init__.py",
+            "megazero/optim/__init__.py",
+            "pytest.ini",
+            "tests/test_end_to_end.py",
+        ),
+        "",
     )
     for name, text in texts.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +130,10 @@ def test_a_blend_without_weights_has_the_numbers_of_the_blend(prefix, tmp_path):
     for name in ("min_difficulty", "max_difficulty"):
         del settings["easy"][name]
     (tmp_path / "blend.json").write_text(json.dumps(settings))
-    (seen,) = train([prefix, prefix], 1, BATCH, 2, more=flag)
+    second = tmp_path / "second"  # a path named twice would be one dataset
+    for end in (".bin", ".idx"):
+        shutil.copy(prefix + end, f"{second}{end}")
+    (seen,) = train([prefix, str(second)], 1, BATCH, 2, more=flag)
     assert seen.epoch == 2 * EPOCH
     assert set(both[order([seen])]) == {2}
 

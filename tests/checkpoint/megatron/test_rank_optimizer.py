@@ -207,7 +207,7 @@ SHARED = "mp_rank_01/distrib_optim.pt"
             False,
             RANK,
             lambda s: masters_of(s)[0].__setitem__(0, None),
-            "saves it, but does not: AttributeError: .*; copy it again",
+            "saves it, but cannot be read: AttributeError: .*; copy it again",
         ),
         (
             True,
@@ -327,7 +327,7 @@ def test_the_loss_scale_of_deepspeed(tmp_path, scaled):
 def test_a_damaged_loss_scale_of_deepspeed(tmp_path, scaled, further, why):
     folder = save_zero(tmp_path, GPT2, kinds_of(GPT2), Layout(), facts=ADAM)
     scaled(zero_file(folder, 0), **further)
-    with pytest.raises(DamagedCheckpointError, match=f"as DeepSpeed saves it, but does not: {why}"):
+    with pytest.raises(DamagedCheckpointError, match=f"as DeepSpeed saves it, but cannot be read: {why}"):
         MegatronReader(folder, GOES_ON)
 
 
@@ -377,7 +377,9 @@ def test_refusals_of_deepspeed(tmp_path):
             (lambda s: s.update(param_alignment_paddings=[[0]]), "IndexError"),
         ]
     ):
-        state(str(number), how, f"optimizer's state of rank 0 as DeepSpeed saves it, but does not: {why}")
+        state(
+            str(number), how, f"optimizer's state of rank 0 as DeepSpeed saves it, but cannot be read: {why}"
+        )
     refused(
         "hostile",
         lambda f: zero_file(f).write_bytes(pickle.dumps(Hostile(), protocol=2)),
