@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -137,14 +138,20 @@ class Saver:
         folder = hidden_folder(self.directory, iteration, "partial")
         begin = (lambda: self._begin(folder)) if self.context.rank == 0 else None
         name = together(self.context, begin, f"make {folder}")
-        if not self.in_flight:
+        staging = self._free.pop() if self._free else Staging(self.context.streams.aside())
+        copied_parts = [part for part in parts if not part.offloaded]
+        if not self.in_flight or not staging.has_room(copied_parts):
+            if self.in_flight:
+                warnings.warn(
+                    "the copies of an asynchronous save must fit into the host's memory, but there is too "
+                    "little left; training waits until this checkpoint is written",
+                    stacklevel=2,
+                )
             written = _done_here(lambda: self._write(folder, parts))
             job = _done_here(lambda: self._describe(folder, name, written.result()))
-            staging = Staging(self.context.streams)
             self._flights.append(_PendingSave(iteration, facts, name, staging, job, written))
-            return [*visible, self.settle()]
-        staging = self._free.pop() if self._free else Staging(self.context.streams)
-        copies, fill = staging.take([part for part in parts if not part.offloaded])
+            return visible if self.in_flight else [*visible, self.settle()]
+        copies, fill = staging.take(copied_parts)
         offloaded = [part for part in parts if part.offloaded]
 
         def copy() -> Written:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from megazero.checkpoint.part import Part
+from megazero.host_memory import available_memory
 from megazero.mpu.slab import Slab
 from megazero.mpu.streams import INLINE, REACHED, Streams
 
@@ -25,17 +26,17 @@ class Staging:
         self._streams = streams
         self._copies: list[Tensor] = []
 
+    def has_room(self, parts: Sequence[Part]) -> bool:
+        """Whether the host's memory has room for copies of these parts."""
+        return self._is_for(parts) or _size([part.tensor for part in parts]) <= available_memory()
+
     def take(self, parts: Sequence[Part]) -> tuple[list[Part], Callable[[], None]]:
         """Parts on the host, and a function that fills them; originals must not change until it returns.
 
         Copies from a device whose memory is apart are queued here, after the work that is already queued;
         the function waits for them. It copies other memory itself, on any thread.
         """
-        alike = len(parts) == len(self._copies) and all(
-            (p.tensor.shape, p.tensor.dtype) == (c.shape, c.dtype)
-            for p, c in zip(parts, self._copies, strict=True)
-        )
-        if not alike:
+        if not self._is_for(parts):
             self._copies = self._make([part.tensor for part in parts])
         pairs = [(copy, part.tensor) for part, copy in zip(parts, self._copies, strict=True)]
         here = [(copy, tensor) for copy, tensor in pairs if not self._streams.holds(tensor)]
@@ -50,14 +51,23 @@ class Staging:
 
         return [replace(part, tensor=copy) for part, (copy, _) in zip(parts, pairs, strict=True)], fill
 
+    def _is_for(self, parts: Sequence[Part]) -> bool:
+        return len(parts) == len(self._copies) and all(
+            (p.tensor.shape, p.tensor.dtype) == (c.shape, c.dtype)
+            for p, c in zip(parts, self._copies, strict=True)
+        )
+
     def _make(self, originals: Sequence[Tensor]) -> list[Tensor]:
         """Memory for copies of all of these."""
-        starts, size = [], 0
-        for tensor in originals:
-            starts.append(size)
-            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        memory = Slab(self._streams).take(size)
-        return [
-            memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, originals, strict=True)
-        ]
+        memory = Slab(self._streams).take(_size(originals))
+        places = zip(memory.split([_room(tensor) for tensor in originals]), originals, strict=True)
+        return [place[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for place, tensor in places]
+
+
+def _size(originals: Sequence[Tensor]) -> int:
+    return sum(_room(tensor) for tensor in originals)
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of a copy's place."""
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -33,7 +33,7 @@ from megazero.checkpoint.part import WEIGHT, Key, Part, Source
 from megazero.checkpoint.safetensors_header import DTYPES, NAME_OF_DTYPE
 from megazero.checkpoint.tensor_file import Later, write_bytes, write_tensors
 from megazero.errors import CheckpointError
-from megazero.zero.store.host import available_memory
+from megazero.host_memory import available_memory
 
 Item = TypeVar("Item")
 

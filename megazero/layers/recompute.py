@@ -18,6 +18,7 @@ from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.layers.skipping import run_layer
 from megazero.layers.sums import Sums
+from megazero.host_memory import sent_to
 from megazero.mpu.group import Group
 
 Unit = tuple[range, bool]
@@ -102,7 +103,7 @@ class InputKeeping:
 
     def _unpack(self, packed: tuple[Tensor | AwayInput, torch.Size, torch.device]) -> Tensor:
         kept, shape, device = packed
-        here = kept.take() if isinstance(kept, AwayInput) else kept.to(device, non_blocking=True)
+        here = kept.take() if isinstance(kept, AwayInput) else sent_to(device, kept)
         return here if self.partition is None else gather_rows(here, self.partition).view(shape)
 
 

@@ -19,6 +19,7 @@ from megazero.data.token_ids import check_token_ids
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.layers.placement import SequenceCut
 from megazero.layers.rows import columns_of
+from megazero.host_memory import sent_to
 from megazero.models.multi_token.ahead import Ahead
 from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext
@@ -236,7 +237,7 @@ def column_multiple(config: Config) -> int:
 
 def tensor_of(array: np.ndarray, device: torch.device) -> Tensor:
     """An array as a tensor on the device, for which nothing waits."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    return sent_to(device, torch.from_numpy(np.ascontiguousarray(array)))
 
 
 def documents_on(device: torch.device, ids: np.ndarray | None) -> Documents | None:

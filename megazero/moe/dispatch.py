@@ -166,14 +166,15 @@ def _exchanged(
     here = slice(experts_placement.first, experts_placement.first + per_rank)
     received = [source[here] for source in table]
     totals = [sum(source) for source in received]
-    arrived = exchange_rows(sorted_rows, group, sent_sizes, totals)
     if room is not None:  # blocks of equal size change places
+        arrived = exchange_rows(sorted_rows, group, sent_sizes, totals)
         groups = Groups.even(per_rank, group.size * room, arrived.device)
         outputs = experts_placement.apply(_blocks_turned(arrived, group.size, per_rank, room), groups)
         sorted_back = _blocks_turned(outputs, per_rank, group.size, room)
     else:
+        by_expert, inverse = _regrouping(received, sorted_rows.device)  # made before they arrive
+        arrived = exchange_rows(sorted_rows, group, sent_sizes, totals)
         groups = Groups.of([sum(column) for column in zip(*received, strict=True)], arrived.device)
-        by_expert, inverse = _regrouping(received, arrived.device)
         outputs = experts_placement.apply(chosen_rows(arrived, by_expert, inverse), groups)
         sorted_back = chosen_rows(outputs, inverse, by_expert)
     back = exchange_rows(sorted_back, group, totals, sent_sizes)
@@ -187,10 +188,10 @@ def _blocks_turned(rows: Tensor, outer: int, inner: int, room: int) -> Tensor:
 
 def _regrouping(received: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """The order that sorts rows by source, then expert, into rows by expert, then source; and its inverse."""
-    sizes = torch.tensor(received)
-    expert = torch.arange(sizes.shape[1]).repeat(sizes.shape[0]).repeat_interleave(sizes.reshape(-1))
-    order, inverse, _ = sort_by_expert(expert, None, sizes.shape[1])
-    return order.to(device, non_blocking=True), inverse.to(device, non_blocking=True)
+    experts = len(received[0])
+    blocks = Groups.of([size for source in received for size in source], device)
+    order, inverse, _ = sort_by_expert(blocks.numbers % experts, None, experts)
+    return order, inverse
 
 
 def _summed_slices(back: Tensor, parts: list[int], slices: int) -> Tensor:

@@ -23,13 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megazero.errors import HostWaitError
 
 _PACKAGE = Path(__file__).parents[1]
-# Reads for whoever calls it.
-_READER = _PACKAGE / "mpu/host.py"
+# They read, and send, for whoever calls them.
+_DOORS = (_PACKAGE / "mpu/host.py", _PACKAGE / "host_memory.py")
 # What a step may wait for: what `read_values` reads for the step, and, on a CPU, groups that move data there.
 _ALLOWED = ("mpu/",)
 # Looks again in fp64 where fp32 overflows; takes another way on a GPU.
 _CPU_ONLY = "ops/square_sum.py:_in_blocks"
 _COPY = "copies host data"
+_PAGEABLE = "copies memory that is not locked"
 # Operators whose result, or its shape, is a number on the host.
 _READS = MappingProxyType(
     {
@@ -49,6 +50,7 @@ _READS = MappingProxyType(
 _INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 # Methods that leave no trace among the operators where everything is on the CPU.
 _METHODS = ("tolist", "cpu", "numpy", "__array__", "to", "cuda")
+_UNLOCKED = 65_536  # bytes from which on CUDA waits before it copies memory that is not locked
 
 
 class HostWaits(TorchDispatchMode):
@@ -98,9 +100,11 @@ class HostWaits(TorchDispatchMode):
         frame: FrameType | None = sys._getframe(1)
         reads = False
         while frame is not None and not _counts(Path(frame.f_code.co_filename)):
-            reads |= Path(frame.f_code.co_filename) == _READER
+            reads |= Path(frame.f_code.co_filename) in _DOORS
             frame = frame.f_back
         where = "outside" if frame is None else _place(frame)
+        if reads and what == _PAGEABLE:
+            return  # it is locked on CUDA
         self.found[where, what] += 1
         if reads or what == _COPY or where == _CPU_ONLY or where.startswith(_ALLOWED):
             return
@@ -124,8 +128,11 @@ class _Methods(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _METHODS and not kwargs.get("non_blocking"):
-            if name != "to":
+        if name in _METHODS:
+            if kwargs.get("non_blocking"):
+                if args[0].nbytes > _UNLOCKED and not (args[0].is_cuda or args[0].is_pinned()):
+                    self._waits.add(_PAGEABLE)
+            elif name != "to":
                 self._waits.add("reads numbers")
             elif any(isinstance(value, (str, torch.device)) for value in (*args[1:], *kwargs.values())):
                 self._waits.add("copies between devices")
@@ -149,7 +156,7 @@ def _backward(
 
 
 def _counts(path: Path) -> bool:
-    return _PACKAGE in path.parents and path not in (_READER, Path(__file__))
+    return _PACKAGE in path.parents and path not in (*_DOORS, Path(__file__))
 
 
 def _place(frame: FrameType) -> str:

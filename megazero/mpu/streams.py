@@ -63,6 +63,10 @@ class Streams(Protocol):
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor is on a device whose memory is apart from the host's."""
 
+    def aside(self) -> Streams:
+        """Streams whose copies come after those asked for here, which do not wait for theirs."""
+        return self
+
     def lock(self, start: int, size: int) -> Callable[[], None] | None:
         """Lock whole pages of the host's memory, so that the device copies from and to them by itself.
 
@@ -113,24 +117,31 @@ class CudaStreams(Streams):
 
     Args:
         device: the device.
+        before: streams whose copies come first.
     """
 
     apart = True
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, before: CudaStreams | None = None):
         self._device = device
+        self._before = before
         self._stream: torch.cuda.Stream | None = None  # made when it is used, as this makes a CUDA context
 
     def copy(self, target: Tensor, source: Tensor) -> Point:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        if self._before is not None and self._before._stream is not None:
+            self._stream.wait_stream(self._before._stream)
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             return _Event(self._stream.record_event(), self._device)
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
+
+    def aside(self) -> CudaStreams:
+        return CudaStreams(self._device, self)
 
     def lock(self, start: int, size: int) -> Callable[[], None] | None:
         cudart = torch.cuda.cudart()

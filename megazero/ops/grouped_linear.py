@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megazero.host_memory import sent_to
 from megazero.ops.dispatch import CUDA, CallFacts, Implementation, Operator, kinds_of_calls, where
 from megazero.ops.example import Example
 
@@ -62,8 +63,7 @@ class Groups:
         if self.size is not None:
             return torch.arange(1, self.count + 1, dtype=torch.int32, device=self.device) * self.size
         assert self.sizes is not None, "the sizes are on the host or on the device"
-        ends = torch.tensor(list(accumulate(self.sizes)), dtype=torch.int32)
-        return ends.to(self.device, non_blocking=True)
+        return sent_to(self.device, torch.tensor(list(accumulate(self.sizes)), dtype=torch.int32))
 
     @cached_property
     def numbers(self) -> Tensor:

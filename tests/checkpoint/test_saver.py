@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megazero.checkpoint import saver as saver_module
+from megazero.checkpoint import staging
 from megazero.checkpoint.box import Box
 from megazero.checkpoint.disk import Disk
 from megazero.checkpoint.folder import Retention, iteration_folder, latest_iteration, saved_iterations
@@ -110,6 +111,26 @@ def test_checkpoints_become_visible_in_order(tmp_path, in_flight):
         assert stored(tmp_path, iteration) == [[iteration * 10.0 + rank] * 4 for rank in range(RANKS)]
     assert CheckpointReader(iteration_folder(tmp_path, 5)).facts == {"rank": 0}
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".iter")]
+
+
+def test_a_save_without_room_for_its_copies_is_written_at_once(tmp_path, monkeypatch):
+    """One rank needs more than there is; the copies of the others are on their way."""
+    monkeypatch.setattr(staging, "available_memory", lambda: 256)
+
+    def work(context):
+        saver = Saver(tmp_path, context, in_flight=1)
+        tensor, parts = row(context.rank, 2)
+        if context.rank == 1:
+            parts += [Part(Key("large"), (65,), Box((0,), (65,)), torch.zeros(65))]
+        assert saver.save(2, parts, {}) == []
+        saver.wait_for_copies()
+        tensor.fill_(-1.0)
+        saver.settle()
+        saver.close()
+
+    with pytest.warns(UserWarning, match="copies of an asynchronous save must fit into the host's memory"):
+        on_ranks(work)
+    assert stored(tmp_path, 2) == [[2.0] * 4] * RANKS
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable
 
@@ -97,6 +98,30 @@ def test_memory_that_cannot_be_locked_is_used_with_a_word(monkeypatch):
         memory = Slab(CudaStreams(torch.device("cpu"))).take(PAGE)
     assert launched, "torch would raise the error at the next kernel"
     memory.fill_(1)
+
+
+def test_copies_aside_come_after_earlier_copies_and_later_ones_do_not_wait(monkeypatch):
+    """A save's copies and those of offloaded state shared a stream, so the next step waited for the save."""
+
+    class Stream:
+        def __init__(self, name: object):
+            self.name, self.waits = str(name), []
+
+        def wait_stream(self, other: Stream) -> None:
+            self.waits.append(other.name)
+
+        def record_event(self) -> None:
+            return None
+
+    cuda, made, current = module.torch.cuda, [], Stream("compute")
+    monkeypatch.setattr(cuda, "Stream", lambda device: made.append(Stream(len(made))) or made[-1])
+    monkeypatch.setattr(cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(cuda, "stream", lambda stream: contextlib.nullcontext())
+    streams, tensor = CudaStreams(torch.device("cpu")), torch.zeros(1)
+    aside = streams.aside()
+    for queue in (streams, aside, streams):
+        queue.copy(tensor, tensor)
+    assert [stream.waits for stream in made] == [["compute", "compute"], ["compute", "0"]]
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megazero.config.training_plan import training_plan_of
+from megazero.host_memory import sent_to
 from megazero.mpu.context import solo_context, thread_context
 from megazero.mpu.grid import ProcessGrid
 from megazero.mpu.host_waits import HostWaits
@@ -44,6 +45,7 @@ PLANTED = {
     "as_tensor": lambda x: torch.as_tensor([1.0]),
     "from_numpy": lambda x: torch.from_numpy(np.ones(2)),
     "new_tensor": lambda x: x.new_tensor([1.0]),
+    "memory that is not locked": lambda x: torch.empty(1 << 15).to(x.device, non_blocking=True),
 }
 HARMLESS = {
     "where of three": lambda x: torch.where(x > 0, x, 0.0),
@@ -51,6 +53,7 @@ HARMLESS = {
     "arange": lambda x: torch.arange(5),
     "to a dtype": lambda x: x.to(torch.float64),
     "to without waiting": lambda x: x.to("cpu", non_blocking=True),
+    "to by way of locked memory": lambda x: sent_to(x.device, torch.empty(1 << 15)),
     "index by a range": lambda x: x[torch.arange(2)],
     "shape": lambda x: x.shape[0] * x.numel(),
     "scalars": lambda x: (x * 2 + 1).clamp_(min=0).masked_fill_(x > 0, 3.0),

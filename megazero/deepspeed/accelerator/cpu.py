@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megazero.deepspeed import op_builder
 from megazero.errors import ConfigError
-from megazero.zero.store.host import available_memory
+from megazero.host_memory import available_memory
 
 
 class _Devices:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.host_memory import sent_to
 from megazero.models.targets import Targets
 
 
@@ -44,9 +45,7 @@ class Ahead:
         for shifted in _shifted(arrays, depths):
             tokens, labels, weights = (np.ascontiguousarray(own(array)) for array in shifted)
             counted = float(weights.sum(dtype="float64"))
-            first, second, third = (
-                torch.from_numpy(x).to(device, non_blocking=True) for x in (tokens, labels, weights)
-            )
+            first, second, third = (sent_to(device, torch.from_numpy(x)) for x in (tokens, labels, weights))
             made.append(cls(first, Targets(second, third, counted)))
         return tuple(made)
 

@@ -103,6 +103,7 @@ class CallLog:
         self._serials = itertools.count(1)
         self._latest = 0
         self._texts: dict[tuple[object, ...], bytes] = {}
+        self._inside: dict[str, bool] = {}
         self._to_wall = time.time() - time.monotonic()
         size = SLOTS * _SLOT_BYTES
         if folder is None:
@@ -131,9 +132,9 @@ class CallLog:
         dtype: torch.dtype | None,
     ) -> Call:
         """Record a call that starts now; called in the thread that makes the call."""
-        site, asker = callers(sys._getframe(1))
+        site, asker = self._callers(sys._getframe(1))
         # Lines are looked up and texts composed once per place: a training loop keeps revisiting them.
-        key = (channel.key, what, detail, shape, dtype, _place(site), _place(asker))
+        key = (channel.key, what, detail, shape, dtype, *_place(site), *_place(asker))
         text = self._texts.get(key)
         if text is None:
             if len(self._texts) >= _MOST_TEXTS:
@@ -149,6 +150,25 @@ class CallLog:
         self._ring[at : at + len(slot)] = slot
         self.pending[call.serial] = call
         return call
+
+    def _callers(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
+        """The first frame outside this package, and the first in another file (not torch) that led there."""
+        inside, site = self._inside, None
+        for _ in range(_DEEPEST):
+            if frame is None:
+                break
+            file = frame.f_code.co_filename
+            if (
+                file not in inside
+            ):  # a string's hash is kept, so this is quicker than to compare its beginning
+                inside[file] = file.startswith((HERE, _TORCH))
+            if not inside[file]:
+                if site is None:
+                    site = frame
+                elif file != site.f_code.co_filename:
+                    return site, frame
+            frame = frame.f_back
+        return site, None
 
     def leave_open(self, call: Call, work: Work) -> None:
         """Record that `call` continues as `work`, and that nobody is waiting for it."""
@@ -235,22 +255,6 @@ def _open_own(path: str) -> int:
     raise OSError(errno.EINVAL, "it is no log", path)
 
 
-def callers(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
-    """The first frame outside this package, and the first in another file (not torch) that led there."""
-    site = None
-    for _ in range(_DEEPEST):
-        if frame is None:
-            break
-        file = frame.f_code.co_filename
-        if not file.startswith((HERE, _TORCH)):
-            if site is None:
-                site = frame
-            elif file != site.f_code.co_filename:
-                return site, frame
-        frame = frame.f_back
-    return site, None
-
-
 def spell_place(file: str, line: int) -> str:
     """`file:line`: project files relative to the project, others with only the end of the path."""
     if file.startswith(_PACKAGES):
@@ -258,9 +262,9 @@ def spell_place(file: str, line: int) -> str:
     return f"{os.sep.join(file.split(os.sep)[-4:])}:{line}"
 
 
-def _place(frame: FrameType | None) -> tuple[str, int, int] | None:
+def _place(frame: FrameType | None) -> tuple[str, int, int]:
     if frame is None:
-        return None
+        return "", 0, 0
     code = frame.f_code
     return code.co_filename, code.co_firstlineno, frame.f_lasti
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megazero.host_memory import sent_to
 from megazero.ops.scaled_softmax import may_attend, same_document
 
 _WORTH = 1 << 14  # pairs of tokens: a call of the kernel takes about as long as this many under a mask
@@ -41,7 +42,7 @@ class Runs:
         if np.unique(np.stack((row, ids[first])), axis=1).shape[1] < len(row):
             return None
         ends = np.append(np.flatnonzero(first), b * s).astype(np.int32)
-        return cls(torch.from_numpy(ends).to(device, non_blocking=True), int(np.diff(ends).max()))
+        return cls(sent_to(device, torch.from_numpy(ends)), int(np.diff(ends).max()))
 
 
 @dataclass(frozen=True, eq=False)

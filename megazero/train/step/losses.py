@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megazero.loss import PADDING, LossTerm
 from megazero.models.batch import MicroBatch
+from megazero.host_memory import sent_to
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import Reading
 
@@ -25,7 +26,7 @@ def local_counts(
     """
     by_batch = [batch.counts_of_share(context.groups["cp"].size) for batch in batches]
     counts = [sum(counts[term.over] for counts in by_batch) for term in terms]
-    return torch.tensor(counts, dtype=torch.float64).to(context.device, non_blocking=True)
+    return sent_to(context.device, torch.tensor(counts, dtype=torch.float64))
 
 
 def loss_factors(terms: Sequence[LossTerm], counts: Tensor, scale: float) -> Tensor:
@@ -37,8 +38,7 @@ def loss_factors(terms: Sequence[LossTerm], counts: Tensor, scale: float) -> Ten
         scale: the loss scale.
     """
     weights = torch.tensor([scale * term.coefficient for term in terms], dtype=torch.float64)
-    weights = weights.to(counts.device, non_blocking=True)
-    return torch.where(counts > 0, weights / counts, 0.0).float()
+    return torch.where(counts > 0, sent_to(counts.device, weights) / counts, 0.0).float()
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
 from megazero.errors import OffloadError
+from megazero.host_memory import available_memory
 from megazero.mpu.slab import Slab
 from megazero.zero.store.tier import StillTier, TierSlot
-
-_GROUPS = Path("/sys/fs/cgroup")
-_CGROUPS = (
-    (_GROUPS / "memory.max", _GROUPS / "memory.current"),
-    (_GROUPS / "memory/memory.limit_in_bytes", _GROUPS / "memory/memory.usage_in_bytes"),
-)
 
 
 class HostTier(StillTier):
@@ -58,24 +49,6 @@ class HostTier(StillTier):
     @property
     def nbytes(self) -> int:
         return sum(slot.nbytes for slot in self._kept)
-
-
-def available_memory() -> int:
-    """Bytes of memory that this process can still get, on the host and in its control group."""
-    limits = [_from_meminfo()]
-    for limit, used in _CGROUPS:
-        with contextlib.suppress(OSError, ValueError):  # such as "max", or none of that version
-            limits.append(int(limit.read_text()) - int(used.read_text()))
-    return min(limits)
-
-
-def _from_meminfo() -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    (kib,) = (int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return kib << 10
 
 
 def _gib(size: int) -> str:
