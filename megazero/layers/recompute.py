@@ -12,13 +12,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megazero.config.tree.recompute import RecomputeConfig
+from megazero.host_memory import sent_to
 from megazero.layers.collectives import gather_rows
 from megazero.layers.input_offload import AwayInput, Pass, Shelf
 from megazero.layers.inputs import LayerInputs
 from megazero.layers.placement import Placement
 from megazero.layers.skipping import run_layer
 from megazero.layers.sums import Sums
-from megazero.host_memory import sent_to
 from megazero.mpu.group import Group
 
 Unit = tuple[range, bool]

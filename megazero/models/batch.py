@@ -16,10 +16,10 @@ from megazero.config.derive import sequence_multiple
 from megazero.config.tree.config import Config
 from megazero.config.tree.parallel import ParallelConfig
 from megazero.data.token_ids import check_token_ids
+from megazero.host_memory import sent_to
 from megazero.layers.inputs import NOTHING_SKIPPED, Skipping
 from megazero.layers.placement import SequenceCut
 from megazero.layers.rows import columns_of
-from megazero.host_memory import sent_to
 from megazero.models.multi_token.ahead import Ahead
 from megazero.models.targets import Targets
 from megazero.mpu.context import ParallelContext

@@ -10,9 +10,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megazero.host_memory import sent_to
 from megazero.loss import PADDING, LossTerm
 from megazero.models.batch import MicroBatch
-from megazero.host_memory import sent_to
 from megazero.mpu.context import ParallelContext
 from megazero.mpu.host import Reading
 
